@@ -1,9 +1,9 @@
 # make demo   set everything up and run the main job
 # make test   set everything up and run the tests
-# make test-fast    without vLLM engines, timed faults, whole benches and studies
+# make test-fast    without vLLM engines, timed faults, regions of processes, whole benches and studies
 # make test-engine  only the tests with vLLM engines
 # make test-long    all tests without engines, with many more examples for property tests
-# make lint   ruff, mypy, import rule
+# make lint   ruff, mypy (also of test doubles and benches), import rule
 # make bench  measurements against peers (see tests/bench/README.md)
 # make bench BENCH_ARGS=--smoke   the same at their smallest size, to see that they run
 # make docs   write the configuration reference and build the documentation's site into site/

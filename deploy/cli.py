@@ -1,7 +1,7 @@
 """The `prfaas` command: one name for everything a user starts.
 
-Knows the names and one-line descriptions of the subcommands; what a subcommand needs is imported
-when it runs, so that help and errors appear at once.
+This file knows the names and one-line descriptions of the subcommands. The module of a subcommand
+is imported when it runs, so that help and errors appear at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ The other commands are the parts that `up` starts; run them by hand on several m
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where a subcommand is: a function for typer, or an app of typer's."""
+    """The module of a subcommand, and its function or typer app there."""
 
     module: str
     attribute: str
@@ -75,12 +75,13 @@ _COMMANDS: dict[str, _Entry] = {
 
 
 class _LazyGroup(TyperGroup):
-    """Lists subcommands from the table above and imports only the one that is run."""
+    """Lists the subcommands of the table above and imports only the one that is run."""
 
-    # Contexts and commands are click's or, in newer versions, those of a copy inside typer.
+    # Contexts and commands are click's or, in newer versions of typer, those of a copy inside
+    # typer.
 
     def __init__(self, **options: Any) -> None:
-        # Help, completion and "did you mean" need names and summaries only.
+        # Help, completion and "did you mean" need only names and summaries.
         stubs = {
             name: TyperCommand(name, short_help=entry.summary) for name, entry in _COMMANDS.items()
         }
@@ -109,7 +110,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[  # what it does is done by its callback, before a command is needed
+    version: Annotated[  # its callback does the work, before a command is required
         bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version.")
     ] = False,
 ) -> None:

@@ -1,6 +1,6 @@
-"""Options, output as JSON and failures that all commands share.
+"""Options, JSON output and failures that all commands share.
 
-Imports little, so that help is quick.
+It imports little, so that help appears quickly.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ class CommandFailed(Exception):
 
 
 def fail(message: str, status: int) -> NoReturn:
-    """Say `message` on stderr and exit."""
+    """Print `message` on stderr and exit."""
     typer.echo(message, err=True)
     raise typer.Exit(status)
 
 
 def check_plot(path: Path, *endings: str) -> None:
-    """Exit with status 2 where `--plot` names no file that can be written; for commands that take a
-    while until they write it.
+    """Exit with status 2 if `--plot` names no file that can be written.
+
+    It is for commands that run for a while before they write the plot.
     """
     if path.suffix not in endings:
         *others, last = endings
@@ -47,22 +48,24 @@ def check_plot(path: Path, *endings: str) -> None:
 
 
 def print_json(value: object, *, indent: int = -1) -> None:
-    """JSON on stdout: one line, or with `indent` a line for each value. Structs and dataclasses are
-    objects, a number that is not finite is null.
+    """Print JSON on stdout: one line, or with `indent` one line per value.
+
+    Structs and dataclasses become objects; a number that is not finite becomes null.
     """
+    # Imported here: help needs no JSON.
     import msgspec
 
-    # numpy's numbers are none of msgspec's.
+    # msgspec does not know numpy's numbers.
     encoded = msgspec.json.encode(value, enc_hook=float)
     sys.stdout.buffer.write(msgspec.json.format(encoded, indent=indent) + b"\n")
     sys.stdout.buffer.flush()
 
 
 def command_group(summary: str) -> typer.Typer:
-    """An app for the commands below one name, which shows its help when none of them is given."""
+    """An app for the commands below one name. It shows its help when none of them is given."""
     group = typer.Typer(
         no_args_is_help=True, rich_markup_mode=None, add_completion=False, help=summary
     )
-    # With a callback, typer keeps the command's name also where there is only one.
+    # With a callback, typer keeps the command's name even if it is the only one.
     group.callback()(lambda: None)
     return group

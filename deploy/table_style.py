@@ -1,4 +1,4 @@
-"""How our tables look: no frames, titles and names at the left, numbers at the right."""
+"""The look of our tables: no frames, titles and names at the left, numbers at the right."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ TABLE_STYLE: Final[dict[str, Any]] = {
 
 
 def new_table(*names: str, numbers: Iterable[str] = (), title: str | None = None) -> Table:
-    """An empty table with these headings. Where the terminal is narrow cells go on in the next
-    line, numbers before their unit; nothing is cut off.
+    """An empty table with these headings.
+
+    Where the terminal is narrow, cells go on in the next line, and numbers break before their unit.
+    Nothing is cut off.
     """
     made = Table(title=title, **TABLE_STYLE)
     for heading in names:
@@ -30,5 +32,5 @@ def new_table(*names: str, numbers: Iterable[str] = (), title: str | None = None
 
 
 def say(console: Console, text: str) -> None:
-    """One line as it is, however long: brackets are no markup, numbers get no colours."""
+    """Print one line unchanged, however long: brackets are no markup, numbers get no colours."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)

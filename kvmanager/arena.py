@@ -2,17 +2,17 @@
 
 It does not know which blocks are in use or by whom, nor what their bytes mean.
 
-The agent creates the file and holds an exclusive `flock` on it for as long as it lives, so that a
-later agent can tell a file in use from one left behind by a killed agent. Engines open the file by
-path and map it read-write without the lock. An unlinked arena stays valid for whoever still maps
-it.
+The agent creates the file and holds an exclusive `flock` on it for as long as it lives. So a later
+agent can tell a file in use from a file that a killed agent left behind. Engines open the file by
+path and map it read-write without the lock. An unlinked arena stays valid for processes that still
+map it.
 
-Every life of an agent has an epoch of its own. Without a name, an agent also makes a file of its
-own, so late writes of an engine that has not noticed yet land in memory that nobody reads. A named
-arena outlives its agent, however that ended, and the next agent of that name adopts the file with
-its bytes. Late writes can then reach memory in use: who adopts must leave alone for a while what
-the former life may have handed out. Beside it lies the index of its bytes, under the same name;
-it goes whenever the arena goes.
+Every start of an agent has an epoch of its own. Without a name, an agent also makes a new file at
+each start. So late writes of an engine that has not yet noticed the restart go to memory that
+nobody reads. A named arena outlives its agent, however that ended, and the next agent of the name
+adopts the file with its bytes. Late writes can then reach memory in use. So the adopting agent must
+not use, for a while, the blocks that the former one may have handed out. The index of the arena's
+bytes lies beside it under the same name, and is removed whenever the arena is.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", re.ASCII)
 
 
 class ArenaError(Exception):
-    """The arena's file cannot be made or mapped; the message says why and what helps."""
+    """The arena's file cannot be made or mapped. The message says why, and what helps."""
 
 
 class Arena:
-    """A mapped arena. Made by `create` or `adopt` (the agent) or `attach` (an engine).
+    """A mapped arena. The agent calls `create` or `adopt`, an engine calls `attach`.
 
-    `memory` is the whole arena as one writable memoryview: what a GPU host registers as pinned.
+    `memory` is the whole arena as one writable memoryview, which a host with GPUs pins.
     """
 
     def __init__(
@@ -71,11 +71,12 @@ class Arena:
         name: str | None = None,
         prefault: bool = True,
     ) -> Arena:
-        """Make a new arena file with a fresh epoch; raises ArenaError.
+        """Make a new arena file with a new epoch. Raises ArenaError.
 
-        With a `name` it can be adopted later, and takes the place of what a dead agent left under
-        that name. Every page is allocated now; with `prefault` it is mapped too, which takes about
-        a third of a second for each GiB.
+        With a `name` it can be adopted later, and replaces the arena that a dead agent left under
+        that name. Every page is allocated now, so that a lack of memory is an error here instead of
+        a SIGBUS later. With `prefault` every page is mapped too, which takes about a third of a
+        second for each GiB.
         """
         nbytes = _arena_bytes(num_blocks, block_bytes)
         wanted = None if name is None else _kept_path(directory, name)
@@ -127,8 +128,8 @@ class Arena:
 
     @staticmethod
     def discard(directory: Path, name: str) -> list[Path]:
-        """Remove the arena of that name and its index, unless an agent holds them; what was
-        removed. Raises ArenaError for what cannot be a name.
+        """Remove the arena of that name and its index, unless an agent holds them. Returns the
+        removed files. Raises ArenaError for an impossible name.
         """
         path = _kept_path(directory, name)
         try:
@@ -138,9 +139,9 @@ class Arena:
 
     @classmethod
     def attach(cls, path: Path, nbytes: int, block_bytes: int, *, epoch: str) -> Arena:
-        """Map the arena that another process made, which calls its life `epoch`; raises ArenaError.
+        """Map the arena that an agent of this `epoch` made. Raises ArenaError.
 
-        Nothing in the file says whose life it is: the agent does, in its Welcome.
+        The epoch is not in the file: the agent says it in its Welcome.
         """
         try:
             fd = open_private(path, os.O_RDWR)
@@ -161,16 +162,17 @@ class Arena:
 
     @property
     def index_path(self) -> Path | None:
-        """Where the index of this arena's bytes belongs; None where they are not kept."""
+        """The path of the index of this arena's bytes; None for an arena that is not kept."""
         return _index_paths(self.path)[0] if self.path.name.startswith(_KEPT_PREFIX) else None
 
     def close(self, *, keep: bool = False) -> None:
-        """Unlink the file if we are its agent, and unmap it. Idempotent.
+        """Unmap the arena, and unlink its file if this process is its agent. Idempotent.
 
-        `keep`: leave it to be adopted, where it has a name. Memory that still has views outside
-        stays mapped until the last of them is gone.
+        `keep`: leave a named arena to be adopted. Memory with views outside stays mapped until the
+        last of them is gone.
         """
         if self._lock_fd >= 0:
+            # Removed while locked, or another agent could adopt a file that is about to go.
             if self.index_path is None:
                 _remove_all([self.path])
             elif not keep:
@@ -183,7 +185,7 @@ class Arena:
 
 
 class ArenaSpace:
-    """A transfer's logical bytes resolved to arena memory (implements `transport.ByteSpace`)."""
+    """Maps a transfer's logical bytes to arena memory (implements `transport.ByteSpace`)."""
 
     def __init__(self, arena: Arena, runs: Sequence[tuple[int, int]], nbytes: int) -> None:
         self._table = BlockExtents(runs, arena.block_bytes, nbytes)
@@ -203,9 +205,10 @@ class ArenaSpace:
 
 
 def remove_stale(directory: Path) -> list[Path]:
-    """Remove the nameless arenas in `directory` whose agent is dead; what was removed."""
+    """Remove the arenas without a name in `directory` whose agent is dead. Returns their paths."""
     removed = []
     for path in directory.glob(f"{_PREFIX}*{_SUFFIX}"):
+        # A named arena waits for its next agent.
         if path.name.startswith(_KEPT_PREFIX):
             continue
         try:
@@ -255,7 +258,7 @@ def _index_paths(path: Path) -> list[Path]:
 
 
 def _remove_all(paths: Iterable[Path]) -> list[Path]:
-    """Remove those that are there; which they were."""
+    """Remove the files that exist. Returns their paths."""
     removed = []
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
@@ -265,7 +268,7 @@ def _remove_all(paths: Iterable[Path]) -> list[Path]:
 
 
 def _remove_locked(path: Path) -> list[Path]:
-    """Remove the arena at `path`, if there is one; ArenaError when its agent lives."""
+    """Remove the arena at `path`, if there is one. Raises ArenaError when its agent lives."""
     fd = _lock_existing(path)
     if fd < 0:
         return []
@@ -276,20 +279,20 @@ def _remove_locked(path: Path) -> list[Path]:
 
 
 def _create_locked(directory: Path) -> tuple[Path, int]:
-    """A new empty file that we hold the lock of, also against a `remove_stale` that runs now."""
+    """Make a new empty file and lock it, safe against a `remove_stale` that runs now."""
     while True:
         path = directory / f"{_PREFIX}{_new_token()}{_SUFFIX}"
         fd = _open_new(path)
         if os.fstat(fd).st_nlink:
             return path, fd
-        os.close(fd)  # somebody took the lock first and removed the file
+        os.close(fd)  # another process took the lock first and removed the file
 
 
 def _replace_locked(path: Path) -> tuple[Path, int]:
-    """The same under a given name, in place of what a dead agent left there.
+    """Make and lock the file of a named arena, in place of the file that a dead agent left.
 
-    Always a new file: engines of the former life may still write into the old one. Raises
-    ArenaError when its agent lives.
+    It is always a new file, because engines of the former agent may still write into the old one.
+    Raises ArenaError when its agent lives.
     """
     while True:
         _remove_locked(path)
@@ -310,8 +313,8 @@ def _open_new(path: Path) -> int:
 
 
 def _lock_existing(path: Path) -> int:
-    """The locked file at `path`, -1 when there is none. Raises ArenaError when its agent lives or
-    when it is not this user's alone.
+    """The locked file at `path`; -1: there is none. Raises ArenaError when its agent lives or when
+    other users may use the file.
     """
     try:
         fd = open_private(path, os.O_RDWR)
@@ -328,7 +331,7 @@ def _lock_existing(path: Path) -> int:
         ) from None
     if os.fstat(fd).st_nlink:
         return fd
-    os.close(fd)  # removed before we had the lock
+    os.close(fd)  # another process removed it before this one had the lock
     return -1
 
 

@@ -1,11 +1,11 @@
-"""Digests of token sequences: what says that two processes speak of the same prompt or prefix.
+"""Digests of token sequences, by which processes identify a prompt or a prefix.
 
-Knows nothing of pools, models or engines: what else a cached prefix depends on comes in as bytes.
+A block key identifies a whole prefix: the key of block i is a BLAKE3 digest over the key of block
+i - 1, the token ids of block i, and everything else that its KVCache depends on. The key before
+block 0 is a digest of the cache namespace (weights, KV layout), the LoRA adapter and the tenant, so
+that prefixes of different tenants never have a key in common.
 
-A block key names a whole prefix: the key of block i is a BLAKE3 digest over the key of block i - 1,
-the token ids of block i, and what else its KVCache depends on. The key before block 0 is a digest
-of the cache namespace (weights, KV layout), the LoRA adapter and the tenant, so that
-prefixes of different tenants never have a key in common.
+Knows nothing of pools, models or engines: other things that a prefix depends on come in as bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,10 +26,11 @@ def token_digest(token_ids: Sequence[int] | TokenIds) -> bytes:
 
 
 def root_key(namespace: bytes, *, tenant: str = "", lora: str = "") -> bytes:
-    """The key that block 0's is chained to. `tenant` is the request's `cache_salt`, `lora` what its
-    adapter is.
+    """The key to which the key of block 0 is chained. `tenant` is the request's `cache_salt`, and
+    `lora` identifies its adapter.
     """
     parts = (namespace, lora.encode(), tenant.encode())
+    # With their lengths, so that ("ab", "c") and ("a", "bc") have different keys.
     framed = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
     return blake3(framed).digest(KEY_BYTES)
 
@@ -40,9 +41,9 @@ def block_keys(
     root: bytes,
     extras: Mapping[int, bytes] | None = None,
 ) -> list[bytes]:
-    """The key of every full block of `block_tokens` tokens, `KEY_BYTES` each; the rest has none.
+    """The key, of `KEY_BYTES`, of every full block of `block_tokens` tokens.
 
-    `extras`: by block index, what else that block depends on (digests of multimodal inputs). Raises
+    `extras`: by block index, other inputs of that block (digests of multimodal inputs). Raises
     `ValueError` for an id that is negative or does not fit 32 bits.
     """
     num_blocks = len(token_ids) // block_tokens
@@ -51,7 +52,7 @@ def block_keys(
     keys: list[bytes] = []
     key = root
     for index in range(num_blocks):
-        # One call on one string: as fast again as three calls that avoid the copy.
+        # One call on one string takes half the time of three calls that avoid the copy.
         told = key + data[index * size : (index + 1) * size]
         if extras and index in extras:
             told += extras[index]
@@ -61,12 +62,12 @@ def block_keys(
 
 
 def join_keys(keys: Sequence[bytes]) -> bytes:
-    """One byte string for messages."""
+    """Join keys to one byte string for a message."""
     return b"".join(keys)
 
 
 def split_keys(joined: bytes) -> list[bytes]:
-    """What `join_keys` joined; raises `ValueError` for a length that is no multiple of a key's."""
+    """Undo `join_keys`. Raises `ValueError` for a length that is no multiple of a key's."""
     if len(joined) % KEY_BYTES:
         raise ValueError(f"{len(joined)} bytes are no sequence of {KEY_BYTES} byte keys")
     return [joined[start : start + KEY_BYTES] for start in range(0, len(joined), KEY_BYTES)]

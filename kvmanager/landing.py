@@ -1,4 +1,4 @@
-"""Memory reserved on a receiving node for a transfer, and what engines are told of it.
+"""Memory reserved on a receiving node for a transfer, and the parameters that engines get for it.
 
 Knows neither who reserved it nor what is sent.
 """
@@ -16,8 +16,8 @@ class ReservedLanding(msgspec.Struct, frozen=True, kw_only=True):
 
     Ids, tokens, fingerprints and digests are lower-case hex. `num_tokens` is the number of tokens
     whose KVCache lands, `token_digest` the digest of exactly those (`kvmanager.hashing`).
-    `host`, `port` is where the receiving agent takes data connections. The full-attention KVCache
-    of the first `cached_tokens` is there already and not part of the `nbytes`. With `is_lossy` the
+    `host` and `port` are the receiving agent's address for data. The full-attention KVCache of the
+    first `cached_tokens` is cached there already and not part of the `nbytes`. With `is_lossy` the
     rest may lose precision on its way.
     """
 
@@ -50,7 +50,7 @@ def reserved_landing(reply: ReserveReply, num_tokens: int, token_digest: str) ->
 
 
 def producer_params(landing: ReservedLanding, outbox: OpenOutboxReply) -> dict[str, Any]:
-    """The `kv_transfer_params` that make an engine fill the outbox its agent opened."""
+    """The `kv_transfer_params` that make an engine fill the outbox that its agent has opened."""
     return {
         "prfaas": {
             "role": "producer",
@@ -74,7 +74,7 @@ def consumer_params(
 ) -> dict[str, Any]:
     """The `kv_transfer_params` that make an engine load the landing at `runs` of its agent.
 
-    `cached_runs`: where the agent's prefix cache has each block of the first `cached_tokens`.
+    `cached_runs`: the place in the agent's prefix cache of each block of the first `cached_tokens`.
     """
     return {
         "prfaas": {

@@ -1,13 +1,13 @@
-"""The exact description of one model's KVCache, and what a transfer of it looks like.
+"""The exact description of one model's KVCache and of the bytes of a transfer of it.
 
-A `KVLayout` is built once, at the edge where the engine is known, and from then on answers two
-questions with no engine at hand: are two caches interchangeable (`fingerprint`), and which bytes
-make up the KVCache of n tokens (`transfer_bytes`, `extents`). It does not know tensors, devices,
-sockets or where anything is stored.
+A `KVLayout` is built once, where the engine is known. Without the engine it then answers two
+questions: are two caches interchangeable (`fingerprint`), and which bytes are the KVCache of n
+tokens (`transfer_bytes`, `extents`). It does not know tensors, devices, sockets or where anything
+is stored.
 
-The logical byte range of a transfer is, without padding: for each tensor-parallel rank, for each
-group, for each layer of the group, the pages of `KVGroup.pages(n)` in order. Pages that one layer
-finishes together are therefore neighbours, and a rank's share is one contiguous range.
+The bytes of a transfer are, without padding: for each tensor-parallel rank, for each group, for
+each layer of the group, the pages of `KVGroup.pages(n)` in order. So the pages that one layer
+finishes together are neighbours, and a rank's share is one contiguous range.
 """
 
 from collections.abc import Iterator
@@ -59,12 +59,12 @@ class KVGroup(msgspec.Struct, frozen=True):
     window_tokens: int = 0
 
     def pages(self, num_tokens: int, cached_tokens: int = 0) -> range:
-        """Indices into the block table that the token after `num_tokens` computed ones needs.
+        """Indices into the block table of the pages that the token after `num_tokens` needs.
 
-        Full attention needs every page; those of the first `cached_tokens`, whole pages, are left
-        out, since the other side has them. A window of W tokens reaches back to position
-        `num_tokens - W + 1`. A recurrent layer needs its state after the last token, kept in the
-        page of that token's block.
+        Full attention needs every page. The pages of the first `cached_tokens`, whole pages, are
+        left out, because the other side has them. A window of W tokens reaches back to position
+        `num_tokens - W + 1`. A recurrent layer needs its state after the last token, which is in
+        the page of that token's block.
         """
         end = -(-num_tokens // self.tokens_per_block)
         match self.kind:
@@ -84,7 +84,7 @@ class KVGroup(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LayerExtent:
-    """Where one layer's pages lie in a transfer: page `pages[i]` starts at `offset` + i pages."""
+    """One layer's pages in a transfer: page `pages[i]` starts at `offset` + i pages."""
 
     group_index: int
     layer: KVLayer
@@ -122,11 +122,12 @@ class KVLayout(msgspec.Struct, frozen=True):
             layout = msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError as error:
             raise LayoutError(f"not a KV layout: {error}") from error
+        # Another process sent it, and sizes and places in the arena follow from its numbers.
         layout.validate()
         return layout
 
     def validate(self) -> None:
-        """Raises `LayoutError` naming the first value that cannot be."""
+        """Raise `LayoutError` that names the first impossible value."""
         if self.format_version != FORMAT_VERSION:
             raise LayoutError(
                 f"KV layout format {self.format_version} is not {FORMAT_VERSION}: "
@@ -151,9 +152,7 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def elements(self) -> str:
-        """The numbers that most of the cache consists of: "bf16", "fp16", "fp32", or "bytes" when
-        it is none of these.
-        """
+        """The data type of most of the cache: "bf16", "fp16", "fp32", or "bytes" for any other."""
         cache, _, model = self.cache_dtype.partition("/")
         name = (model if cache == "auto" else cache).removeprefix("torch.")
         return _ELEMENTS.get(name, "bytes")
@@ -174,9 +173,9 @@ class KVLayout(msgspec.Struct, frozen=True):
     def transfer_bytes(self, num_tokens: int, cached_tokens: int = 0) -> int:
         """Bytes of a whole transfer of the first `num_tokens` tokens, all ranks.
 
-        `cached_tokens`: how many of them the receiver has the full-attention KVCache of already,
-        in whole pages of every such group. Windows and recurrent states always travel. Raises
-        ValueError for counts that cannot be.
+        `cached_tokens`: leading tokens whose full-attention KVCache the receiver has already, in
+        whole pages of every such group. Windows and recurrent states always travel. Raises
+        ValueError for impossible counts.
         """
         if num_tokens < 1:
             raise ValueError(f"a transfer holds at least 1 token, got {num_tokens}")

@@ -34,6 +34,7 @@ def open_private(path: str | Path, flags: int) -> int:
     `flags` must not hold O_TRUNC: what is not ours must not lose its bytes before we see that.
     """
     try:
+        # O_NOFOLLOW: a symbolic link at this path could make us write into another file.
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if error.errno == errno.ELOOP:
@@ -104,11 +105,12 @@ def write_private(path: Path, data: bytes) -> None:
 def allocate(fd: int, nbytes: int, directory: Path, what: str) -> None:
     """Give the file `nbytes` bytes that are really there. Raises NoRoom, other OSErrors.
 
-    A mapped page that the file system cannot supply ends a process with SIGBUS at its first use, so
-    whatever is mapped is allocated before.
+    tmpfs reserves no space for a sparse file: a mapped page that a full file system cannot supply
+    ends a process with SIGBUS at its first use. So whatever is mapped is allocated before.
     """
     stats = os.statvfs(directory)
     free_bytes = stats.f_bavail * stats.f_frsize
+    # A file that is taken over has its bytes already; st_blocks counts units of 512 (stat(2)).
     missing_bytes = nbytes - os.fstat(fd).st_blocks * 512
     if missing_bytes <= free_bytes:
         try:

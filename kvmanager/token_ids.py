@@ -1,10 +1,10 @@
 """Token ids of a prompt as packed 32-bit integers, and their JSON in short steps.
 
-A prompt of 128K tokens is half a megabyte when it is packed, and is hashed, cut and sent as it is.
-Python integers would take milliseconds to make and to walk, in every process that the prompt
-passes. Only JSON, of a request and for an engine, cannot be read or written without them. That is
-done in steps of `STEP_TOKENS`, so that an event loop can do other work between two of them. A
-thread would not help: whatever makes Python integers holds the interpreter's lock.
+A packed prompt of 128K tokens takes half a megabyte, and is hashed, cut and sent in this form.
+Python integers would take milliseconds to make and to iterate over, in every process that the
+prompt passes. Only JSON, of requests and for engines, cannot be read or written without them. That
+is done in steps of `STEP_TOKENS`, so that an event loop can do other work in between. A thread
+would not help, because code that makes Python integers holds the interpreter's lock.
 
 Knows neither tokenizers nor requests.
 """
@@ -20,7 +20,7 @@ from typing import Final, TypeAlias, TypeVar
 import msgspec
 
 STEP_TOKENS: Final = 4096
-"""Less than half a millisecond of work."""
+"""Tokens of one step, which takes less than half a millisecond."""
 
 _STEP_BYTES: Final = 6 * STEP_TOKENS
 _ID_BYTES: Final = 4
@@ -46,7 +46,7 @@ class TokenIds(msgspec.Struct, frozen=True, array_like=True):
     def of(cls, token_ids: Sequence[int]) -> TokenIds:
         """Raises `ValueError` for an id that is negative or does not fit 32 bits."""
         try:
-            # Twice as fast as numpy for a list of a hundred thousand.
+            # For a list of a hundred thousand ids this takes half the time of numpy.
             return cls(_little_endian(array("I", token_ids)))
         except OverflowError as error:
             raise ValueError(
@@ -81,8 +81,8 @@ def parsing(text: bytes) -> Steps[TokenIds]:
         comma = text.find(b",", begin + _STEP_BYTES, end)
         stop = end if comma < 0 else comma
         try:
-            # In a flat array every comma is between two ids. In anything else a piece that ends at
-            # one is no list of ids either.
+            # In a flat array every comma is between two ids. Any other JSON gives a piece here that
+            # does not decode as a list of ids.
             ids += array("I", _decoder.decode(b"[%b]" % text[begin:stop]))
         except (msgspec.MsgspecError, OverflowError, RecursionError) as error:
             raise ValueError(f"token ids are integers in [0, 2**32): {error}") from error
@@ -105,18 +105,8 @@ def writing(token_ids: TokenIds) -> Steps[bytes]:
     return bytes(text)
 
 
-def at_once(steps: Steps[T]) -> T:
-    """The result of `steps`, done without a break."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-
-
 async def in_turns(steps: Steps[T]) -> T:
-    """The result of `steps`; the event loop does what else is due between two of them."""
+    """The result of `steps`. Between two steps the event loop runs other tasks."""
     while True:
         try:
             next(steps)

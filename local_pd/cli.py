@@ -1,6 +1,6 @@
 """`prfaas pd`: a local PD cluster front as a process of its own.
 
-It only makes the parts that the file describes; `front_process` runs them.
+It only makes the parts that the file describes, and `front_process` runs them.
 """
 
 from pathlib import Path

@@ -1,20 +1,25 @@
-"""What a gateway needs of a local PD cluster, whether its front runs embedded or elsewhere.
+"""The interface of a local PD cluster for a gateway, whether its front runs embedded or elsewhere.
 
-The implementations are in embedded.py and remote.py. A local PD cluster serves a request end to
-end alone, or decodes what was prefilled in another cluster. It does not know routing or clients.
+The implementations are in embedded.py and remote.py. A local PD cluster serves a request end to end
+alone, or decodes a prompt that another cluster has prefilled. It does not know routing or clients.
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
-from local_pd.messages import DecodeSlot, DirectTarget, LandingReport
+from local_pd.messages import (
+    DecodeSlot,
+    DirectRequest,
+    DirectTarget,
+    LandingReport,
+    ReserveRequest,
+)
 from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.live.long_term.conversion import RoleChange, RoleStatus
 from scheduler.reports import ClusterReport
 
 
 class PdCluster(Protocol):
-    """What a gateway needs of a local PD cluster, embedded or remote."""
+    """A local PD cluster, embedded or remote."""
 
     @property
     def name(self) -> str:
@@ -23,64 +28,40 @@ class PdCluster(Protocol):
 
     @property
     def has_prefill_instances(self) -> bool:
-        """Whether `prefill_locally` can work at all, by the roles known last."""
+        """Whether `prefill_locally` can work at all, by the last known roles."""
         ...
 
-    async def reserve(
-        self,
-        num_tokens: int,
-        token_digest: str,
-        request_id: str,
-        model: str = "",
-        *,
-        block_keys: bytes = b"",
-        prefer_nodes: Sequence[str] = (),
-        tenant: str = "",
-        grant: bytes = b"",
-    ) -> DecodeSlot:
-        """A decode instance, and memory on its node for the KVCache of `num_tokens` tokens.
+    async def reserve(self, request: ReserveRequest) -> DecodeSlot:
+        """Reserve a decode instance, and memory on its node for the prompt's KVCache.
 
-        `block_keys` (see `kvmanager.agent.messages.Reserve`) let the node leave out of the transfer
-        what it has cached. `prefer_nodes` are control addresses of node agents, asked first in this
-        order unless their instances have much more to do than others. `tenant` is whose KVCache
-        it is: nodes may bound what one tenant's landings take. `grant` lets a node reserve it
-        (`kvmanager.agent.grants`).
-        The slot's lease is kept alive until `release`. Raises NoLandingRoom, NoInstance,
+        The slot's lease is renewed until `release`. Raises NoLandingRoom, NoInstance,
         FrontUnreachable. When cancelled, nothing stays reserved.
         """
         ...
 
     async def await_landing(self, slot: DecodeSlot, timeout_s: float) -> LandingReport:
-        """How the slot's landing ended, or "open" after `timeout_s`. Until then the slot counts as
-        a request of its instance, and afterwards the request that is sent there. Never raises:
-        what cannot be asked is "unknown".
+        """The outcome of the slot's landing, or "open" after `timeout_s`. Until its end the slot
+        counts as a request of its instance; afterwards the decode request counts. Never raises:
+        a landing that cannot be asked for is "unknown".
         """
         ...
 
     async def release(self, slot: DecodeSlot, reason: str) -> None:
-        """Give the slot back: KVCache that has not landed never will, and the decode engine
-        computes the prompt itself. KVCache that an engine took over is not touched. Idempotent,
-        never raises; to be called once for every slot.
+        """Give the slot back. KVCache that has not landed is given up, and the decode engine
+        computes the prompt. KVCache that an engine has taken over is not touched. Call it once for
+        every slot. Idempotent, never raises.
         """
         ...
 
     async def request_ended(self, instance: str) -> None:
-        """A request that was sent to this instance is over. Untold it does no harm for long: how
-        many there are is asked of the engine every few seconds. Never raises.
+        """A request that was sent to this instance is over. A missing call does little harm, since
+        the engine is asked for its requests every few seconds. Never raises.
         """
         ...
 
-    async def direct(
-        self,
-        request_id: str,
-        model: str = "",
-        exclude: Sequence[str] = (),
-        *,
-        prefer_nodes: Sequence[str] = (),
-    ) -> DirectTarget:
-        """One engine that serves a request whole; not those in `exclude`, unless there is no
-        other; one that drains only when no other is left. `prefer_nodes` as for `reserve`. The
-        instance counts as having a request more, until it is `ended`. Raises NoInstance,
+    async def direct(self, request: DirectRequest) -> DirectTarget:
+        """Choose one engine that serves a whole request; a draining one only if no other is left.
+        The instance counts one request more until `request_ended`. Raises NoInstance,
         FrontUnreachable.
         """
         ...
@@ -96,12 +77,14 @@ class PdCluster(Protocol):
         ...
 
     async def drain(self, instance: str) -> None:
-        """Give the instance nothing new that another can serve; returns when its engine has nothing
-        to do and no slot of it is held. What is under way ends there. Cancelling ends the wait and,
-        where the front runs elsewhere, the drain: a caller that is gone cannot. Else `resume` does,
-        also after an error; where it is not called within `drained_hold_s`, the front gives the
-        instance work again by itself. Raises UnknownInstance, and NoInstance when the engine does
-        not serve any more: nobody can tell what became of its requests.
+        """Give the instance no new work that another one can serve. Returns when its engine has
+        nothing to do and none of its slots is held; work under way ends there.
+
+        `resume` ends the drain, also after an error. If it is not called within `drained_hold_s`,
+        the front gives the instance work again by itself. Cancelling ends the wait and, if the
+        front runs elsewhere, the drain as well, because a caller that is gone cannot call `resume`.
+        Raises UnknownInstance, and NoInstance when the engine does not serve any more, so that the
+        fate of its requests is unknown.
         """
         ...
 
@@ -110,12 +93,12 @@ class PdCluster(Protocol):
         ...
 
     async def set_role(self, instance: str, change: RoleChange) -> RoleStatus:
-        """Give the instance another role: from now on the cluster gives it work of that kind. To be
-        called when it is drained. The same order again is no error. Raises RoleRefused when its
+        """Give the instance another role, and from now on work of that kind. Call it when the
+        instance is drained. Repeating an order is no error. Raises RoleRefused when the order's
         epoch is not above the instance's, or the instance has the role `both`; UnknownInstance.
         """
         ...
 
     async def close(self) -> None:
-        """Stop what was started. Idempotent."""
+        """Stop everything that was started. Idempotent."""
         ...

@@ -17,7 +17,14 @@ from kvmanager.landing import consumer_params, reserved_landing
 from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom, RoleRefused
 from local_pd.handoff import LocalHandoff
 from local_pd.leases import LeaseKeeper
-from local_pd.messages import DecodeSlot, DirectTarget, LandingReport, landing_report
+from local_pd.messages import (
+    DecodeSlot,
+    DirectRequest,
+    DirectTarget,
+    LandingReport,
+    ReserveRequest,
+    landing_report,
+)
 from local_pd.metrics import PdMetrics, pd_metrics
 from local_pd.placement import (
     DEFAULT_AFFINITY_SLACK,
@@ -27,10 +34,11 @@ from local_pd.placement import (
     decode_order,
 )
 from local_pd.slots import HeldSlots
-from prfaas.engines.errors import PrefillFailed, UnknownInstance
-from prfaas.engines.instances import Instance, Instances, InstancesConfig, InstanceSpec
+from prfaas.engines.errors import PrefillFailed
+from prfaas.engines.instance import Instance, InstanceSpec
+from prfaas.engines.instances import Instances, InstancesConfig
 from prfaas.engines.ownership import Cleanups, cancel_requested
-from prfaas.engines.prefill_run import PrefillRunner, RunnerConfig
+from prfaas.engines.prefill_run import RPC_TIMEOUT_S, PrefillRunner, RunnerConfig
 from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.live.long_term.conversion import RoleChange, RoleStatus, applied
 from scheduler.reports import ClusterReport
@@ -41,19 +49,18 @@ logger = logging.getLogger("prfaas.local_pd")
 
 @dataclass(frozen=True, slots=True)
 class PdClusterConfig:
-    """All knobs of an embedded local PD cluster.
+    """The settings of an embedded local PD cluster.
 
-    `keep_leases` off: somebody else calls `renew`, as a stand-alone front's gateways do.
+    `keep_leases` off: another process calls `renew`, as the gateways of a stand-alone front do.
     """
 
     lease_s: float = 30.0
     """How long memory for a landing is kept without a renewal, seconds."""
-    rpc_timeout_s: float = 5.0
     drain_poll_interval_s: float = 0.5
     max_prefill_attempts: int = 2
     affinity_slack: int = DEFAULT_AFFINITY_SLACK
-    """How many more requests than the least loaded instance one may have that is preferred for what
-    its node has cached.
+    """An instance whose node has part of the prompt cached is preferred while it has at most this
+    many requests more than the least loaded one.
     """
     keep_leases: bool = True
     instances: InstancesConfig = field(default_factory=lambda: InstancesConfig(poll_load=True))
@@ -75,7 +82,7 @@ class EmbeddedPdCluster:
         self._name = name
         self._metrics = metrics or pd_metrics()
         self._specs = tuple(instances)
-        self._instances = Instances(instances, self._config.instances, self._instance_changed)
+        self._instances = Instances(name, instances, self._config.instances, self._instance_changed)
         self._runner = PrefillRunner(self._config.runner)
         self._leases = LeaseKeeper()
         self._slots = HeldSlots()
@@ -91,6 +98,7 @@ class EmbeddedPdCluster:
 
     @property
     def has_prefill_instances(self) -> bool:
+        # Before `start` only the specs are known.
         if not self._instances.by_name:
             return any(spec.role == "prefill" for spec in self._specs)
         return any(item.role == "prefill" for item in self._instances.by_name.values())
@@ -105,27 +113,17 @@ class EmbeddedPdCluster:
         """Wait until all instances are healthy; see `Instances.wait_ready` for errors."""
         await self._instances.wait_ready(timeout_s, progress)
 
-    async def reserve(
-        self,
-        num_tokens: int,
-        token_digest: str,
-        request_id: str,
-        model: str = "",
-        *,
-        block_keys: bytes = b"",
-        prefer_nodes: Sequence[str] = (),
-        tenant: str = "",
-        grant: bytes = b"",
-    ) -> DecodeSlot:
+    async def reserve(self, request: ReserveRequest) -> DecodeSlot:
         wanted = Reserve(
-            num_tokens,
+            request.num_tokens,
             self._config.lease_s,
-            token_digest=token_digest,
-            tenant=tenant,
-            block_keys=block_keys,
-            grant=grant,
+            token_digest=request.token_digest,
+            tenant=request.tenant,
+            block_keys=request.block_keys,
+            grant=request.grant,
         )
-        candidates = decode_order(self._views(), model, self._affinity(prefer_nodes))
+        affinity = self._affinity(request.prefer_nodes)
+        candidates = decode_order(self._views(), request.model, affinity)
         if not candidates.names:
             raise NoInstance(f"{self._name}: {candidates.reason}")
         full: list[str] = []
@@ -133,14 +131,19 @@ class EmbeddedPdCluster:
         asked: set[str] = set()
         for name in candidates.names:
             instance = self._instances.by_name[name]
+            # Instances of one node share its memory, so one answer of its agent holds for all of
+            # them.
             if instance.spec.agent in asked:
                 continue
             asked.add(instance.spec.agent)
             try:
                 slot = await self._reserve_at(instance, wanted)
             except RpcError as error:
-                logger.warning("%s: %s: no landing at %s: %s", request_id, self._name, name, error)
+                logger.warning(
+                    "%s: %s: no landing at %s: %s", request.request_id, self._name, name, error
+                )
                 if error.code in ("UNAVAILABLE", "TIMEOUT"):
+                    # Placement must not choose the node again before a probe reaches it.
                     self._instances.agent_lost(name, error.message)
                 (full if error.code == "NO_ROOM" else broken).append(f"{name}: {error.message}")
                 continue
@@ -159,7 +162,7 @@ class EmbeddedPdCluster:
         if found is None:
             raise RpcError("NOT_FOUND", f"{self._name} has no instance {instance}")
         config = self._config
-        await found.agent.renew(transfer_id, config.lease_s, config.rpc_timeout_s)
+        await found.agent.renew(transfer_id, config.lease_s, RPC_TIMEOUT_S)
         self._slots.renew(transfer_id, config.lease_s, time.monotonic())
 
     async def await_landing(self, slot: DecodeSlot, timeout_s: float) -> LandingReport:
@@ -176,8 +179,10 @@ class EmbeddedPdCluster:
         try:
             report = await self._landing_at(found, transfer_id, timeout_s)
         finally:
-            # Also when the caller has heard elsewhere: the decode request is on its way.
+            # Also when this call was cancelled, since the caller may know of the end from elsewhere
+            # and send the decode request.
             is_over = report is None or report.state != "open"
+            # From here on the decode request counts at the instance instead of the slot.
             if is_over and self._slots.landing_ended(transfer_id):
                 found.load.given()
         return report
@@ -197,22 +202,18 @@ class EmbeddedPdCluster:
         if found := self._instances.by_name.get(instance):
             found.load.request_ended()
 
-    async def direct(
-        self,
-        request_id: str,
-        model: str = "",
-        exclude: Sequence[str] = (),
-        *,
-        prefer_nodes: Sequence[str] = (),
-    ) -> DirectTarget:
-        views, affinity = self._views(), self._affinity(prefer_nodes)
-        left = [view for view in views if view.name not in exclude]
-        choice = choose_direct(left, model, affinity)
+    async def direct(self, request: DirectRequest) -> DirectTarget:
+        views, affinity = self._views(), self._affinity(request.prefer_nodes)
+        left = [view for view in views if view.name not in request.exclude]
+        choice = choose_direct(left, request.model, affinity)
+        # No other engine is left, and an excluded one may serve the request all the same.
         if choice.name is None:
-            choice = choose_direct(views, model, affinity)
+            choice = choose_direct(views, request.model, affinity)
         if choice.name is None:
             raise NoInstance(f"{self._name}: {choice.reason}")
-        logger.debug("%s: %s serves %s: %s", self._name, choice.name, request_id, choice.reason)
+        logger.debug(
+            "%s: %s serves %s: %s", self._name, choice.name, request.request_id, choice.reason
+        )
         instance = self._instances.by_name[choice.name]
         instance.load.given()
         return DirectTarget(
@@ -239,7 +240,7 @@ class EmbeddedPdCluster:
         )
         return ClusterReport(
             name=self._name,
-            # One that drains serves what no other can.
+            # A draining instance counts: it serves requests that no other one can.
             healthy=not self._closed and any(view.serves for view in views),
             queue_depth=0,
             running=sum(view.num_requests for view in views),
@@ -249,10 +250,10 @@ class EmbeddedPdCluster:
         )
 
     async def drain(self, instance: str) -> None:
-        self._set_draining(instance, draining=True)
-        found = self._instances.by_name[instance]
-        # What an engine has to do is known from its metrics only; nothing signals it. A request may
-        # be on its way there while one look finds the engine idle, so two have to.
+        found = self._instances.known(instance)
+        self._instances.set_draining(instance, draining=True)
+        # Only an engine's metrics show whether it has work, and nothing signals a change. A request
+        # may be on its way while the engine looks idle, so two looks in a row must find it idle.
         num_idle = 0
         try:
             while found.serves and num_idle < 2:
@@ -265,12 +266,10 @@ class EmbeddedPdCluster:
             raise NoInstance(f"{self._name}: {instance} is not drained but gone: {found.reason}")
 
     async def resume(self, instance: str) -> None:
-        self._set_draining(instance, draining=False)
+        self._instances.set_draining(instance, draining=False)
 
     async def set_role(self, instance: str, change: RoleChange) -> RoleStatus:
-        found = self._instances.by_name.get(instance)
-        if found is None:
-            raise UnknownInstance(self._name, instance)
+        found = self._instances.known(instance)
         if found.role == "both":
             raise RoleRefused(
                 f"{self._name}: {instance} prefills and decodes; it has no other role"
@@ -289,14 +288,15 @@ class EmbeddedPdCluster:
 
     async def close(self) -> None:
         self._closed = True
+        # Instances close last, because jobs that end and clean-ups still call engines and agents.
         await self._handoff.close()
         await self._leases.close()
         await self._runner.close()
         await self._cleanups.close()
         await self._instances.close()
 
-    def _affinity(self, prefer_nodes: Sequence[str]) -> Affinity:
-        return Affinity(tuple(prefer_nodes), self._config.affinity_slack)
+    def _affinity(self, prefer_nodes: tuple[str, ...]) -> Affinity:
+        return Affinity(prefer_nodes, self._config.affinity_slack)
 
     async def _reserve_at(self, instance: Instance, wanted: Reserve) -> DecodeSlot:
         async def undo(reply: ReserveReply) -> None:
@@ -305,9 +305,7 @@ class EmbeddedPdCluster:
         config = self._config
         # Engines of several models may share the node, each with a layout of its own.
         wanted = structs.replace(wanted, layout_fingerprint=instance.layout_fingerprint)
-        reply = await self._cleanups.acquire(
-            instance.agent.reserve(wanted, config.rpc_timeout_s), undo
-        )
+        reply = await self._cleanups.acquire(instance.agent.reserve(wanted, RPC_TIMEOUT_S), undo)
         # At once: the next request may be routed before this agent is probed again.
         self._instances.landing_room_said(instance.name, reply.landing_room_bytes)
         landing = reserved_landing(reply, wanted.num_tokens, wanted.token_digest)
@@ -336,13 +334,13 @@ class EmbeddedPdCluster:
     ) -> LandingReport:
         try:
             report = await instance.agent.wait(
-                transfer_id, "landing", wait_s=timeout_s, timeout_s=self._config.rpc_timeout_s
+                transfer_id, "landing", wait_s=timeout_s, timeout_s=RPC_TIMEOUT_S
             )
         except RpcError as error:
             logger.warning("%s: landing %s not awaited: %s", instance.name, transfer_id, error)
             return LandingReport(state="unknown", error=str(error))
         except asyncio.CancelledError:
-            # Closing the agent's channel cancels its calls as if our task had been.
+            # Closing the agent's channel cancels its calls, as if this task had been cancelled.
             if cancel_requested():
                 raise
             return LandingReport(state="unknown", error=f"{self._name} is shutting down")
@@ -350,20 +348,14 @@ class EmbeddedPdCluster:
 
     async def _cancel_landing(self, instance: Instance, transfer_id: str, reason: str) -> None:
         try:
-            reply = await instance.agent.cancel(transfer_id, reason, self._config.rpc_timeout_s)
+            reply = await instance.agent.cancel(transfer_id, reason, RPC_TIMEOUT_S)
             self._instances.landing_room_said(instance.name, reply.landing_room_bytes)
         except RpcError as error:
-            # An agent that is gone has no landing; one that is only slow has the lease.
+            # An agent that is gone has no landing any more; in a slow one the lease ends it.
             logger.warning("%s: landing %s not cancelled: %s", instance.name, transfer_id, error)
 
-    def _set_draining(self, instance: str, *, draining: bool) -> None:
-        try:
-            self._instances.set_draining(instance, draining)
-        except KeyError as error:
-            raise UnknownInstance(self._name, instance) from error
-
     def _num_requests(self, instance: Instance) -> int:
-        """All requests of an engine, also those that come once their KVCache has landed."""
+        """All requests of an engine, including those that follow once their KVCache has landed."""
         num_awaited = self._slots.num_awaited(instance.name, time.monotonic())
         return instance.load.num_requests + num_awaited
 

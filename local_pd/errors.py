@@ -1,4 +1,4 @@
-"""What a local PD cluster front reports to its callers.
+"""The errors of a local PD cluster front.
 
     PdError
       NoLandingRoom      no node has memory for the landing: serve the request without a transfer
@@ -27,8 +27,8 @@ class NoInstance(PdError):
 
 
 class FrontUnreachable(PdError):
-    """Nobody could say."""
+    """The remote front, or all node agents that were asked, did not answer."""
 
 
 class RoleRefused(PdError):
-    """The instance keeps its role: a later order gave it, or it has the role `both`."""
+    """The instance keeps its role, because a later order gave it or it has the role `both`."""

@@ -24,7 +24,7 @@ class PdPlacement(Section):
     affinity_slack: Annotated[int, Field(ge=0)]
 
     def cluster_config(self, instances: InstancesConfig, *, keep_leases: bool) -> PdClusterConfig:
-        """What the cluster is told; with `keep_leases` it renews its landings' leases by itself."""
+        """The cluster's settings. With `keep_leases` it renews its landings' leases by itself."""
         return settings_of(self, PdClusterConfig, instances=instances, keep_leases=keep_leases)
 
 

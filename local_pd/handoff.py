@@ -1,8 +1,8 @@
 """Prefill on one instance of a local PD cluster for decoding on another.
 
 The KVCache goes through the same transport as between sites, inside the host or the rack. There is
-no queue: a full prefill instance is the sign that the decode engine may as well compute the prompt.
-It does not choose the decode instance and does not know its landing beyond the address.
+no queue: when all prefill instances are full, the decode engine may just as well compute the
+prompt. It does not choose the decode instance, and of its landing it knows only the address.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ logger = logging.getLogger("prfaas.local_pd")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Try:
-    """A job on one instance, which has `uncached_tokens` of it to compute."""
+    """A job on one instance, which must compute `uncached_tokens` of it."""
 
     job: PrefillJob
     uncached_tokens: int
@@ -33,7 +33,7 @@ class _Try:
 
 @dataclass(slots=True)
 class Given:
-    """What this front gave one instance to prefill and has not heard the end of."""
+    """The prefills that this front has given to one instance and that are under way."""
 
     tries: list[_Try] = field(default_factory=list)
 
@@ -77,7 +77,7 @@ class LocalHandoff:
         return sum(given.num_tokens for given in self._given.values())
 
     def jobs(self) -> tuple[JobReport, ...]:
-        """All that run, each with the instance that it was given to last."""
+        """All running jobs, each with its present instance."""
         now_s = self._clock()
         return tuple(
             _reported(item, instance, now_s)
@@ -86,7 +86,7 @@ class LocalHandoff:
         )
 
     def given(self, instance: str) -> Given:
-        """What one instance has to do for us."""
+        """The prefills under way on one instance."""
         return self._given.setdefault(instance, Given())
 
     async def run(self, job: PrefillJob) -> PrefillResult:
@@ -94,6 +94,7 @@ class LocalHandoff:
         if self._closed:
             raise self._shutting_down()
         check_job(job)
+        # A task of its own, so that `close` can end the job without cancelling the caller.
         task = asyncio.create_task(self._run(job), name=f"local prefill {job.request_id}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -102,10 +103,12 @@ class LocalHandoff:
         except asyncio.CancelledError:
             if cancel_requested():
                 raise
+            # `close` cancelled the job's task, not this one: the caller gets an error it can act
+            # on.
             raise self._shutting_down() from None
 
     async def close(self) -> None:
-        """End what runs with code "closed"; refuse what comes."""
+        """End running jobs with code "closed", and refuse new ones."""
         self._closed = True
         tasks = list(self._tasks)
         for task in tasks:
@@ -123,7 +126,8 @@ class LocalHandoff:
             try:
                 return await self._try(job, choice.name, choice, attempt=len(tried))
             except AttemptFailed as error:
-                self._note(choice.name, error)
+                logger.warning("%s: local prefill on %s: %s", self._cluster, choice.name, error)
+                self._instances.attempt_failed(choice.name, error)
                 failure = PrefillFailed(error.code, error.message)
                 if not error.retryable:
                     break
@@ -142,13 +146,6 @@ class LocalHandoff:
             return await self._runner.run(job, place, attempt=attempt, reason=choice.reason)
         finally:
             tries.remove(mine)
-
-    def _note(self, name: str, error: AttemptFailed) -> None:
-        logger.warning("%s: local prefill on %s: %s", self._cluster, name, error)
-        if error.engine_lost:
-            self._instances.engine_lost(name, error.message)
-        if error.agent_lost:
-            self._instances.agent_lost(name, error.message)
 
     def _shutting_down(self) -> PrefillFailed:
         return PrefillFailed("closed", f"cluster {self._cluster} is shutting down")

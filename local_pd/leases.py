@@ -1,8 +1,8 @@
-"""Keeps the leases of landings alive for as long as somebody in this process wants them.
+"""Renews the leases of landings for as long as this process needs them.
 
-A landing must outlast queue and prefill, and must not outlast its gateway: so the process that
-serves the client renews, and what it forgets, or dies with, runs out by itself. It does not know
-what a landing is for.
+A landing must outlast queue and prefill, and must not outlast its gateway. So the process that
+serves the client renews the lease, and a landing that it forgets, or dies with, runs out by itself.
+It does not know what a landing is for.
 """
 
 import asyncio
@@ -28,10 +28,11 @@ class LeaseKeeper:
         return len(self._tasks)
 
     def hold(self, key: str, lease_s: float, renew: Renew) -> None:
-        """Call `renew` every third of `lease_s` until `drop`, or until the agent knows no such
+        """Call `renew` every third of `lease_s` until `drop`, or until the agent does not know the
         lease any more.
         """
         self.drop(key)
+        # A third, so that one lost call does not cost the lease.
         task = start_task(self._keep(key, lease_s / 3, renew), f"lease {key}")
         self._tasks[key] = task
 
@@ -50,6 +51,7 @@ class LeaseKeeper:
 
     async def _keep(self, key: str, interval_s: float, renew: Renew) -> None:
         try:
+            # Bounded, so that a slot that nobody releases does not hold memory for ever.
             for _ in range(max(1, int(self._max_hold_s / interval_s))):
                 await asyncio.sleep(interval_s)
                 if not await _renewed(key, renew):
@@ -60,7 +62,7 @@ class LeaseKeeper:
 
 
 async def _renewed(key: str, renew: Renew) -> bool:
-    """False when there is no lease left to renew. A call that got no answer is tried again."""
+    """Renew once. False: there is no lease any more. A call without an answer is tried again."""
     try:
         await renew()
     except RpcError as error:

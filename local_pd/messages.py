@@ -1,6 +1,6 @@
-"""What a gateway and a local PD cluster front say to each other; plain values.
+"""The messages between a gateway and a local PD cluster front; plain values.
 
-Fields may be added with defaults. It does not know gRPC.
+Fields may be added with defaults. They do not know gRPC.
 """
 
 from typing import Any, Literal
@@ -15,10 +15,10 @@ from scheduler.live.long_term.conversion import RoleChange, RoleStatus
 class DecodeSlot(msgspec.Struct, frozen=True, kw_only=True):
     """A decode instance and memory on its node for one request's KVCache.
 
-    `kv_transfer_params` go into the decode request's body as they are. The engine then takes the
-    landing over; should nothing have landed yet it waits by itself, stepping all the while.
-    The slot lives until `PdCluster.release`, or until its lease of `lease_s` seconds runs out
-    unrenewed. `reason` says in which order instances were asked.
+    `kv_transfer_params` go into the decode request's body unchanged. The engine then takes the
+    landing over. If nothing has landed yet, it waits while it goes on with other requests. The slot
+    lives until `PdCluster.release`, or until its lease of `lease_s` seconds ends without a renewal.
+    `reason` says in which order instances were asked.
     """
 
     landing: ReservedLanding
@@ -30,9 +30,9 @@ class DecodeSlot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LandingReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How a slot's landing is doing; `error` explains the last two states.
+    """The state of a slot's landing. `error` explains the last two states.
 
-    "unknown": its node agent is gone or knows it no more, so only the decode engine can tell.
+    "unknown": its node agent is gone or does not know it any more. Only the decode engine may know.
     """
 
     state: Literal["open", "landed", "failed", "unknown"]
@@ -40,7 +40,7 @@ class LandingReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def landing_report(report: TransferReport) -> LandingReport:
-    """What a node agent says of a transfer that arrives there."""
+    """The landing's state in a node agent's report."""
     if report.state == "open":
         return LandingReport(state="open")
     if report.state == "complete":
@@ -49,7 +49,9 @@ def landing_report(report: TransferReport) -> LandingReport:
 
 
 class DirectTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine that serves a request from its first to its last token; `reason` says why it."""
+    """An engine that serves a request from its first to its last token. `reason` explains the
+    choice.
+    """
 
     instance: str
     engine_url: str
@@ -57,24 +59,33 @@ class DirectTarget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The arguments of `PdCluster.reserve`."""
+    """The argument of `PdCluster.reserve`: room for the KVCache of `num_tokens` tokens."""
 
     num_tokens: int
     token_digest: str
     request_id: str
     model: str = ""
     block_keys: bytes = b""
+    """With them the node leaves cached KVCache out of the transfer; their format is that of
+    `kvmanager.agent.messages.Reserve`.
+    """
     prefer_nodes: tuple[str, ...] = ()
+    """Control addresses of node agents, which are asked first, in this order, unless their
+    instances have much more to do than others.
+    """
     tenant: str = ""
+    """The owner of the KVCache. Nodes may bound the landings of one tenant."""
     grant: bytes = b""
+    """It lets a node reserve the landing; see `kvmanager.agent.grants`."""
 
 
 class DirectRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The arguments of `PdCluster.direct`."""
+    """The argument of `PdCluster.direct`. `prefer_nodes` is as in `ReserveRequest`."""
 
     request_id: str
     model: str = ""
     exclude: tuple[str, ...] = ()
+    """Instances that are chosen only if there is no other."""
     prefer_nodes: tuple[str, ...] = ()
 
 

@@ -31,9 +31,9 @@ DEFAULT_AFFINITY_SLACK: Final = 4
 class PdInstance:
     """One instance now.
 
-    `serves`: the engine is healthy; `transfers`: its node agent is, too. `num_requests` is all the
-    engine has to do, `num_prefills` what this front gave it to prefill, and `prefill_tokens` the
-    uncached tokens of those.
+    `serves`: the engine is healthy; `transfers`: its node agent is as well. `num_requests` counts
+    all requests of the engine, `num_prefills` the prefills that this front has given to it, and
+    `prefill_tokens` their uncached tokens.
     """
 
     name: str
@@ -51,13 +51,13 @@ class PdInstance:
 
 @dataclass(frozen=True, slots=True)
 class Affinity:
-    """Nodes to prefer, best first, and by how many requests they may be ahead of the others."""
+    """Preferred nodes, best first, and how many more requests than others they may have."""
 
     nodes: tuple[str, ...] = ()
     slack: int = DEFAULT_AFFINITY_SLACK
 
     def rank(self, view: PdInstance, least_requests: int) -> int:
-        """Lower is better; the same for all that are not preferred."""
+        """The rank of an instance; lower is better. All that are not preferred have the same."""
         is_preferred = view.node in self.nodes and view.num_requests - least_requests <= self.slack
         return self.nodes.index(view.node) if is_preferred else len(self.nodes)
 
@@ -67,8 +67,8 @@ NO_AFFINITY: Final = Affinity()
 
 @dataclass(frozen=True, slots=True)
 class InstanceChoice:
-    """An instance, or None; `reason` says why in either case. `uncached_tokens` are what it has to
-    compute, if it was chosen to prefill.
+    """The chosen instance, or None; `reason` explains both. If it was chosen to prefill, it has to
+    compute `uncached_tokens`.
     """
 
     name: str | None
@@ -78,8 +78,8 @@ class InstanceChoice:
 
 @dataclass(frozen=True, slots=True)
 class PrefillWish:
-    """A prompt to prefill, with how much of it is cached by instance or node name. `tried` names
-    the instances that failed it.
+    """A prompt to prefill. `cached_tokens` says, by instance or node name, how much of it is cached
+    there. `tried` has the instances on which it has failed.
     """
 
     num_tokens: int
@@ -90,7 +90,7 @@ class PrefillWish:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Instances to ask in this order; `reason` explains it, or why there are none."""
+    """Instances to ask, in this order. `reason` explains the order, or why there are none."""
 
     names: tuple[str, ...]
     reason: str

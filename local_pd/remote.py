@@ -1,14 +1,12 @@
 """A local PD cluster whose front runs in another process, reached over gRPC.
 
-To its user it is a `PdCluster` like the embedded one; the contract is written there. It keeps the
-leases of the slots it handed out, from this process, so that slots of a gateway that died run out.
-It does not know instances.
+It is a `PdCluster` like the embedded one. It renews the leases of its slots from this process, so
+that the slots of a gateway that died run out. It does not know instances.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
 from typing import Final
 
 from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom, PdError, RoleRefused
@@ -40,7 +38,9 @@ logger = logging.getLogger("prfaas.local_pd")
 
 CALL_TIMEOUT_S: Final = 10.0
 DRAIN_TIMEOUT_S: Final = MAX_DRAIN_S + 10.0
-"""Whoever drains has a limit of its own, which must end first: it says what happened."""
+"""Longer than the caller's own limit for a drain, which must end first because its error says what
+happened.
+"""
 
 
 class RemotePdCluster:
@@ -73,32 +73,12 @@ class RemotePdCluster:
     async def start(self) -> None:
         """Nothing to start: the front runs elsewhere, the connection opens with the first call."""
 
-    async def reserve(
-        self,
-        num_tokens: int,
-        token_digest: str,
-        request_id: str,
-        model: str = "",
-        *,
-        block_keys: bytes = b"",
-        prefer_nodes: Sequence[str] = (),
-        tenant: str = "",
-        grant: bytes = b"",
-    ) -> DecodeSlot:
-        request = ReserveRequest(
-            num_tokens=num_tokens,
-            token_digest=token_digest,
-            request_id=request_id,
-            model=model,
-            block_keys=block_keys,
-            prefer_nodes=tuple(prefer_nodes),
-            tenant=tenant,
-            grant=grant,
-        )
-
+    async def reserve(self, request: ReserveRequest) -> DecodeSlot:
         async def undo(slot: DecodeSlot) -> None:
             await self.release(slot, "the caller went away")
 
+        # A call cut off half-way could leave a slot that nobody knows; it would hold memory until
+        # its lease ends.
         call = self._client.call("Reserve", request, DecodeSlot, CALL_TIMEOUT_S)
         try:
             slot = await self._cleanups.acquire(call, undo)
@@ -114,6 +94,7 @@ class RemotePdCluster:
             transfer_id=slot.landing.transfer_id, instance=slot.instance, timeout_s=timeout_s
         )
         try:
+            # The front itself waits for `timeout_s`, so the call's own limit has to be later.
             return await self._client.call(
                 "AwaitLanding", request, LandingReport, timeout_s + CALL_TIMEOUT_S
             )
@@ -121,7 +102,7 @@ class RemotePdCluster:
             logger.warning("%s: landing %s: %s", self._name, request.transfer_id, error)
             return LandingReport(state="unknown", error=str(error))
         except asyncio.CancelledError:
-            # A channel that closes cancels its calls, which looks like our task being cancelled.
+            # Closing the channel cancels its calls, as if this task had been cancelled.
             if cancel_requested():
                 raise
             return LandingReport(state="unknown", error=str(self._shutting_down()))
@@ -132,23 +113,11 @@ class RemotePdCluster:
 
     async def request_ended(self, instance: str) -> None:
         call = self._client.call("Ended", InstanceName(instance), Empty, CALL_TIMEOUT_S)
+        # The front's next look at the engine's metrics corrects its count.
         with contextlib.suppress(RpcError):
             await call
 
-    async def direct(
-        self,
-        request_id: str,
-        model: str = "",
-        exclude: Sequence[str] = (),
-        *,
-        prefer_nodes: Sequence[str] = (),
-    ) -> DirectTarget:
-        request = DirectRequest(
-            request_id=request_id,
-            model=model,
-            exclude=tuple(exclude),
-            prefer_nodes=tuple(prefer_nodes),
-        )
+    async def direct(self, request: DirectRequest) -> DirectTarget:
         try:
             return await self._client.call("Direct", request, DirectTarget, CALL_TIMEOUT_S)
         except RpcError as error:
@@ -162,7 +131,7 @@ class RemotePdCluster:
 
     async def report(self) -> ClusterReport:
         report = await remote_report(self._client, self._name, REPORT_TIMEOUT_S)
-        # A front that cannot be reached tells of no instances: what it said before holds.
+        # A front that cannot be reached reports no instances; its last report still holds.
         if report.instances:
             self._has_prefill_instances = any(item.role == "prefill" for item in report.instances)
         return report
@@ -185,14 +154,14 @@ class RemotePdCluster:
                 raise UnknownInstance(self._name, instance) from error
             if error.code in ("UNAVAILABLE", "TIMEOUT"):
                 raise self._explain(error) from error
-            # Whatever else a front answers it will answer again; one of an older version knows no
-            # roles.
+            # Any other answer would come again. A front of an older version has no roles.
             raise RoleRefused(error.message) from error
         return reply.status
 
     async def close(self) -> None:
         """Close the connection. Slots still held run out with their leases."""
         self._closed = True
+        # Clean-ups still call the front, so the connection closes last.
         await self._leases.close()
         await self._cleanups.close()
         await self._client.close()

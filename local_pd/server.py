@@ -64,18 +64,7 @@ class PdServer(RpcServer):
         super().__init__(bind, {SERVICE: methods}, credentials)
 
     async def _reserve(self, request: ReserveRequest) -> DecodeSlot:
-        return await _mapped(
-            self._cluster.reserve(
-                request.num_tokens,
-                request.token_digest,
-                request.request_id,
-                request.model,
-                block_keys=request.block_keys,
-                prefer_nodes=request.prefer_nodes,
-                tenant=request.tenant,
-                grant=request.grant,
-            )
-        )
+        return await _mapped(self._cluster.reserve(request))
 
     async def _renew(self, request: SlotRequest) -> Empty:
         await self._cluster.renew(request.transfer_id, request.instance)
@@ -95,14 +84,7 @@ class PdServer(RpcServer):
         return Empty()
 
     async def _direct(self, request: DirectRequest) -> DirectTarget:
-        return await _mapped(
-            self._cluster.direct(
-                request.request_id,
-                request.model,
-                request.exclude,
-                prefer_nodes=request.prefer_nodes,
-            )
-        )
+        return await _mapped(self._cluster.direct(request))
 
     async def _prefill(self, job: PrefillJob) -> PrefillReply:
         return await to_reply(self._cluster.prefill_locally(job))
@@ -114,7 +96,7 @@ class PdServer(RpcServer):
         try:
             await _mapped(self._cluster.drain(request.name))
         except asyncio.CancelledError:
-            # Who waited for its end is gone; nobody else would give the instance work again.
+            # The caller is gone, and nobody else would give the instance work again.
             await self._cluster.resume(request.name)
             raise
         return Empty()

@@ -1,8 +1,9 @@
-"""Which slots are held where: a drain must not end between a reservation and its decode request.
+"""The slots held on each instance, so that no drain ends between a reservation and its decode
+request.
 
-A slot lives from its reservation to its release, or until its lease runs out unrenewed because the
-gateway that held it died. Until its landing has ended its request is awaited; then it is on its way
-to the engine. Pure; time is an argument. It does not know landings or engines.
+A slot lives from its reservation to its release, or until its lease ends because the gateway that
+held it died. Until its landing has ended, its request is awaited; then the request is on its way to
+the engine. Pure; time is an argument. It does not know landings or engines.
 """
 
 from collections import Counter
@@ -20,7 +21,7 @@ class _Slot:
 
 
 class HeldSlots:
-    """Slots by transfer id; those whose lease is over are forgotten in time."""
+    """Slots by transfer id. Slots whose lease is over are forgotten."""
 
     def __init__(self) -> None:
         self._slots: dict[str, _Slot] = {}
@@ -31,24 +32,26 @@ class HeldSlots:
         return len(self._slots)
 
     def hold(self, transfer_id: str, instance: str, lease_s: float, now_s: float) -> None:
-        """A slot was given out."""
+        """Note a new slot."""
         self._purge_now_and_then(now_s)
         self.drop(transfer_id)
         self._slots[transfer_id] = _Slot(instance, now_s + lease_s)
         self._num_awaited[instance] += 1
 
     def renew(self, transfer_id: str, lease_s: float, now_s: float) -> None:
-        """Its lease was prolonged."""
+        """Note that a slot's lease was renewed."""
         if slot := self._slots.get(transfer_id):
             slot.until_s = now_s + lease_s
 
     def landing_ended(self, transfer_id: str) -> bool:
-        """However it ended, its request is on its way now; whether it was awaited until now."""
+        """The slot's landing has ended, so its request is on its way. Returns whether the request
+        was awaited until now.
+        """
         slot = self._slots.get(transfer_id)
         return slot is not None and self._not_awaited(slot)
 
     def drop(self, transfer_id: str) -> None:
-        """It was given back. Idempotent."""
+        """Note that a slot was given back. Idempotent."""
         if slot := self._slots.pop(transfer_id, None):
             self._not_awaited(slot)
 
@@ -58,9 +61,9 @@ class HeldSlots:
         return sum(slot.instance == instance for slot in self._slots.values())
 
     def num_awaited(self, instance: str, now_s: float) -> int:
-        """Requests that come to an instance once their landings have ended. One whose lease has run
-        out may count for a second more: this is asked for all instances at every placement.
-        """
+        """Requests that will come to an instance once their landings have ended."""
+        # Called for all instances at every placement, so a slot whose lease is over may count for
+        # up to a second more.
         self._purge_now_and_then(now_s)
         return self._num_awaited[instance]
 

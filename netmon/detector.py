@@ -1,21 +1,21 @@
-"""Clear, rising, congested or down: one link's condition, judged with hysteresis.
+"""Judges one link's condition with hysteresis: clear, rising, congested or down.
 
-Signs, each a number of `LinkEstimate` against what the configuration allows:
+Each sign compares a number of `LinkEstimate` with two bounds of the configuration:
 
 - `rate`: the measured rate has fallen below what the link carried in the last minutes.
-- `queue`: what waits at the sender takes longer and longer to send, over several samples.
+- `queue`: the bytes that wait at the sender take longer and longer to send, over several samples.
 - `delay`: the round trip is longer than the least one, so a queue stands in the network.
-- `loss`: retransmitted share. Alone it is no congestion: BBR carries the full rate of a link with
-  a shallow queue and loses a few percent.
+- `loss`: the retransmitted share. Loss alone is no congestion, because BBR carries the full rate of
+  a link with a shallow queue and loses a few percent.
 - `stall`: bytes wait and nothing is acknowledged.
 
 One sign at its upper bound, or two at their lower bounds, mean congested; one at its lower bound
 means rising. A link without connections, or stalled for long, is down.
 
-It gets worse as soon as a few samples in a row say so, and better by one step at a time: no sooner
-than the dwell time after the last change, and only when the signs have stayed clear of their
-bounds by a margin for the calm time. So two steps down are at least the dwell time apart. Silence
-changes nothing: the age of the estimate shows it.
+The condition gets worse as soon as a few samples in a row say so. It gets better by one step at a
+time: no sooner than the dwell time after the last change, and only when the signs have stayed below
+their bounds by a margin for the calm time. So two steps down are at least the dwell time apart.
+Silence changes nothing; the age of the estimate shows it.
 
 Knows no samples, no router and no clock.
 """
@@ -36,33 +36,33 @@ _CONDITIONS: Final = tuple(LinkCondition)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetectorConfig:
-    """The defaults suit samples every 0.1 to 1 s. Of two bounds the first means rising, the second
-    congested; a bound of infinity is never reached.
+    """Bounds and times of the detector. The first of two bounds means rising, the second congested;
+    a bound of infinity is never reached. The defaults suit samples every 0.1 to 1 s.
     """
 
     rate_drop: tuple[float, float] = (0.35, 0.65)
     """Lost share of the reference rate."""
     backlog_s: tuple[float, float] = (0.25, 2.0)
-    """Time to send what waits, while it grows."""
+    """Time to send the backlog, while it grows."""
     delay_ratio: tuple[float, float] = (2.0, math.inf)
     """Queueing delay / least round-trip time (`least_rtt_s` where that is shorter)."""
     loss: tuple[float, float] = (0.02, math.inf)
     stalled_s: tuple[float, float] = (0.5, 1.0)
-    """At least 4 and 8 round trips."""
+    """Seconds without an acknowledgement; on a long path at least 4 and 8 round trips."""
     down_after_s: float = 3.0
-    """Stalled this long, a link is down though its connections stand."""
+    """A link that is stalled for this long is down, although its connections stand."""
     least_rtt_s: float = 0.005
     reference_s: float = 300.0
-    """Time constant with which the reference rate sinks to the present one: a link that stays slow
-    is a slow link in the end.
+    """Time constant with which the reference rate sinks to the present one, so that a link that
+    stays slow counts as a slow link in the end.
     """
     evidence_s: float = 5.0
-    """A rate that was last measured with a backlog longer ago is no sign."""
+    """A rate that was last measured with a backlog more than this long ago is no sign."""
     silent_s: float = 3.0
     """Estimates that rest on older samples are not judged."""
     num_growing: int = 3
-    """Samples in a row with more backlog time each that make it a growing one, if there is
-    `backlog_growth` (a share) more in the end.
+    """A backlog grows when its time rose in this many samples in a row, and by the share
+    `backlog_growth` in all.
     """
     backlog_growth: float = 0.05
     num_confirming: int = 2
@@ -84,7 +84,7 @@ class DetectorConfig:
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """One number that speaks for congestion the more the greater it is."""
+    """A number that is the stronger a sign of congestion the greater it is."""
 
     name: str
     value: float
@@ -100,7 +100,7 @@ class Sign:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The condition changed, and why, with the numbers."""
+    """A change of the condition, with its reason in words and numbers."""
 
     before: LinkCondition
     after: LinkCondition
@@ -115,11 +115,11 @@ class CongestionDetector:
         self._config = config or DetectorConfig()
         self.condition = LinkCondition.CLEAR
         self.reason = "nothing was observed yet"
-        """Why the condition is what it is; the numbers are of when the signs last showed."""
+        """Why the link has its condition. The numbers are those of the last signs."""
         self.since_s: float | None = None
         """When the condition last changed, or the first estimate was seen."""
         self.reference_bytes_per_s = 0.0
-        """What the link carried in the last minutes when it carried most."""
+        """The highest rate that the link carried in the last minutes."""
         self._referred_s: float  # from the first estimate on
         self._backlogs_s: deque[float] = deque(maxlen=self._config.num_growing + 1)
         self._levels: deque[LinkCondition] = deque(maxlen=self._config.num_confirming)
@@ -127,7 +127,7 @@ class CongestionDetector:
         self._seen_s: float  # from the first estimate on
 
     def observe(self, estimate: LinkEstimate, now_s: float) -> Change | None:
-        """The change that this estimate brings about, None for none."""
+        """Judge a new estimate. Returns the change of condition, or None."""
         if self.since_s is None:
             self.since_s, self._seen_s, self._referred_s = now_s, now_s, now_s
             self.reason = "no sign of congestion yet"
@@ -140,7 +140,7 @@ class CongestionDetector:
             return None
         self._backlogs_s.append(estimate.backlog_s)
         self._refer(estimate, now_s)
-        # Believed at once: a link without connections needs no second sample to confirm it.
+        # No second sample has to confirm this: connections either stand or do not.
         if (why := self._why_down(estimate)) is not None:
             return self._become(LinkCondition.DOWN, why, now_s)
         return self._weigh(list(self._signs(estimate)), now_s)
@@ -197,12 +197,13 @@ class CongestionDetector:
 
     def _refer(self, estimate: LinkEstimate, now_s: float) -> None:
         rate, passed_s = estimate.available_bytes_per_s, now_s - self._referred_s
-        if estimate.is_floor:  # a burst may have been that fast; only what lasts is a reference
+        # A floor may come from a burst. Only a rate that lasted is a reference.
+        if estimate.is_floor:
             rate = min(rate, estimate.achieved_bytes_per_s)
         self._referred_s = now_s
         if rate >= self.reference_bytes_per_s:
             self.reference_bytes_per_s = rate
-        # Only a full link tells that it became slower: an idle one carries what it is asked to.
+        # Only a full link shows that it became slower: an idle link carries what it is asked to.
         elif self._is_evidence(estimate):
             share = math.exp(-passed_s / self._config.reference_s)
             self.reference_bytes_per_s = rate + share * (self.reference_bytes_per_s - rate)
@@ -221,6 +222,7 @@ class CongestionDetector:
         if self._is_growing():
             text = f"backlog of {estimate.backlog_s:.2f} s grows"
             yield Sign("queue", estimate.backlog_s, config.backlog_s, text)
+        # On a short path the scheduling of the two hosts alone can double a round trip.
         base_s = max(config.least_rtt_s, estimate.base_rtt_s)
         text = f"{estimate.queueing_delay_s * 1e3:.0f} ms queueing over {base_s * 1e3:.0f} ms"
         yield Sign("delay", estimate.queueing_delay_s / base_s, config.delay_ratio, text)

@@ -1,4 +1,4 @@
-"""What is known of a link at one moment. Does not know how it was found out."""
+"""The value types for a link's present state. Does not know how the numbers were measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 MAX_BACKLOG_S: Final = 3600.0
-"""Longer waits are not told apart: the link does not move."""
+"""The longest wait that is reported. A link with a longer one does not move."""
 
 
 class LinkCondition(StrEnum):
@@ -53,27 +53,27 @@ class LinkEstimate:
     (`backlog_s`) goes first. 0 while the link is down. Kept while the link is idle, see `age_s`.
     """
     is_floor: bool = False
-    """The link carried this without a backlog: it may well carry more than what is said here."""
+    """Whether the link carried this rate without a backlog, so that it may carry more."""
     age_s: float | None = None
     """Time since the available rate was last measured or confirmed; None before the first time."""
     full_age_s: float | None = None
-    """Time since it was last measured with a backlog all the time: only then is it known that the
-    link carried no more. None before the first time.
+    """Time since the rate was last measured with a backlog all the time; None before the first
+    time. Only such a measurement shows that the link could not carry more.
     """
     sample_age_s: float | None = None
     """Time since the last sample; None before the first. Estimates of a silent link say nothing."""
     achieved_bytes_per_s: float = 0.0
-    """Carried in the last second or so."""
+    """The rate that the link carried in about the last second."""
     utilisation: float = 0.0
     """Achieved / available, at most 1."""
     rtt_s: float = 0.0
     base_rtt_s: float = 0.0
     """Least round-trip time of the last minutes; 0 before the first sample."""
     queueing_delay_s: float = 0.0
-    """What queues inside the network add to the round trip; 0 when nothing was heard lately."""
+    """The time that queues in the network add to the round trip; 0 without a recent round trip."""
     backlog_bytes: int = 0
     backlog_s: float = 0.0
-    """Time to send what waits at the sender; 0 while the rate is unknown, at most MAX_BACKLOG_S."""
+    """Time to send the backlog; 0 while the rate is unknown, at most MAX_BACKLOG_S."""
     loss: float = 0.0
     """Retransmitted share of the bytes sent in the last second or so."""
     trend: float = 0.0
@@ -83,33 +83,33 @@ class LinkEstimate:
     limited_by: Limit = Limit.IDLE
     is_up: bool = True
     stalled_s: float = 0.0
-    """Bytes have waited this long and none was acknowledged."""
+    """Time for which bytes have waited and none was acknowledged."""
     interface_bytes_per_s: float | None = None
-    """What everybody on this host sends through the link's interface; None where not known."""
+    """The rate of the whole host on the link's interface; None where unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkTotals:
-    """Counters since the estimator began, over all connections there were. They never fall."""
+    """Counters over all connections since the estimator began. They never fall."""
 
     acked_bytes: int = 0
     sent_bytes: int = 0
     retransmitted_bytes: int = 0
     num_samples: int = 0
     num_ignored_samples: int = 0
-    """Older than, or too close to, the one before."""
+    """Samples that were older than the one before, or too close to it."""
 
 
 class PathReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One sender's link to one endpoint at one moment: the one shape in which an agent tells of it,
-    to Prometheus and to the gateway (msgpack).
+    """One sender's link to one endpoint at one moment, as an agent reports it to Prometheus and to
+    the gateway (msgpack).
 
-    `endpoint` is where the sender connects to, "host:port". `condition_s`: how long it has had this
-    condition; `reason` says why, with numbers. `reference_bytes_per_s`: what it carried in the last
-    minutes when it carried most. `num_changes`: how often each condition was entered.
+    `endpoint` is the "host:port" that the sender connects to. `condition_s` is the time since the
+    condition began; `reason` says why, with numbers. `reference_bytes_per_s` is the highest rate of
+    the last minutes. `num_changes` counts how often each condition began.
 
-    The sender fills in the rest. `oldest_queued_s`: how long, at most, a transfer has had bytes to
-    send without a break. `probe_bytes`: send a probe of this size now; 0 for none.
+    The sender fills in the rest. `oldest_queued_s` is the longest time for which a transfer has had
+    bytes to send without a break. `probe_bytes`: send a probe of this size now; 0: none.
     """
 
     endpoint: str

@@ -1,13 +1,13 @@
-"""What one link can carry, from samples of it: measured, never assumed.
+"""Estimates what one link can carry from samples of it: measured, never assumed.
 
-The rule that decides everything: the rate of an interval is the link's rate only if the sender had
-something to send all through it. An interval is *full* when bytes waited at both its ends, a
-connection was busy nearly all the time, no connection came or went unseen, and the connections
-have had time to find their speed, or loss or a queue in the network shows that they found it. A
-full interval measures. Every other interval with acknowledgements is a floor (`netmon.rates`).
+The main rule: the rate of an interval is the link's rate only if the sender had something to send
+for all of it. An interval is *full* when bytes waited at both its ends, a connection was busy
+nearly all the time, no connection came or went unseen, and the connections have found their speed:
+they have had the time, or losses or a queue in the network show it. A full interval is a
+measurement. Every other interval with acknowledgements is a floor (`netmon.rates` defines both).
 
-On an idle link the last rate stands, and its age tells how much it is worth. Knows no socket, no
-clock, and no opinion on what is too slow (`netmon.detector`).
+On an idle link the last rate stays, and its age shows how much it is worth. Knows no socket, no
+clock, and does not judge whether a rate is too low (`netmon.detector` does).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _LEAST_BUSY = 0.8
 
 _QUEUE_SHOWS_S = 0.002
 _QUEUE_SHOWS_SHARE = 0.25
-"""A round trip longer than the least one by both says that the link is full."""
+"""The link is full when its round trip exceeds the least one by both."""
 
 _LIMITED_SHARE = 0.5
-"""Share of busy time from which on a window or a buffer counts as what limits."""
+"""A window or a buffer counts as the limit from this share of the busy time on."""
 
 _MOST_GAIN = 8.0
-"""No codec makes KVCache smaller than this."""
+"""Most raw bytes per byte on the wire: no codec compresses KVCache further."""
 
 _HEARD_S = 1.0
-"""How long a queueing delay is taken for the present one."""
+"""Seconds for which the last queueing delay counts as the present one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,28 +42,30 @@ class EstimatorConfig:
     """Times in seconds of link time."""
 
     least_interval_s: float = 0.02
-    """Samples closer together are ignored: too little happens between them."""
+    """A sample that follows the last one sooner is ignored: too little happens in between."""
     longest_interval_s: float = 5.0
-    """Over a longer one nobody knows whether bytes waited all the time: it is a floor."""
+    """A longer interval gives only a floor: nobody knows whether bytes waited all the time."""
     rise_s: float = 1.0
     """Time constant with which the available rate follows a rise; falls are followed at once."""
     achieved_s: float = 1.0
     """Window of the achieved rate."""
     loss_s: float = 0.5
-    """Window of the loss share. Short, or what was sent before a fall hides what is lost after."""
+    """Window of the loss share. It is short, so that bytes sent before the link became slower do
+    not hide the losses after that.
+    """
     loss_least_bytes: int = 128 * 1024
-    """Loss is not told for less than this sent within the window."""
+    """No loss is reported when less than this was sent within the window."""
     trend_s: float = 5.0
     """Window of the trend."""
     base_rtt_s: float = 300.0
-    """How long the least round-trip time is remembered, at least."""
+    """Least time for which the least round-trip time is remembered."""
     ramp_round_trips: float = 8.0
-    """Round trips of backlog after which connections have found their speed."""
+    """Round trips with a backlog after which connections have found their speed."""
     longest_ramp_s: float = 2.0
     least_floor_bytes: int = 256 * 1024
-    """A floor needs this much in one interval: hand-shakes say nothing about a link."""
+    """A floor needs this much in one interval, because handshakes say nothing about a link."""
     gain_least_bytes: int = 16 * 1024 * 1024
-    """Wire bytes within `gain_s` from which on the gain by coding is believed."""
+    """The gain by coding counts from this many wire bytes within `gain_s` on."""
     gain_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -73,8 +75,8 @@ class EstimatorConfig:
 
 
 class LinkEstimator:
-    """One link's estimates. `now_s` is any clock that never runs backwards, the same in all calls;
-    samples that are not newer than the last one are ignored.
+    """Estimates one link. All calls take `now_s` from one clock that never runs backwards. A sample
+    that is not newer than the last one is ignored.
     """
 
     def __init__(self, config: EstimatorConfig | None = None) -> None:
@@ -101,7 +103,7 @@ class LinkEstimator:
         return self._totals
 
     def observe(self, sample: LinkSample, now_s: float) -> None:
-        """Take in what was read of the link at `now_s`."""
+        """Take in a sample that was read at `now_s`."""
         before, duration_s = self._sample, now_s - self._sampled_s
         if before is not None and duration_s < self._config.least_interval_s:
             ignored = self._totals.num_ignored_samples + 1
@@ -114,14 +116,15 @@ class LinkEstimator:
         else:
             self._totals = LinkTotals(num_samples=1)
         for connection in sample.connections.values():
+            # Kernels report no min_rtt before the first round trip was measured.
             self._base_rtt.add(connection.min_rtt_s or connection.rtt_s, now_s)
         self._note_backlog(sample, now_s)
         self._sample, self._sampled_s = sample, now_s
         self._note_rate(now_s)
 
     def observe_probe(self, result: ProbeResult, now_s: float) -> None:
-        """Take in a probe of an idle link. One that lasted long enough for the connections to find
-        their speed is a measurement and replaces earlier ones; a shorter one is a floor.
+        """Take in a probe of an idle link. A probe that was long enough for the connections to find
+        their speed is a measurement and replaces earlier ones. A shorter probe is a floor.
         """
         bytes_per_s = result.acked_bytes / result.duration_s
         if result.duration_s >= max(self._ramp_s(), self._config.least_interval_s):
@@ -131,7 +134,7 @@ class LinkEstimator:
         self._note_rate(now_s)
 
     def estimate(self, now_s: float) -> LinkEstimate:
-        """What is known at `now_s`, which may be later than the last sample."""
+        """The estimate at `now_s`, which may be later than the last sample."""
         sample = self._sample
         if sample is None:
             sample = LinkSample(link="")
@@ -188,7 +191,7 @@ class LinkEstimator:
         """Whether the interval measures the link; otherwise it is a floor."""
         if not (before.backlog_bytes and sample.backlog_bytes and before.is_up and sample.is_up):
             return False
-        # Bytes of connections that were not seen are missing, or there were pauses that nobody saw.
+        # The bytes of some connections are missing, or there were pauses that nobody saw.
         if interval.is_partial or interval.duration_s > self._config.longest_interval_s:
             return False
         # The sender paused: what was carried is what was asked for, not what the link can do.
@@ -216,6 +219,7 @@ class LinkEstimator:
         self, before: LinkSample, sample: LinkSample, duration_s: float, now_s: float
     ) -> None:
         old, new = before.interface, sample.interface
+        # The counters of another interface have nothing to do with the last ones.
         if old is None or new is None or old.name != new.name:
             return
         self._interface.add(max(0, new.sent_bytes - old.sent_bytes), duration_s, now_s)

@@ -1,5 +1,6 @@
-"""Which network interface leads to a host, and its counters (psutil). Best effort: a shell that
-answers None where the system does not tell. Knows no link.
+"""Finds the network interface that leads to a host, and reads its counters (psutil).
+
+Answers None where the system does not tell. Knows no link.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ _DISCARD_PORT = 9
 
 
 def interface_to(host: str) -> str | None:
-    """The interface that packets to `host` leave by now, None where it cannot be known.
+    """The name of the interface on the present route to `host`; None where it cannot be known.
 
-    Sends nothing: the kernel is asked for the route. Resolves a name first, which may block.
+    Sends nothing and asks the kernel for the route. Resolves a host name first, which may block.
     """
     address = _source_address(host)
     if address is None:
@@ -41,6 +42,8 @@ def read_interface(name: str) -> InterfaceSample | None:
         return None
     if counters is None:
         return None
+    # Linux reports -1 or 65535 (a 16-bit -1) for an interface of unknown speed, as most virtual
+    # ones are.
     mbit_per_s = stats.speed if stats is not None else 0
     return InterfaceSample(
         name=name,
@@ -58,6 +61,8 @@ def _source_address(host: str) -> str | None:
     for family, kind, protocol, _, target in found:
         try:
             with socket.socket(family, kind, protocol) as probe:
+                # connect() on a UDP socket sends no packet; it makes the kernel choose route and
+                # source address.
                 probe.connect(target)
                 return str(probe.getsockname()[0]).partition("%")[0]
         except OSError:

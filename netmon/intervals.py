@@ -1,8 +1,8 @@
-"""What happened on a link between two samples. Knows nothing of earlier ones, no clock.
+"""Computes what happened on a link between two samples. Knows no earlier sample and no clock.
 
-Connections come and go between samples. One that is new counts from zero when all its busy time
-fits the interval, otherwise it is older than our knowledge of it and counts from the next sample
-on. One that has gone takes along what it carried since the last sample. Either makes the interval
+Connections come and go between samples. A new connection counts from zero when all its busy time
+fits into the interval. Otherwise it is older than the interval, and counts from the next sample on.
+A connection that has gone takes along what it carried since the last sample. Both make the interval
 *partial*: its bytes are a lower bound.
 """
 
@@ -15,11 +15,12 @@ from netmon.samples import LinkSample
 from netmon.tcp_info import TcpInfo, together
 
 KERNEL_TICK_S = 0.01
-"""The kernel counts busy time in ticks of up to this long."""
+"""The kernel counts busy time in ticks (jiffies) of up to this length."""
 
 _LEAST_BUSY_S = 0.05
-"""What is carried in less time counts as carried in this: shapers let short bursts pass at full
-speed. For the same reason the kernel's delivery rate, taken over one round trip, is no floor.
+"""Bytes that took less time count as if they had taken this long, because shapers let short bursts
+pass at full speed. For the same reason the kernel's delivery rate, which it measures over one round
+trip, is no floor.
 """
 
 
@@ -29,26 +30,28 @@ class Interval:
 
     duration_s: float
     payload_bytes: int
-    """Acknowledged before coding."""
+    """Bytes acknowledged, counted before coding."""
     carried: TcpInfo
-    """All connections' counters over the interval, added up. `rtt_s` is the mean over acknowledged
-    bytes, 0 when nothing was acknowledged. Where connections are not known, the payload is taken
-    for what was on the wire.
+    """The counters of all connections over the interval, added up. `rtt_s` is the mean weighted by
+    acknowledged bytes, or 0 when nothing was acknowledged. Without known connections the payload
+    counts as the bytes on the wire.
     """
     busy_s: float
-    """The busiest connection's; the whole interval where connections are not known."""
+    """Busy time of the busiest connection; without known connections the whole interval."""
     floor_bytes_per_s: float
-    """The link carried at least this for part of the interval."""
+    """The link carried at least this rate for a part of the interval."""
     is_partial: bool
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes acknowledged on the wire, a second."""
+        """Wire bytes acknowledged per second."""
         return self.carried.acked_bytes / self.duration_s
 
 
 def between(before: LinkSample, after: LinkSample, duration_s: float) -> Interval:
-    """`duration_s` (above 0) lies between the two. Counters that ran backwards count as new."""
+    """The interval of `duration_s` (above 0) between two samples. A counter that ran backwards
+    counts as new.
+    """
     gains = list(_gains(before, after, duration_s))
     known = [gain for gain in gains if gain is not None]
     payload_bytes = max(0, after.acked_bytes - before.acked_bytes)

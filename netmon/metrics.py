@@ -1,5 +1,5 @@
-"""Prometheus metrics of links, `prfaas_link_*`. They show what they were last told, so any thread
-may read; they measure nothing.
+"""Prometheus metrics of links, `prfaas_link_*`. They show the last reports and measure nothing. Any
+thread may read them.
 """
 
 from __future__ import annotations
@@ -97,13 +97,14 @@ class LinkMetrics(Collector):
         self.registry.register(self)
 
     def show(self, reports: Sequence[PathReport]) -> None:
-        """Show this from now on. Links that are not named any more disappear; what is not known of
-        a link is left out.
+        """Show these reports from now on. Links that are not in them disappear; unknown numbers are
+        left out.
         """
         self._reports = tuple(reports)
 
     def describe(self) -> list[Metric]:
-        return []  # nothing to read before the first look
+        # An empty answer keeps a registry with `auto_describe` from collecting at registration.
+        return []
 
     def collect(self) -> Iterator[Metric]:
         reports = self._reports

@@ -1,6 +1,6 @@
-"""All that is known of one link in one place: estimate, condition, next probe.
+"""One link's monitor: it joins the estimator, the detector and the planner of probes.
 
-Joins the parts and decides nothing that they do not. Pure: whoever samples brings the time.
+It decides nothing itself. Pure: the caller brings samples and the time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from netmon.samples import LinkSample, ProbeResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorConfig:
-    """How links are watched; the same for all links of a process."""
+    """Settings for watching links; all links of a process have the same."""
 
     estimator: EstimatorConfig = field(default_factory=EstimatorConfig)
     detector: DetectorConfig = field(default_factory=DetectorConfig)
@@ -34,20 +34,20 @@ class LinkMonitor:
         self._planner = ProbePlanner(config.probing)
         self._num_changes = dict.fromkeys(LinkCondition, 0)
         self._judged: tuple[float, LinkEstimate] | None = None
-        """The estimate that was judged last, and when: it is asked for again at the same moment."""
+        """The time of the last judgement, and its estimate, which `report` mostly needs again."""
 
     def observe(self, sample: LinkSample, now_s: float) -> Change | None:
-        """Take in a sample; the change of condition that it brings about, if any."""
+        """Take in a sample. Returns the change of condition that it causes, or None."""
         self._estimator.observe(sample, now_s)
         return self._judge(now_s)
 
     def observe_probe(self, result: ProbeResult, now_s: float) -> Change | None:
-        """Take in what became of a probe; the same answer."""
+        """Take in the result of a probe. Returns as `observe` does."""
         self._estimator.observe_probe(result, now_s)
         return self._judge(now_s)
 
     def due_probe_bytes(self, now_s: float) -> int | None:
-        """The size of a probe that should be sent now and counts as sent, None for none. Ask about
+        """The size of the probe that is due now, or None. The planner counts it as sent. Ask about
         once a second.
         """
         detector = self._detector
@@ -60,7 +60,9 @@ class LinkMonitor:
         return self._estimator.estimate(now_s)
 
     def report(self, now_s: float) -> PathReport:
-        """What the monitor knows; what only the sender knows is left at its defaults."""
+        """The monitor's part of the report. Fields that only the sender knows keep their
+        defaults.
+        """
         detector = self._detector
         since_s = now_s if detector.since_s is None else detector.since_s
         return PathReport(

@@ -1,12 +1,12 @@
-"""When an idle link is due for a probe, and how big it may be. Sends nothing itself.
+"""Decides when an idle link is due for a probe, and how big it may be. Sends nothing itself.
 
-Traffic measures better than any probe, so a link is probed only when nothing flows and what is
-known of it has grown old, or when it was slow the last time and may have recovered. Probes pay
-from a budget that fills with a small share of the rate that the link is known to carry. So they
-never cost more than that share, plus what the budget holds at the start.
+Traffic measures better than any probe. So a link is probed only when nothing flows and the last
+measurement has grown old, or when the link was slow and may have recovered. A budget pays for
+probes; it fills with a small share of the rate that the link is known to carry. So probes never
+cost more than that share, plus what the budget holds at the start.
 
-A probe lasts as long as connections need to find their speed on the link as it is known; when the
-link turns out to be faster the next one is bigger. `LinkEstimator.observe_probe` takes the result.
+A probe lasts as long as connections need to find their speed at the known rate. When the link turns
+out to be faster, the next probe is bigger. `LinkEstimator.observe_probe` takes the result.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ class ProbeConfig:
     share: float = 0.001
     """Share of the link's rate that probes may take in the long run."""
     budget_bytes: int = 8 * 1024 * 1024
-    """What the budget holds at most, and at the start."""
+    """Most bytes in the budget, and its bytes at the start."""
     least_bytes: int = 64 * 1024
     first_bytes: int = 256 * 1024
     """The size of a probe of a link that was never measured."""
     most_bytes: int = 4 * 1024 * 1024
     idle_s: float = 2.0
-    """How long a link has no traffic before it counts as idle."""
+    """A link counts as idle after this long without traffic."""
     fresh_s: float = 10.0
-    """A measurement of a clear link is good enough for this long."""
+    """A clear link is probed again when its measurement is older than this."""
     recheck_s: float = 5.0
-    """The same for a link that was not clear or whose rate is only a floor."""
+    """The same for a link that is not clear or whose rate is only a floor."""
     duration_s: float = 0.1
-    """What a probe should last at the known rate, at least."""
+    """Least seconds that a probe should last at the known rate."""
     round_trips: float = 8.0
-    """The same in round trips."""
+    """Least round trips that a probe should last."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -50,8 +50,8 @@ class ProbeConfig:
 
 
 class ProbePlanner:
-    """Decides for one link. It learns by being asked whether the link is idle: ask it about once a
-    second. When it names a size, send that much.
+    """Plans the probes of one link. Ask it about once a second, because it sees only then whether
+    the link is idle. Send as much as it says.
     """
 
     def __init__(self, config: ProbeConfig | None = None) -> None:
@@ -68,9 +68,9 @@ class ProbePlanner:
         known_bytes_per_s: float,
         now_s: float,
     ) -> int | None:
-        """The size of the probe that is due now and counts as sent, None for none.
+        """The size of the probe that is due now, or None. It counts as sent.
 
-        `known_bytes_per_s`: what the link carried when it was best, lately.
+        `known_bytes_per_s`: the highest rate that the link carried lately.
         """
         self._fill(known_bytes_per_s, now_s)
         # Traffic measures the link by itself: a probe would only be in its way.
@@ -78,7 +78,7 @@ class ProbePlanner:
             self._used_s = now_s
         if not estimate.is_up or not self._is_idle(now_s) or not self._is_old(estimate, condition):
             return None
-        # Whatever became of the last probe, the next one waits.
+        # The next probe waits even if the last one failed, so that a dead path costs little.
         if self._probed_s is not None and now_s - self._probed_s < self._config.recheck_s:
             return None
         size = self._size(estimate)
@@ -98,7 +98,7 @@ class ProbePlanner:
         self._filled_s = now_s
 
     def _quiet(self, estimate: LinkEstimate) -> float:
-        """Less than this is the rest of a decaying average, or keep-alive messages."""
+        """A lower rate comes from keep-alive messages or the tail of a decaying average."""
         return max(1000.0, self._config.share * estimate.available_bytes_per_s)
 
     def _is_idle(self, now_s: float) -> bool:

@@ -1,12 +1,13 @@
-"""One rate out of measurements of two kinds, and decaying sums. Knows no link and no clock.
+"""Filters: one rate out of two kinds of measurements, and decaying sums. Knows no link and no
+clock.
 
 A *measurement* was taken while there was always more to send: the rate is what it says. A *floor*
-was taken while the sender had pauses: the rate is that or more, so it can raise what is known,
-disproves lower measurements, and never lowers anything.
+was taken while the sender had pauses: the real rate is that or more. So a floor can raise the rate
+and disproves lower measurements, but never lowers the rate.
 
-The filter falls at once and rises slowly, over the median of the last three measurements: a single
-odd one (BBR drains its window for 0.2 s every 10 s) changes nothing. It is monotone: lower inputs
-at the same times never give a higher rate.
+The filter follows the median of the last three measurements, falls at once and rises slowly. So a
+single odd measurement changes nothing; BBR, for one, drains its window for 0.2 s every 10 s. The
+filter is monotone: lower inputs at the same times never give a higher rate.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ class RateFilter:
         self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
         self.bytes_per_s = 0.0
         self.is_floor = False
-        """The rate comes from a floor: it may well be more."""
+        """Whether the rate comes from a floor, so that the real one may be higher."""
         self.measured_s: float | None = None
-        """When last measured: only then it was known to be no more."""
+        """When the rate was last measured. Only a measurement shows that it is not higher."""
         self.heard_s: float | None = None
-        """When last measured, raised or confirmed."""
+        """When the rate was last measured, raised or confirmed."""
 
     def measure(self, bytes_per_s: float, interval_s: float, now_s: float) -> None:
-        """The rate over the last `interval_s`."""
+        """Take in a measurement over the last `interval_s`."""
         is_first = not self._recent
         self._recent.append(bytes_per_s)
         middle = sorted(self._recent)[len(self._recent) // 2]
@@ -46,12 +47,12 @@ class RateFilter:
         self.measured_s = self.heard_s = now_s
 
     def replace(self, bytes_per_s: float, now_s: float) -> None:
-        """A measurement good enough to forget all earlier ones."""
+        """Take in a measurement that is good enough to forget all earlier ones."""
         self._recent.clear()
         self.measure(bytes_per_s, 1.0, now_s)
 
     def at_least(self, bytes_per_s: float, now_s: float) -> None:
-        """A floor. It counts as news only when it says about as much as is known."""
+        """Take in a floor. It confirms the rate only if it comes close to it."""
         for index, earlier in enumerate(self._recent):
             self._recent[index] = max(earlier, bytes_per_s)
         if bytes_per_s > self.bytes_per_s:

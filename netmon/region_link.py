@@ -1,18 +1,19 @@
-"""One link between two clusters out of what the agents at its sending end say of their paths.
+"""One link between two clusters, made from the reports that agents at its sending end give of their
+paths.
 
 A path is one agent's connections to one receiving agent. All paths from cluster to cluster are
-taken to share one link, which is what makes prefill elsewhere a question of bandwidth at all:
+assumed to share one link:
 
-- What is carried, what waits and the transfers add up.
-- The available rate is known only while somebody fills the link: then it is the sum over the paths
-  that are being measured at that time, and what the others carry beside them. It stays when they
-  stop, and grows older. Several paths that were measured one after the other say nothing new: each
-  saw the whole link, or a part of it. A floor may raise the rate, not lower it.
+- Achieved rates, backlogs and transfers add up.
+- The available rate is known only while somebody fills the link. It is then the sum of the rates of
+  the paths that are being measured, plus what the other paths carry beside them. It stays when they
+  stop, and ages. Paths that were measured one after the other do not add up, since each saw the
+  whole link or a part of it. A floor may raise the rate, not lower it.
 - Round trip, queueing delay and loss are those of the worst path with traffic.
-- The condition is the worst of the paths that are not down. The link is down when all paths are, or
-  all that have something to send: one receiver that died is not the link's fault.
+- The condition is the worst of the paths that are not down. The link is down when all its paths
+  are, or all that have something to send: the link is not to blame for one receiver that died.
 
-Pure; time is an argument. Does not know how the news came, nor what follows from it.
+Pure; time is an argument. Does not know how reports arrive, nor what follows from them.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ import msgspec
 from netmon.estimate import MAX_BACKLOG_S, LinkCondition, PathReport
 
 STALE_S: Final = 5.0
-"""A path of which nothing was heard for so long says nothing of the link any more."""
+"""A path counts no longer when its last report is older than this."""
 RATE_KEPT_S: Final = 20.0
-"""More than the time between two probes of an idle link."""
+"""Routing uses a rate up to this age, which is more than the time between two probes of an idle
+link.
+"""
 MEASURING_S: Final = 1.5
-"""A path that was full so short ago is being measured."""
+"""A path is being measured when it was full within this time."""
 STEP_S: Final = 0.5
 NUM_STEPS: Final = 120
 
@@ -41,7 +44,7 @@ class LinkPath(msgspec.Struct, frozen=True):
     """One agent's connections to one endpoint.
 
     `agent` and `to` are nodes, "cluster/node"; `to` is "" when the node there is not known.
-    `heard_age_s`: since the agent gave this report.
+    `heard_age_s`: time since the agent gave this report.
     """
 
     agent: str
@@ -55,7 +58,7 @@ class LinkPath(msgspec.Struct, frozen=True):
 
 
 class LinkStep(msgspec.Struct, frozen=True):
-    """A moment of a link's past."""
+    """A link's state at a moment in the past."""
 
     age_s: float
     achieved_bytes_per_s: float
@@ -63,15 +66,14 @@ class LinkStep(msgspec.Struct, frozen=True):
     condition: LinkCondition
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkView:
+class LinkView(msgspec.Struct, frozen=True, kw_only=True):
     """One direction between two clusters, as routing sees it.
 
-    `available_bytes_per_s` is what its transfers get together when they ask for more, None before
-    anything was measured. `backlog_bytes` wait at the sender and go first. `inflow_bytes_per_s` is
-    the KVCache that prefills now running will go on to emit into it. `age_s` is the time since the
-    link was last looked at; what was seen long ago says nothing about its state. `is_floor`: nobody
-    asked for more than was carried, so it may well be faster.
+    `available_bytes_per_s` is the rate that all its transfers get together when they ask for more;
+    None before the first measurement. `backlog_bytes` wait at the sender and go first.
+    `inflow_bytes_per_s` is the rate at which running prefills will go on to emit KVCache into it.
+    `age_s` is the time since the link's last sample; an old sample says nothing about its state.
+    `is_floor`: nobody asked for more than the link carried, so it may be faster.
     """
 
     state: LinkCondition = LinkCondition.CLEAR
@@ -83,10 +85,14 @@ class LinkView:
     is_floor: bool = False
 
     def __post_init__(self) -> None:
-        rates = self.available_bytes_per_s or 0.0, self.inflow_bytes_per_s
-        values = (*rates, self.rtt_s, self.backlog_bytes, self.age_s)
-        # One look at all of them, since every route makes some. A sum keeps nan and inf.
-        if min(values) >= 0 and sum(values) < math.inf:
+        # One look at all of them, since every route makes some.
+        if (
+            0 <= (self.available_bytes_per_s or 0.0) < math.inf
+            and 0 <= self.inflow_bytes_per_s < math.inf
+            and 0 <= self.rtt_s < math.inf
+            and 0 <= self.backlog_bytes < math.inf
+            and 0 <= self.age_s < math.inf
+        ):
             return
         for name in ("rtt_s", "backlog_bytes", "inflow_bytes_per_s", "age_s"):
             _check(name, getattr(self, name))
@@ -94,11 +100,11 @@ class LinkView:
 
 
 class LinkNow(msgspec.Struct, frozen=True, kw_only=True):
-    """A link between clusters. Rates are before coding.
+    """A link between clusters. Rates count bytes before coding.
 
-    `available_bytes_per_s` None: never measured. `is_floor`: it may well be more. `rate_age_s`:
-    since it was measured or confirmed. `age_s`: since any of its senders was heard of; None: none
-    has been. `steps`: its past where that was asked for, oldest first.
+    `available_bytes_per_s` None: never measured. `is_floor`: the real rate may be higher.
+    `rate_age_s`: time since the rate was measured or confirmed. `age_s`: time since any sender of
+    the link reported; None: none has. `steps`: its past, oldest first, where that was asked for.
     """
 
     source: str
@@ -125,10 +131,11 @@ class LinkNow(msgspec.Struct, frozen=True, kw_only=True):
     steps: list[LinkStep] = []
 
     def view(self) -> LinkView:
-        """The link as routing sees it. One of which nobody was heard is as old as can be."""
+        """The link as routing sees it. A link without any report gets the greatest age."""
         rate, age_s = self.available_bytes_per_s, self.rate_age_s
         is_clear = self.condition is LinkCondition.CLEAR
-        # Were an old rate believed for ever, a link that was slow once would never be tried again.
+        # A rate does not count for ever: otherwise a link that was slow once would never be tried
+        # again.
         if is_clear and age_s is not None and age_s > RATE_KEPT_S:
             rate = None
         return LinkView(
@@ -143,7 +150,7 @@ class LinkNow(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class _Rate:
-    """What the link can carry, as far as is known."""
+    """The link's available rate, and when it was found."""
 
     bytes_per_s: float
     at_s: float
@@ -151,10 +158,10 @@ class _Rate:
 
 
 class RegionLink:
-    """Remembers one link's rate and past. `observe` the paths whenever there is news of any."""
+    """Remembers one link's rate and past. Call `observe` whenever an agent reports a path."""
 
     def __init__(self, source: str, target: str, name: str = "") -> None:
-        """`name`: what operators call it."""
+        """`name`: the operators' name for the link."""
         self.source = source
         self.target = target
         self.name = name
@@ -166,7 +173,7 @@ class RegionLink:
         self._steps: deque[tuple[float, LinkStep]] = deque(maxlen=NUM_STEPS)
 
     def observe(self, paths: Sequence[LinkPath], now_s: float) -> None:
-        """All paths of the link as they were heard of last, with their ages at `now_s`."""
+        """Take in all paths of the link with their last reports, and their ages at `now_s`."""
         self._paths, self._observed_s = paths, now_s
         fresh = self._fresh(now_s)
         self._measure(fresh, now_s)
@@ -177,12 +184,15 @@ class RegionLink:
             self._steps.append((now_s, self._step(fresh)))
 
     def now(self, now_s: float, heard_age_s: float | None = None) -> LinkNow:
-        """`heard_age_s`: since any sender was heard, which may have had no path to tell of."""
+        """The link's state. `heard_age_s`: time since any sender reported, even without paths."""
         fresh, rate = self._fresh(now_s), self._rate
         condition, reason = _judged(fresh)
+        # An idle path still reports the round trip of its last traffic, which says little about
+        # now.
         busy = [path for path in fresh if _is_busy(path)] or fresh
         estimates = [path.report.estimate for path in busy]
         available = None if rate is None else rate.bytes_per_s
+        # The rate is remembered for when the link is up again.
         if condition is LinkCondition.DOWN:
             available = 0.0
         achieved = sum(path.report.estimate.achieved_bytes_per_s for path in fresh)
@@ -192,7 +202,7 @@ class RegionLink:
         ages += [] if heard_age_s is None else [heard_age_s]
         age_s = min(ages, default=None)
         if age_s is not None and age_s > STALE_S:
-            reason = f"none of its senders was heard of for {age_s:.1f} s"
+            reason = f"none of its senders has reported for {age_s:.1f} s"
         return LinkNow(
             source=self.source,
             target=self.target,
@@ -232,13 +242,13 @@ class RegionLink:
         return self._aged_s(path, path.report.estimate.sample_age_s, now_s)
 
     def _aged_s(self, path: LinkPath, age_s: float | None, now_s: float) -> float | None:
-        """The age at `now_s` of what was `age_s` old when the agent gave its report."""
+        """The age at `now_s` of a measurement that was `age_s` old in the agent's report."""
         if age_s is None:
             return None
         return age_s + path.heard_age_s + max(0.0, now_s - self._observed_s)
 
     def _measure(self, paths: list[LinkPath], now_s: float) -> None:
-        """Take in what the paths say of the link's rate."""
+        """Take the link's rate from the paths."""
         paths = [path for path in paths if path.report.estimate.is_up]
 
         def is_measuring(path: LinkPath) -> bool:
@@ -257,7 +267,7 @@ class RegionLink:
             self._raise(path, now_s)
 
     def _raise(self, path: LinkPath, now_s: float) -> None:
-        """One path's floor, or its memory while nothing newer is known."""
+        """Raise the link's rate to that of one path, if it is higher and newer."""
         estimate = path.report.estimate
         age_s = self._aged_s(path, estimate.age_s, now_s)
         if age_s is None:

@@ -1,6 +1,6 @@
-"""What was read of one link at one moment: sockets, interface, queue. Knows no estimate, no clock.
+"""A sample of one link at one moment: sockets, interface, queue. Knows no estimate and no clock.
 
-Counters run from the beginning of what they count; whoever reads them takes differences.
+Counters run from the beginning of a connection, an interface or a link; readers take differences.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from netmon.tcp_info import TcpInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterfaceSample:
-    """One network interface: traffic of everybody on this host, not of one link."""
+    """One network interface. It counts the traffic of the whole host, not of one link."""
 
     name: str
     sent_bytes: int
     bytes_per_s: float | None
-    """What the hardware says that it can do; None where it says nothing (most virtual ones)."""
+    """The speed that the hardware reports; None where it reports none, as most virtual ones."""
     is_up: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSample:
-    """The sending end of one link: all connections to one place and what waits for them."""
+    """The sending end of one link: all connections to one endpoint, and the bytes that wait."""
 
     link: str
     connections: Mapping[int, TcpInfo] = field(default_factory=dict)
-    """By a number that no other connection of the link is ever given. Empty where the system does
-    not tell; then only `acked_bytes` says how fast the link is.
+    """Keyed by a number that no other connection of the link ever gets. Empty where the system has
+    no TCP_INFO; then only `acked_bytes` says how fast the link is.
     """
     queued_bytes: int = 0
-    """Ready to be sent and not yet handed to the kernel, before coding."""
+    """Bytes before coding that are ready to be sent and not yet handed to the kernel."""
     acked_bytes: int = 0
-    """Acknowledged by the receiver since the link began, before coding."""
+    """Bytes before coding that the receiver has acknowledged since the link began."""
     is_up: bool = True
-    """At least one connection stands, or the link is idle and nothing failed."""
+    """Whether at least one connection stands, or the link is idle and nothing has failed."""
     interface: InterfaceSample | None = None
 
     @property
@@ -45,18 +45,18 @@ class LinkSample:
 
     @property
     def backlog_bytes(self) -> int:
-        """What waits at the sender, in the queue or in the kernel."""
+        """Bytes that wait at the sender, in its queue or in the kernel."""
         return self.queued_bytes + self.notsent_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """What became of bytes that were sent only to measure."""
+    """The result of a probe: bytes that were sent only to measure the link."""
 
     acked_bytes: int
-    """Less than what was sent when the probe was given up."""
+    """Less than the bytes sent if the probe was given up."""
     duration_s: float
-    """First byte sent until the last acknowledgement that counts, or until giving up."""
+    """Time from the first byte sent to the last acknowledgement that counts, or to giving up."""
 
     def __post_init__(self) -> None:
         if self.acked_bytes < 0:

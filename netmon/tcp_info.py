@@ -1,7 +1,7 @@
-"""What the kernel knows of one TCP connection (TCP_INFO, linux/tcp.h), parsed. Knows no socket.
+"""Parses TCP_INFO (linux/tcp.h), the kernel's numbers of one TCP connection. Knows no socket.
 
-The transport reads it, and it is what rates, delays and losses of links are made from: here, in the
-transport's tuning and in `prfaas doctor link`.
+The transport reads it from its sockets. The rates, delays and losses of links come from it: in this
+package, in the transport's tuning and in `prfaas doctor link`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _RATES = struct.Struct("=4Q6I4Q2I2Q")
 
 @dataclass(frozen=True, slots=True)
 class TcpInfo:
-    """A snapshot; counters run from the connection's beginning."""
+    """A snapshot of one connection. Counters run from the connection's beginning."""
 
     rtt_s: float = 0.0
     """Smoothed round-trip time; 0 before the first sample."""
     min_rtt_s: float = 0.0
-    """Least round-trip time lately seen; 0 before the first sample."""
+    """Least recent round-trip time (tcpi_min_rtt); 0 before the first sample."""
     mss_bytes: int = 0
     unacked_segments: int = 0
     acked_bytes: int = 0
@@ -32,17 +32,17 @@ class TcpInfo:
     """On the wire, retransmissions included."""
     retransmitted_bytes: int = 0
     notsent_bytes: int = 0
-    """Handed to the kernel and not put on the wire yet."""
+    """Bytes handed to the kernel and not yet put on the wire."""
     busy_s: float = 0.0
-    """Time with data to send or in flight; the two below are parts of it."""
+    """Time with data to send or in flight. The next two are parts of it."""
     rwnd_limited_s: float = 0.0
-    """The receiver's window was the limit."""
+    """Time in which the receiver's window was the limit."""
     sndbuf_limited_s: float = 0.0
-    """The send buffer was the limit (tcp_wmem, or SO_SNDBUF)."""
+    """Time in which the send buffer was the limit (tcp_wmem, or SO_SNDBUF)."""
 
     @property
     def loss(self) -> float:
-        """Share of the bytes sent that were sent again."""
+        """Retransmitted share of the bytes sent."""
         return self.retransmitted_bytes / max(1, self.sent_bytes)
 
     @property
@@ -71,8 +71,8 @@ class TcpInfo:
 def together(infos: Collection[TcpInfo], rtt_s: float = 0.0) -> TcpInfo:
     """The byte and time counters of several connections added up, and the least `min_rtt_s` seen.
 
-    `rtt_s` is the caller's, as round trips are weighted for what they shall tell. The rest, which
-    describes a single connection, is 0.
+    The caller gives `rtt_s`, since each use weights round trips differently. Fields that describe a
+    single connection are 0.
     """
     return TcpInfo(
         rtt_s=rtt_s,

@@ -1,7 +1,7 @@
-"""What a gateway needs of a prefill cluster, whether its front runs embedded or elsewhere.
+"""The interface of a prefill cluster for a gateway, whether its front runs embedded or elsewhere.
 
 The implementations are in embedded.py and remote.py. A prefill cluster does not know requests,
-routing or decoding: a job says what to compute and where the KVCache must land.
+routing or decoding. A job says what to compute and where the KVCache must land.
 """
 
 from typing import Protocol
@@ -11,7 +11,7 @@ from scheduler.reports import ClusterReport
 
 
 class PrefillCluster(Protocol):
-    """What a gateway needs of a prefill cluster, embedded or remote."""
+    """A prefill cluster, embedded or remote."""
 
     @property
     def name(self) -> str:
@@ -19,10 +19,10 @@ class PrefillCluster(Protocol):
         ...
 
     async def submit(self, job: PrefillJob) -> PrefillResult:
-        """Prefill `job`; returns when every byte is verified at the landing.
+        """Prefill `job`. Returns when every byte is verified at the landing.
 
-        Raises PrefillFailed. Cancelling the awaiting task takes the job back: out of the queue, or
-        off its engine with its transfer cancelled.
+        Raises PrefillFailed. Cancelling the awaiting task withdraws the job: it leaves the queue,
+        or its engine's request and its transfer are cancelled.
         """
         ...
 
@@ -31,9 +31,11 @@ class PrefillCluster(Protocol):
         ...
 
     async def drain(self, instance: str) -> None:
-        """Give the instance no more jobs; returns when it has none. Cancelling ends the wait and,
-        where the front runs elsewhere, the drain. Else `resume` does; where it is not called within
-        `drained_hold_s`, the front gives the instance work again by itself. Raises UnknownInstance.
+        """Give the instance no more jobs. Returns when it has none.
+
+        `resume` ends the drain. If it is not called within `drained_hold_s`, the front gives the
+        instance work again by itself. Cancelling ends the wait and, if the front runs elsewhere,
+        the drain as well. Raises UnknownInstance.
         """
         ...
 
@@ -42,5 +44,5 @@ class PrefillCluster(Protocol):
         ...
 
     async def close(self) -> None:
-        """Fail what waits and runs (code "closed"), stop what was started. Idempotent."""
+        """Fail all jobs with code "closed", and stop everything that was started. Idempotent."""
         ...

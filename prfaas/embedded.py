@@ -1,7 +1,7 @@
 """The front of a prefill cluster that runs inside its user's process.
 
-Decisions are in queue.py, one try on one instance in prfaas.engines.prefill_run; this file is
-the shell that owns the tasks between them. It does not know routing or decoding.
+queue.py decides, and prfaas.engines.prefill_run runs one try on one instance. This file is the
+shell that owns the tasks between them. It does not know routing or decoding.
 """
 
 import asyncio
@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from prfaas.engines.errors import PrefillFailed, UnknownInstance
-from prfaas.engines.instances import Instance, Instances, InstancesConfig, InstanceSpec
+from prfaas.engines.errors import PrefillFailed
+from prfaas.engines.instance import Instance, InstanceSpec
+from prfaas.engines.instances import Instances, InstancesConfig
 from prfaas.engines.prefill_run import (
     AttemptFailed,
     PrefillRunner,
@@ -33,7 +34,7 @@ _TICK_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class PrefillClusterConfig:
-    """All knobs of an embedded prefill cluster."""
+    """The settings of an embedded prefill cluster."""
 
     queue: QueueConfig = field(default_factory=QueueConfig)
     instances: InstancesConfig = field(default_factory=InstancesConfig)
@@ -42,7 +43,7 @@ class PrefillClusterConfig:
 
 @dataclass(slots=True)
 class _Ticket:
-    """A submitted job: what its submitter awaits, and the task of its current try."""
+    """A submitted job: the future that its submitter awaits, and the task of its present try."""
 
     job: PrefillJob
     done: asyncio.Future[PrefillResult]
@@ -78,9 +79,9 @@ class EmbeddedPrefillCluster:
         self._metrics = metrics or prefill_metrics()
         self._queue = PrefillQueue(name, config.queue)
         self._runner = PrefillRunner(config.runner)
-        self._instances = Instances(instances, config.instances, self._instance_changed)
+        self._instances = Instances(name, instances, config.instances, self._instance_changed)
         for spec in instances:
-            # Known in this order from the start; a probe will say when each is usable.
+            # The queue knows all instances from the start; probes will say when each is usable.
             self._queue.instance_changed(_view(spec, healthy=False, draining=False), 0.0)
         self._tickets: dict[str, _Ticket] = {}
         self._ticker: asyncio.Task[None] | None = None
@@ -133,7 +134,7 @@ class EmbeddedPrefillCluster:
         )
 
     async def drain(self, instance: str) -> None:
-        self._set_draining(instance, draining=True)
+        self._instances.set_draining(instance, draining=True)
         try:
             while self._queue.running_on(instance) > 0:
                 await self._changed.wait()
@@ -141,7 +142,7 @@ class EmbeddedPrefillCluster:
             self._instances.drained(instance)
 
     async def resume(self, instance: str) -> None:
-        self._set_draining(instance, draining=False)
+        self._instances.set_draining(instance, draining=False)
 
     async def close(self) -> None:
         self._closed = True
@@ -156,12 +157,6 @@ class EmbeddedPrefillCluster:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._runner.close()
         await self._instances.close()
-
-    def _set_draining(self, instance: str, *, draining: bool) -> None:
-        try:
-            self._instances.set_draining(instance, draining)
-        except KeyError as error:
-            raise UnknownInstance(self._name, instance) from error
 
     async def _submit(self, job: PrefillJob) -> PrefillResult:
         if self._closed:
@@ -182,7 +177,7 @@ class EmbeddedPrefillCluster:
             raise
 
     def _take_back(self, key: str, ticket: _Ticket) -> None:
-        """Out of the queue at once; off an instance as soon as its try has cleaned up."""
+        """Withdraw a job: from the queue at once, from an instance when its try has cleaned up."""
         if self._tickets.get(key) is not ticket:
             return
         if ticket.task is None:
@@ -218,13 +213,13 @@ class EmbeddedPrefillCluster:
             ),
             name=f"prefill {start.key}",
         )
-        # A callback, because a task cancelled before its first step runs no line of its own.
+        # A callback, because a task cancelled before its first step runs no code of its own.
         ticket.task.add_done_callback(lambda task: self._try_over(ticket, start, task))
 
     def _try_over(
         self, ticket: _Ticket, start: StartJob, task: asyncio.Task[PrefillResult]
     ) -> None:
-        """A try ended: the queue hears of it exactly once, and so does the submitter."""
+        """A try has ended. The queue and the submitter are each told exactly once."""
         ticket.task = None
         error = None if task.cancelled() else task.exception()
         if error is None:
@@ -237,10 +232,7 @@ class EmbeddedPrefillCluster:
             logger.error("%s: prefill %s", self._name, start.key, exc_info=error)
             error = AttemptFailed("engine_failed", f"{type(error).__name__}: {error}")
         logger.warning("%s: prefill %s on %s: %s", self._name, start.key, start.instance, error)
-        if error.engine_lost:
-            self._instances.engine_lost(start.instance, error.message)
-        if error.agent_lost:
-            self._instances.agent_lost(start.instance, error.message)
+        self._instances.attempt_failed(start.instance, error)
         retryable, now_s = error.retryable, self._clock()
         self._perform(
             self._queue.failed(

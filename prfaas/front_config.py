@@ -28,12 +28,12 @@ from transport import Role
 
 
 class BucketSection(Section):
-    """Prompts up to a length, and their share of what is prefilled."""
+    """A class of prompts up to a length, and its share of the prefilled tokens."""
 
     up_to_tokens: Tokens | None = None
-    """Uncached tokens of its longest prompt, or such as 64Ki. Left out: of any length."""
+    """Most uncached tokens of a prompt in this class, or such as 64Ki. Left out: any length."""
     share: Positive
-    """Share of the uncached tokens that are started while others wait."""
+    """Share of the uncached tokens that start while other classes wait."""
 
 
 @filled_from(OrderConfig)
@@ -52,7 +52,7 @@ class QueueSection(Section):
     patience_s: Seconds
 
     def order(self) -> OrderConfig:
-        """What the queue is told."""
+        """The queue's settings for the order."""
         buckets = tuple(
             LengthBucket(math.inf if b.up_to_tokens is None else b.up_to_tokens, b.share)
             for b in self.buckets
@@ -73,7 +73,7 @@ class QueueBounds(Section):
     max_wait_s: Seconds
 
     def queue_config(self, order: OrderConfig) -> QueueConfig:
-        """What the queue is told whose jobs start in this order."""
+        """The settings of a queue whose jobs start in this order."""
         return settings_of(self, QueueConfig, order=order)
 
 

@@ -1,4 +1,4 @@
-"""A prefill leg: the job, and what came of it.
+"""A prefill leg: the job and its result.
 
 They travel between gateway and cluster fronts as msgpack; fields may be added with defaults. They
 do not know who runs the job.
@@ -34,7 +34,7 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def uncached_tokens(self) -> int:
-        """What has to be computed on the instance that has most of it cached."""
+        """Tokens to compute on the instance that has most of the prompt cached."""
         num_tokens = len(self.prompt_token_ids)
         return num_tokens - min(num_tokens, max(self.cached_tokens.values(), default=0))
 
@@ -42,14 +42,13 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
 class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
     """A prefill leg that ended with every byte verified at the landing.
 
-    `queue_s` is time in the front's queue, `prefill_s` from then to the end of the engine's last
-    forward pass, `transfer_tail_s` from there to the receiver's confirmation, `transfer_s` from
-    the first byte on the wire to the same. `service_s` is the part of `prefill_s` after the
-    instance had ended the prefills that it was given before: what this one took by itself. `reason`
-    says why the instance was chosen.
-    `sent_share_at_prefill_end` (0..1) is the share of bytes on the wire when the prefill ended.
-    `cached_tokens` is what the engine's prefix cache spared it. `num_attempts` counts instances
-    tried.
+    `queue_s` is the time in the front's queue, `prefill_s` the time from then to the end of the
+    engine's last forward pass, `transfer_tail_s` from there to the receiver's confirmation, and
+    `transfer_s` from the first byte on the wire to the same. `service_s` is the part of `prefill_s`
+    after the instance had ended the prefills before this one. `reason` says why the instance was
+    chosen. `sent_share_at_prefill_end` (0..1) is the share of bytes on the wire when the prefill
+    ended. `cached_tokens` are the tokens that the engine's prefix cache had. `num_attempts` counts
+    the instances tried.
     """
 
     instance: str

@@ -1,23 +1,23 @@
-"""The job queue of a prefill cluster: which job runs on which instance, and when one is refused.
+"""The job queue of a prefill cluster: assigns jobs to instances, and refuses or fails jobs.
 
-States of a job: queued -> running -> gone, with running -> queued once, when its instance failed
-it and another one is there. Rules:
+States of a job: queued -> running -> gone, with running -> queued once, when it failed on its
+instance and there is another one. Rules:
 
-- The queue is bounded; a job over the bound is refused at once, with the bound in the message.
-- Jobs start in the order of `scheduler.routing.queue_order`: fewest uncached tokens first with
-  ageing, in buckets of lengths that share. While a job waits, its uncached tokens are those of the
-  instance that has most of it cached. A job that is tried again keeps its `submitted_s` and so its
-  place.
-- More urgent classes of priority first, until a job of another is due; it is due before it is
-  given up. `queue_order` says how priorities make classes.
-- An instance takes at most `max_concurrent` jobs. Of those with room
-  `scheduler.routing.front_placement` chooses, by what is cached there against the uncached tokens
-  under way; of those that are alike the one that was used longest ago. A job
-  never waits for an instance while another has room.
-- With no healthy instance that may serve a job, the job fails at once: its decode engine is
-  waiting and computes the prompt itself as soon as it hears of that.
-- A job never waits longer than `max_wait_s`. One that was tried before then fails with what made it
-  wait again.
+- The queue is bounded. A job over the bound is refused at once, with the bound in the message.
+- Jobs start in the order of `scheduler.routing.queue_order`: fewest uncached tokens first, with
+  ageing, in buckets of lengths that share the cluster. A waiting job's uncached tokens are those on
+  the instance that has most of it cached. A job that is tried again keeps its `submitted_s`, and so
+  its place.
+- More urgent classes of priority go first, until a job of another class is due. A job is due before
+  it is given up. `queue_order` makes the classes from priorities.
+- An instance takes at most `max_concurrent` jobs. Among instances with room
+  `scheduler.routing.front_placement` chooses, by the tokens cached there and the uncached tokens
+  under way; among equal ones it takes the one that was used longest ago. A job never waits for an
+  instance while another has room.
+- Without a healthy instance that may serve a job, the job fails at once: its decode engine is
+  waiting, and computes the prompt as soon as it is told.
+- A job never waits longer than `max_wait_s`. A job that was tried before then fails with the error
+  of that try.
 
 Pure: events in, effects out; time is an argument. It may not know engines, transfers or tasks.
 """
@@ -35,7 +35,7 @@ from scheduler.routing.queue_order import QueueOrder, WaitingJob, priority_class
 
 @dataclass(slots=True)
 class _Entry:
-    """`uncached_tokens` are those of its instance, or of the best one while it waits."""
+    """A job. `uncached_tokens` are those on its instance, or on the best one while it waits."""
 
     job: QueuedJob
     number: int
@@ -105,7 +105,7 @@ class PrefillQueue:
         self._entries: dict[str, _Entry] = {}
         self._order: QueueOrder[str] = QueueOrder(config.bounded_order)
         self._by_age: list[_Entry] = []
-        """The jobs that wait, the oldest first."""
+        """The waiting jobs, the oldest first."""
         self._instances: dict[str, _Instance] = {}
         self._num_submitted = 0
         self._num_started = 0
@@ -117,7 +117,7 @@ class PrefillQueue:
 
     @property
     def num_running(self) -> int:
-        """Jobs on instances, those being stopped included."""
+        """Jobs on instances, including those that are being stopped."""
         return len(self._entries) - len(self._order)
 
     @property
@@ -139,11 +139,11 @@ class PrefillQueue:
         return key in self._entries
 
     def jobs(self, now_s: float) -> tuple[JobReport, ...]:
-        """All that wait and run; `transfer_id` is the key. In no order."""
+        """All waiting and running jobs, in no order. Their `transfer_id` is the key."""
         return tuple(entry.report(now_s) for entry in self._entries.values())
 
     def submit(self, job: QueuedJob, now_s: float) -> list[Effect]:
-        """A new job. Starts it, queues it (no effect for it) or fails it."""
+        """Take a new job: start it, queue it (without an effect) or fail it."""
         if job.key in self._entries:
             raise ValueError(f"job {job.key} is already here")
         trouble = self._no_instance(job.model, ())
@@ -159,7 +159,7 @@ class PrefillQueue:
         return effects
 
     def instance_changed(self, view: QueueInstance, now_s: float) -> list[Effect]:
-        """An instance is new, or its health, draining or limits changed."""
+        """Take in a new instance, or a change of its health, draining or limits."""
         known = self._instances.get(view.name)
         if known is None:
             self._instances[view.name] = _Instance(view)
@@ -168,14 +168,14 @@ class PrefillQueue:
         return [*self._fail_stranded(), *self._advance(now_s)]
 
     def finished(self, key: str, now_s: float) -> list[Effect]:
-        """A running job is over, well or because it was withdrawn; its place is free."""
+        """A running job has succeeded or was withdrawn, so its place is free."""
         self._drop(self._entries[key])
         return self._advance(now_s)
 
     def failed(
         self, key: str, code: PrefillCode, message: str, *, retryable: bool, now_s: float
     ) -> list[Effect]:
-        """A running job failed on its instance: once more elsewhere, if that makes sense."""
+        """A running job failed on its instance. Queue it again if another one may do better."""
         entry = self._entries[key]
         assert entry.instance is not None
         tried = (*entry.tried, entry.instance)
@@ -192,9 +192,9 @@ class PrefillQueue:
         return effects
 
     def withdraw(self, key: str, now_s: float) -> list[Effect]:
-        """The submitter went away: a queued job is forgotten, a running one not tried again.
+        """The submitter went away. A queued job is forgotten, a running one is not tried again.
 
-        The shell stops a running one and then says `finished` or `failed`.
+        The shell must stop a running job and then call `finished` or `failed`.
         """
         entry = self._entries.get(key)
         if entry is None:
@@ -210,7 +210,7 @@ class PrefillQueue:
         return self._advance(now_s)
 
     def check_invariants(self) -> None:
-        """Assert what must hold between any two calls. Tests use it."""
+        """Assert what must hold between any two calls; for tests."""
         self._order.check_invariants()
         assert self._by_age == sorted(self._by_age, key=_age_key)
         assert self.depth == len(self._by_age) <= self._config.max_queued
@@ -249,7 +249,7 @@ class PrefillQueue:
         return entry.job.key in self._order and self.depth > self._config.max_queued
 
     def _advance(self, now_s: float) -> list[Effect]:
-        """Fail what cannot wait any longer, start what can start."""
+        """Fail the jobs that cannot wait any longer, and start those that can start."""
         effects: list[Effect] = list(self._expire(now_s))
         while (start := self._start_next(now_s)) is not None:
             effects.append(start)
@@ -283,7 +283,9 @@ class PrefillQueue:
         return None if chosen is None else self._start(self._entries[chosen.key], with_room, now_s)
 
     def _may_start(self, with_room: list[_Instance]) -> Callable[[str], bool]:
-        """Whether one `with_room` takes a job. Few answers for many jobs: each is found once."""
+        """A function that says whether an instance `with_room` takes a job. It keeps its answers,
+        since many jobs have the same model and no failed instances.
+        """
         known: dict[tuple[str, tuple[str, ...]], bool] = {}
 
         def may_start(key: str) -> bool:
@@ -314,7 +316,7 @@ class PrefillQueue:
         return StartJob(job.key, placement.instance, queue_s, entry.attempt, placement.reason)
 
     def _no_instance(self, model: str, tried: tuple[str, ...]) -> str | None:
-        """Why no instance can take such a job, now or after waiting; None when one can."""
+        """Why no instance can take such a job, now or later; None: one can."""
         if any(item.usable and _takes(item, model, tried) for item in self._instances.values()):
             return None
         states = ", ".join(

@@ -1,6 +1,6 @@
-"""What goes into the job queue of a prefill cluster and what comes out of it.
+"""The inputs and outputs of a prefill cluster's job queue.
 
-Values only; queue.py says what becomes of them.
+Values only; queue.py has the rules.
 """
 
 from collections.abc import Mapping
@@ -12,16 +12,16 @@ from scheduler.routing.queue_order import NUM_CLASSES, OrderConfig
 
 @dataclass(frozen=True, slots=True)
 class QueueConfig:
-    """Bounds, and the order of what waits. `max_attempts` counts instances tried for one job.
+    """The bounds of the queue, and its order. `max_attempts`: most instances tried for one job.
 
-    Jobs of every class and length must be due before they are given up, so that no more of
-    `order.patience_s` is used than `max_wait_s` / 4, and what that leaves bounds what length adds.
+    Jobs of every class and length must be due before they are given up. So at most `max_wait_s` / 4
+    of `order.patience_s` is used, and the rest bounds the time that length adds.
     """
 
     max_queued: int = 64
-    """Jobs that may wait; more are refused."""
+    """Most jobs that may wait; more are refused."""
     max_wait_s: float = 120.0
-    """How long a job may wait until it fails, seconds."""
+    """Longest wait of a job before it fails, seconds."""
     max_attempts: int = 2
     order: OrderConfig = field(default_factory=OrderConfig)
 
@@ -31,8 +31,8 @@ class QueueConfig:
 
     @property
     def bounded_order(self) -> OrderConfig:
-        """`order` with a patience that `max_wait_s` leaves room for, and half of what it leaves for
-        lengths: the last class's longest job is due the other half before it is given up.
+        """`order` with a patience for which `max_wait_s` leaves room, and half of the remaining
+        time for lengths. So the longest job of the last class is due before it is given up.
         """
         patience_s = min(self.order.patience_s, self.max_wait_s / (NUM_CLASSES + 1))
         length_s = min(self.order.max_length_s, (self.max_wait_s - NUM_CLASSES * patience_s) / 2)
@@ -41,8 +41,8 @@ class QueueConfig:
 
 @dataclass(frozen=True, slots=True)
 class QueueInstance:
-    """What the queue needs to know of an instance. `model` "" serves every job; `node` is another
-    name that cached prefixes may be known by.
+    """An instance as the queue sees it. `model` "" serves every job. `cached_tokens` of jobs may
+    name its `node` instead of it.
     """
 
     name: str
@@ -55,8 +55,8 @@ class QueueInstance:
 
 @dataclass(frozen=True, slots=True)
 class QueuedJob:
-    """A job as the queue sees it; `key` is unique among the jobs it holds. `cached_tokens` says by
-    instance or node how much of it need not be computed there.
+    """A job as the queue sees it. `key` is unique among its jobs. `cached_tokens` says, by instance
+    or node, how much of the prompt need not be computed there.
     """
 
     key: str
@@ -73,8 +73,8 @@ class QueuedJob:
 
 @dataclass(frozen=True, slots=True)
 class StartJob:
-    """Run the job on this instance. `queue_s` is the time it waited since it was submitted,
-    `reason` says why the instance was chosen.
+    """Run the job on this instance. `queue_s` is its wait since it was submitted; `reason` says why
+    the instance was chosen.
     """
 
     key: str

@@ -1,7 +1,7 @@
 """A prefill cluster whose front runs in another process, reached over gRPC.
 
-To its user it is a `PrefillCluster` like the embedded one, whose methods are described there: same
-results, same error codes, plus "unreachable". It does not know instances or engines.
+It is a `PrefillCluster` like the embedded one, with the same results and error codes, plus
+"unreachable". It does not know instances or engines.
 """
 
 from typing import Final
@@ -15,7 +15,7 @@ from transport import Credentials
 from transport.rpc import RpcClient, RpcError
 
 JOB_TIMEOUT_S: Final = 900.0
-"""Bounds the queue, the prefill and the transfer of one job."""
+"""Longest time for queue, prefill and transfer of one job together."""
 REPORT_TIMEOUT_S: Final = 3.0
 DRAIN_TIMEOUT_S: Final = 900.0
 

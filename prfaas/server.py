@@ -43,7 +43,7 @@ class PrefillServer(RpcServer):
         try:
             await _mapped(self._cluster.drain(request.name))
         except asyncio.CancelledError:
-            # Who waited for its end is gone; nobody else would give the instance work again.
+            # The caller is gone, and nobody else would give the instance work again.
             await self._cluster.resume(request.name)
             raise
         return Empty()

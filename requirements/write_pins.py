@@ -72,20 +72,29 @@ def _compiled(*arguments: str) -> str:
 
 
 def _write(path: Path, pins: str) -> None:
-    """Replace the pins and keep the comment above them."""
-    comment = [line for line in path.read_text().splitlines() if line.startswith("#")]
-    lacking = [match.group(1) for match in _PIN.finditer(pins) if "\\" not in match.group(3)]
-    for name in lacking:  # uv hashes nothing that lies in a local directory
-        pins = _with_hash(pins, name)
+    """Replace the pins; keep the comment above them, and hashes of pins that stay as they are."""
+    before = path.read_text()
+    comment = [line for line in before.splitlines() if line.startswith("#")]
+    lacking = [match for match in _PIN.finditer(pins) if "\\" not in match.group(3)]
+    for match in lacking:  # uv hashes nothing that lies in a local directory
+        pin = match.group(0)
+        hashes = sorted({_hash_here(pin), *_hashes_of(pin, before)})
+        lines = (f"    --hash=sha256:{sha256}" for sha256 in hashes)
+        pins = pins.replace(f"{pin}\n", " \\\n".join([pin, *lines]) + "\n")
     path.write_text("\n".join([*comment, pins]))
 
 
-def _with_hash(pins: str, name: str) -> str:
-    version = {found: version for found, version, _ in _PIN.findall(pins)}[name]
-    (item,) = _report([f"{name}=={version}"])
-    sha256 = item["download_info"]["archive_info"]["hashes"]["sha256"]
-    pin = f"{name}=={version}"
-    return pins.replace(f"{pin}\n", f"{pin} \\\n    --hash=sha256:{sha256}\n")
+def _hash_here(pin: str) -> str:
+    """SHA-256 of the file that pip would install on this machine."""
+    (item,) = _report([pin])
+    return str(item["download_info"]["archive_info"]["hashes"]["sha256"])
+
+
+def _hashes_of(pin: str, text: str) -> list[str]:
+    """SHA-256 of each file that stands behind a pin of exactly this version."""
+    behind = r" \\\n((?:    --hash=\S+(?: \\)?\n?)+)"
+    found = re.search(f"^{re.escape(pin)}{behind}", text, re.MULTILINE)
+    return re.findall(r"sha256:([0-9a-f]{64})", found.group(1)) if found else []
 
 
 def _report(requirements: Sequence[str], *options: str) -> list[dict[str, Any]]:

@@ -14,10 +14,11 @@ Role = Literal["prefill", "decode", "both"]
 
 
 class JobReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A prefill job that a front holds: on `instance` for `for_s`, or waiting for that long ("").
+    """A prefill job that a front holds. It has run on `instance` for `for_s`, or waited that long
+    while `instance` is "".
 
-    `uncached_tokens` is what the instance has to compute; while the job waits, what the instance
-    that has most of it cached would have to. `priority` is the submitter's.
+    `uncached_tokens` is what the instance has to compute. For a waiting job it is what the instance
+    with the longest cached prefix would have to compute. `priority` is the submitter's.
     """
 
     transfer_id: str
@@ -32,16 +33,17 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
 class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     """One instance as its front sees it now; `reason` says why it is not healthy.
 
-    `node` is its node agent's control address, `node_name` what people call it; `cache` how its
-    prompts are cached there, None when they are not or it is not known yet. `role_epoch` numbers
-    the orders that gave it its role, `role_ready` is False while it changes. `decode_slots` is how
-    many requests it decodes at a time.
+    `node` is the control address of its node agent, `node_name` the name that people use for it.
+    `cache` is the model under which its prompts are cached there, None while there is no cache or
+    it is not known yet. `role_epoch` numbers the orders that gave it its role; `role_ready` is
+    False while the role changes. `decode_slots` is how many requests it decodes at a time.
 
-    The engine's own numbers are those of the last look at it, `looked_s` before this report: how
-    many requests its batch has (`num_running`), how many wait for room in it (`num_waiting`), and
-    the share in use (`kv_usage`, None where nobody looks) of its KV memory (`kv_total_bytes`, None
-    where that is not known). `landing_cap_bytes` is what landings may take at its node at most,
-    `landing_room_bytes` what one more could take when the node said so last (None: it does not).
+    The engine's own numbers were read `looked_s` before this report: the requests in its batch
+    (`num_running`), the requests that wait for room in it (`num_waiting`), and the share in use
+    (`kv_usage`, None where nobody reads it) of its KV memory (`kv_total_bytes`, None where that is
+    not known). `landing_cap_bytes` is the most that landings may take at its node.
+    `landing_room_bytes` is the largest landing that the node had room for when it last said so,
+    None if it never did.
     """
 
     name: str
@@ -71,11 +73,11 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A front's load. `healthy` means that a job submitted now would find an instance.
+    """The load of a front. `healthy` means that a job submitted now would find an instance.
 
-    `jobs` are the prefills that wait or run; `queued_tokens` and `running_tokens` count their
-    uncached tokens, the better measure of waiting time. `reason` says why the whole front is not
-    healthy when no instance can.
+    `jobs` are the prefills that wait or run. `queued_tokens` and `running_tokens` count their
+    uncached tokens, which say more about waiting times than the number of jobs. `reason` says why
+    the front as a whole is not healthy, where no instance has the reason.
     """
 
     name: str
@@ -92,5 +94,6 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def serves(instance: InstanceReport, model: str) -> bool:
     """Whether requests for `model` may be given to the instance."""
+    # An empty name on either side means that the cluster serves one model only.
     is_model = not model or not instance.model or instance.model == model
     return is_model and instance.healthy and not instance.draining

@@ -1,4 +1,7 @@
-"""How long to wait before the next attempt. Knows no clock and no socket."""
+"""How long to wait before something is tried again: a connection, a call, or a process that ended.
+
+Knows no clock, no socket and no process.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ def jittered(delay_s: float, uniform: Callable[[], float] = random.random) -> fl
 
 
 class Backoff:
-    """Doubles from `first_s` to `max_s`, jittered; a connection that lived longer than `max_s`
-    starts it anew, as does `reset`.
+    """The delay doubles from `first_s` to `max_s` and is jittered. It starts at `first_s` again
+    after a connection or process that lived longer than `max_s`, and after `reset`.
     """
 
     def __init__(
@@ -27,7 +30,9 @@ class Backoff:
         self._uniform = uniform
 
     def after(self, lived_s: float) -> float:
-        """The delay after a connection that lived this long (0 when it never came up)."""
+        """The delay after one that lived this long, seconds; 0 if it never came up."""
+        # A peer that accepts and closes at once must not be dialled at full speed, so only a
+        # connection that outlived the longest delay counts as a good one.
         if lived_s > self._max_s:
             self.reset()
         delay_s = self._next_s

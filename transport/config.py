@@ -1,5 +1,5 @@
-"""Settings of the transport, fixed once made. Knows nothing of files or command lines they came
-from.
+"""The transport's settings, immutable. This module does not know which file or command line set
+them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TlsFiles:
 
     @classmethod
     def in_directory(cls, path: Path) -> TlsFiles:
-        """The names that cert-manager and Kubernetes give them; not looked at yet."""
+        """The files under the names that cert-manager and Kubernetes give them. Opens none."""
         return cls(cert=path / "tls.crt", key=path / "tls.key", ca=path / "ca.crt")
 
 
@@ -53,7 +53,7 @@ class TransportConfig:
     with when `autotune` is on, how many it uses when it is off.
     """
     autotune: bool = True
-    """Find the number of connections and the size of frames by measurement, per link."""
+    """Whether each link finds its number of connections and its frame size by measurement."""
     max_link_connections: int = 16
     """Most connections that autotuning opens to one endpoint."""
     frame_bytes: int = 256 * KIB
@@ -65,16 +65,16 @@ class TransportConfig:
     max_frame_bytes: int = 4 * MIB
     """Most payload a receiver takes in one DATA frame."""
     ack_batch_bytes: int = 4 * MIB
-    """A receiver acknowledges at the latest after so many bytes, and when no data is waiting and
-    none is announced.
+    """A receiver acknowledges after at most this many bytes, and earlier when no data is waiting
+    and none is announced.
     """
     ack_delay_s: float = 0.01
-    """A receiver acknowledges at the latest after so many seconds."""
+    """A receiver acknowledges after at most this many seconds."""
 
     connect_timeout_s: float = 5.0
-    """Most seconds for a TCP connection to be made."""
+    """Most seconds to establish a TCP connection."""
     handshake_timeout_s: float = 5.0
-    """Most seconds for TLS and our own handshake on a new connection."""
+    """Most seconds for the TLS handshake and the transport's own one on a new connection."""
     ack_timeout_s: float = 10.0
     """A connection with unacknowledged data and no sign of life for this long is given up."""
     idle_timeout_s: float = 30.0
@@ -90,7 +90,7 @@ class TransportConfig:
     """How long a receiver remembers the end of a transfer, to answer a sender that missed it."""
 
     reconnect_first_s: float = 0.05
-    """Seconds before a broken connection is made again; each failure about doubles them."""
+    """Seconds before the first attempt to reconnect; each further failure about doubles them."""
     reconnect_max_s: float = 2.0
     """Most seconds between two tries to connect."""
 
@@ -104,16 +104,20 @@ class TransportConfig:
     congestion: str | None = "bbr"
     """TCP_CONGESTION of sending sockets; None or a name the kernel refuses leaves its default."""
     near_congestion: str | None = "reno"
-    """The same on a path of less than 1 ms, where pacing, as bbr does it, only costs CPU."""
+    """TCP_CONGESTION on a path with a round trip below 1 ms, where the pacing of bbr only costs
+    CPU.
+    """
     notsent_lowat_bytes: int = 128 * KIB
-    """TCP_NOTSENT_LOWAT: how much a slow connection may hoard; 0 leaves the kernel's default."""
+    """TCP_NOTSENT_LOWAT: unsent bytes that the kernel may hold for one connection, so that a slow
+    connection does not keep data from the fast ones; 0 leaves the kernel's default.
+    """
 
     pace_bytes_per_s: float = 0.0
-    """Most bytes a second that a sender puts on one link; 0: as fast as it goes."""
+    """Most bytes a second that a sender puts on one link; 0: no limit."""
     tenant_bytes_per_s: float = 0.0
     """Most bytes a second of one tenant on one link; 0: no budget."""
     checksum: bool = True
-    """Whether every DATA frame carries a checksum; off only when both ends say so."""
+    """Whether every DATA frame carries a checksum; both ends must turn it off to go without."""
     codec: str = "auto"
     """Coding of DATA: "auto" (lossless, while it makes transfers faster), "none", the name of one
     lossless codec, or "fp8" (lossy, bf16 only, and only when the receiver says "fp8" as well).
@@ -121,11 +125,11 @@ class TransportConfig:
     tls: TlsFiles | None = None
 
     max_connections: int = 512
-    """Connections one receiver serves, those still in their handshake included."""
+    """Most connections that one receiver serves, those still in their handshake included."""
     max_transfers_per_connection: int = 1024
-    """Transfers one connection may carry at a time."""
+    """Most transfers that one connection may carry at a time."""
     max_ranges_per_transfer: int = 65536
-    """Separate verified ranges a receiver tracks for one transfer."""
+    """Most separate verified ranges that a receiver tracks for one transfer; more fail it."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -143,13 +147,15 @@ class TransportConfig:
                 raise ValueError(f"{name} must be at least 1")
         if self.codec not in CODEC_NAMES:
             raise ValueError(f"codec must be one of {', '.join(CODEC_NAMES)}, got {self.codec!r}")
+        # A receiver reads a coded or repeated frame into scratch memory of the frame's size, so
+        # this bounds what one connection can make it allocate.
         if self.max_frame_bytes > 64 * MIB or self.frame_bytes > 64 * MIB:
             raise ValueError("frames are limited to 64 MiB")
 
     @property
     def tick_s(self) -> float:
-        """How often the watchdogs look: often enough for the shortest timeout, at most once a
-        second.
+        """Seconds between two rounds of the watchdogs: a quarter of the shortest timeout, but
+        between 20 ms and 1 s.
         """
         shortest = min(
             self.handshake_timeout_s,

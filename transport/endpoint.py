@@ -1,4 +1,4 @@
-"""Where a process listens, as host and port: how it is written, and how that is read."""
+"""The address at which a process listens, as host and port: written to text and parsed from it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ class Endpoint(NamedTuple):
     port: int
 
     def __str__(self) -> str:
+        # RFC 3986, 3.2.2: an IPv6 address stands in brackets before a port.
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
@@ -29,6 +30,7 @@ class Endpoint(NamedTuple):
         elif ":" in host:
             # Without brackets nobody can tell the last group of an address from a port.
             raise ValueError(f"{text!r}: write an IPv6 address in brackets, such as [::1]:7100")
+        # isdecimal() alone accepts digits of other scripts, which int() would read as well.
         if not (port.isascii() and port.isdecimal() and int(port) <= 65535):
             raise ValueError(f"{text!r}: {port!r} is not a port; write host:port with 0 to 65535")
         return cls(host, int(port))

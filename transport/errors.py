@@ -1,10 +1,10 @@
-"""What can go wrong with a transfer, and whose fault it is. Knows no frame, no socket and no HTTP.
+"""The errors of a transfer, sorted by who caused them. Knows no frame, no socket and no HTTP.
 
     TransportError
     ├── PeerError     the other side refused, broke the protocol, cancelled or restarted
     │   └── Refused   raised by a LandingRegistry to turn a transfer away
-    ├── LocalError    this process: a cancel, a close, unusable certificates or memory
-    └── LinkError     the network in between: unreachable, lost, silent
+    ├── LocalError    this process caused it: a cancel, a close, unusable certificates or memory
+    └── LinkError     the network caused it: the peer is unreachable, lost or silent
 
 `code` is one short word for programs, the message is for people:
 
@@ -39,7 +39,7 @@ class TransportError(Exception):
 
 
 class PeerError(TransportError):
-    """The other side's doing."""
+    """The other side caused it."""
 
 
 class Refused(PeerError):
@@ -47,16 +47,16 @@ class Refused(PeerError):
 
 
 class LocalError(TransportError):
-    """This side's doing."""
+    """This process caused it."""
 
 
 class LinkError(TransportError):
-    """The network's doing; another connection may do better."""
+    """The network caused it; another connection may succeed."""
 
 
 def release_frames(error: BaseException) -> None:
-    """Clear the variables of the frames that an exception and its causes came through: they would
-    keep views of a ByteSpace alive for as long as the exception is.
+    """Clear the local variables in the tracebacks of an exception and its causes. They would keep
+    views of a ByteSpace alive for as long as the exception lives.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -65,7 +65,7 @@ def release_frames(error: BaseException) -> None:
 
 
 def bare(error: TransportError) -> TransportError:
-    """The error without its traceback and causes, whose frames would keep views of a ByteSpace
+    """The same error without traceback and causes, whose frames would keep views of a ByteSpace
     alive.
     """
     error.__cause__ = None

@@ -1,4 +1,7 @@
-"""What the transport asks of its callers and what it tells them. Knows no frame and no socket."""
+"""The interfaces that callers of the transport implement, and the values that they get from it.
+
+Knows no frame and no socket.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ FINGERPRINT_BYTES = 32
 
 
 class ByteSpace(Protocol):
-    """A transfer's logical bytes [0, nbytes) resolved to memory.
+    """Maps a transfer's logical bytes [0, nbytes) to memory.
 
     Transport threads call `views` from several threads at once; it must be quick and must not
     block.
@@ -34,9 +37,9 @@ class ByteSpace(Protocol):
 
 
 class TransferListener(Protocol):
-    """Told once how an outgoing transfer ended, from a transport thread. Must not block.
+    """A transport thread calls one of the methods, once, when an outgoing transfer has ended.
 
-    When either method is called no transport thread reads the transfer's ByteSpace any more.
+    Neither may block. By then no transport thread reads the transfer's ByteSpace any more.
     """
 
     def on_complete(self, transfer_id: bytes) -> None: ...
@@ -58,15 +61,15 @@ class LandingRegistry(Protocol):
         ...
 
     def on_failed(self, transfer_id: bytes, error: TransportError) -> None:
-        """The transfer is over; no transport thread writes into its ByteSpace any more.
+        """The transfer has failed; no transport thread writes into its ByteSpace any more.
 
-        Not called after `Receiver.drop`: whoever drops knows.
+        Not called after `Receiver.drop`, whose caller knows already.
         """
         ...
 
 
 class Elements(StrEnum):
-    """The numbers that a transfer mostly consists of: what codecs may know about its bytes."""
+    """The data type of most of a transfer's bytes. It is all that codecs know of the content."""
 
     BYTES = "bytes"
     FP16 = "fp16"
@@ -79,7 +82,9 @@ class Elements(StrEnum):
 
 
 class Priority(IntEnum):
-    """What a link serves first; the later class keeps a small share, so that it never starves."""
+    """The order in which a link serves transfers. Replication keeps a small share of a busy link,
+    so that it never starves.
+    """
 
     REQUEST = 0
     """KVCache that a request waits for."""
@@ -89,7 +94,7 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class OutgoingSpec:
-    """Who a transfer is, where it goes, and how it is treated on its way."""
+    """The identity of an outgoing transfer, its destination, and how the link treats it."""
 
     transfer_id: bytes
     token: bytes
@@ -97,13 +102,13 @@ class OutgoingSpec:
     endpoint: Endpoint
     priority: Priority = Priority.REQUEST
     tenant: str = ""
-    """Whose bytes these are: links are shared fairly among tenants, budgets are counted per
-    tenant.
-    """
+    """The owner of the bytes. Tenants share a link fairly, and byte budgets hold per tenant."""
     elements: Elements = Elements.BYTES
-    """What its bytes are, for codecs; whole elements from offset 0 on."""
+    """The data type of the bytes, for codecs. Whole elements lie from offset 0 on."""
     digest: bool = False
-    """Compare a BLAKE3 digest of the whole transfer at the end, beside the frames' checksums."""
+    """Whether a BLAKE3 digest of the whole transfer is compared at the end, in addition to the
+    frames' checksums.
+    """
 
     def __post_init__(self) -> None:
         for name, size in (
@@ -127,10 +132,10 @@ class TransferState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TransferProgress:
-    """A snapshot. At a receiver `ready_bytes`, `sent_bytes` and `acked_bytes` all count verified
-    bytes.
+    """A snapshot of a transfer. At a receiver, `ready_bytes`, `sent_bytes` and `acked_bytes` all
+    count verified bytes.
 
-    Times are `time.monotonic()` seconds, None while it has not happened.
+    Times are `time.monotonic()` seconds; None: it has not happened yet.
     """
 
     state: TransferState
@@ -149,4 +154,4 @@ class TransferProgress:
     wire_bytes: int = 0
     """DATA bodies as they were sent, after coding; 0 at a receiver."""
     codecs: tuple[str, ...] = ()
-    """Codecs that its bytes went through besides raw, the lossy one included."""
+    """Names of the codecs that coded some of its bytes, the lossy one included."""

@@ -1,4 +1,4 @@
-"""Limits that the kernel sets for TCP here, read from /proc/sys/net. Knows no socket."""
+"""This host's limits for TCP, read from /proc/sys/net. Knows no socket."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def wmem_max_bytes() -> int:
 
 
 def tcp_wmem_bytes() -> int:
-    """Largest send buffer that the kernel gives a connection by itself; 0 when unknown."""
+    """Largest send buffer that the kernel's autotuning gives a connection; 0 when unknown."""
     return _numbers("ipv4/tcp_wmem")[-1]
 
 
 def tcp_rmem_bytes() -> int:
-    """Largest receive buffer that the kernel gives a connection by itself; 0 when unknown."""
+    """Largest receive buffer that the kernel's autotuning gives a connection; 0 when unknown."""
     return _numbers("ipv4/tcp_rmem")[-1]
 
 
@@ -33,11 +33,12 @@ def allowed_congestion() -> list[str]:
 
 
 def default_congestion() -> str:
-    """What a socket gets that does not choose; "" when unknown."""
+    """The algorithm of a socket that chooses none; "" when unknown."""
     return next(iter(_words("ipv4/tcp_congestion_control")), "")
 
 
 def _words(name: str) -> list[str]:
+    # A container may hide parts of /proc/sys/net: 0, "" and [] then mean "unknown".
     try:
         return (_NET / name).read_text().split()
     except OSError:

@@ -1,15 +1,15 @@
 """Typed request/reply calls between our processes: msgspec structs carried by gRPC, no protoc.
 
-It does not know what any service means, keeps no state between calls and never retries: whether a
-call may be repeated is the caller's knowledge.
+It does not know what any service means, keeps no state between calls and never retries: only the
+caller knows whether a call may be repeated.
 
 A service is a mapping from method name to `Method`. Requests and replies are `msgspec.Struct` types
 encoded as msgpack, so adding a field with a default keeps old and new processes compatible. A
 handler fails by raising `RpcError`; the code travels as a gRPC status plus a trailer that names it.
 
 With `Credentials` both ends show who they are, `transport.access` says what that allows, and one
-place, `_adapt`, asks it for every call. Certificate and key files that are replaced on disk are
-used for new connections, as the transport does it.
+place, `_adapt`, asks it for every call. New connections use certificate and key files that were
+replaced on disk, as in the rest of the transport.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ _STATUS_OF: Final[dict[str, Any]] = {
     "TIMEOUT": grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 
-# What gRPC itself says, when no handler of ours spoke. RESOURCE_EXHAUSTED is then a message
-# over the size limit.
+# The meaning of a status that gRPC itself set, because none of our handlers answered.
+# RESOURCE_EXHAUSTED then means a message over the size limit.
 _CODE_OF: Final[dict[Any, ErrorCode]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: "INVALID",
     grpc.StatusCode.INVALID_ARGUMENT: "INVALID",
@@ -89,7 +89,7 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
-    # In spite of its name: how long one connection attempt may take.
+    # In spite of its name this is the time that one connection attempt may take.
     ("grpc.min_reconnect_backoff_ms", 5000),
     # A peer whose host vanished is noticed during a long call, not at its deadline.
     ("grpc.keepalive_time_ms", 10_000),
@@ -99,6 +99,8 @@ _CHANNEL_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
 _SERVER_OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Clients ping every 10 s. By default a gRPC server closes a connection that pings more often
+    # than every 5 minutes without data (GOAWAY, "too_many_pings").
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     # With SO_REUSEPORT a second process could share our port and take half of the calls.
     ("grpc.so_reuseport", 0),
@@ -135,7 +137,11 @@ class Method(Generic[RequestT, ReplyT]):
 
 
 class RpcServer:
-    """Serves `services` (service name -> method name -> Method) on one TCP port."""
+    """Serves `services` (service name -> method name -> Method) on one TCP port.
+
+    With `credentials`, callers must show a certificate that their CA signed, or sign each call with
+    a key of the region.
+    """
 
     def __init__(
         self,
@@ -150,9 +156,10 @@ class RpcServer:
         self._server: Any = None
 
     async def start(self) -> int:
-        """Begin to serve on the running loop; the real port.
+        """Begin to serve on the running loop; returns the port that is really bound.
 
-        RpcError(UNAVAILABLE): not bound; RpcError(INVALID): files of TLS or keys cannot be used.
+        Raises RpcError: UNAVAILABLE when the port cannot be bound, INVALID when the files for TLS
+        or the keys cannot be used.
         """
         server = grpc.aio.server(options=_SERVER_OPTIONS)
         try:
@@ -173,6 +180,7 @@ class RpcServer:
             raise RpcError("UNAVAILABLE", f"cannot bind {self._bind}: {error}") from error
         except LocalError as error:
             raise RpcError("INVALID", error.message) from error
+        # Some versions of gRPC return 0 where others raise RuntimeError.
         if port == 0:
             raise RpcError("UNAVAILABLE", f"cannot bind {self._bind}")
         await server.start()
@@ -224,7 +232,8 @@ class RpcClient:
     async def call(
         self, method: str, request: msgspec.Struct, reply_type: type[ReplyT], timeout_s: float
     ) -> ReplyT:
-        """One call. Raises RpcError, also for connection trouble (UNAVAILABLE) and TIMEOUT.
+        """Make one call. Raises RpcError, also when the connection fails (UNAVAILABLE) or
+        `timeout_s` is over (TIMEOUT).
 
         Cancelling the awaiting task cancels the handler at the server.
         """
@@ -307,12 +316,16 @@ class RpcClient:
                 raise RpcError("UNAVAILABLE", message) from error
 
     def _current_channel(self) -> Any:
-        """The channel of the present certificates; running calls end on the one before."""
+        """The channel with the present certificates. Running calls end on the channel that they
+        began on.
+        """
         if self._tls is None:
             if self._channel is None:
                 self._channel = grpc.aio.insecure_channel(self.target, options=_CHANNEL_OPTIONS)
             return self._channel
         credentials = self._current_credentials(self._tls)
+        # A gRPC channel keeps the credentials it was made with, for reconnects as well, so new
+        # certificates need a new channel.
         if self._channel is None or credentials is not self._used_credentials:
             self._retire()
             self._used_credentials = credentials
@@ -331,7 +344,7 @@ class RpcClient:
         return self._channel_credentials.current(time.monotonic())
 
     def _retire(self) -> None:
-        """Close the channel once its calls are done."""
+        """Close the channel in the background once its calls are done."""
         channel, self._channel = self._channel, None
         if channel is not None:
             start_task(
@@ -340,6 +353,8 @@ class RpcClient:
 
     def _explain(self, method: str, error: Any) -> RpcError:
         named = dict(error.trailing_metadata() or ()).get(_CODE_TRAILER)
+        # Only our handlers set the trailer; without it the status comes from gRPC or from the
+        # network.
         if named in _STATUS_OF:
             return RpcError(named, error.details() or "")
         code = _CODE_OF.get(error.code(), "INTERNAL")
@@ -349,9 +364,9 @@ class RpcClient:
 def _adapt(
     service: str, name: str, method: Method[Any, Any], auth: CallerAuth | None
 ) -> Callable[[bytes, Any], Awaitable[bytes]]:
-    """The gRPC-facing handler: raw bytes in and out, every failure a readable status.
+    """The handler that gRPC calls with raw bytes. It turns every failure into a readable status.
 
-    The only place that lets a call in.
+    It is the only place that lets a call in.
     """
     decoder = msgspec.msgpack.Decoder(method.request_type)
 
@@ -371,6 +386,7 @@ def _adapt(
             reply = await method.handler(request)
         except RpcError as error:
             await _abort(context, error.code, error.message, seal)
+        # The caller went away: gRPC has to see the cancellation, and nobody would read a status.
         except asyncio.CancelledError:
             raise
         except Exception as error:

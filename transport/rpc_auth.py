@@ -226,9 +226,8 @@ def _unsealed(code: str, answer: bytes) -> Metadata:
 
 
 def server_certificates(tls: TlsFiles) -> Any:
-    """What a gRPC server shows. Raises LocalError: gRPC would notice unusable files late, and not
-    name them.
-    """
+    """What a gRPC server shows. Raises LocalError."""
+    # gRPC notices unusable files late and does not name them, so OpenSSL checks them first.
     server_context(tls)
     key, cert, ca = _read_tls(tls)
     return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=ca)
@@ -236,6 +235,7 @@ def server_certificates(tls: TlsFiles) -> Any:
 
 def channel_credentials(tls: TlsFiles) -> Any:
     """What a gRPC client shows. Raises LocalError."""
+    # Checked first for the same reason as the server's files.
     client_context(tls)
     key, cert, ca = _read_tls(tls)
     return grpc.ssl_channel_credentials(

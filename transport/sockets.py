@@ -10,7 +10,8 @@ without a second system call for readiness.
 
 from __future__ import annotations
 
-# Loaded at the first getaddrinfo otherwise; out of descriptors that fails, and then for good.
+# getaddrinfo loads this codec when it is first called. Without a free descriptor that import
+# fails, and Python remembers the failure for good.
 import encodings.idna  # noqa: F401
 import fcntl
 import logging
@@ -34,23 +35,27 @@ logger = logging.getLogger("prfaas.transport")
 
 Buffer = memoryview | bytes
 Address = tuple[object, ...]
-"""What getaddrinfo calls sockaddr: the host first."""
+"""A sockaddr as getaddrinfo returns it: the host comes first."""
+# Linux: the most buffers of one sendmsg or recvmsg (UIO_MAXIOV), and socket options that Python
+# does not name.
 IOV_MAX = 1024
 SO_SNDBUFFORCE, SO_MAX_PACING_RATE = 32, 47
 MIN_SEND_BUFFER_BYTES, MAX_SEND_BUFFER_BYTES = 8 * MIB, 64 * MIB
 
 
 class Stream(Protocol):
-    """One connected socket. Every method but `close` raises LinkError("lost") or PeerError("tls")
-    when it ended.
+    """One connected socket. Methods that send or receive raise LinkError("lost") or
+    PeerError("tls") when the connection has ended.
     """
 
     def send(self, buffers: Sequence[Buffer]) -> None:
-        """Send all of it, however long that takes."""
+        """Send all bytes, however long that takes."""
         ...
 
     def try_send(self, data: Buffer) -> int:
-        """Send what fits now. After 0, when nothing does, the next call begins with these bytes."""
+        """Send the bytes that the kernel takes now and return their number. After 0 the next call
+        must begin with the same bytes.
+        """
         ...
 
     def receive(self, buffers: Sequence[memoryview], *, fill: bool) -> int:
@@ -58,7 +63,7 @@ class Stream(Protocol):
         ...
 
     def try_receive(self, buffers: Sequence[memoryview]) -> int:
-        """Store what is there now; 0 when nothing is."""
+        """Store the bytes that have arrived and return their number, which may be 0."""
         ...
 
     def wait_readable(self, timeout_s: float) -> None:
@@ -79,10 +84,11 @@ class Stream(Protocol):
 
 
 class SocketOwner:
-    """A socket with a safe end: the part that all streams share."""
+    """The part that all streams share: options, and an end that is safe with several threads."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        # Held while a call uses the descriptor, so that `close` cannot free its number in between.
         self._life = threading.Lock()
         self._closed = False
 
@@ -92,12 +98,14 @@ class SocketOwner:
                 return 0
             try:
                 raw = fcntl.ioctl(self._sock.fileno(), termios.TIOCOUTQ, bytes(4))
+            # fileno() is -1 after SSLContext.wrap_socket detached this socket, which is a
+            # ValueError.
             except (OSError, ValueError):  # ended, or handed over to its TLS wrapper
                 return 0
         return int(struct.unpack("@i", raw)[0])
 
     def tcp_info(self) -> TcpInfo | None:
-        """What the kernel knows of the connection; None once it has ended."""
+        """The kernel's TCP_INFO of the connection; None once it has ended."""
         with self._life:
             if self._closed:
                 return None
@@ -109,7 +117,7 @@ class SocketOwner:
                 return None
 
     def congestion(self) -> str:
-        """The congestion control that the socket has; "" once it has ended."""
+        """The name of the socket's congestion control; "" once it has ended."""
         with self._life:
             if self._closed:
                 return ""
@@ -150,13 +158,14 @@ class SocketOwner:
                     socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def finish(self) -> None:
-        """Send nothing more; what was sent still arrives."""
+        """Send FIN: nothing more is sent, and what was sent still arrives."""
         with self._life:
             if not self._closed:
                 with suppress(OSError):  # the peer was faster
                     socket.socket.shutdown(self._sock, socket.SHUT_WR)
 
     def close(self) -> None:
+        # close() alone does not wake a thread that sleeps in recv on the same descriptor.
         self.abort()
         with self._life:
             self._closed = True
@@ -226,7 +235,7 @@ def _skip(buffers: list[Buffer], count: int) -> list[Buffer]:
 
 
 def lost(error: Exception) -> TransportError:
-    """What a socket's exception means."""
+    """The transport's error for an exception of a socket."""
     reason = getattr(error, "strerror", None) or str(error)
     return LinkError("lost", f"connection lost: {reason}")
 
@@ -236,6 +245,7 @@ def listen(bind: Endpoint) -> socket.socket:
     family = socket.AF_INET6 if ":" in bind.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
+        # A restarted receiver must not wait for old connections of its port to leave TIME_WAIT.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((bind.host, bind.port))
         sock.listen(256)
@@ -248,7 +258,11 @@ def listen(bind: Endpoint) -> socket.socket:
 def prepare(sock: socket.socket, config: TransportConfig) -> None:
     """Set the TCP options that both ends use."""
     tcp = socket.IPPROTO_TCP
+    # Without it Nagle's algorithm holds short frames (ACK, OPEN, the end of DATA) back for an
+    # acknowledgement of the frame before.
     sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
+    # RFC 5482: without it the kernel retransmits into a dead path for about 15 minutes
+    # (tcp_retries2).
     sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, max(1, int(config.ack_timeout_s * 1000)))
     if config.keepalive_idle_s:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -268,12 +282,14 @@ def prepare_to_send(sock: socket.socket, config: TransportConfig) -> None:
         paced = min(int(1.1 * config.pace_bytes_per_s), 0xFFFFFFFF)
         # Packed, because Python takes only numbers that fit an int.
         sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=I", paced))
-    if config.near_congestion:  # bbr would pace a socket for good, even once it has another
+    # Every socket begins with the near algorithm, and `suit_to_distance` changes it later: the
+    # kernel goes on pacing a socket that had bbr once, even after it was given another algorithm.
+    if config.near_congestion:
         sock.setsockopt(tcp, socket.TCP_CONGESTION, config.near_congestion.encode())
 
 
 def suit_to_distance(sock: socket.socket, config: TransportConfig) -> None:
-    """Choose the congestion control of a far path, unless the connection knows that it is near."""
+    """Switch to the congestion control of a far path unless the measured round trip is short."""
     tcp = socket.IPPROTO_TCP
     info = tcp_info.parse(sock.getsockopt(tcp, socket.TCP_INFO, tcp_info.SIZE))
     is_near = info is not None and 0 < info.rtt_s < NEAR_RTT_S
@@ -284,8 +300,8 @@ def suit_to_distance(sock: socket.socket, config: TransportConfig) -> None:
 def _grow_send_buffer(sock: socket.socket) -> int:
     level = socket.SOL_SOCKET
     size = sock.getsockopt(level, socket.SO_SNDBUF)
-    # The kernel doubles what it is given, and stops tuning a buffer that was set by hand: one
-    # below what it would have grown to by itself would be a loss.
+    # The kernel doubles the value of SO_SNDBUF (socket(7)) and stops autotuning a buffer that was
+    # set by hand. So a value below the one that autotuning may reach would be a loss.
     wanted = min(MAX_SEND_BUFFER_BYTES, max(MIN_SEND_BUFFER_BYTES, 2 * size))
     if size >= wanted:
         return size

@@ -1,12 +1,12 @@
 """TLS 1.3 with certificates on both sides: contexts from files that may be replaced, the handshake,
 and the stream after it. Knows no frame and no transfer.
 
-Its cost is AES-GCM first, then system calls and copies per record of 16 KiB, which the stream keeps
-few: it joins small buffers, corks the socket while it sends and decrypts straight into the
-destination. Buffering whole frames in `ssl.MemoryBIO` was measured to cost more than it saves.
-Python 3.11 can neither choose the cipher suite of TLS 1.3 (OpenSSL takes AES-256-GCM, a little
-slower than AES-128-GCM) nor ask for TLS in the kernel; from 3.12 on the latter is used where the
-kernel has it.
+Most of the cost is AES-GCM. The rest is system calls and copies for each record of 16 KiB. To keep
+these few, the stream joins small buffers, corks the socket while it sends and decrypts straight
+into the destination. Buffering whole frames in `ssl.MemoryBIO` was measured to cost more than it
+saves. Python 3.11 can neither choose the cipher suite of TLS 1.3 (OpenSSL takes AES-256-GCM, a
+little slower than AES-128-GCM) nor ask for TLS in the kernel. From 3.12 on, TLS runs in the kernel
+where the kernel offers it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from transport.sockets import Buffer, SocketOwner, lost
 logger = logging.getLogger("prfaas.transport")
 
 RECORD_BYTES: Final = 16 * 1024
-"""Most that one TLS record carries (RFC 8446, 5.1)."""
+"""Most payload of one TLS record (RFC 8446, 5.1)."""
 SMALL_BYTES: Final = 2 * RECORD_BYTES
-"""Buffers up to this size are joined: copying them costs less than records of their own."""
+"""Buffers up to this size are joined, because a copy costs less than a record of their own."""
 JOINED_BYTES: Final = 4 * RECORD_BYTES
 HOLD_BYTES: Final = 64 * RECORD_BYTES
-"""Most that is received under the lock while another thread may want to send."""
+"""Most bytes received under one hold of the lock, since another thread may want to send."""
 RECHECK_S: Final = 1.0
+"""Least seconds between two looks at the certificate files."""
 
 T = TypeVar("T")
 FilesT = TypeVar("FilesT", bound="WatchedFiles")
@@ -58,14 +59,14 @@ class WatchedFiles(Protocol):
 
 
 class Rotating(Generic[FilesT, T]):
-    """What `load` makes of certificate or key files, made anew when they have changed on disk.
+    """The result of `load` for certificate or key files, loaded again when the files have changed.
 
-    The files are looked at when `current` is called, at most once a second, through symbolic links,
-    so a Kubernetes secret or cert-manager may replace them while this process runs. A set that
-    cannot be loaded (half-written, of two generations) leaves the last good one in use and logs one
-    warning. Connections that exist keep the certificate they began with until they end.
+    `current` looks at the files at most once a second and follows symbolic links, so that a
+    Kubernetes secret or cert-manager may replace them while this process runs. When the new files
+    cannot be loaded (half-written, or of two generations), the last good result stays in use and
+    one warning is logged. A connection keeps the certificate that it began with until it ends.
 
-    `load` raises LocalError; the first time that error is the constructor's.
+    `load` raises LocalError. The constructor passes that error on; `current` never raises.
     """
 
     def __init__(self, files: FilesT, load: Callable[[FilesT], T]) -> None:
@@ -77,7 +78,7 @@ class Rotating(Generic[FilesT, T]):
         self._checked_s: float | None = None
 
     def current(self, now_s: float) -> T:
-        """What a connection that begins now should use. Any thread may ask; never raises."""
+        """The result for a connection that begins now. Thread-safe; never raises."""
         with self._lock:
             if self._checked_s is None or now_s - self._checked_s >= RECHECK_S:
                 self._checked_s = now_s
@@ -91,10 +92,12 @@ class Rotating(Generic[FilesT, T]):
         try:
             loaded = self._load(self._files)
         except LocalError as error:
-            if _stamp(self._files) == stamp:  # else somebody is writing just now: look again later
+            # A changed stamp means that somebody is writing the files just now: look again later.
+            if _stamp(self._files) == stamp:
                 self._stamp = stamp
                 logger.warning("changed files are not used: %s", error.message)
             return
+        # Unless the files stood still while they were read, certificate and key may not match.
         if _stamp(self._files) == stamp:
             self._stamp = stamp
             self._current = loaded
@@ -123,7 +126,8 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
 def server_context(files: TlsFiles) -> ssl.SSLContext:
     """For the receiving side, which demands a certificate too; raises LocalError("tls_files")."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.num_tickets = 0  # no sender resumes a session, and each must show its certificate
+    # No session is ever resumed: each connection must show its certificate (RFC 8446, 2.2).
+    context.num_tickets = 0
     return _loaded(context, files)
 
 
@@ -135,10 +139,12 @@ def _loaded(context: ssl.SSLContext, files: TlsFiles) -> ssl.SSLContext:
     try:
         context.load_verify_locations(files.ca)
         path = files.cert
-        # OpenSSL does not say which of the two is wrong: the certificate is looked at alone first.
+        # load_cert_chain does not say which of its two files is wrong, so the certificate is
+        # loaded alone first.
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(files.cert)
         path = files.key
-        context.load_cert_chain(files.cert, files.key, password="")  # never asks at a terminal
+        # A password must be given: without one OpenSSL asks at the terminal for an encrypted key.
+        context.load_cert_chain(files.cert, files.key, password="")
     except (OSError, ssl.SSLError) as error:
         reason = _reason(error) if isinstance(error, ssl.SSLError) else error.strerror
         if path == files.key:
@@ -193,17 +199,17 @@ def own_region(files: TlsFiles) -> str:
 
 
 class TlsStream(SocketOwner):
-    """TCP with TLS, after its handshake: a Stream.
+    """A Stream over TLS, after its handshake.
 
-    An OpenSSL connection must not be used by two threads at once, so the socket is non-blocking,
-    each operation takes a lock, and waiting happens outside of it.
+    Two threads must not use an OpenSSL connection at once. So the socket is non-blocking, each
+    operation takes a lock, and waiting happens outside of the lock.
     """
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         super().__init__(sock)
         sock.setblocking(False)
         self._tls = sock
-        # As recv_into, with less Python per record; typeshed knows it with bytearrays only.
+        # The same as recv_into with less Python code per record. typeshed allows bytearrays only.
         self._read: Callable[[int, memoryview], int] = sock.read  # type: ignore[assignment]
         self._use = threading.Lock()
         self._end: TransportError | None = None
@@ -216,7 +222,9 @@ class TlsStream(SocketOwner):
     def send(self, buffers: Sequence[Buffer]) -> None:
         pieces = _joined(buffers)
         is_long = sum(map(len, pieces)) > RECORD_BYTES
-        if is_long:  # OpenSSL writes record by record: without this each would be a packet train
+        # OpenSSL writes record by record, and with TCP_NODELAY each write ends with a short
+        # segment. TCP_CORK joins the records into full segments.
+        if is_long:
             self._cork(True)
         for piece in pieces:
             rest = memoryview(piece)
@@ -230,13 +238,15 @@ class TlsStream(SocketOwner):
             self._cork(False)
 
     def try_send(self, data: Buffer) -> int:
-        """As Stream.try_send. After 0 the next call must begin with the same bytes, because a
-        record of them may already be on its way.
+        """As Stream.try_send. After 0 the next call must begin with the same bytes, because OpenSSL
+        may already have encrypted them into a record (SSL_write(3)).
         """
         return self._try_send(data)[0]
 
     def wait_readable(self, timeout_s: float) -> None:
-        """As Stream.wait_readable; at once, since OpenSSL may hold bytes that poll cannot see."""
+        """As Stream.wait_readable, but returns at once: OpenSSL may hold bytes that poll does not
+        see.
+        """
 
     def receive(self, buffers: Sequence[memoryview], *, fill: bool) -> int:
         total = 0
@@ -276,13 +286,15 @@ class TlsStream(SocketOwner):
                 raise tls_lost(error) from error
 
     def _try_receive(self, view: memoryview) -> tuple[int, int]:
-        """Bytes stored, at most HOLD_BYTES, and what must be waited for to get more now."""
+        """The number of bytes stored, at most HOLD_BYTES, and the poll event to wait for before
+        there can be more (0: none).
+        """
         if self._end is not None:
             raise self._taken_end()
         count, wait_for, size = 0, 0, min(len(view), HOLD_BYTES)
         with self._use:
             try:
-                while count < size:  # a call yields one record
+                while count < size:  # each call yields at most one record
                     got = self._read(size - count, view[count:size])
                     if not got:
                         self._end = LinkError("lost", "the peer closed the connection")
@@ -295,11 +307,12 @@ class TlsStream(SocketOwner):
             except (OSError, ValueError) as error:
                 self._end = tls_lost(error)
         if self._end is not None and not count:
-            raise self._taken_end()  # else after what came before it has been handed over
+            # With bytes in hand the error waits for the next call, so that they are not lost.
+            raise self._taken_end()
         return count, wait_for
 
     def _taken_end(self) -> TransportError:
-        """The error is not kept: its traceback would keep views of a ByteSpace alive."""
+        """Return the error and forget it: its traceback would keep views of a ByteSpace alive."""
         end, self._end = self._end, None
         assert end is not None
         return end
@@ -317,7 +330,7 @@ class TlsStream(SocketOwner):
 
 
 def _joined(buffers: Sequence[Buffer]) -> list[Buffer]:
-    """The same bytes with runs of small buffers made one, up to JOINED_BYTES."""
+    """The same bytes, with runs of small buffers joined up to JOINED_BYTES each."""
     pieces: list[Buffer] = []
     run: list[Buffer] = []
     num_bytes = 0
@@ -342,7 +355,7 @@ def wrap_tls(
     is_server: bool = False,
     server_name: str | None = None,
 ) -> ssl.SSLSocket:
-    """The socket with TLS on it, before the handshake; it takes over the descriptor."""
+    """Wrap the socket in TLS without a handshake. The result takes over the descriptor."""
     try:
         return context.wrap_socket(
             sock,
@@ -367,7 +380,9 @@ def tls_handshake(sock: ssl.SSLSocket, timeout_s: float) -> TlsStream:
 
 
 def tls_lost(error: Exception) -> TransportError:
-    """What an exception of a TLS socket means."""
+    """The transport's error for an exception of a TLS socket."""
+    # SSLEOFError says that TCP ended without close_notify: the connection was lost, TLS did not
+    # fail.
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
         return PeerError("tls", f"TLS failed: {_reason(error)}")
     return lost(error)

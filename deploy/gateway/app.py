@@ -1,7 +1,7 @@
 """The gateway as an aiohttp application: its parts, start and stop, completions, errors.
 
 `Gateway` owns what lives as long as the process: the connection pool, the watcher, the records, the
-scheduler. It is given its clusters and does not close them.
+scheduler. It gets its clusters from the caller, who also closes them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ logger = logging.getLogger("prfaas.deploy.gateway")
 
 _INTERNAL_ERROR: Final = "The gateway failed to serve this request."
 LINKS_WAIT_S: Final = 2.0
-"""How long the start waits for the agents' first reports: without one no link is used."""
+"""How long the start waits for the agents' first reports, seconds: without one, no link is used."""
 
 
 class Gateway:
@@ -78,12 +78,13 @@ class Gateway:
         run_key: str = "",
         engine_access: EngineAccess | None = None,
     ) -> None:
-        """`links` names the link to each prefill cluster, for display. `caches` tells what is
-        cached of a prompt, `region_links` what links carry; the gateway closes both. `granter`
-        signs for node agents what requests need of them.
-        `open_doors`, what everybody on the network may do, is shown by /health. `keys_file` is
-        where `config.api_keys` are from, and is followed. `run_key` opens operators' pages,
-        `engine_access` engines.
+        """`links` names the link to each prefill cluster, for display. `caches` says what is cached
+        of a prompt, `region_links` what links carry. The gateway closes both. `granter` signs for
+        node agents what requests need of them.
+
+        `open_doors`, what everybody on the network may do, is shown by /health. `keys_file` is the
+        source of `config.api_keys`, and is followed. `run_key` opens the pages of operators,
+        `engine_access` the engines.
         """
         self._granter = granter
         self._open_doors = open_doors
@@ -137,6 +138,8 @@ class Gateway:
 
     async def start(self) -> None:
         """Open the connection pool and take the first reports."""
+        # Before anything else takes an event: a recording begins with the state that events
+        # change.
         if self._recorder is not None:
             self.scheduler.record(self._recorder)
         self._services = self._build_services()
@@ -145,6 +148,7 @@ class Gateway:
             self._following = start_task(following, "the file of API keys")
         if self._services.placement is not None:
             self._services.placement.start()
+        # Roles and links are looked at by the first reports.
         await self._watcher.start()
         self.roles.start()
         self.long_term.start()
@@ -174,11 +178,14 @@ class Gateway:
         self.stop_accepting()
         if self._following is not None:
             self._following.cancel()
+        # First what gives orders: conversions and copies use the clients that are closed below.
         await self.long_term.close()
         await self.roles.close()
         await self._watcher.close()
         if self._services is not None and self._services.placement is not None:
             await self._services.placement.close()
+        # Its tasks give landings and leases back, for which clusters and agents must still be
+        # reachable.
         await self._background.drain(self.config.timeouts.cluster_s)
         if self._caches is not None:
             await self._caches.close()
@@ -187,6 +194,7 @@ class Gateway:
         if self._services is not None:
             await self._services.engines.close()
         if self._recorder is not None:
+            # Closing writes what waits to disk, which may block.
             await asyncio.to_thread(self._recorder.close)
 
     def routes(self) -> Iterable[web.RouteDef]:
@@ -332,9 +340,11 @@ async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamRe
         return await handler(request)
     except ApiError as error:
         return _error_response(request, error)
+    # aiohttp's own errors, such as an unknown path or method.
     except web.HTTPException as error:
         known = ApiError(error.status, error.reason.lower().replace(" ", "_"), error.reason)
         response = _error_response(request, known)
+        # RFC 9110, 15.5.6: a 405 must name the allowed methods.
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
         return response

@@ -1,6 +1,6 @@
 """`prfaas gateway`: a gateway as a process of its own.
 
-Only reads the file, runs the parts and turns signals into a stop.
+It only reads the file, runs the parts and turns signals into a stop.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def check_listener(gateway: GatewayConfig, *, trusted_network: bool) -> None:
 
 
 async def run(file: GatewayFile) -> None:
-    """Serve until SIGTERM or SIGINT; a second one skips the drain. Says on stdout when ready."""
+    """Serve until SIGTERM or SIGINT; a second one skips the drain. Prints one line when ready."""
     stop = asyncio.Event()
     serving = asyncio.current_task()
 
@@ -99,6 +99,7 @@ async def run(file: GatewayFile) -> None:
     if not config.operators and len({key.tenant for key in config.api_keys}) > 1:
         logger.warning("every tenant may see and change what operators may: name gateway.operators")
     granter = build_granter(file)
+    # Made on the loop: the clients belong to the event loop on which they are made.
     agents = agent_clients(file, granter)
     caches = build_caches(file, agents)
     clusters = build_clusters(file, granter)
@@ -119,6 +120,7 @@ async def run(file: GatewayFile) -> None:
         )
         await serve_gateway(gateway, stop, _announce)
     except asyncio.CancelledError:
+        # Not our second signal: the cancellation comes from outside.
         if not stop.is_set():
             raise
     finally:

@@ -1,6 +1,6 @@
-"""What a gateway is told: parsed once at the edge, frozen afterwards.
+"""The settings of a gateway: parsed once at the start, frozen afterwards.
 
-Unknown keys are errors. Does not know region files; the launcher turns those into this.
+Unknown keys are errors. It does not know region files; the launcher turns those into this.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class ModelConfig(Section):
     """One served model."""
 
     name: Annotated[str, Field(min_length=1)]
-    """Name that clients ask for."""
+    """The name that clients ask for."""
     max_model_len: Tokens | None = None
-    """Most tokens of prompt and output."""
+    """The most tokens of prompt and output together."""
     root: str | None = None
-    """Where its weights come from, shown by /v1/models."""
+    """Where its weights come from, as /v1/models shows it."""
 
 
 class ApiKey(Section):
-    """A key and the tenant whose it is. Also read from a string, "KEY" or "NAME KEY".
+    """A key and the tenant that it belongs to. It is also read from a string, "KEY" or "NAME KEY".
 
-    Several keys may have one name. No error shows what was written: it may be the key.
+    Several keys may have one name. No error shows what was written, since it may be the key.
     """
 
     model_config = ConfigDict(hide_input_in_errors=True)
@@ -62,15 +62,18 @@ class ApiKey(Section):
     key: Annotated[SecretStr, Field(min_length=1)]
     """The key that clients send."""
     name: str = ""
-    """Name of the tenant."""
+    """The name of the tenant."""
 
     @property
     def tenant(self) -> str:
-        """Its name. A key without one is a tenant of its own, called `key-` and the first 8 digits
-        of the key's SHA-256, which identifies it and does not give it away.
+        """The name of its tenant.
+
+        A key without a name is a tenant of its own, called `key-` and the first 8 digits of the
+        key's SHA-256, which identifies it and does not give it away.
         """
         if self.name:
             return self.name
+        # `surrogateescape`: keys from files and headers may hold bytes that are no UTF-8.
         secret = self.key.get_secret_value().encode("utf-8", "surrogateescape")
         return "key-" + hashlib.sha256(secret).hexdigest()[:8]
 
@@ -100,10 +103,12 @@ def is_named(tenant: str) -> bool:
 
 
 class ApiKeysSection(Section):
-    """Where the keys are that clients must show; in neither place: no authentication."""
+    """Where the keys are that clients must show. With neither, there is no authentication."""
 
     api_keys_file: Path | None = None
-    """File with API keys, a line: KEY or NAME KEY. Without this and `api_keys_env`: no keys."""
+    """File with API keys, one per line: KEY or NAME KEY. Without this and `api_keys_env`: no
+    keys.
+    """
     api_keys_env: str | None = None
     """Environment variable with API keys: [NAME=]KEY,..."""
 
@@ -112,35 +117,37 @@ class TimeoutConfig(Section):
     """Limits on every wait, in seconds or such as 500ms."""
 
     connect_s: Seconds = 5.0
-    """For a connection to an engine."""
+    """The wait for a connection to an engine."""
     body_s: Seconds = 60.0
-    """For the body of a request."""
+    """The wait for the body of a request."""
     body_grace_s: Seconds = 10.0
-    """For a body that arrives more slowly than `min_client_bytes_per_s`."""
+    """The wait for a body that arrives more slowly than `min_client_bytes_per_s`."""
     render_s: Seconds = 30.0
-    """For an engine to render a prompt."""
+    """The wait for an engine to render a prompt."""
     cluster_s: Seconds = 10.0
-    """For the answer of a cluster's front."""
+    """The wait for the answer of a cluster's front."""
     engine_silence_s: Seconds = 600.0
-    """Without a byte from an engine, the wait for the first one included, and for a landing before
-    it: it must exceed the longest queueing plus prefill.
+    """The wait without a byte from an engine, also for the first byte, and before it the wait for a
+    landing. It must exceed the longest queueing plus prefill.
     """
     client_stall_s: Seconds = 120.0
-    """For a client that does not read, or more slowly than `min_client_bytes_per_s`."""
+    """The wait for a client that does not read, or reads more slowly than
+    `min_client_bytes_per_s`.
+    """
     result_grace_s: Seconds = 2.0
     """How long a finished answer waits for the numbers of its transfer, and a failed landing for
-    the prefill leg's reason.
+    the reason from the prefill leg.
     """
     drain_s: Seconds = 30.0
-    """For requests in flight when the gateway stops."""
+    """The wait for requests in flight when the gateway stops."""
 
 
 class DirectorySection(Section):
-    """Who follows what is cached where."""
+    """Which directory follows what is cached where."""
 
     kind: Literal["embedded", "grpc", "redis"] = "embedded"
-    """embedded: this gateway, asking every node agent. grpc: a `prfaas directory` at `target`.
-    redis: a server at `url` that something else keeps filled; for several gateways.
+    """embedded: this gateway, which asks every node agent. grpc: a `prfaas directory` at `target`.
+    redis: a server at `url` that another process keeps filled, for several gateways.
     """
     target: Address | None = None
     """host:port of the `prfaas directory`, with kind grpc."""
@@ -165,24 +172,26 @@ class RecorderSection(Section):
     """
 
     dir: Path
-    """Directory of the files; it is made if it is missing."""
+    """The directory of the files. It is created if it is missing."""
     keep: Annotated[Bytes, Field(ge=64 << 20)] = 1 << 30
-    """Disk that they take at most, a number or such as 1GiB: the oldest go first."""
+    """The most disk space that they take, a number or such as 1GiB. The oldest files are
+    deleted first.
+    """
 
 
 class GatewaySection(Section):
-    """What a region's file says of a gateway, too."""
+    """The settings of a gateway that a region's file may contain, too."""
 
     host: str = "127.0.0.1"
-    """Address that clients connect to."""
+    """The address that clients connect to."""
     port: Port = 8000
-    """Port that clients connect to; 0: any free one."""
+    """The port that clients connect to; 0: any free one."""
     threshold_tokens: TokensOrZero = 1024
     """Prompts with more uncached tokens, a number or such as 8k, go to prefill clusters, until the
     long-term loop knows better.
     """
     operators: tuple[str, ...] = ()
-    """Names of the API keys that may change roles and see what is protected. None: all may."""
+    """Names of the API keys that may change roles and see what is protected. None: all keys may."""
     protect_admin: bool = True
     """/metrics, /prfaas/* and GET /v1/pd_role ask for an operator's key where there are keys."""
     admin: ListenAddress | None = None
@@ -193,22 +202,22 @@ class GatewaySection(Section):
     """
     shared_caches: dict[str, tuple[str, ...]] = Field(default={})
     """Tenants that share what is cached of their prompts, by the name of their group. A tenant in
-    none shares with nobody.
+    no group shares with nobody.
     """
     max_body_bytes: Bytes = 32 << 20
-    """Most bytes of a request's body, a number or such as 32MiB."""
+    """The largest body of a request, bytes, a number or such as 32MiB."""
     min_client_bytes_per_s: Annotated[Positive, spelled(parse_rate)] = 1024.0
     """A client that sends its body or reads its answer more slowly, bytes per second or such as
     8kbit, is cut off; see `timeouts.body_grace_s` and `timeouts.client_stall_s`.
     """
     directory: DirectorySection = DirectorySection()
-    """Who follows what is cached where."""
+    """Which directory follows what is cached where."""
     scheduling: SchedulingConfig = SchedulingConfig()
     """How requests are routed, queued and refused, and roles changed."""
     recorder: RecorderSection | None = None
     """Records scheduling to files. Left out: nothing is recorded."""
     timeouts: TimeoutConfig = TimeoutConfig()
-    """Limits on every wait."""
+    """The limits on every wait."""
 
 
 class GatewayConfig(GatewaySection):
@@ -219,35 +228,37 @@ class GatewayConfig(GatewaySection):
     hand_off_tokens: Tokens = 256
     """Prompts with more uncached tokens prefill on another instance than they decode on."""
     template_tokens: TokensOrZero = 256
-    """How many tokens a chat template may add to what the body spells out: an estimate that saves
-    rendering of prompts which are certainly short.
+    """How many tokens a chat template may add to the text in the body. The estimate saves the
+    rendering of prompts that are certainly short.
     """
     api_keys: tuple[ApiKey, ...] = ()
-    """Keys that clients must show; none: no authentication."""
+    """The keys that clients must show; none: no authentication."""
     max_buffered_bytes: Bytes = 1 << 30
-    """Most bytes of the bodies of all requests in flight together, a number or such as 1GiB."""
+    """The most bytes of all bodies in flight together, a number or such as 1GiB."""
     max_tenant_buffered_bytes: Bytes = 512 << 20
-    """Most bytes of the bodies of one tenant's requests in flight, a number or such as 512MiB."""
+    """The most bytes of the bodies of one tenant's requests in flight, a number or such as
+    512MiB.
+    """
     max_answer_bytes: Bytes = 256 << 20
-    """Most bytes of one answer that is not streamed, a number or such as 256MiB."""
+    """The largest answer that is not streamed, bytes, a number or such as 256MiB."""
     max_in_flight: Annotated[int, Field(gt=0)] = 512
-    """Most requests in flight."""
+    """The most requests in flight."""
     max_uploads_per_address: Annotated[int, Field(gt=0)] = 128
-    """Most bodies that arrive from one address at a time, an IPv6 network of 64 bits counting as
-    one.
+    """The most bodies that arrive from one address at a time. An IPv6 network of 64 bits counts as
+    one address.
     """
     max_uploads_per_tenant: Annotated[int, Field(gt=0)] = 256
-    """Most bodies that arrive from one tenant at a time."""
+    """The most bodies that arrive from one tenant at a time."""
     retry_after_s: Annotated[int, Field(ge=1)] = 1
-    """Least Retry-After, seconds, of a client that is turned away for `max_in_flight` or
-    `max_buffered_bytes`; longer where requests end more slowly than that.
+    """The least Retry-After, seconds, for a client that is refused because of `max_in_flight` or
+    `max_buffered_bytes`. It is longer where requests end more slowly than that.
     """
     num_records: Annotated[int, Field(gt=0)] = 1000
-    """How many requests that have ended are remembered, for `prfaas explain`."""
+    """How many ended requests are remembered for `prfaas explain`."""
     report_interval_s: Seconds = 0.5
-    """Between two reports of a cluster, seconds or such as 500ms."""
+    """The time between two reports of a cluster, seconds or such as 500ms."""
     report_stale_s: Seconds = 5.0
-    """An older report of a cluster says nothing, seconds or such as 5s."""
+    """An older report of a cluster is not used, seconds or such as 5s."""
 
     @model_validator(mode="after")
     def _check(self) -> GatewayConfig:
@@ -258,6 +269,7 @@ class GatewayConfig(GatewaySection):
             raise ValueError("max_buffered_bytes must hold at least one body of max_body_bytes")
         if self.report_stale_s <= self.report_interval_s:
             raise ValueError("report_stale_s must be longer than report_interval_s")
+        # The scheduler's ledger forgets what ended longer ago than this.
         if self.report_stale_s > KEEP_ENDED_S:
             raise ValueError(
                 f"report_stale_s must be at most {KEEP_ENDED_S:g}: what has ended since an older"
@@ -267,11 +279,11 @@ class GatewayConfig(GatewaySection):
 
 
 def load_api_keys(path: Path) -> tuple[ApiKey, ...]:
-    """Keys from a file, one a line: `KEY` or `NAME KEY`; blank lines and lines starting with # are
-    skipped.
+    """Keys from a file, one per line: `KEY` or `NAME KEY`. Blank lines and lines that start with #
+    are skipped.
 
-    Raises `ValueError` with the line's number when it is neither, and when the file holds no key:
-    an empty file must not switch authentication off.
+    Raises `ValueError` with the number of a line that is neither, and when the file has no key: an
+    empty file must not switch authentication off.
     """
     lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
     keys = tuple(
@@ -287,7 +299,7 @@ def load_api_keys(path: Path) -> tuple[ApiKey, ...]:
 def parse_api_keys(text: str, where: str) -> tuple[ApiKey, ...]:
     """Keys from a variable, comma-separated: `key` or `name=key`.
 
-    What has `=` at its end alone is a key by itself, padded as base64 is. Raises `ValueError` that
+    A word with `=` only at its end is a key by itself, padded like base64. Raises `ValueError` that
     begins with `where`, also when there is no key.
     """
     words = [word.strip() for word in text.split(",")]
@@ -304,8 +316,10 @@ def parse_api_keys(text: str, where: str) -> tuple[ApiKey, ...]:
 
 
 def with_api_keys(config: GatewayConfig, keys: Iterable[ApiKey]) -> GatewayConfig:
-    """`config` with these keys. Raises `ValueError` for a key that two tenants have, for limits or
-    the rights of a tenant that has no key, and for a tenant that shares with two groups.
+    """`config` with these keys.
+
+    Raises `ValueError` for a key that two tenants have, for limits or rights of a tenant without a
+    key, and for a tenant that shares with two groups.
     """
     keys = tuple(keys)
     tenants = tenants_by_key(keys)
@@ -342,5 +356,6 @@ def _api_key(value: object, where: str) -> ApiKey:
     try:
         return ApiKey.model_validate(value)
     except ValidationError as error:
+        # Without the input and without the cause: either could show a key in a log.
         found = error.errors(include_input=False, include_url=False)
         raise ValueError(f"{where}: {'; '.join(item['msg'] for item in found)}") from None

@@ -5,7 +5,7 @@
       EngineTimeout     the engine kept silent for too long; there is no time for another try
 
 Foreign errors (cluster fronts, RPC, aiohttp) become `ApiError` in `api_error_for` and nowhere else.
-Does not know which request an error belongs to.
+This file does not know which request an error belongs to.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ class EngineTimeout(EngineLost):
     """An engine kept silent for longer than the configured limit."""
 
 
+# The types of OpenAI's API; other statuses follow from their first digit.
 _TYPE_OF_STATUS: Final = {
     401: "authentication_error",
     403: "permission_error",

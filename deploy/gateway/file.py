@@ -1,7 +1,7 @@
 """The file of a stand-alone gateway (`prfaas gateway`): its limits and the clusters it fronts.
 
 Each cluster's front either runs embedded in the gateway's process (`instances`) or elsewhere
-(`front`: its gRPC address). Does not know region files; a launcher writes one of these.
+(`front`: its gRPC address). This file does not know region files; a launcher writes one of these.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from local_pd.front_config import PdPlacement
 from local_pd.remote import RemotePdCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.access import EngineAccess
-from prfaas.engines.instances import InstancesConfig, InstanceSpec
+from prfaas.engines.instance import InstanceSpec
+from prfaas.engines.instances import InstancesConfig
 from prfaas.front_config import QueueBounds
 from prfaas.remote import RemotePrefillCluster
 from transport import LocalError
@@ -49,11 +50,11 @@ EXPECTED = "a gateway's file is a mapping with the keys gateway, pd and prefill"
 
 class _Source(Section):
     name: Annotated[str, Field(min_length=1)]
-    """Name of the cluster."""
+    """The name of the cluster."""
     front: Address | None = None
     """host:port of a front that runs elsewhere, instead of `instances`."""
     instances: tuple[InstanceSpec, ...] = ()
-    """The engines of the cluster, whose front then runs in the gateway's process."""
+    """The engines of the cluster. Its front then runs in the gateway's process."""
 
     @model_validator(mode="after")
     def _either(self) -> _Source:
@@ -63,15 +64,16 @@ class _Source(Section):
 
 
 class PrefillSource(_Source, QueueBounds):
-    """A prefill cluster and the name of the link that its KVCache takes. A front elsewhere has its
-    own `max_queued` and `max_wait_s`.
+    """A prefill cluster and the name of the link that its KVCache takes.
+
+    A front elsewhere has its own `max_queued` and `max_wait_s`.
     """
 
     link: str = ""
-    """Name of the link to the PD cluster."""
+    """The name of the link to the PD cluster."""
     endpoints: dict[Address, Address] = Field(default={})
-    """Address advertised by a receiving agent -> what this cluster's senders connect to instead,
-    where that differs (a tunnel, an emulated link).
+    """Which address this cluster's senders connect to, by the address that a receiving agent
+    advertises, where the two differ (a tunnel, an emulated link).
     """
 
 
@@ -84,7 +86,7 @@ class PdSource(_Source, PdPlacement):
 
 @filled_from(InstancesConfig)
 class GatewayFile(ApiKeysSection, SecuritySection):
-    """Everything `prfaas gateway` needs."""
+    """Everything that `prfaas gateway` needs."""
 
     gateway: GatewayConfig
     """The gateway itself."""
@@ -130,7 +132,7 @@ class GatewayFile(ApiKeysSection, SecuritySection):
 
 @dataclass(frozen=True, slots=True)
 class Clusters:
-    """The fronts a gateway talks to; whoever built them starts and closes them."""
+    """The fronts that a gateway talks to. The caller that built them starts and closes them."""
 
     pd: EmbeddedPdCluster | RemotePdCluster
     prefill: Mapping[str, LinkedPrefillCluster]
@@ -208,7 +210,7 @@ def build_links(file: GatewayFile, agents: AgentClients) -> RegionLinks:
 
 def _redis_directory(url: str) -> DirectoryReader:
     try:
-        # Its client is installed for those who use it.
+        # The redis client is an extra that only its users install.
         from kvmanager.directory.redis_store import RedisDirectory
 
         return RedisDirectory.at(url)

@@ -1,6 +1,6 @@
 """Prometheus metrics of one gateway (`prfaas_gateway_*`), in a registry of their own.
 
-Knows records, but not the steps that fill them.
+This file knows records, but not the steps that fill them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        # The library's own look-up by labels takes a lock and builds strings at each call.
+        # The library's own look-up by labels takes a lock and builds strings at each call. Labels
+        # come from configuration and code alone, so the cache is bounded.
         self._child: Callable[..., Any] = cache(lambda family, *labels: family.labels(*labels))
         prefix = "prfaas_gateway_"
 
@@ -58,7 +59,7 @@ class GatewayMetrics:
         )
         self._cached_tokens = counter(
             "cached_tokens_total",
-            "Of these, what a cluster is spared (local, prefill) or need not be sent (landing).",
+            "Tokens of these that a cluster need not compute (local, prefill) or get (landing).",
             "side",
             "cluster",
         )

@@ -127,6 +127,7 @@ class Pages:
 
     async def _health(self, _request: web.Request) -> web.Response:
         """GET /health: 200 when a request could be served."""
+        # Load balancers must leave a gateway that drains, however healthy its engines are.
         if self.limits.is_draining:
             return _json({"status": "draining"}, 503)
         if not self.watcher.is_healthy():
@@ -190,6 +191,7 @@ class Pages:
         """GET /prfaas/cache: what every node holds, and what the directory knows of it."""
         caches = self._needed_caches()
         statuses, known = await asyncio.gather(caches.statuses(), caches.directory.nodes())
+        # A node may have been reported while the agents were asked.
         targets = {name: at for name, at in caches.targets.items() if name in statuses}
         return CacheOverview(node_caches(targets, statuses, known))
 
@@ -231,7 +233,7 @@ class Pages:
 
     async def _change_role(self, request: web.Request) -> web.Response:
         """POST /v1/pd_role."""
-        # A change always needs an operator's key where there are keys, not only with protect_admin.
+        # A change always needs an operator's key if there are keys, not only with `protect_admin`.
         self.keys.check_operator(_authorization(request))
         if not self.keys.has_keys:
             _check_no_browser(request)

@@ -1,4 +1,7 @@
-"""Runs a gateway's HTTP server until it is told to stop, then drains it. Does not know signals."""
+"""Runs a gateway's HTTP server until it is told to stop, then drains it.
+
+This file does not know signals.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ logger = logging.getLogger("prfaas.deploy.gateway")
 _KEEP_ALIVE_S: Final = 75.0
 _LAST_WORDS_S: Final = 0.5
 _LINGER_S: Final = 2.0
-"""A client that is refused while it still sends has so long to read the answer."""
+"""How long a refused client that still sends may take to read the answer, seconds."""
 
 
 async def serve_gateway(
@@ -35,6 +38,7 @@ async def serve_gateway(
     try:
         admin = await start_admin_server(gateway)
         host, port = runner.addresses[0][:2]
+        # Before the first request, which a full collection would delay.
         settle_heap()
         on_ready(host, port)
         with LoopWatch() as watch:
@@ -74,7 +78,7 @@ async def _listening(app: web.Application, host: str, port: int) -> web.AppRunne
         handler_cancellation=True,
         access_log=None,
         keepalive_timeout=_KEEP_ALIVE_S,
-        # The drain is over by then: what still runs is cut off.
+        # The drain is over by then, so what still runs is cut off.
         shutdown_timeout=_LAST_WORDS_S,
         lingering_time=_LINGER_S,
     )

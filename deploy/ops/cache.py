@@ -1,6 +1,6 @@
 """`prfaas cache`: what a region has cached where, and what a prompt would find.
 
-Asks the gateway and prints its answers. Their types are imported when a command runs, so that
+It asks the gateway and prints its answers. Their types are imported when a command runs, so that
 its help appears at once.
 """
 
@@ -45,13 +45,13 @@ cache_app = command_group("What is cached where, and what that saves a prompt.")
 
 
 class WrongPrompt(CommandFailed):
-    """The file does not hold a prompt; the message says what it should hold."""
+    """The file has no prompt; the message says what it should have."""
 
     exit_status = 2
 
 
 class Order(StrEnum):
-    """What `top` begins with."""
+    """The prefixes that `top` begins with."""
 
     HITS = "hits"
     SIZE = "size"
@@ -141,7 +141,7 @@ def explain_command(
 
 
 def request_body(path: Path, *, model: str, is_chat: bool) -> bytes:
-    """The request of a prompt file: JSON as it is, text as a prompt or as one user's message.
+    """The request for a prompt file: JSON unchanged, text as a prompt or as one user's message.
 
     Raises `WrongPrompt`.
     """
@@ -157,7 +157,7 @@ def request_body(path: Path, *, model: str, is_chat: bool) -> bytes:
     if request is None:
         message = [{"role": "user", "content": text}]
         request = {"messages": message} if is_chat else {"prompt": text}
-    # An object that is no request is more likely a mistake than a prompt.
+    # An object without a prompt is more likely a mistake than a prompt that is JSON.
     elif not request.keys() & {"prompt", "messages"}:
         raise WrongPrompt(f"{path} is a JSON object without prompt and messages")
     if model:
@@ -166,17 +166,17 @@ def request_body(path: Path, *, model: str, is_chat: bool) -> bytes:
 
 
 def _request_in(text: str) -> dict[str, Any] | None:
-    """The JSON object that `text` is, if it is one; prompts may hold any other JSON."""
+    """The JSON object in `text`, None if it is something else. Prompts may be any other JSON."""
     try:
         value = json.loads(text) if text.lstrip().startswith("{") else None
-    # A prompt may begin with a brace and still be text.
+    # A prompt may begin with a brace and still be plain text.
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
 
 def print_nodes(console: Console, overview: CacheOverview) -> None:
-    """One line for each node: bytes by tier and kind, hits, and how old the directory's view is."""
+    """Print one line for each node: bytes by tier and kind, hits, age of the directory's view."""
     table = new_table(
         "cluster",
         "node",
@@ -193,7 +193,7 @@ def print_nodes(console: Console, overview: CacheOverview) -> None:
 
 
 def print_prefixes(console: Console, top: TopPrefixes) -> None:
-    """One line for each prefix."""
+    """Print one line for each prefix."""
     table = new_table(
         "prefix", numbers=("tokens", "resumable", "branch", "hits", "idle", "arena", "ssd")
     )
@@ -208,7 +208,7 @@ def print_prefixes(console: Console, top: TopPrefixes) -> None:
 
 
 def print_explanation(console: Console, explained: Explanation) -> None:
-    """What nodes hold of the prompt, what each route would take, and what would be decided."""
+    """Print what nodes hold of the prompt, what each route would take, and the present decision."""
     blocks = f", {explained.num_blocks} full blocks of {explained.block_tokens}"
     say(
         console,
@@ -227,7 +227,7 @@ def _node_cells(node: NodeCacheStatus) -> list[str]:
     known = node.directory
     age = "" if known is None else format_age(known.age_s) + ("" if known.complete else ", partly")
     cache = node.cache
-    # No prefix cache, or no answer: only the age of the directory's view is known.
+    # Without a prefix cache or an answer, only the age of the directory's view is known.
     if cache is None:
         return ["", "", "", "", "", "", "", age]
     return [

@@ -50,15 +50,17 @@ def explain_command(
 
 
 def find_records(url: str, request_id: str, *, key: str = "") -> list[RequestRecord]:
-    """All records of this id, newest first. Raises `client.CannotAsk`, which names the newest ids
-    if the gateway has no record of this one.
+    """All records of this id, newest first.
+
+    Raises `client.CannotAsk`, which names the newest ids if the gateway has no record of this id.
     """
     try:
+        # All of it is quoted: what a user types must not become another path or a query.
         return _records(url, f"/{quote(request_id, safe='')}", key)
     except client.CannotAsk as error:
         if error.status != 404:
             raise
-    # The gateway forgets old records: name ids that it still knows.
+    # The gateway forgets old records, so ids that it still knows are named.
     newest = _records(url, f"?limit={_NUM_NEWEST}", key)
     raise client.CannotAsk(f"{url} has no record of {request_id}; {_known(newest)}", 404)
 

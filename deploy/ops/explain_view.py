@@ -1,4 +1,4 @@
-"""What `prfaas explain` prints of a record. Knows records, not how they were had."""
+"""The output of `prfaas explain` for a record. It knows records, not where they come from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROWS: Final = (
     ("first step", "step_s", ""),
     ("overhead", "overhead_s", ""),
 )
-"""Rows of the table of parts: title, name in a prediction, name in `TtftParts`."""
+"""The rows of the table of parts: title, name in a prediction, name in `TtftParts`."""
 
 _SIDES: Final = ("local", "remote")
 
@@ -88,7 +88,7 @@ TARGETS: Final = {
     ONE_ENGINE: "one engine of the PD cluster prefills and decodes",
     HAND_OFF: "a prefill instance of the PD cluster, for one of its decode instances",
 }
-"""The targets that are no prefill cluster."""
+"""Words for the targets that are no prefill cluster."""
 
 _PLACEMENTS: Final = {
     ChoiceReason.CACHED: "it has most of the prompt cached",
@@ -99,7 +99,7 @@ _PLACEMENTS: Final = {
 
 
 def print_records(console: Console, records: Sequence[RequestRecord], now_s: float) -> None:
-    """All records of one id, which come newest first. `now_s` is wall-clock."""
+    """Print all records of one id, newest first. `now_s` is wall-clock time."""
     if len(records) > 1:
         say(console, f"{len(records)} requests had this id, the newest first")
     for record in records:
@@ -107,7 +107,7 @@ def print_records(console: Console, records: Sequence[RequestRecord], now_s: flo
 
 
 def went_as_routed(record: RequestRecord) -> bool:
-    """Whether the first try took the route that was predicted, and succeeded."""
+    """Whether the first try took the predicted route and succeeded."""
     first = record.first_route, record.first_target, record.first_reason
     return first == (record.route, record.target, record.reason) and not record.num_retries
 
@@ -116,7 +116,7 @@ def ttft_error(record: RequestRecord) -> float | None:
     """Predicted / measured TTFT - 1; None if the two cannot be compared."""
     if record.predicted_ttft_s is None or not record.ttft_s:
         return None
-    # An answer in one piece shows no first token; a retry took a route that was not predicted.
+    # An answer in one piece shows no first token, and a retry took a route that was not predicted.
     if not (record.is_stream and record.status == 200 and went_as_routed(record)):
         return None
     return record.predicted_ttft_s / record.ttft_s - 1
@@ -137,6 +137,7 @@ def _print_record(console: Console, record: RequestRecord, now_s: float) -> None
 
 def _facts(record: RequestRecord, now_s: float) -> Iterator[tuple[str, str]]:
     model, tenant = record.model or "the only model", record.tenant
+    # The record has the gateway's clock, which may be ahead of this host's.
     age = format_age(max(0.0, now_s - record.started_s))
     yield "request", f"{record.request_id}: {record.endpoint} for {model}, {age} ago"
     if tenant:
@@ -241,12 +242,14 @@ def _places(record: RequestRecord) -> Iterator[tuple[str, str]]:
 
 
 def _parts_table(record: RequestRecord) -> Table:
-    """Parts of the time to first token, predicted and measured, in the order in which they pass."""
+    """The parts of the time to first token, predicted and measured, in the order in which they
+    pass.
+    """
     taken = "remote" if record.first_route == "prefill_cluster" else "local"
     headings = [f"{side}\n(taken)" if side == taken else f"{side}\n" for side in _SIDES]
     table = new_table("", numbers=(*headings, "measured\n", "error\n"))
     table.title = "time to first token, s"
-    # What was predicted of one route says nothing about the times of another.
+    # A prediction for one route says nothing about the times of another.
     compared = record.predictions.get(taken, {}) if went_as_routed(record) else {}
     for title, predicted, part in _ROWS:
         measured = getattr(record.parts, part) if part else None
@@ -266,9 +269,10 @@ def _parts_table(record: RequestRecord) -> Table:
 
 
 def _rest(record: RequestRecord) -> tuple[str, float] | None:
-    """The part of the TTFT that no other part explains: its name and its seconds."""
+    """The name and seconds of the part of the TTFT that no other part explains."""
     parts = record.parts
     first_s, decode_s = parts.load_and_first_step_s, parts.load_and_decode_s
+    # Without a prefill of its own in the record, one engine did both within this time.
     word = "engine" if parts.prefill_s is None else "load"
     if first_s is not None:
         return f"{word}, first step", first_s
@@ -308,17 +312,17 @@ def _tokens(num: Number) -> str:
 
 
 def reason_words(reason: str) -> str:
-    """A route's reason; a word of another version stays what it is."""
+    """A route's reason in words. A reason of another version stays as it is."""
     return REASONS[Reason(reason)] if reason in set(Reason) else reason
 
 
 def target_words(target: str) -> str:
-    """Where the prompt is computed."""
+    """Where the prompt is computed, in words."""
     return TARGETS.get(target, f"prefill cluster {target}")
 
 
 def placement_words(placement: str) -> str:
-    """Why an instance was chosen: "reason; name=number; ..." of a front."""
+    """Why an instance was chosen. A front writes it as "reason; name=number; ..."."""
     reason, separator, numbers = placement.partition("; ")
     words = _PLACEMENTS[ChoiceReason(reason)] if reason in set(ChoiceReason) else reason
     return f"{words} ({numbers.replace('; ', ', ')})" if separator else words

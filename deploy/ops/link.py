@@ -1,6 +1,6 @@
 """`prfaas link`: what links carry, once or until Ctrl-C.
 
-Asks the gateway and prints its answers. Their types are imported when the command runs, so that
+It asks the gateway and prints its answers. Their types are imported when the command runs, so that
 its help appears at once.
 """
 
@@ -89,7 +89,8 @@ def top_command(
     except KeyboardInterrupt:
         return
     except BrokenPipeError:
-        # The reader of the pipe has enough. Python must not complain at its end about what is left.
+        # The reader of the pipe has closed it. What Python still has to flush must not become an
+        # error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -98,7 +99,7 @@ def _show(
 ) -> None:
     console = Console()
     shown = overview(look(), with_paths=with_paths)
-    # A file or a pipe takes the table once, not at every refresh.
+    # A file or a pipe gets the table once, not at every refresh.
     if once or not console.is_terminal:
         console.print(shown)
         return
@@ -108,6 +109,7 @@ def _show(
             try:
                 shown = overview(look(), with_paths=with_paths)
                 live.update(shown, refresh=True)
+            # A gateway that restarts is not the end: the last table stays with the error below.
             except client.CannotAsk as error:
                 live.update(Group(shown, Text(f"no answer: {error}", style="red")), refresh=True)
 
@@ -120,7 +122,7 @@ def _print_lines(look: Callable[[], LinksOverview], interval_s: float, *, once: 
 
 
 def overview(found: LinksOverview, *, with_paths: bool = False) -> RenderableType:
-    """One line for each link; below them what waits, and why a link is not clear."""
+    """One line for each link, and below the table what waits and why a link is not clear."""
     parts: list[RenderableType] = [_links_table(found.links)]
     parts += [Text(f"{title(link)}: {note}") for link in found.links for note in _notes(link)]
     if with_paths:
@@ -132,12 +134,14 @@ def overview(found: LinksOverview, *, with_paths: bool = False) -> RenderableTyp
 
 
 def title(link: LinkNow) -> str:
-    """What to call a link."""
+    """The name of a link for people."""
     return link.name or f"{link.source} to {link.target}"
 
 
 def sparkline(steps: Sequence[LinkStep]) -> str:
-    """What was carried lately, oldest first, against the most that was carried or could have been.
+    """Bars of what was carried lately, oldest first, relative to the most that was or could have
+    been.
+
     A dot stands for nothing.
     """
     shown = steps[-_NUM_BARS:]
@@ -159,7 +163,7 @@ def _links_table(links: Sequence[LinkNow]) -> Table:
     table = new_table("link", "state", numbers=("now", "available", "seen", "used", "rtt", "loss"))
     table.add_column("lately", no_wrap=True)
     for link in links:
-        # Nobody reports about it: its last condition may be any by now.
+        # Nobody reports about the link, so its last condition may be wrong by now.
         is_known = link.age_s is not None
         table.add_row(
             title(link),

@@ -1,6 +1,6 @@
 """`prfaas plan live`: the plan that a running gateway follows, and what it rests on.
 
-Asks the gateway and prints its answer. Its type is imported when the command runs, so that its
+It asks the gateway and prints its answer. The type is imported when the command runs, so that its
 help appears at once.
 """
 
@@ -55,7 +55,7 @@ def live_command(
 
 
 def print_plan(console: Console, found: PlanOverview, *, num_decisions: int = 10) -> None:
-    """Settings, traffic, the region as planned with, and the last decisions."""
+    """Print the settings, the traffic, the region as planned with, and the last decisions."""
     say(console, _mode(found))
     console.print(_settings_table(found))
     if found.conversion:
@@ -69,7 +69,7 @@ def print_plan(console: Console, found: PlanOverview, *, num_decisions: int = 10
 
 
 def _print_model(console: Console, plan: ModelPlanNow) -> None:
-    """What the plan of one model rests on, or why there is none."""
+    """Print what the plan of one model rests on, or why there is none."""
     if plan.traffic is not None:
         say(console, _traffic(plan.traffic))
     if plan.region is not None:
@@ -97,7 +97,8 @@ def _mode(found: PlanOverview) -> str:
 
 
 def _settings_table(found: PlanOverview) -> Table:
-    """What the region is set to, next to the best plans that were found last."""
+    """The present settings of the region beside those of the latest best plans."""
+    # Newest decision first in the list, so the reversed order lets the newest goal win.
     goals = {item.model: item.goal for item in reversed(found.decisions) if item.goal is not None}
     best_tokens = {name: t for goal in goals.values() for name, t in goal.thresholds.items()}
     table = new_table("setting", numbers=("now", "best"))
@@ -118,6 +119,7 @@ def _settings_table(found: PlanOverview) -> Table:
 
 
 def _clusters_table(clusters: list[ClusterModel]) -> Table:
+    # The gateway gives the same lengths for every cluster.
     lengths = [tokens for tokens, _ in clusters[0].prefill_s] if clusters else []
     prefills = [f"prefill of\n{tokens:,}" for tokens in lengths]
     last = ("error", "prefills\nseen", "decode\nslots", "step")

@@ -1,6 +1,6 @@
 """`prfaas role`: shows and changes the roles of a running region's instances.
 
-Asks the gateway and prints its answers. Their types are imported when a command runs, so that
+It asks the gateway and prints its answers. Their types are imported when a command runs, so that
 its help appears at once.
 """
 
@@ -93,7 +93,7 @@ def set_command(
         order["expected_epoch"] = epoch
     url, key = client.find_pages(gateway, run_dir, api_key)
     now = client.ask(url, _PATH, InstanceRole, key=key, body=json.dumps(order).encode())
-    # The gateway converts on its own; waiting only watches.
+    # The gateway converts the instance by itself; waiting only watches.
     if wait:
         try:
             now = _waited(url, key, now, role)
@@ -106,8 +106,8 @@ def set_command(
 
 
 def _waited(url: str, api_key: str, now: InstanceRole, wanted: NewRole) -> InstanceRole:
-    """The instance once its change is over; exits with status 1 when it kept its role."""
-    # The role changes first; work comes once the instance is ready for it.
+    """The instance once its change is over. Exits with status 1 if it kept its role."""
+    # The role changes first; work follows once the instance is ready for it.
     while now.role != wanted or now.phase != "ready":
         overview = _overview(url, api_key)
         now = next((item for item in overview.instances if item.instance == now.instance), now)
@@ -120,11 +120,12 @@ def _waited(url: str, api_key: str, now: InstanceRole, wanted: NewRole) -> Insta
 
 
 def _is_over(overview: RolesOverview, now: InstanceRole) -> bool:
-    """Whether the instance's change has ended, one way or the other."""
+    """Whether the instance's change has ended, with success or without."""
     change = overview.conversion
     if change is None:
         return not overview.busy_with  # an undo is still under way
     if change.instance != now.instance:
+        # Another conversion runs, so this one is over: there is one at a time.
         return True
     return change.phase == "dwelling" and now.phase == "ready"
 
@@ -144,7 +145,7 @@ def _overview(url: str, api_key: str) -> RolesOverview:
 
 
 def print_roles(console: Console, overview: RolesOverview) -> None:
-    """One line for each instance, then the change under way and the last one."""
+    """Print one line for each instance, then the change under way and the last one."""
     table = new_table("instance", "role", "state", numbers=("epoch", "requests"))
     for item in overview.instances:
         state = item.phase if item.healthy else "not healthy"

@@ -1,6 +1,6 @@
 """`prfaas plan`: does cross-site prefill pay, with which threshold, split and link?
 
-Reads files and prints; what is slow to import is imported by the command that needs it.
+It reads files and prints. A command imports what is slow to import when it runs.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def solve_command(
     from scheduler.planning.route_search import NoRouteError
 
     spec, region = plan_input.spec, plan_input.region
-    # Before the search and the simulation, which take a while.
+    # Checked before the search and the simulation, which take a while.
     if plot is not None:
         check_plot(plot, ".png", ".svg", ".html")
     if search and not is_pair(region):

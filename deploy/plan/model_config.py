@@ -1,4 +1,4 @@
-"""Reads a model's Hugging Face config.json; what it means is for `kvmanager.hf_config`."""
+"""Reads a model's Hugging Face config.json. `kvmanager.hf_config` knows what it means."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def config_file(path: Path) -> Path:
-    """The config.json meant by a file or by the model's directory."""
+    """The config.json for the path of the file itself or of the model's directory."""
     return path / "config.json" if path.is_dir() else path
 
 
@@ -18,6 +18,7 @@ def read_config(file: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}; give a model's config.json") from error
+    # Bytes that are not UTF-8 raise a ValueError, too.
     except ValueError as error:
         raise ValueError(f"not JSON: {error}; give a model's config.json") from error
     if not isinstance(config, dict):

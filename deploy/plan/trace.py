@@ -1,7 +1,8 @@
 """Reads request traces: JSON lines as the Mooncake project publishes them.
 
-One object a line: `timestamp` (ms from the start), `input_length`, `output_length` (tokens) and
-`hash_ids` (one id a block of tokens; equal ids mean equal prefixes up to that block).
+Each line is an object with `timestamp` (ms from the start), `input_length`, `output_length`
+(tokens) and `hash_ids` (one id per block of tokens; equal ids mean equal prefixes up to that
+block).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class _Line(msgspec.Struct):
 
 
 def load_trace(path: Path) -> list[TracePrompt]:
-    """The requests in the order of the file. Raises `FileError` naming the first wrong line."""
+    """The requests in the order of the file. Raises `FileError` that names the first wrong line."""
     decode = msgspec.json.Decoder(_Line).decode
     prompts: list[TracePrompt] = []
     number = 0

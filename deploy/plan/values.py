@@ -17,7 +17,7 @@ def parse_over(text: str) -> tuple[str, list[float]]:
 
 
 def parse_values(text: str) -> list[float]:
-    """The numbers of "1,2,5" or "0:0.9:0.1". Raises ValueError."""
+    """The numbers in "1,2,5" or "0:0.9:0.1". Raises ValueError."""
     try:
         if ":" not in text:
             return [float(word) for word in text.split(",")]
@@ -27,4 +27,5 @@ def parse_values(text: str) -> list[float]:
     num = (last - first) / step + 1 if step > 0 else 0.0
     if not 1 <= num <= MAX_VALUES:
         raise ValueError(f"{text!r}: the step must be above 0 and lead to at most {MAX_VALUES}")
+    # Rounded, since steps such as 0.1 add up to 0.30000000000000004.
     return [round(first + i * step, 12) for i in range(int(num + 1e-9))]

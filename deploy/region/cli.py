@@ -1,7 +1,7 @@
 """`prfaas up`, `status` and `down`: regions on this machine from the command line.
 
-Turns arguments into calls and errors into exit statuses (2: the file or the arguments, 1: the
-rest). What a command needs is imported by it, so that its help appears at once.
+It turns arguments into calls and errors into exit statuses (2: the file or the arguments, 1: other
+errors). A command imports what it needs when it runs, so that its help appears at once.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def up_command(
 ) -> None:
     """Start a region on this machine and keep it running until Ctrl-C.
 
-    Starts emulated links, node agents, engines and the gateway, in this order; restarts what dies;
-    stops all of it on Ctrl-C, SIGTERM or `prfaas down`. A second Ctrl-C kills instead of waiting.
+    Starts emulated links, node agents, engines and the gateway, in this order. Restarts processes
+    that die. Stops all of them on Ctrl-C, SIGTERM or `prfaas down`. A second Ctrl-C kills instead
+    of waiting.
 
     \b
     MODEL=/models/qwen3-next prfaas up region.yaml
@@ -56,6 +57,7 @@ def up_command(
     from deploy.region.launch.up import keep_up
 
     root = run_dir or default_base(os.environ) / region.name
+    # With --json, stdout has JSON lines only.
     console = Console(stderr=as_json)
     try:
         started = asyncio.run(keep_up(region, root, console, as_json))
@@ -63,7 +65,7 @@ def up_command(
         fail(str(error), 2)
     except OSError as error:
         fail(str(error), 1)
-    # Interrupted while starting, which is neither success nor an error of the region.
+    # Interrupted while starting: this is neither a success nor an error of the region.
     if not started:
         raise typer.Exit(128 + signal.SIGINT)
 
@@ -119,7 +121,7 @@ def down_command(
 
 
 def clean_up(state: RegionState, root: Path) -> None:
-    """Remove what a launcher that was killed could not, unless a new one owns `root` by now."""
+    """Remove what a launcher that was killed left behind, unless a new one owns `root` by now."""
     try:
         lock = RunLock(root)
     except RunDirectoryError:
@@ -150,16 +152,17 @@ def _region_of(state: RegionState) -> RegionSpec | None:
 
 
 def _discard_arenas(state: RegionState, root: Path) -> None:
-    """The arenas that the agents of a killed launcher kept."""
+    """Remove the arenas that the agents of a killed launcher kept."""
     from deploy.region.launch.arenas import discard_arenas
 
-    # What an older version wrote must not keep a region from being taken down.
+    # A file of an older version must not keep a region from being taken down.
     if (region := _region_of(state)) is not None:
         discard_arenas(region, root)
 
 
 def _lives(pid: int | None) -> bool:
     try:
+        # A zombie has ended; only its parent has not collected it yet.
         return pid is not None and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False

@@ -1,7 +1,7 @@
-"""The admin client: finds the gateway that is meant and asks it.
+"""The admin client: finds the gateway to ask, and asks it.
 
-Knows where regions run on this machine, and no endpoint. Light until it asks, so that the commands
-that use it show their help at once.
+It knows where regions run on this machine, and no endpoint. It imports little until it asks, so
+that the commands that use it show their help at once.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ T = TypeVar("T")
 
 
 class CannotAsk(CommandFailed):
-    """The gateway did not give the answer that was asked for; the message says why. `status` is
-    the HTTP status if a gateway answered.
+    """The gateway did not give the wanted answer; the message says why.
+
+    `status` is the HTTP status, None if no gateway answered.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -32,8 +33,8 @@ class CannotAsk(CommandFailed):
 
 
 def find_gateway(gateway: str = "", run_dir: Path | None = None) -> str:
-    """The gateway's URL: the one given, that of the region in `run_dir`, or that of the only
-    region on this machine. Raises `WhichRun`, `RunDirectoryError`.
+    """The gateway's URL: the given one, that of the region in `run_dir`, or that of the only region
+    on this machine. Raises `WhichRun`, `RunDirectoryError`.
     """
     from deploy.region.launch.rundir import find_run
 
@@ -56,14 +57,14 @@ def find_pages(gateway: str = "", run_dir: Path | None = None, key: str = "") ->
 
 
 def ask(url: str, path: str, kind: type[T], *, key: str = "", body: bytes | None = None) -> T:
-    """`asked` for callers without an event loop."""
+    """Like `asked`, for callers without an event loop."""
     return asyncio.run(asked(url, path, kind, key=key, body=body))
 
 
 async def asked(
     url: str, path: str, kind: type[T], *, key: str = "", body: bytes | None = None
 ) -> T:
-    """The answer to a GET, or with `body` to a POST. Raises `CannotAsk`."""
+    """The answer to a GET, or to a POST if there is a `body`. Raises `CannotAsk`."""
     import msgspec
 
     status, answer = await _fetch(url.rstrip("/") + path, key, body)
@@ -76,7 +77,7 @@ async def asked(
 
 
 def show(answer: T, as_json: bool, view: Callable[[Console, T], None]) -> None:
-    """The answer as JSON, or as its view prints it."""
+    """Print the answer as JSON, or with `view`."""
     if as_json:
         print_json(answer)
     else:

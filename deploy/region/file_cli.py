@@ -1,6 +1,6 @@
-"""`prfaas region`: look at region files. Also what all commands that take one share.
+"""`prfaas region`: looks at region files. It also has what all commands that take one share.
 
-Reads files and writes text; starts nothing.
+It reads files and writes text, and starts nothing.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def check_command(
 
 
 def load_or_exit(file: Path, variables: list[str]) -> RegionSpec:
-    """The region, or exit status 2 with every problem on stderr."""
+    """The region. On problems, prints all of them on stderr and exits with status 2."""
     try:
         return load_region(file, dict(os.environ) | _variables(variables))
     except FileError as error:

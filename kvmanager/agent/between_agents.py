@@ -1,4 +1,4 @@
-"""What takes two node agents: moving a cached prefix from one to the other, probing their link.
+"""The operations between two node agents: cache moves and link probes.
 
 It does not know why anything is moved, and never retries a call.
 """
@@ -22,12 +22,12 @@ from kvmanager.agent.links.messages import SendLinkProbeReply
 from transport.rpc import RpcError
 
 MOVE_POLL_S: Final = 5.0
-"""A cache move is asked for its end this long at a time; each question renews its lease."""
+"""Longest wait of one call for the end of a cache move. Each call renews the move's lease."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheMoveResult:
-    """What was moved; 0 bytes when the destination already had all of it."""
+    """The result of a move; 0 bytes when the destination already had all parts."""
 
     nbytes: int
     num_parts: int
@@ -39,7 +39,7 @@ class CacheMoveResult:
 async def probe_link(
     sender: AgentClient, receiver: AgentClient, nbytes: int, host: str, port: int
 ) -> SendLinkProbeReply:
-    """One probe from agent to agent by way of `host`:`port`. Raises RpcError."""
+    """Send one probe from agent to agent by way of `host`:`port`. Raises RpcError."""
     lease_s = LINK_PROBE_LEASE_S + LINK_CALL_S
     landing = await receiver.probe_landing(nbytes, lease_s, LINK_CALL_S)
     try:
@@ -52,11 +52,13 @@ async def probe_link(
 async def move_cache(
     source: AgentClient, destination: AgentClient, order: CacheMoveOrder
 ) -> CacheMoveResult:
-    """Move what `destination` lacks, and wait until it is cached there.
+    """Move the parts that `destination` lacks, and wait until they are cached there.
 
-    Raises RpcError: NO_ROOM, NOT_FOUND, INVALID as above, UNAVAILABLE when the transfer failed.
-    Whatever happens, cancellation included, neither agent is left with a move that nobody wants.
+    Raises RpcError: NO_ROOM, NOT_FOUND, INVALID, REFUSED as the calls of `AgentClient`, UNAVAILABLE
+    when the transfer failed. On every error, cancellation included, the move is ended at both
+    agents.
     """
+    # The destination comes first, because only its answer tells which parts are missing there.
     landing = await destination.reserve_cache_move(order, MOVE_LEASE_S)
     if not landing.parts:
         return CacheMoveResult(0, 0, 0)
@@ -69,6 +71,7 @@ async def move_cache(
         ending = asyncio.gather(
             *(_give_up(agent, transfer_id, error) for agent in (source, destination))
         )
+        # Shielded: a second cancellation must not keep the agents from hearing of the end.
         await asyncio.shield(ending)
         raise
     return CacheMoveResult(
@@ -79,7 +82,7 @@ async def move_cache(
 async def _wait_end(
     agent: AgentClient, transfer_id: str, role: MoveRole, other: AgentClient
 ) -> CacheMoveStatusReply:
-    """Wait for one end of a move while the other's lease is renewed."""
+    """Wait for one end of a move, and renew the lease of the other end meanwhile."""
     other_role: MoveRole = "send" if role == "landing" else "landing"
     while True:
         seen = await agent.cache_move_status(

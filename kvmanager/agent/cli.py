@@ -69,7 +69,7 @@ def agent_command(
     trusted_network: Annotated[bool | None, setting(AgentConfig, "trusted_network")] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
-    """Run the node agent of this host: owns KVCache memory, moves it, serves the engines."""
+    """Run this host's node agent, which owns KVCache memory, moves it and serves the engines."""
     options = {name: value for name, value in locals().items() if name in AgentConfig.model_fields}
     if placement is not None:
         options["placement"] = yaml.safe_load(placement)
@@ -92,7 +92,7 @@ def agent_command(
 
 
 async def serve(config: AgentConfig) -> None:
-    """Run until SIGTERM or SIGINT. Raises the start's errors."""
+    """Run until SIGTERM or SIGINT. Raises the errors of `NodeAgent.start`."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -117,7 +117,10 @@ async def serve(config: AgentConfig) -> None:
                 agent.metrics, control_host, config.metrics_port, config.open_doors
             )
             ready["metrics"] = str(Endpoint(control_host, await metrics.start()))
+        # The objects of the start stay for good; visiting them in each full garbage collection
+        # would hold the loop up for 50 ms.
         settle_heap()
+        # Whoever started the agent reads the real ports from this line, since a port may be 0.
         print(json.dumps(ready), flush=True)
         with LoopWatch() as watch:
             agent.metrics.registry.register(LoopCollector("prfaas_agent", watch.gaps))

@@ -64,10 +64,10 @@ from transport.grants import Granter
 from transport.rpc import RpcClient, RpcError
 
 CALL_S: Final = 5.0
-"""What a call without a timeout of its own may take beyond what it waits for."""
+"""Timeout of a call without one of its own, in addition to the time for which it waits."""
 MOVE_LEASE_S: Final = 15.0
 LINK_CALL_S: Final = 3.0
-"""`CALL_S` of the calls about links, whose answers are soon out of date."""
+"""As `CALL_S`, for calls about links, whose answers are soon out of date."""
 LINK_PROBE_LEASE_S: Final = 5.0
 
 ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
@@ -75,7 +75,7 @@ ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True)
 class CacheMoveOrder:
-    """Which parts of a prefix to move, and how urgently. `block_keys`: the root key first."""
+    """The parts of a prefix to move, and how urgently. `block_keys` begin with the root key."""
 
     layout_fingerprint: str
     block_keys: bytes
@@ -85,7 +85,7 @@ class CacheMoveOrder:
 
 
 class AgentClient:
-    """The agent at `target` ("host:port"), over one channel for everything that is asked of it.
+    """Calls the agent at `target` ("host:port") over one channel.
 
     A gateway's `granter` signs for moves of cached prefixes and probes of links. Grants for other
     calls come from their callers.
@@ -104,13 +104,13 @@ class AgentClient:
         await self._rpc.close()
 
     async def status(self, timeout_s: float) -> StatusReply:
-        """Memory, transfers, engines with their layouts, links."""
+        """The agent's memory, transfers, engines with their layouts, and links."""
         return await self._call(Status(), StatusReply, timeout_s)
 
     # ---- transfers
 
     async def reserve(self, request: Reserve, timeout_s: float) -> ReserveReply:
-        """Hold memory for KVCache that is to land there. NO_ROOM, INVALID."""
+        """Reserve memory for KVCache that is to land at the agent. NO_ROOM, INVALID."""
         return await self._call(request, ReserveReply, timeout_s)
 
     async def open_outbox(
@@ -122,7 +122,9 @@ class AgentClient:
         tenant: str = "",
         grant: bytes = b"",
     ) -> OpenOutboxReply:
-        """Hold memory for an engine to fill, sent to `landing` as it fills. NO_ROOM, INVALID."""
+        """Reserve memory that an engine fills and the agent sends to `landing` meanwhile. NO_ROOM,
+        INVALID.
+        """
         request = OpenOutbox(
             transfer_id=landing.transfer_id,
             token=landing.token,
@@ -139,11 +141,11 @@ class AgentClient:
         return await self._call(request, OpenOutboxReply, timeout_s)
 
     async def renew(self, transfer_id: str, lease_s: float, timeout_s: float) -> None:
-        """Prolong what the agent holds of a transfer. NOT_FOUND: nothing live."""
+        """Renew the lease of a transfer at the agent. NOT_FOUND: it has no live end there."""
         await self._call(Renew(transfer_id, lease_s), RenewReply, timeout_s)
 
     async def cancel(self, transfer_id: str, reason: str, timeout_s: float) -> CancelReply:
-        """End what the agent holds of a transfer. Idempotent."""
+        """End a transfer at the agent. Idempotent."""
         return await self._call(Cancel(transfer_id, reason), CancelReply, timeout_s)
 
     async def wait(
@@ -154,10 +156,10 @@ class AgentClient:
         wait_s: float,
         timeout_s: float,
     ) -> TransferReport:
-        """How one end of a transfer ended, or its state after `wait_s`. NOT_FOUND.
+        """The state of one end of a transfer, when it has ended or after `wait_s`. NOT_FOUND.
 
-        A landing is "complete" from the moment it has landed. `timeout_s` is what the call may take
-        beyond `wait_s`.
+        A landing is "complete" as soon as it has landed. The call may take `timeout_s` longer than
+        `wait_s`.
         """
         return await self._call(
             Await(transfer_id, wait_s, kind), TransferReport, wait_s + timeout_s
@@ -166,8 +168,8 @@ class AgentClient:
     # ---- the prefix cache
 
     async def watch_cache(self, epoch: str, after_seq: int, timeout_s: float) -> CacheFeed:
-        """What changed in the prefix cache after this event, as soon as anything has, at most
-        `timeout_s` later. INVALID: no cache there.
+        """The changes of the prefix cache after this event. Waits at most `timeout_s` for one.
+        INVALID: the agent has no cache.
         """
         request = WatchCache(epoch, after_seq, timeout_s)
         return await self._call(request, CacheFeed, timeout_s + CALL_S)
@@ -175,20 +177,24 @@ class AgentClient:
     async def list_cache(
         self, limit: int, order: Literal["hits", "size", "recent"], timeout_s: float
     ) -> ListCacheReply:
-        """The first `limit` of its longest cached prefixes. INVALID: no cache there."""
+        """The first `limit` cached prefixes that nothing continues. INVALID: the agent has no
+        cache.
+        """
         return await self._call(ListCache(limit, order), ListCacheReply, timeout_s)
 
     async def drop_cached(
         self, layout_fingerprint: str, block_keys: bytes, keep_blocks: int
     ) -> int:
-        """Drop what only this prefix needs, behind `keep_blocks`; how many parts. INVALID."""
+        """Drop the parts that only this prefix needs, behind `keep_blocks`. Returns how many parts.
+        INVALID.
+        """
         request = DropCached(layout_fingerprint, block_keys, keep_blocks)
         return (await self._call(request, DropCachedReply)).num_parts
 
     async def reserve_cache_move(
         self, order: CacheMoveOrder, lease_s: float
     ) -> ReserveCacheMoveReply:
-        """Hold memory for those parts of `order` that this agent lacks. NO_ROOM, INVALID."""
+        """Reserve memory for those parts of `order` that this agent lacks. NO_ROOM, INVALID."""
         request = ReserveCacheMove(
             order.layout_fingerprint, order.block_keys, list(order.parts), lease_s
         )
@@ -200,7 +206,7 @@ class AgentClient:
     async def send_cache_move(
         self, order: CacheMoveOrder, landing: ReserveCacheMoveReply, lease_s: float
     ) -> None:
-        """Begin to send what the landing lacks. NO_ROOM, NOT_FOUND, INVALID."""
+        """Begin to send the parts that the landing lacks. NO_ROOM, NOT_FOUND, INVALID."""
         request = SendCacheMove(
             transfer_id=landing.transfer_id,
             token=landing.token,
@@ -223,12 +229,14 @@ class AgentClient:
     async def cache_move_status(
         self, transfer_id: str, role: MoveRole, *, lease_s: float, wait_s: float
     ) -> CacheMoveStatusReply:
-        """How one end of a move ended, or its state after `wait_s`; prolongs it. NOT_FOUND."""
+        """The state of one end of a move, when it has ended or after `wait_s`. Renews its lease.
+        NOT_FOUND.
+        """
         request = CacheMoveStatus(transfer_id, role, lease_s, wait_s)
         return await self._call(request, CacheMoveStatusReply, wait_s + CALL_S)
 
     async def end_cache_move(self, transfer_id: str, reason: str) -> bool:
-        """End a move's ends there; whether one was alive. Idempotent."""
+        """End both roles of a move at the agent. Returns whether one was alive. Idempotent."""
         return (await self._call(EndCacheMove(transfer_id, reason), EndCacheMoveReply)).ended
 
     # ---- probes of the doctor
@@ -246,12 +254,12 @@ class AgentClient:
     async def probe_status(
         self, transfer_id: str, role: ProbeRole, lease_s: float, timeout_s: float
     ) -> ProbeStatusReply:
-        """How one end of a probe is doing; prolongs it. NOT_FOUND."""
+        """The state of one end of a probe. Renews its lease. NOT_FOUND."""
         request = ProbeStatus(transfer_id, role, lease_s)
         return await self._call(request, ProbeStatusReply, timeout_s)
 
     async def probe_end(self, transfer_id: str, reason: str, timeout_s: float) -> None:
-        """End a probe's ends at this agent. Idempotent."""
+        """End both roles of a probe at this agent. Idempotent."""
         await self._call(ProbeEnd(transfer_id, reason), ProbeEndReply, timeout_s)
 
     # ---- links
@@ -263,7 +271,9 @@ class AgentClient:
     async def send_link_probe(
         self, landing: ProbeLandingReply, nbytes: int, host: str, port: int
     ) -> SendLinkProbeReply:
-        """Send a probe to `landing` by way of `host`:`port`; how it went. NO_ROOM, INVALID."""
+        """Send a probe to `landing` by way of `host`:`port`, and return its result. NO_ROOM,
+        INVALID.
+        """
         request = SendLinkProbe(
             transfer_id=landing.transfer_id,
             token=landing.token,
@@ -281,23 +291,23 @@ class AgentClient:
     async def _call(
         self, request: msgspec.Struct, reply_type: type[ReplyT], timeout_s: float = CALL_S
     ) -> ReplyT:
-        """Call the method, which has its request's name."""
+        """Call the method that has the name of its request's type."""
         try:
             return await self._rpc.call(type(request).__name__, request, reply_type, timeout_s)
         except RpcError as error:
             if error.code == "REFUSED":
-                self._receives_at = ""  # it may be another agent than the one that was asked
+                self._receives_at = ""  # another agent may have this address now
             raise
 
     async def _own_endpoint(self) -> str:
-        """Where the agent receives, which is what grants call it."""
+        """The address at which the agent receives, which is its name in grants."""
         if not self._receives_at:
             self._receives_at = (await self.status(CALL_S)).data_endpoint
         return self._receives_at
 
 
 class AgentClients:
-    """Opens clients that share one channel to each agent; it closes with the last of them."""
+    """Opens clients that share one channel to each agent. The channel closes with the last one."""
 
     def __init__(
         self, credentials: Credentials | None = None, granter: Granter | None = None
@@ -318,7 +328,7 @@ class AgentClients:
     async def _left(self, client: AgentClient) -> None:
         channel, users = self._shared.get(client.target, (None, set()))
         users.discard(client)
-        # A client that is closed twice may find its agent's channel in the hands of later ones.
+        # A client that is closed twice must not close a channel that later clients have opened.
         if channel is not None and not users:
             del self._shared[client.target]
             await channel.close()

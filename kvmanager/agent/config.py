@@ -1,6 +1,6 @@
-"""What a node agent is told at its start: parsed and checked once, then frozen.
+"""The configuration of a node agent, parsed and checked once and then frozen.
 
-It does not know command lines; the file form is YAML with the same names as these fields.
+A file gives it as YAML with the names of these fields. It does not know command lines.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ KvEvents = Annotated[str, Field(pattern=r"^(tcp|ipc)://[^,]+(,(tcp|ipc)://[^,]+)
 
 
 class AgentSection(Section):
-    """What a region's file says of a node agent, too."""
+    """The settings of a node agent that a region's file has as well."""
 
     arena_dir: Path = Path("/dev/shm")
     """Directory of the file that is the arena's shared memory."""
     arena_gib: Gib = 1.0
     """Shared memory for KVCache, GiB or such as 512MiB."""
     landing_gib: Gib | None = None
-    """Most of the arena for KVCache on its way in, GiB or such as 512MiB; the rest is left to what
-    goes out. Left out: all of it.
+    """Most of the arena for KVCache on its way in, GiB or such as 512MiB; the rest is for KVCache
+    on its way out. Left out: all of it.
     """
     tenant_landing_gib: Gib | None = None
     """Most memory for the landings of one tenant, GiB or such as 512MiB. Left out: no limit."""
     cache_gib: GibOrZero | None = None
     """Most of the arena for the prefix cache, which gives way to transfers, GiB or such as 512MiB.
-    Left out: all that they leave; 0: no prefix cache.
+    Left out: all that transfers do not use; 0: no prefix cache.
     """
     eviction: Eviction = "lru"
     """Which cached prefix goes first when the cache is full: the least recently used (lru), the
@@ -78,8 +78,8 @@ class AgentSection(Section):
     ssd_gib: Gib | None = None
     """Most bytes in `ssd_dir`, GiB or such as 500GB."""
     link_probes: bool = True
-    """Measure links that nobody uses and of which little is known: now and then a small probe, at
-    most 0.1% of their rate.
+    """Whether idle links are measured with small probes now and then, which take at most 0.1% of
+    their rate.
     """
     transport: Annotated[TransportConfig, CoreFields(TransportConfig, without={"tls"})] = Field(
         default_factory=TransportConfig
@@ -110,13 +110,13 @@ class AgentConfig(AgentSection):
     """Everything tunable of one node agent."""
 
     listen: ListenAddress = "127.0.0.1:7100"
-    """Where senders connect to land KVCache here, host:port; port 0: any free one."""
+    """Address at which senders connect to land KVCache here, host:port; port 0: any free one."""
     control: ListenAddress = "127.0.0.1:7101"
-    """gRPC of the control plane, host:port; port 0: any free one."""
+    """Address of the control plane's gRPC, host:port; port 0: any free one."""
     socket: Path = Path("/tmp/prfaas-agent.sock")
     """Unix socket for the engines of this host."""
     advertise: str | None = None
-    """What senders are told to connect to, "host" or "host:port"; default: `listen`."""
+    """Address that senders are told to connect to, "host" or "host:port"; default: `listen`."""
     send_to: tuple[Address, ...] | None = None
     """The only addresses that this agent connects to, to send KVCache and probes, host:port,
     whoever asks for it. Left out: any, and with `granting_keys` those that grants name.
@@ -124,34 +124,34 @@ class AgentConfig(AgentSection):
     block_bytes: Bytes = DEFAULT_BLOCK_BYTES
     """Bytes of one block of the arena, or such as 64KiB."""
     prefault: bool = True
-    """Map the whole arena at the start, not page by page at first use."""
+    """Whether the whole arena is mapped at the start instead of page by page at first use."""
     arena_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")] | None = None
     """With a name the arena and its index stay when the agent ends, and the next agent of this name
-    takes them over with what is cached.
+    takes them over with the prefixes cached in them.
     """
     kv_events: dict[str, KvEvents] = Field(default={})
-    """By engine instance, where it publishes what its own prefix cache holds, as this host reaches
-    it; behind a comma where it replays what was missed (`kvmanager.agent.engines.events`).
+    """For each engine instance, the endpoint of its KV events as this host reaches it, and behind a
+    comma the endpoint that replays missed events (`kvmanager.agent.engines.events`).
     """
     ssd_wait_s: SecondsOrZero = 0.5
-    """How long a prompt waits for what is on SSD only, seconds or such as 500ms; then it is served
-    without.
+    """How long a prompt waits for cached parts that are only on SSD, seconds or such as 500ms; then
+    it is served without them.
     """
     max_lease_s: Seconds
     drain_s: Seconds
     link_sample_interval_s: Seconds = 0.2
-    """Between two looks at a link that has transfers, seconds or such as 200ms; idle ones are
-    looked at less often.
+    """Time between two samples of a link that has transfers, seconds or such as 200ms; idle links
+    are sampled less often.
     """
     link_detector: Annotated[DetectorConfig, CoreFields(DetectorConfig)] = Field(
         default_factory=DetectorConfig
     )
-    """When a link counts as congested."""
+    """The bounds from which on a link counts as congested."""
     metrics_port: Port | None = None
     """Prometheus port on the host of `control`; none when absent."""
     tls_dir: Path | None = None
-    """Directory with tls.crt, tls.key and ca.crt, as cert-manager writes them; instead of the
-    three separate files. Either way new connections use files that were replaced on disk.
+    """Directory with tls.crt, tls.key and ca.crt, as cert-manager writes them, instead of the three
+    separate files. Either way, new connections use files that were replaced on disk.
     """
     tls_cert: Path | None = None
     """PEM certificate of this node."""
@@ -160,8 +160,8 @@ class AgentConfig(AgentSection):
     tls_ca: Path | None = None
     """PEM certificate of the authority that signed all nodes."""
     digest: bool = False
-    """Compare a BLAKE3 digest of every transfer at its end, beside the checksums of its frames. Not
-    with codec "fp8", which does not keep the bytes that the digest is of.
+    """Whether a BLAKE3 digest of every transfer is compared at its end, in addition to the
+    checksums of its frames. Not possible with codec "fp8", which changes the bytes.
     """
     region_key: RegionKeySection | None = None
     """Signs calls where there is no TLS. Left out: none."""
@@ -170,7 +170,7 @@ class AgentConfig(AgentSection):
     needed.
     """
     trusted_network: bool = False
-    """Let every process that reaches this one's ports call everything."""
+    """Whether every process that reaches this one's ports may call everything."""
 
     @model_validator(mode="after")
     def _check_cache(self) -> Self:

@@ -1,6 +1,6 @@
-"""The gRPC side of a node agent: checks what came over the wire and speaks hex and codes.
+"""The gRPC methods of a node agent: they check requests and convert ids and errors.
 
-It does not know states or memory; the agent behind it does.
+They do not know states or memory, which are the agent's.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ControlService:
         self._agent = agent
 
     def methods(self) -> dict[str, Method[Any, Any]]:
-        """Every method, by its name, which is its request's."""
+        """Every method, by its name, which is the name of its request's type."""
         own: list[ControlMethod] = [
             (Reserve, ReserveReply, self.reserve),
             (Renew, RenewReply, self.renew),
@@ -113,6 +113,7 @@ class ControlService:
         token_digest = hex_bytes(request.token_digest, None, "token_digest")
         base = await self._base(request, fingerprint, layout)
         cached_tokens = base.cached_tokens if base is not None else 0
+        # Whoever knows id and token may write into the landing, so they must not be guessable.
         spec = LandingSpec(
             transfer_id=secrets.token_bytes(ID_BYTES),
             token=secrets.token_bytes(KEY_BYTES),
@@ -144,7 +145,7 @@ class ControlService:
     async def _base(
         self, request: Reserve, fingerprint: bytes, layout: KVLayout
     ) -> LandingBase | None:
-        """What the landing can stand on; None without a prefix cache for this layout."""
+        """The cached prefix for the landing; None without a prefix cache for this layout."""
         num_tokens, agent = _num_tokens(request.num_tokens), self._agent
         shape, bases = agent.book.cache_shape(fingerprint), agent.transfers.bases
         if not request.block_keys or bases is None or shape is None:
@@ -161,6 +162,8 @@ class ControlService:
             expected = layout.transfer_bytes(_num_tokens(request.num_tokens), request.cached_tokens)
         except ValueError as error:
             raise BadRequest(str(error)) from error
+        # The landing's size comes from the layout of the receiving engine: a difference shows that
+        # the two layouts are not the same.
         if request.nbytes != expected:
             raise BadRequest(
                 f"{request.num_tokens} tokens take {expected} bytes here with "
@@ -251,6 +254,7 @@ class ControlService:
 
     def _find(self, transfer_id: bytes, kind: str) -> Key:
         table = self._agent.transfers.table
+        # One agent may have both ends of a transfer. Without a kind its outbox answers.
         if kind != "landing" and transfer_id in table.outboxes.records:
             return Kind.OUTBOX, transfer_id
         if kind != "outbox" and transfer_id in table.landings.records:

@@ -1,9 +1,9 @@
-"""The arena of an agent's life: made anew, or taken over from the agent before with what it caches.
+"""Makes an agent's arena, or takes over the arena of the agent before, with the parts cached in it.
 
-It does not know what blocks are used for. Beside a named arena lies a map with a byte for each
-block: 1 from before anybody may touch the block until nobody may any more. It tells the next life
-which blocks the former one had handed out. Of these the index says which hold cached parts; engines
-of the former life may still write into the others, so they are set apart for the drain time.
+It does not know what blocks are used for. Beside a named arena lies a file with a byte for each
+block: 1 from before anybody may touch the block until nobody may any more. It tells the next agent
+which blocks the former one had handed out. The index says which of these hold cached parts. Engines
+of the former agent may still write into the others, so these are set apart for the drain time.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ _FREE: Final = b"\0"
 
 
 class UsedMap:
-    """Which blocks somebody may touch, in a file that outlives the process."""
+    """The blocks that somebody may touch, in a file that outlives the process."""
 
     def __init__(self, path: Path, num_blocks: int) -> None:
-        """Open or make it; `is_new` tells which. Raises OSError."""
+        """Open or make the file; `is_new` tells which. Raises OSError."""
         fd = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
             self.is_new = os.fstat(fd).st_size != num_blocks
+            # The size of another arena says nothing about this one, so the map is emptied first.
             if self.is_new:
                 os.ftruncate(fd, 0)
             allocate(fd, num_blocks, path.parent, "the map of an arena's blocks")
@@ -74,6 +75,7 @@ class MappedAllocator(BlockAllocator):
     def allocate(self, num_blocks: int) -> list[Run]:
         runs = super().allocate(num_blocks)
         for run in runs:
+            # Before anybody writes: a killed agent must leave no used block unmarked.
             self._used.set(run)
         return runs
 
@@ -92,8 +94,8 @@ class MappedAllocator(BlockAllocator):
 
 @dataclass(slots=True)
 class KeptArena:
-    """An arena and its books. `stored`: the parts that the former life cached, whose blocks are
-    taken; `set_apart`: blocks that nobody may use before the drain time is over, taken as well.
+    """An arena with its records. `stored`: the parts that the former agent cached. `set_apart`:
+    blocks that nobody may use before the drain time is over. The blocks of both are taken.
     """
 
     arena: Arena
@@ -114,12 +116,12 @@ class KeptArena:
         self.set_apart = [*self.set_apart, *runs]
 
     def release_set_apart(self) -> None:
-        """The drain time is over."""
+        """Free the blocks that were set apart, after the drain time."""
         runs, self.set_apart = self.set_apart, ()
         self.allocator.free(runs)
 
     def close(self) -> None:
-        """Keep what has a name, remove the rest. Idempotent."""
+        """Close all files. A named arena stays, another one is removed. Idempotent."""
         if self.index is not None:
             self.index.close()
         self.arena.close(keep=self.index is not None)
@@ -128,9 +130,9 @@ class KeptArena:
 
 
 def open_arena(config: AgentConfig) -> KeptArena:
-    """Make the arena that the configuration asks for, or take over its former life's.
+    """Make the arena that the configuration asks for, or take over that of the agent before.
 
-    Takes a third of a second for each GiB. Raises ArenaError.
+    Takes about a third of a second for each GiB. Raises ArenaError.
     """
     size = config.num_blocks, config.block_bytes
     if config.arena_name is None:
@@ -154,10 +156,12 @@ def _with_books(arena: Arena, *, is_adopted: bool) -> KeptArena:
     index, stored = PoolIndex.open(arena.index_path, IndexHeader.of(arena))
     used = UsedMap(arena.path.with_suffix(".used"), arena.num_blocks)
     whole = Run(0, arena.num_blocks)
+    # An adopted arena without a map: any block may be in use.
     before = [whole] if is_adopted and used.is_new else used.used_runs()
     allocator = MappedAllocator(arena.num_blocks, used)
     cached = [run for record in stored for run in record.runs]
     allocator.take(cached)
+    # Bytes of cached parts are final. The former agent's engines may still write the others.
     set_apart = _without(before, cached)
     allocator.take(set_apart)
     if is_adopted:
@@ -171,7 +175,7 @@ def _with_books(arena: Arena, *, is_adopted: bool) -> KeptArena:
 
 
 def _without(runs: Iterable[Run], others: Iterable[Run]) -> list[Run]:
-    """What is in `runs` and not in `others`, which do not overlap each other."""
+    """The blocks that are in `runs` and not in `others`, which do not overlap each other."""
     cuts = sorted(others)
     left = []
     position = 0

@@ -1,4 +1,4 @@
-"""What the control plane and a node agent say over gRPC: the structs of service `prfaas.NodeAgent`.
+"""The messages between control plane and node agent: the structs of service `prfaas.NodeAgent`.
 
 They do not know how they travel. Ids, tokens, fingerprints and digests are hex strings; sizes are
 bytes, times are seconds. Every method is unary; errors are `transport.rpc.RpcError` codes. `grant`
@@ -33,11 +33,11 @@ Runs = list[tuple[int, int]]
 
 
 class Reserve(msgspec.Struct, frozen=True):
-    """Hold memory for the KVCache of `num_tokens`. An empty fingerprint: the only layout here.
+    """Reserve memory for the KVCache of `num_tokens`. An empty fingerprint: the only layout here.
 
     `block_keys` are the joined keys of the tokens' full cache blocks, root key first
-    (`kvmanager.hashing`). With them the agent leaves out of the transfer what its prefix cache
-    holds, and keeps in it what has landed.
+    (`kvmanager.hashing`). With them the agent leaves cached KV out of the transfer, and copies what
+    has landed into its prefix cache.
     """
 
     num_tokens: int
@@ -50,12 +50,13 @@ class Reserve(msgspec.Struct, frozen=True):
 
 
 class ReserveReply(msgspec.Struct, frozen=True):
-    """The landing: where to send `nbytes`, with which token, and where they will lie.
+    """The landing: the address for `nbytes`, the token that admits the sender, and the place in the
+    arena.
 
     The full-attention KVCache of the first `cached_tokens` need not be sent: it is here, in the KV
-    part of each block at `cached_runs`, and stays for as long as the landing.
-    `landing_room_bytes` is what one more landing could take now, as in `StatusReply`. `is_lossy`:
-    what is sent may lose precision on its way, and no cache keeps it.
+    part of each block at `cached_runs`, and stays for as long as the landing. `landing_room_bytes`
+    is the memory that one more landing could take now, as in `StatusReply`. `is_lossy`: the KVCache
+    that is sent may lose precision on its way, and no cache keeps it.
     """
 
     transfer_id: str
@@ -74,7 +75,7 @@ class ReserveReply(msgspec.Struct, frozen=True):
 
 
 class Renew(msgspec.Struct, frozen=True):
-    """Let the transfer's live ends here live `lease_s` from now."""
+    """Renew the leases of the transfer's live ends at this agent to `lease_s` from now."""
 
     transfer_id: str
     lease_s: float
@@ -85,15 +86,15 @@ class RenewReply(msgspec.Struct, frozen=True):
 
 
 class Cancel(msgspec.Struct, frozen=True):
-    """End the transfer's ends here. A landing that an engine owns already is left to the engine."""
+    """End the transfer at this agent. A landing that an engine owns is left to the engine."""
 
     transfer_id: str
     reason: str = ""
 
 
 class CancelReply(msgspec.Struct, frozen=True):
-    """`cancelled`: whether something was still alive and is ended now. `landing_room_bytes` is what
-    one more landing could take now, as in `StatusReply`.
+    """`cancelled`: whether something was alive and has ended now. `landing_room_bytes` is the
+    memory that one more landing could take now, as in `StatusReply`.
     """
 
     cancelled: bool
@@ -101,7 +102,7 @@ class CancelReply(msgspec.Struct, frozen=True):
 
 
 class OpenOutbox(msgspec.Struct, frozen=True):
-    """Hold memory for an engine to fill, and send it to the landing at `host`:`port`."""
+    """Reserve memory that an engine fills, and send it to the landing at `host`:`port`."""
 
     transfer_id: str
     token: str
@@ -112,15 +113,15 @@ class OpenOutbox(msgspec.Struct, frozen=True):
     port: int
     lease_s: float
     tenant: str = ""
-    """Whose KVCache it is: links are shared fairly among tenants."""
+    """The owner of the KVCache: tenants share links fairly."""
     cached_tokens: int = 0
-    """The landing has the full-attention pages of these tokens: they are not sent."""
+    """The landing has the full-attention pages of these tokens, which are not sent."""
     grant: bytes = b""
 
 
 class OpenOutboxReply(msgspec.Struct, frozen=True):
-    """`attempt` names this opening of the outbox to the engine that fills it: it is larger than
-    that of any outbox which this agent, or one before it on this host, has opened before.
+    """`attempt` names this opening of the outbox to the engine that fills it. It is larger than
+    that of any outbox that this agent, or an agent before it on this host, has opened.
     """
 
     arena_epoch: str
@@ -138,10 +139,10 @@ class Await(msgspec.Struct, frozen=True):
 
 
 class TransferReport(msgspec.Struct, frozen=True):
-    """How one end of a transfer is doing, or how it ended. Durations are 0 while not known.
+    """The state of one end of a transfer, or its outcome. Unknown durations are 0.
 
-    A landing is `complete` from the moment it has landed. `sent_bytes_at_prefill_end` counts what
-    the kernel had taken when the last rank's last forward pass was over.
+    A landing is `complete` as soon as it has landed. `sent_bytes_at_prefill_end` counts the bytes
+    that the kernel had taken when the last rank's last forward pass was over.
     """
 
     transfer_id: str
@@ -160,7 +161,7 @@ class TransferReport(msgspec.Struct, frozen=True):
     wire_bytes: int = 0
     """Bytes of DATA bodies as sent, resends included; 0 at a landing."""
     codecs: tuple[str, ...] = ()
-    """Codecs that its bytes went through besides raw; "fp8" alone loses anything."""
+    """Codecs that coded some of its bytes; only "fp8" is lossy."""
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -168,7 +169,7 @@ class Status(msgspec.Struct, frozen=True):
 
 
 class CacheModel(msgspec.Struct, frozen=True):
-    """How the prompts of one model are cached: what a caller needs to compute keys and judge hits.
+    """How the prompts of one model are cached, for callers that compute keys and judge hits.
 
     `parts` are (kind, bytes, window tokens) of `kvmanager.pool.shape.PartShape`, in order.
     """
@@ -180,9 +181,9 @@ class CacheModel(msgspec.Struct, frozen=True):
 
 class EngineStatus(msgspec.Struct, frozen=True):
     """One engine instance and its connections. `cache` None: it does not use the prefix cache.
-    `kv_block_bytes` is what one block of the engine's own KV memory holds, on all ranks. Engines
-    share KVCache if `layout_fingerprint` is the same; `model` is a name only, `weights` says which
-    weights it stands for.
+    `kv_block_bytes` is the data of one block of the engine's own KV memory, on all ranks. Engines
+    share KVCache if `layout_fingerprint` is the same; `model` is only a name, `weights` identifies
+    the weights.
     """
 
     instance: str
@@ -219,25 +220,25 @@ class CacheStatus(msgspec.Struct, frozen=True):
     evictions: dict[str, int] = {}
     """Evicted parts by "tier/kind"."""
     arena_blocks_bytes: int = 0
-    """Whole blocks of the arena that it holds, those being filled included."""
+    """Bytes of the arena blocks that it holds, those being filled included."""
     fills: int = 0
     """Times that engines were given memory to fill."""
     promotions: int = 0
     """Landings of which parts were kept."""
     ssd_reads: int = 0
-    """Parts, as are the next three."""
+    """In parts, as the next three."""
     ssd_writes: int = 0
     ssd_failures: int = 0
     wrong_parts: int = 0
-    """Found damaged when a former life's arena was taken over."""
+    """Parts found damaged when an arena was taken over from the agent before."""
 
 
 class StatusReply(msgspec.Struct, frozen=True):
     """`landing_bytes` and `outbox_bytes` count whole blocks, until they are free again.
 
-    `free_bytes` are free for transfers: also what the prefix cache would give up for them.
-    `landing_room_bytes` of them may be taken by one more landing; None from an older agent.
-    `open_doors`: what somebody on the network may do there, for people.
+    `free_bytes` are free for transfers, including what the prefix cache would give up for them. One
+    more landing may take `landing_room_bytes` of them; None from an older agent. `open_doors` tells
+    people what somebody on the network may do there.
     """
 
     arena_epoch: str
@@ -262,8 +263,9 @@ class StatusReply(msgspec.Struct, frozen=True):
 
 
 class WatchCache(msgspec.Struct, frozen=True):
-    """What has changed in this node's prefix cache since event `after_seq` of `epoch`? Answered at
-    once if anything has, else after at most `timeout_s`. Epoch "" asks for everything.
+    """Ask for the changes of this node's prefix cache after event `after_seq` of `epoch`. The
+    answer comes at once if there are any, otherwise after at most `timeout_s`. Epoch "" asks for
+    everything.
     """
 
     epoch: str
@@ -272,14 +274,14 @@ class WatchCache(msgspec.Struct, frozen=True):
 
 
 class CacheFeed(msgspec.Struct, frozen=True):
-    """Blocks and what this node holds of each now, absolutely: the later statement replaces the
+    """Blocks, and all that this node holds of each now. A later entry of a block replaces the
     earlier one.
 
-    `keys` are the first 8 bytes of each block's key, `flags` a little-endian u16 for each: bit
-    3 * tier + kind, with tiers arena 0, ssd 1, engine 2 and kinds of `PartKind` (WINDOW: all
-    windows). 0: nothing any more. With `is_snapshot` nothing else is held, but for what further
-    replies with `more` before them bring; such a reply is asked for with its own epoch and seq.
-    `age_s` is how old the oldest of these changes is.
+    `keys` are the first 8 bytes of each block's key. `flags` are a little-endian u16 for each: bit
+    3 * tier + kind, with tiers arena 0, ssd 1, engine 2 and the kinds of `PartKind` (WINDOW: all
+    windows); 0: nothing any more. A feed with `is_snapshot` begins a list of everything that the
+    node holds. With `more` another feed continues it, which must be asked for with this feed's
+    epoch and seq. `age_s` is the age of the oldest of these changes.
     """
 
     epoch: str
@@ -299,9 +301,9 @@ class ListCache(msgspec.Struct, frozen=True):
 
 
 class PrefixLeaf(msgspec.Struct, frozen=True):
-    """One prefix that nothing longer continues. `key` is its last block's, hex; bytes by
-    "tier/kind" are of all its blocks, shared ones included; `branch_tokens` is where it parts from
-    others, 0 if nowhere.
+    """One prefix that nothing longer continues. `key` is the key of its last block, in hex.
+    `nbytes` by "tier/kind" count all its blocks, shared ones included. `branch_tokens` is the
+    length at which it parts from others, 0 if it does not.
     """
 
     key: str

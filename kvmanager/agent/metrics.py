@@ -1,6 +1,6 @@
-"""Prometheus metrics of a node agent, and the small HTTP server that shows them.
+"""Prometheus metrics of a node agent, and the small HTTP server that serves them.
 
-It does not measure anything itself: gauges are read from a snapshot when Prometheus asks.
+It measures nothing itself: when Prometheus asks, it reads gauges from a snapshot.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class _StatusCollector(Collector):
         self._status = status
 
     def describe(self) -> list[Metric]:
-        return []  # nothing to read before the agent runs
+        # A registry with `auto_describe` would otherwise collect now, before the agent runs.
+        return []
 
     def collect(self) -> Iterator[Metric]:
         status = self._status()
@@ -181,7 +182,8 @@ class MetricsServer:
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> int:
-        """The real port. Raises OSError when it is taken."""
+        """Serve, and return the real port. Raises OSError when it is taken."""
+        # Imported here, so that an agent without metrics does not pay for it at its start.
         from aiohttp import web
 
         app = web.Application()

@@ -1,6 +1,6 @@
-"""What is said over gRPC to probe a link: structs of service `prfaas.NodeAgent`.
+"""Messages for probes of links: structs of service `prfaas.NodeAgent`.
 
-A probe sends bytes that mean nothing from one agent to another, to measure the link between them.
+A probe sends random bytes from one agent to another, to measure the link between them.
 Ids, tokens and fingerprints are hex strings; sizes are bytes, times are seconds.
 
 | method | request -> reply | errors beside UNAVAILABLE, INTERNAL, TIMEOUT |
@@ -23,8 +23,8 @@ ProbeRole = Literal["landing", "send"]
 
 
 class ProbeLanding(msgspec.Struct, frozen=True):
-    """Let one probe of `nbytes` land here, in a little memory of its own that it goes through again
-    and again: what arrives is verified and lost.
+    """Admit one probe of `nbytes`. Its bytes are verified in a little memory of their own and then
+    forgotten.
     """
 
     nbytes: int
@@ -59,7 +59,7 @@ class ProbeSendReply(msgspec.Struct, frozen=True):
 
 
 class ProbeStatus(msgspec.Struct, frozen=True):
-    """How one end of a probe is doing; lets it live `lease_s` from now."""
+    """Ask for the state of one end of a probe. Renews its lease to `lease_s` from now."""
 
     transfer_id: str
     role: ProbeRole
@@ -67,7 +67,7 @@ class ProbeStatus(msgspec.Struct, frozen=True):
 
 
 class KernelTcp(msgspec.Struct, frozen=True):
-    """What the kernel lets TCP do in one agent's network namespace; 0 and "" where not known."""
+    """The kernel's limits for TCP in one agent's network namespace; 0 and "" where unknown."""
 
     wmem_max_bytes: int = 0
     tcp_wmem_bytes: int = 0
@@ -77,41 +77,43 @@ class KernelTcp(msgspec.Struct, frozen=True):
     default_congestion: str = ""
     slow_start_after_idle: bool = False
     tcp_memory_bytes: int = 0
-    """What all TCP sockets hold now."""
+    """Memory that all TCP sockets hold now."""
     tcp_memory_pressure_bytes: int = 0
-    """From here on the kernel shrinks windows (net.ipv4.tcp_mem)."""
+    """The kernel shrinks windows above this (net.ipv4.tcp_mem, the second value)."""
     may_exceed: bool = False
-    """CAP_NET_ADMIN: send buffers and congestion control are the agent's own choice."""
+    """Whether the agent has CAP_NET_ADMIN, and may choose any send buffer and algorithm."""
 
 
 class AgentLoad(msgspec.Struct, frozen=True):
-    """Counters of an agent and its host: two of them tell what was used in between."""
+    """Counters of an agent and its host. The difference of two is the use in between."""
 
     now_s: float
     """The agent's monotonic clock."""
     cpu_s: float
     """CPU time of the agent's process."""
     host_busy_s: float
-    """CPU time that everybody on the host used, of all its CPUs."""
+    """CPU time that all processes of the host have used, on all its CPUs."""
     host_cpus: int
     usable_cpus: float
-    """How many of these CPUs the agent may use: affinity and the cgroup's quota."""
+    """CPUs that the agent may use, by its affinity and its cgroup's quota."""
 
 
 class ProbeStatusReply(msgspec.Struct, frozen=True):
-    """One end of a probe. What only the sending end knows has the defaults at the other."""
+    """One end of a probe. Fields that only the sending end knows have their defaults at the
+    landing.
+    """
 
     state: Literal["open", "complete", "failed", "cancelled"]
     error: str
     nbytes: int
     done_bytes: int
-    """Acknowledged; at the landing: verified."""
+    """Bytes acknowledged, or at the landing verified."""
     load: AgentLoad
     kernel: KernelTcp
     num_connections: int = 0
     link: LinkState | None = None
     congestion: str = ""
-    """What the agent's configuration asks for on links to other hosts."""
+    """The congestion control that the agent's configuration names for links to other hosts."""
     max_connections: int = 0
 
 

@@ -1,4 +1,4 @@
-"""Turns what the agent, the transport and the prefix cache know into reports.
+"""Makes the reports of transfers and of the prefix cache from their records.
 
 Pure; it does not know who asked.
 """
@@ -33,9 +33,10 @@ REPORT_STATE: Final[dict[State, ReportState]] = {
 
 
 def landing_report(landing: LandingRecord, progress: TransferProgress | None) -> TransferReport:
-    """`progress` None: no sender came, or it was forgotten."""
+    """The report of a landing. `progress` None: no sender has come, or it was forgotten."""
     complete = REPORT_STATE[landing.state] == "complete"
     nbytes = landing.spec.nbytes
+    # A receiver knows of no bytes before they arrive, so all three counts are this one.
     arrived = progress.acked_bytes if progress else 0
     return TransferReport(
         transfer_id=landing.spec.transfer_id.hex(),
@@ -54,8 +55,9 @@ def landing_report(landing: LandingRecord, progress: TransferProgress | None) ->
 def outbox_report(
     outbox: OutboxRecord, progress: TransferProgress | None, sent_at_prefill_end: int | None
 ) -> TransferReport:
-    """`progress` None: it was never sent. `sent_at_prefill_end` None: the prefill has not ended;
-    if the transfer is complete nevertheless, everything was sent before."""
+    """The report of an outbox. `progress` None: it was never sent. `sent_at_prefill_end` None: the
+    prefill has not ended; if the transfer is complete all the same, everything was sent before.
+    """
     complete = outbox.state is State.COMPLETE
     completed_s = progress.completed_s if progress and complete else None
     if sent_at_prefill_end is None:

@@ -1,6 +1,6 @@
-"""Checks the values that a request of the control plane brings: ids, tokens, endpoints, reasons.
+"""Checks the values of control plane requests: ids, tokens, endpoints, reasons.
 
-They travel as text and numbers that anybody may have sent. Every check raises BadRequest.
+They arrive as text and numbers that anybody may have sent. Every check raises BadRequest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def transfer_id_of(text: str) -> bytes:
 
 
 def endpoint_of(host: str, port: int) -> Endpoint:
-    """Where a request wants something sent."""
+    """The address to which a request wants something sent."""
     if not host or not 0 < port <= 65535:
         raise BadRequest(f"{host!r}:{port} is no endpoint")
     return Endpoint(host, port)

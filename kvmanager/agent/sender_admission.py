@@ -1,7 +1,7 @@
 """Admits senders to reserved landings: the agent's `LandingRegistry`, called from receiver threads.
 
-It does not know states, leases or engines. It holds only what is reserved now: the event loop adds
-and removes landings, receiver threads look them up and hand their news to the loop.
+It does not know states, leases or engines, only the landings that are reserved now. The event loop
+adds and removes them. Receiver threads look them up and post events to the loop.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from transport import ByteSpace, Refused, TransportError
 
 
 class TransferNews(Protocol):
-    """What becomes of transfers; called on the event loop."""
+    """Receives the events of transfers, on the event loop."""
 
-    # `AgentTransfers` is what is told. It owns this module's objects, so they cannot import it.
+    # `AgentTransfers` implements it. It owns this module's objects, so they cannot import it.
 
     def landing_accepted(self, transfer_id: bytes) -> None: ...
 
@@ -47,7 +47,7 @@ class SenderAdmission:
         post: Callable[..., None],
         on_refused: Callable[[str], None],
     ) -> None:
-        """`post` has a method of `news` called on the event loop."""
+        """`post` calls a method of `news` on the event loop."""
         self._news = news
         self._post = post
         self._on_refused = on_refused
@@ -60,7 +60,7 @@ class SenderAdmission:
             self._open[transfer_id] = _Open(token, fingerprint, space)
 
     def revoke(self, transfer_id: bytes) -> None:
-        """Admit nobody any more. The receiver drops a sender that was admitted before."""
+        """Admit no other sender. The receiver drops a sender that was admitted before."""
         with self._lock:
             self._open.pop(transfer_id, None)
 
@@ -69,8 +69,10 @@ class SenderAdmission:
     ) -> ByteSpace:
         with self._lock:
             landing = self._open.get(transfer_id)
+        # The lock is not needed any more: a record never changes.
         if landing is None:
             raise self._refusal("no_landing", "no landing is reserved for this transfer")
+        # In constant time: how long a refusal takes must not tell how much of a guess was right.
         if not hmac.compare_digest(landing.token, token):
             raise self._refusal("bad_token", "wrong token for this landing")
         if not hmac.compare_digest(landing.fingerprint, fingerprint):

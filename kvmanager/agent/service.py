@@ -1,8 +1,8 @@
 """One running node agent: its parts, its engines, its start and its end.
 
-It owns the arena, the engine socket, the prefix cache and the watch over links, and tells each part
-what engines say and that time has passed. It does not know the rules of transfers or of the cache;
-`kvmanager.agent.transfers` and `kvmanager.agent.cache.service` have what belongs to one of them.
+It owns the arena, the engine socket, the prefix cache and the watch over links. It passes messages
+of engines and the time on to these parts. It does not know the rules of transfers or of the cache,
+which are in `kvmanager.agent.transfers` and `kvmanager.agent.cache.service`.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class NodeAgent:
         self._peers: dict[int, EnginePeer] = {}
         self._started_s = now_s()
         self.cache: AgentCache | None = None
-        """Its prefix cache; None: it keeps none."""
+        """The prefix cache; None: the agent has none."""
         self.engine_events: EngineCaches | None = None
-        """What engines say of their own caches; None: nobody wants to know."""
+        """Follows the engines' own caches; None: no engine's endpoint is configured."""
         self.control_methods: list[ControlMethod] = []
-        """The methods of its parts. `ControlService` takes them when it is made."""
+        """The control methods of the agent's parts, which `ControlService` adds to its own."""
         self._ticking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -80,9 +80,12 @@ class NodeAgent:
         for path in remove_stale(config.arena_dir):
             logger.info("removed the arena %s of a dead agent", path)
         self._engines = EngineServer(config.socket, self, linger_s=config.drain_s)
+        # The socket first: it shows whether another agent serves these engines, before anything big
+        # is made.
         self._engines.claim()
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self._engines.stop)
+            # On a thread: allocating takes a third of a second for each GiB.
             kept: KeptArena = await asyncio.to_thread(open_arena, config)
             self._kept = kept
             undo.callback(kept.close)
@@ -103,6 +106,7 @@ class NodeAgent:
             )
             self._watch_links()
             self._follow_engine_caches()
+            # Last, since an engine may send messages as soon as it is connected.
             await self._engines.start()
             undo.pop_all()
         if self.cache is not None:
@@ -151,6 +155,8 @@ class NodeAgent:
         self._ticking.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._ticking
+        # Order: peers hear of the end while connections stand, then connections close, then memory
+        # goes.
         self.transfers.end_all()
         await self.links.close()
         if self.engine_events is not None:
@@ -192,7 +198,7 @@ class NodeAgent:
 
     @property
     def landing_room_bytes(self) -> int:
-        """What one more landing could take now, the prefix cache giving up what it can."""
+        """Bytes that one more landing could take now, if the prefix cache gave up what it can."""
         landings = self.transfers.table.landings
         return landings.room_blocks(self._num_free_blocks) * self.arena.block_bytes
 
@@ -220,12 +226,14 @@ class NodeAgent:
             arena.block_bytes,
             self._join_cache(peer, hello),
             self.transfers.table.outboxes.last_attempt,
-            # An engine hears of a lost connection a little later than we.
+            # Half of the drain time: an engine notices a lost connection later than the agent.
             self.config.drain_s / 2,
         )
 
     def _join_cache(self, peer: EnginePeer, hello: EngineHello) -> StatePlacement | None:
-        """Only a scheduler names the namespace; a worker writes what its scheduler reserved."""
+        """Join an engine to the prefix cache; None if it does not use it. Only a scheduler's Hello
+        has a namespace; its workers write what it reserved.
+        """
         if self.cache is None or not (hello.namespace or peer.role == "worker"):
             return None
         self.cache.connect(peer, self.book.shape(peer.instance))
@@ -265,5 +273,5 @@ class NodeAgent:
                 if self.cache is not None:
                     self.cache.tick()
             except Exception:
-                # Leases must go on ending, whatever one transfer ran into.
+                # One transfer's failure must not keep the leases of others from ending.
                 logger.exception("expiry failed")

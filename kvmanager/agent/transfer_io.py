@@ -1,7 +1,7 @@
-"""The agent's sockets: one Sender and one Receiver, their threads bridged to the event loop.
+"""The agent's Sender and Receiver, with their threads bridged to the event loop.
 
-It does not decide anything about a transfer; it carries out what the transfer table asked for and
-reports on the loop what became of it, each piece of news once.
+It decides nothing about a transfer. It carries out what the transfer table asks for, and reports
+each event once, on the loop.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DROP_THREADS = 4
 
 @dataclass(slots=True)
 class OutboxSend:
-    """One outbox at the transport. `sent_at_prefill_end` is None until the prefill ended."""
+    """The sending of one outbox. `sent_at_prefill_end` is None until the prefill has ended."""
 
     handle: OutgoingTransfer
     endpoint: Endpoint
@@ -44,7 +44,7 @@ class OutboxSend:
 
 
 class TransferIo:
-    """Construct and use it on the event loop that `news` shall be called on."""
+    """Runs the sockets. Construct and use it on the event loop that `news` must be called on."""
 
     def __init__(
         self,
@@ -70,19 +70,20 @@ class TransferIo:
         self._stopped = False
 
     def start(self) -> Endpoint:
-        """Listen; where. Raises transport.LocalError("bind")."""
+        """Listen, and return the real address. Raises transport.LocalError("bind")."""
         self._receiver.start()
         return self._receiver.endpoint
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait until every drop and every outbox that was begun has ended, if that is soon."""
+        """Wait at most `timeout_s` until every drop and every outbox has ended."""
         busy = {*self._dropping, *(outgoing.ended for outgoing in self._outgoing.values())}
         if busy:
             await asyncio.wait(busy, timeout=timeout_s)
 
     async def stop(self) -> None:
-        """Close both. News of what was still open may or may not come."""
+        """Close both ends. Events of open transfers may or may not follow."""
         self._stopped = True
+        # On threads: closing waits for the transport's own threads.
         await asyncio.to_thread(self._sender.close)
         await asyncio.to_thread(self._receiver.close)
         self._droppers.shutdown()
@@ -90,14 +91,15 @@ class TransferIo:
     # Landings.
 
     def admit(self, transfer_id: bytes, token: bytes, fingerprint: bytes, space: ByteSpace) -> None:
-        """Let the sender that has the token in."""
+        """Admit the sender that has the token."""
         self._admission.admit(transfer_id, token, fingerprint, space)
 
     def drop(self, transfer_id: bytes, reason: str) -> None:
-        """Have it forgotten by the receiver; `landing_dropped` follows, unless stopped."""
+        """Make the receiver forget the transfer. `landing_dropped` follows, unless stopped."""
         if self._stopped:
             return
         self._admission.revoke(transfer_id)
+        # On a thread: `Receiver.drop` waits until no other thread writes into the memory.
         future = self._loop.run_in_executor(
             self._droppers, self._receiver.drop, transfer_id, reason
         )
@@ -114,8 +116,8 @@ class TransferIo:
     # Outboxes.
 
     def open(self, spec: OutgoingSpec, space: ByteSpace) -> None:
-        """Begin to send; `outbox_ended` follows. Raises BadRequest, ValueError or RuntimeError,
-        then not.
+        """Begin to send. `outbox_ended` follows, unless this raises BadRequest, ValueError or
+        RuntimeError.
         """
         self._check(spec.endpoint)
         listener = SendListener(self, self._send_ended, now_s)
@@ -127,8 +129,8 @@ class TransferIo:
     def open_probe(
         self, spec: OutgoingSpec, space: ByteSpace, listener: TransferListener
     ) -> OutgoingTransfer:
-        """Begin to send what is no outbox: `listener`, not `news`, is told of its end, from a
-        transport thread. Raises as `open`.
+        """Begin to send something other than an outbox. A transport thread tells `listener`, and
+        not `news`, of its end. Raises as `open` does.
         """
         self._check(spec.endpoint)
         return self._sender.open(spec, space, listener)
@@ -140,7 +142,7 @@ class TransferIo:
             raise BadRequest(f"this agent sends to {known} (send_to), not to {endpoint}")
 
     def link_state(self, endpoint: Endpoint) -> LinkState | None:
-        """What the sender knows of its link to this endpoint; None when there is none."""
+        """The sender's state of its link to this endpoint; None when there is none."""
         return self._sender.link_state(endpoint)
 
     def link_activity(self) -> dict[Endpoint, bool]:
@@ -164,11 +166,11 @@ class TransferIo:
         outgoing.sent_at_prefill_end = outgoing.handle.progress().sent_bytes
 
     def outgoing(self, transfer_id: bytes) -> OutboxSend | None:
-        """What is known of an outbox, until `forget`."""
+        """The sending of an outbox, until `forget`."""
         return self._outgoing.get(transfer_id)
 
     def forget(self, transfer_id: bytes) -> None:
-        """Nobody will ask for the report of this outbox any more."""
+        """Forget an outbox, whose report nobody will ask for any more."""
         self._outgoing.pop(transfer_id, None)
 
     def links(self, open_ids: set[bytes]) -> list[LinkStatus]:
@@ -193,7 +195,7 @@ class TransferIo:
     # From other threads.
 
     def post(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call it on the loop; news after the loop's end is nobody's."""
+        """Call a function on the loop, from any thread. Events after the loop's end are dropped."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
 
@@ -205,13 +207,15 @@ class TransferIo:
 
     def _dropped(self, future: asyncio.Future[None], transfer_id: bytes) -> None:
         self._dropping.discard(future)
+        # A drop that failed raises here: its threads may still write, so the landing is not
+        # reported as dropped.
         if not future.cancelled():
             future.result()
         self._news.landing_dropped(transfer_id)
 
 
 class SendListener:
-    """Hands the end of a send over from sender threads to the loop: None or an error, and when."""
+    """Posts the end of a send from sender threads to the loop: None or an error, and the time."""
 
     def __init__(
         self,

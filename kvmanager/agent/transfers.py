@@ -1,9 +1,9 @@
-"""What goes over one agent's data port: its transfers, the moves of its cache, its probes.
+"""Runs what goes over one agent's data port: transfers, moves of its cache, and probes.
 
-Everything that happens to a transfer (a call of the control plane, a message of an engine, news of
-the transport, time) is put into the transfer table as an event, and the effects that come back are
-performed here. No rule about transfers is here; they are in `kvmanager.transfers.table`. It does
-not know the engine socket, layouts, or how its callers reached it.
+Every event of a transfer (a call of the control plane, a message of an engine, an event of the
+transport, the time) goes into the transfer table, and this module performs the effects that come
+back. The rules about transfers are in `kvmanager.transfers.table`. This module does not know the
+engine socket, layouts, or how its callers reached it.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class AgentTransfers:
         metrics: AgentMetrics,
         send: Callable[[int, AgentMessage], None],
     ) -> None:
-        """`send` says a message to an engine connection. Raises transport.LocalError."""
+        """`send` sends a message to an engine connection. Raises transport.LocalError."""
         self.bases = LandingBases(cache, kept.arena) if cache is not None else None
-        """What landings build on; None without a cache."""
+        """The cached prefixes that landings build on; None without a cache."""
         self.table = TransferTable(
             kept.allocator,
             config.block_bytes,
@@ -109,13 +109,13 @@ class AgentTransfers:
             )
 
     def end_all(self) -> None:
-        """End every transfer and every probe, and tell whoever waits for them."""
+        """End every transfer and every probe, and answer the callers that wait for them."""
         for transfer_id in {*self.table.landings.records, *self.table.outboxes.records}:
             self.cancel(transfer_id, "the agent is stopping")
         self.prober.close(now_s())
 
     async def stop(self) -> None:
-        """Close the data port, after a moment for what was just ended."""
+        """Close the data port, after a moment in which peers hear of the ends."""
         await self.io.settle(STOP_GRACE_S)
         await self.io.stop()
 
@@ -132,16 +132,17 @@ class AgentTransfers:
     # ---- for the control plane
 
     async def reserve(self, spec: LandingSpec, base: LandingBase | None = None) -> LandingRecord:
-        """Hold memory, evicting for it in steps, and let the sender in.
+        """Reserve memory, for which it evicts in steps, and admit the sender.
 
         Raises TransferError, and drops `base` then.
         """
         try:
             if self._cache is not None:
+                # Before anything is evicted for a request that would be refused in any case.
                 self.table.landings.check(spec)
                 await self._cache.make_room_in_steps(-(-spec.nbytes // self._arena.block_bytes))
             landing = self.table.landings.reserve(spec, now_s())
-        except BaseException:  # a caller that goes away too
+        except BaseException:  # also when the caller goes away
             if base is not None and self.bases is not None:
                 self.bases.drop(base)
             raise
@@ -152,7 +153,7 @@ class AgentTransfers:
         return landing
 
     def open_outbox(self, spec: OutboxSpec, wire: OutgoingSpec) -> OutboxRecord:
-        """Hold memory and begin to send. Raises TransferError."""
+        """Reserve memory and begin to send. Raises TransferError."""
         outbox = self.table.outboxes.open(spec, now_s())
         space = self._arena.view(outbox.runs, spec.nbytes)
         try:
@@ -163,7 +164,7 @@ class AgentTransfers:
         return outbox
 
     def cancel(self, transfer_id: bytes, reason: str) -> bool:
-        """End it; whether something was alive."""
+        """End a transfer. Returns whether something was alive."""
         effects = self.table.cancel(transfer_id, reason, now_s())
         self._perform(effects)
         return bool(effects)
@@ -183,7 +184,7 @@ class AgentTransfers:
                 del self._waiters[key]
 
     def report(self, key: Key) -> TransferReport:
-        """How an end is doing; raises KeyError when it is unknown."""
+        """The report of one end. Raises KeyError when it is unknown."""
         kind, transfer_id = key
         if kind is Kind.LANDING:
             landing = self.table.landings.records[transfer_id]
@@ -202,7 +203,7 @@ class AgentTransfers:
     # ---- for engines
 
     def engine_says(self, conn_id: int, message: TransferMessage) -> None:
-        """Take a message about one transfer."""
+        """Process an engine's message about one transfer."""
         landings, outboxes = self.table.landings, self.table.outboxes
         transfer_id = message.transfer_id
         effects: list[Effect] = []
@@ -217,7 +218,7 @@ class AgentTransfers:
                 effects = outboxes.abort(conn_id, transfer_id, attempt, reason, now_s())
             case Watch():
                 effects = landings.watch(conn_id, transfer_id)
-            case Release(_, 0):  # no opening of an outbox has number 0: a landing is meant
+            case Release(_, 0):  # attempts begin at 1, so 0 means a landing
                 effects = landings.release(conn_id, transfer_id, now_s())
             case Release(_, attempt):
                 outboxes.release(conn_id, transfer_id, attempt)
@@ -235,8 +236,8 @@ class AgentTransfers:
     def landing_complete(self, transfer_id: bytes) -> None:
         effects = self.table.landings.complete(transfer_id, now_s())
         self._perform(effects)
-        # Without effects it came too late, or it is the landing of a move or a probe. A cache key
-        # promises the exact bytes, which a lossy codec does not keep.
+        # No effects: the event came too late, or the landing belongs to a move or a probe. A cache
+        # key promises the exact bytes, which a lossy codec does not keep.
         if effects and self.bases is not None and not self._config.is_lossy:
             self.bases.landed(self.table.landings.records[transfer_id], self.table.holds)
         if self.mover is not None:

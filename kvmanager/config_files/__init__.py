@@ -1,5 +1,5 @@
-"""Files that people write in YAML: how they are read, how quantities are spelled, what errors say.
+"""Reads the YAML files that people write, with quantities in units and helpful errors.
 
-All processes read their files through this package, so that a mistake in any of them is shown with
-its line, its path and what to write instead.
+All processes read their files through this package, so that every mistake is shown with its line,
+its path and what to write instead.
 """

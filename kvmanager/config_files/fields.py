@@ -1,8 +1,8 @@
-"""What the fields of files are made of: sections, quantities, addresses, a core's own settings.
+"""The building blocks of files: sections, quantities, addresses, and settings of cores.
 
-A core's dataclass is the schema of what operators may say of it: `CoreFields` makes a section of
-it, and `filled_from` gives fields of hand-written sections its defaults and descriptions. The
-description of a field is the docstring below it, in either.
+A core's dataclass is the schema of its settings. `CoreFields` makes a section of it, and
+`filled_from` gives fields of hand-written sections its defaults and descriptions. In both, the
+docstring below a field is its description.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SectionT = TypeVar("SectionT", bound="Section")
 
 
 def spelled(parse: Callable[[str], float]) -> BeforeValidator:
-    """Numbers as they are, also as text; other text as `parse` reads it."""
+    """A validator that keeps numbers, also those written as text, and parses other text."""
 
     def read(value: Any) -> Any:
         if not isinstance(value, str):
@@ -85,8 +85,9 @@ Address = Annotated[str, AfterValidator(_address)]
 
 @functools.cache
 def _docs_in(source_file: str) -> dict[str, dict[str, str]]:
-    """By class and field, the docstrings below the fields of a module's classes."""
+    """The docstrings below the fields of a module's classes, by class and field."""
     found: dict[str, dict[str, str]] = {}
+    # Python does not keep the docstrings of fields, so they are read from the source.
     for node in ast.parse(Path(source_file).read_text(encoding="utf-8")).body:
         if not isinstance(node, ast.ClassDef):
             continue
@@ -104,7 +105,7 @@ def _docs_in(source_file: str) -> dict[str, dict[str, str]]:
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """By field of `kind`, the docstring below it in the source of `kind` and of its bases."""
+    """The docstrings below the fields of `kind` and of its bases, by field."""
     docs: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         docs |= base.__dict__.get("core_docs", {})
@@ -123,8 +124,8 @@ def _describe(schema: dict[str, Any], section: type[BaseModel]) -> None:
 
 
 class Section(BaseModel):
-    """A mapping of a file: frozen, and unknown keys are errors. Its JSON Schema describes fields
-    by the docstrings below them.
+    """A mapping in a file. It is frozen, and unknown keys are errors. Its JSON Schema describes
+    fields by the docstrings below them.
     """
 
     model_config = ConfigDict(
@@ -132,20 +133,20 @@ class Section(BaseModel):
     )
 
     core_docs: ClassVar[Mapping[str, str]] = {}
-    """Descriptions of the fields that are taken from a core, by their names."""
+    """Descriptions of the fields that come from a core, by name."""
 
     @classmethod
     def of(cls, **given: Any) -> Self:
-        """The section with these settings. Type checkers do not see the defaults of cores, which
-        the constructor has, too.
+        """The section with these settings. Unlike the constructor, it type-checks without the
+        fields whose defaults come from a core.
         """
         return cls.model_validate(given)
 
 
 def filled_from(*cores: type) -> Callable[[type[SectionT]], type[SectionT]]:
-    """Decorates a section: fields of it that have no default get the default and the description
-    of the field of this name in one of `cores`, dataclasses. Their types stay the section's: a core
-    knows no units and leaves bounds to its constructor.
+    """Decorates a section: its fields without a default get the default and the description of the
+    field of this name in one of `cores`, which are dataclasses. The types stay the section's,
+    because a core knows no units and checks bounds in its constructor.
     """
 
     def fill(section: type[SectionT]) -> type[SectionT]:
@@ -172,8 +173,9 @@ class CoreFields:
     `Annotated[TransportConfig, CoreFields(TransportConfig, without={"tls"})]`.
 
     Names, types, defaults and descriptions are those of the class, a dataclass or msgspec struct
-    with defaults for all; its ValueErrors are problems of the file. What is written out again are
-    the settings that differ from the defaults. Quantities may have units by the ends of names.
+    with defaults for all fields. Its ValueErrors become problems of the file. Only settings that
+    differ from the defaults are written out again. The end of a field's name says which unit a
+    quantity may have.
     """
 
     def __init__(self, core: type, *, without: Collection[str] = ()) -> None:
@@ -211,7 +213,7 @@ class CoreFields:
 
 
 def _with_unit(name: str, kind: Any) -> Any:
-    """`kind`, which takes text with a unit where the end of the field's name says which."""
+    """`kind`, which also takes text with a unit if the end of the field's name says which unit."""
     for end, parse in (
         ("tokens_per_s", parse_tokens),
         ("_bytes_per_s", parse_rate),
@@ -225,7 +227,7 @@ def _with_unit(name: str, kind: Any) -> Any:
 
 
 def settings_of(section: Section, core: Callable[..., CoreT], **more: Any) -> CoreT:
-    """A `core` from those fields of `section` that it has, and `more`."""
+    """Make a `core` from the fields of `section` that it has, and from `more`."""
     names = inspect.signature(core).parameters.keys() & type(section).model_fields.keys()
     return core(**({name: getattr(section, name) for name in names} | more))
 
@@ -241,7 +243,7 @@ class TlsSection(Section):
     """The certificate of the authority that signed all nodes of the region."""
 
     def files(self) -> TlsFiles:
-        """As the transport and RPC layers take it."""
+        """The files in the form of the transport and RPC layers."""
         return TlsFiles(cert=self.cert, key=self.key, ca=self.ca)
 
 

@@ -1,4 +1,4 @@
-"""Options of commands that set what a file may say, too. Knows no single command."""
+"""Command options for settings that a file may have as well. Knows no single command."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvmanager.config_files.fields import Section, field_docs
 
 
 def setting(section: type[Section], name: str) -> Any:
-    """The option for one field of `section`: its help is the field's description and default. It
-    annotates a parameter that is None where the option is not given.
+    """The option for one field of `section`, with the field's description and default as its help.
+    It annotates a parameter that is None when the option is not given.
     """
     default = section.model_fields[name].default
     if isinstance(default, bool):

@@ -1,4 +1,4 @@
-"""What is wrong with a file that a user wrote: where, in which line, and what to write instead.
+"""The problems of a user's file: the path and line of each, and what to write instead.
 
 Values only; reads nothing.
 """
@@ -14,7 +14,7 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong at `path` (keys and indices from the top); `message` includes the fix."""
+    """One problem at `path` (keys and indices from the top). `message` includes the fix."""
 
     path: KeyPath
     message: str
@@ -34,7 +34,7 @@ class Problem:
 
 
 class FileError(Exception):
-    """A file that cannot be used; `problems` says why, all at once."""
+    """A file that cannot be used. `problems` has all reasons."""
 
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
         count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"

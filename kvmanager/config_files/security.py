@@ -60,7 +60,7 @@ class SecuritySection(Section):
     region_key: RegionKeySection | None = None
     """Signs calls where there is no TLS. Left out: none."""
     trusted_network: bool = False
-    """Let every process that reaches this one's ports call everything."""
+    """Whether every process that reaches this one's ports may call everything."""
 
     @model_validator(mode="after")
     def _check_one(self) -> Self:

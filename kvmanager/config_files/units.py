@@ -1,4 +1,4 @@
-"""Quantities as people write them ("1Gbit", "20ms", "512MiB", "8k") turned into SI numbers.
+"""Converts quantities as people write them ("1Gbit", "20ms", "512MiB", "8k") to SI numbers.
 
 Knows nothing of what the numbers are for. Every parser raises ``ValueError`` with a message that
 shows the accepted spelling.

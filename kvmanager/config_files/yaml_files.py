@@ -38,8 +38,8 @@ def read_text(path: Path) -> str:
 def read_settings(
     path: Path | None, model: type[Model], *, expected: str, options: Mapping[str, Any] = {}
 ) -> Model:
-    """The `model` that the file describes, with those of a command's `options` that are not None
-    in place of the file's; without a file, of the options alone. `FileError` with all problems.
+    """The `model` that the file describes. A command's `options` that are not None replace the
+    file's settings. Without a file the options alone count. Raises `FileError` with all problems.
     """
     return parse_yaml(
         "{}" if path is None else read_text(path),
@@ -52,7 +52,7 @@ def read_settings(
 
 @contextmanager
 def exit_on_bad_file(status: int = 2) -> Iterator[None]:
-    """In a command: a file that cannot be used ends it, with all problems on stderr."""
+    """End a command whose file cannot be used, with all problems on stderr."""
     try:
         yield
     except FileError as error:
@@ -70,14 +70,15 @@ def parse_yaml(
     options: Mapping[str, Any] = {},
     check: Callable[[Model], Iterable[Problem]] = lambda value: (),
 ) -> Model:
-    """The `model` that the text describes; `FileError` with every problem found.
+    """The `model` that the text describes. Raises `FileError` with every problem found.
 
-    `expected` says what the file should be when it is no mapping at all. `check` looks for problems
-    between fields that are each right. Without `variables` nothing is replaced. `options` win over
-    what the text says for their keys.
+    `expected` is the message for a file that is no mapping at all. `check` finds problems between
+    fields that are each right. Without `variables` nothing is replaced. `options` replace the
+    text's values of their keys.
     """
     try:
         document = yaml.safe_load(text)
+        # The second pass keeps the nodes with their line numbers, which the values do not have.
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise FileError(source, [_yaml_problem(error)]) from error
@@ -124,7 +125,9 @@ def _expand(value: Any, variables: Mapping[str, str], at: KeyPath, found: list[P
 
 
 def _field_problems(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
-    """Without those that only say that a list is empty because its items are wrong."""
+    """The problems, without those that only follow from a problem further inside, such as a list
+    that is empty because its items are wrong.
+    """
     problems = [_field_problem(item, model) for item in error.errors()]
     paths = [problem.path for problem in problems]
     return [
@@ -150,7 +153,7 @@ def _field_problem(error: ErrorDetails, model: type[BaseModel]) -> Problem:
         message = "use letters, digits, '_', '.' and '-', at most 63"
     if kind == "tuple_type":
         message = "write a list, such as [1, 2]"
-    # What was written for a secret may be the secret, in the wrong place or spelling.
+    # A wrong value of a secret is not shown: it may be the secret, in the wrong place or spelling.
     is_secret = any(map(_hides_input, _kinds_along(path, model)))
     shown = repr(value) if isinstance(value, str | int | float | bool) and not is_secret else ""
     if shown and shown not in message:
@@ -213,7 +216,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def _with_line(problem: Problem, root: yaml.Node | None, options: Mapping[str, Any]) -> Problem:
-    # What a command's option says stands in no line of the file.
+    # An option of the command has no line in the file.
     is_option = bool(problem.path) and problem.path[0] in options
     return problem if is_option else replace(problem, line=_line(root, problem.path))
 

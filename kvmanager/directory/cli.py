@@ -1,6 +1,6 @@
 """The command `prfaas directory`: options and signals around one directory.
 
-It does not know what nodes say. With `redis` it fills a Redis server, else it serves gRPC.
+With `redis` it fills a Redis server, otherwise it serves gRPC. It does not know what nodes report.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.directory.config import DirectoryConfig, load
 from kvmanager.directory.embedded import EmbeddedDirectory
 from kvmanager.directory.errors import DirectoryError
-from kvmanager.directory.feed_client import DirectoryFollower, FollowTiming
+from kvmanager.directory.feed_client import DirectoryFollower
 from kvmanager.directory.messages import SERVICE, NodeState
 from kvmanager.directory.metrics import DirectoryMetrics
 from kvmanager.directory.service import DirectoryService
@@ -52,7 +52,7 @@ def directory_command(
     metrics_port: Annotated[int | None, setting(DirectoryConfig, "metrics_port")] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
-    """Run a directory: follows node agents, knows what is cached where."""
+    """Run a directory, which follows node agents and knows what each node has cached."""
     set_up_logging(log_level)
     agents = dict(item.partition("=")[::2] for item in agent) if agent else None
     options = {"listen": listen, "agents": agents, "redis": redis, "metrics_port": metrics_port}
@@ -70,7 +70,7 @@ def directory_command(
 
 
 async def serve(config: DirectoryConfig) -> None:
-    """Run until SIGTERM or SIGINT. Raises the start's errors."""
+    """Run until SIGTERM or SIGINT. Raises the errors of its start."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -83,8 +83,7 @@ async def serve(config: DirectoryConfig) -> None:
 
 async def _serve_grpc(config: DirectoryConfig, stopping: asyncio.Event) -> None:
     credentials = config.credentials("directory")
-    timing = FollowTiming(forget_s=config.forget_s)
-    directory = EmbeddedDirectory(AgentClients(credentials).open, timing=timing)
+    directory = EmbeddedDirectory(AgentClients(credentials).open, forget_s=config.forget_s)
     server = RpcServer(config.listen, {SERVICE: DirectoryService(directory).methods()}, credentials)
     host = Endpoint.parse(config.listen).host
     metrics = _Metrics(config, directory.follower)
@@ -109,9 +108,8 @@ async def _fill_redis(config: DirectoryConfig, url: str, stopping: asyncio.Event
     credentials = config.credentials("directory")
     settings = RedisSettings(forget_s=config.forget_s)
     redis = connect(url, timeout_s=_REDIS_TIMEOUT_S)
-    timing = FollowTiming(forget_s=config.forget_s)
     follower = DirectoryFollower(
-        RedisSink(redis, settings), AgentClients(credentials).open, timing=timing
+        RedisSink(redis, settings), AgentClients(credentials).open, forget_s=config.forget_s
     )
     reader = RedisDirectory(redis, settings)
     metrics = _Metrics(config, follower)
@@ -153,7 +151,7 @@ class _Metrics:
 
     async def close(self) -> None:
         if self._server is not None:
-            # Waits for the server's next look at its own state, up to half a second away.
+            # On a thread: `shutdown` waits until the server polls its flag, up to half a second.
             await asyncio.to_thread(self._server.shutdown)
             self._server.server_close()
             self._thread.join()

@@ -10,32 +10,23 @@ from typing import Any, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
-from kvmanager.config_files.fields import (
-    Address,
-    ListenAddress,
-    Port,
-    Seconds,
-    filled_from,
-)
+from kvmanager.config_files.fields import Address, ListenAddress, Port, Seconds
 from kvmanager.config_files.security import SecuritySection, check_listeners, check_redis
 from kvmanager.config_files.yaml_files import read_settings
-from kvmanager.directory.feed_client import FollowTiming
-from kvmanager.directory.messages import NodeName
+from kvmanager.directory.messages import FORGET_S, NodeName
 
 
-@filled_from(FollowTiming)
 class DirectoryConfig(SecuritySection):
     """One directory process."""
 
     listen: ListenAddress = "127.0.0.1:7300"
-    """gRPC of service `prfaas.Directory`, host:port; port 0: any free one."""
+    """Address of gRPC service `prfaas.Directory`, host:port; port 0: any free one."""
     agents: dict[str, Address] = Field(min_length=1)
-    """Whom to follow: "cluster/node" -> the agent's control address."""
+    """The agents to follow: "cluster/node" -> the agent's control address."""
     redis: SecretStr | None = None
-    """Keep what is known in the Redis server at this URL, for gateways to read there, instead of
-    serving it.
-    """
-    forget_s: Seconds
+    """URL of a Redis server to fill instead of serving gRPC; gateways then read from it."""
+    forget_s: Seconds = FORGET_S
+    """An agent that has not answered for this long counts as holding nothing, seconds."""
     metrics_port: Port = 0
     """Prometheus port on the host of `listen`; 0: none."""
 

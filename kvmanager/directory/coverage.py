@@ -1,8 +1,8 @@
-"""How much of one prompt each node can resume, from what each says of each block. Pure.
+"""Computes how much of one prompt each node can resume, from each node's flags of each block. Pure.
 
-Does not know keys or where the flags come from. Neighbouring blocks with the same flags form a run,
-so that a prompt of many blocks that few nodes hold costs a few rows. Within a run nothing changes:
-if any prefix that ends in it can be resumed, then so can the one that ends with it.
+Does not know keys or the source of the flags. Neighbouring blocks with the same flags form a run,
+so that a prompt of many blocks that few nodes hold costs only a few rows. Nothing changes within a
+run: if a prefix that ends within it can be resumed, so can the prefix that ends with it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def coverages(
 ) -> list[NodeCoverage]:
     """`flags[run, node]`, for runs that end before blocks `ends`, and the nodes' names and ages.
 
-    Nodes that hold nothing of use are left out; the longest usable prefix comes first.
+    Nodes that hold nothing useful are left out. The longest usable prefix comes first.
     """
     kv, usable = _hits(rule, flags, ends)
     found = []
@@ -64,6 +64,8 @@ def _hits(rule: ResumeRule, flags: Flags, ends: npt.NDArray[np.int64]) -> tuple[
         resumes = np.logical_and.accumulate((flags & _KV) != 0, axis=1)
         kv = np.where(resumes, ends, 0).max(axis=1, initial=0)
     if rule.window_reach:
+        # The end of the last run so far without the windows: a prefix needs them in its last
+        # `window_reach` blocks, or in all of its blocks if it has fewer.
         gap_ends = np.maximum.accumulate(np.where(flags & _WINDOW, 0, ends), axis=1)
         resumes = resumes & (ends - gap_ends >= np.minimum(rule.window_reach, ends))
     if rule.has_state:

@@ -1,13 +1,13 @@
-"""What every node of the region holds in its prefix cache, and who can resume a given prompt. Pure.
+"""The prefix caches of all nodes of the region, and which node can resume a given prompt. Pure.
 
-Does not know sockets, models or clocks, and never guesses: it is what the nodes last said, and each
-answer carries how long ago that was. One writer; not safe for threads.
+Does not know sockets, models or clocks, and never guesses: it has what the nodes last reported, and
+each answer says how long ago that was. One writer; not safe for threads.
 
-Each node is followed as a sequence of `CacheFeed`s of one epoch. A feed continues what is known, or
-is a snapshot that replaces it. Anything else - another epoch, a sequence number from before - is
-refused, and a snapshot must be asked for (`position` says "from the beginning" then). What was
-known of the node stays until the snapshot comes. So a directory that has just started equals one
-that has lived through all events, as soon as it has a snapshot of every node.
+Each node is followed by a sequence of `CacheFeed`s of one epoch. A feed continues the known state,
+or is a snapshot that replaces it. A feed with another epoch or an earlier sequence number is
+refused, and a snapshot must be requested (`position` then returns "from the beginning"). The known
+state of the node stays until the snapshot arrives. So a directory that has just started equals one
+that has seen all events, as soon as it has a snapshot of every node.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from kvmanager.directory.messages import (
 from kvmanager.directory.table import ABSENT, BlockTable, Keys
 
 Position = tuple[str, int]
-"""Epoch and sequence number up to which a node is known."""
+"""The epoch and the sequence number up to which a node's feed was applied."""
 
 FROM_THE_BEGINNING: Final[Position] = ("", 0)
 
 _SLICE_KEYS: Final = 4096
-"""Keys applied at a time: a few milliseconds, after which others may run."""
+"""Keys applied in one step of a few milliseconds, after which other tasks may run."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class _Node:
 
 
 class Directory:
-    """What all nodes of a region hold. One writer; not safe for threads."""
+    """The prefix caches of all nodes of a region. One writer; not safe for threads."""
 
     def __init__(self) -> None:
         self._sets = HolderSets()
@@ -67,18 +67,18 @@ class Directory:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that anybody holds."""
+        """Blocks that at least one node holds."""
         return self._table.num_live
 
     def position(self, node: NodeName) -> Position:
-        """Where to go on asking; `FROM_THE_BEGINNING` where a snapshot is needed."""
+        """The position to continue from; `FROM_THE_BEGINNING` if a snapshot is needed."""
         known = self._nodes.get(node)
         return FROM_THE_BEGINNING if known is None else known.position
 
     def apply(self, node: NodeName, feed: CacheFeed, now_s: float) -> bool:
-        """Enter what a node said. False: it does not continue what is known, ask for a snapshot.
+        """Apply a node's feed. False: it does not continue the known state, so request a snapshot.
 
-        Raises `FeedError` for a feed that breaks the rules; a snapshot is needed then, too.
+        Raises `FeedError` for a feed that breaks the rules; then too a snapshot is needed.
         """
         if not self.accepts(node, feed):
             return False
@@ -87,9 +87,9 @@ class Directory:
         return True
 
     def accepts(self, node: NodeName, feed: CacheFeed) -> bool:
-        """Whether a feed continues what is known of the node. If not, a snapshot is needed now.
+        """Whether a feed continues the known state of the node. If not, a snapshot is needed.
 
-        Raises `FeedError`, see `apply`.
+        Raises `FeedError` as `apply` does.
         """
         try:
             check_feed(node, feed)
@@ -103,15 +103,17 @@ class Directory:
         return False
 
     def applying(self, node: NodeName, feed: CacheFeed, now_s: float) -> Iterator[None]:
-        """`apply` for a feed that `accepts` has passed, in short steps. Given up in between, the
-        node needs a snapshot.
+        """`apply` in short steps, for a feed that `accepts` has passed. If the caller stops in
+        between, the node needs a snapshot.
         """
         if feed.is_snapshot:
+            # A snapshot names what the node holds, but not what it has dropped.
             self.forget(node)
         known = self._nodes.get(node)
         if known is None:
             known = self._nodes[node] = _Node(self._sets.add_column())
             self._columns[known.column] = node
+        # Until all steps are done, so that a caller that stops in between gets a snapshot.
         known.position = FROM_THE_BEGINNING
         known.heard_s = now_s
         keys, flags = parse_feed(feed)
@@ -119,27 +121,29 @@ class Directory:
             part = slice(start, start + _SLICE_KEYS)
             self._enter(known.column, keys[part], flags[part])
             yield
+        # An answer without changes has no age.
         if len(keys):
             known.lag_s = feed.age_s
+        # With its first whole snapshot: afterwards `more` only means that further changes wait.
         known.complete = known.complete or not feed.more
         known.position = (feed.epoch, feed.seq)
 
     def reset(self, node: NodeName) -> None:
-        """Ask for a snapshot next; what is known of the node stays until it is here."""
+        """Require a snapshot next. The known state of the node stays until it arrives."""
         if node in self._nodes:
             self._nodes[node].position = FROM_THE_BEGINNING
 
     def forget(self, node: NodeName) -> None:
-        """The node holds nothing any more, as far as is known. Idempotent."""
+        """Forget the node and everything that it holds. Idempotent."""
         known = self._nodes.pop(node, None)
         if known is not None:
             del self._columns[known.column]
             self._sets.drop_column(known.column)
 
     def match(self, rule: ResumeRule, keys: Sequence[bytes], now_s: float) -> list[NodeCoverage]:
-        """Who holds how much of the prompt whose whole block keys, in order, are `keys`.
+        """How much of a prompt each node holds. `keys` are the prompt's whole block keys, in order.
 
-        Nodes that hold nothing of use are left out; the longest usable prefix comes first.
+        Nodes that hold nothing useful are left out. The longest usable prefix comes first.
         """
         return self.match_short(rule, short_keys(keys), now_s)
 
@@ -147,11 +151,12 @@ class Directory:
         """`match` for keys that are shortened already."""
         ids = self._table.lookup(keys)
         if rule.has_kv:
-            # Beyond a block that nobody has, nobody has a prefix.
+            # A prefix needs the KV of all its blocks, so it ends before a block that no node has.
             holes = np.flatnonzero(ids == NOBODY)
             ids = ids[: holes[0]] if holes.size else ids
         if not ids.size:
             return []
+        # Neighbours that the same nodes hold make a run, whose last block speaks for all.
         ends = np.append(np.flatnonzero(ids[1:] != ids[:-1]), len(ids) - 1) + 1
         flags = self._sets.rows(ids[ends - 1])
         columns = np.flatnonzero(flags.any(axis=0))
@@ -162,7 +167,7 @@ class Directory:
         return coverages(rule, flags[:, columns], ends, nodes)
 
     def nodes(self, now_s: float) -> list[NodeState]:
-        """What is known of each node, by name."""
+        """The state of each node, sorted by name."""
         counts = self._table.counts(len(self._sets))
         used = np.flatnonzero(counts).astype(np.uint32)
         num_blocks = counts[used] @ (self._sets.rows(self._sets.current(used)) != 0)
@@ -199,6 +204,7 @@ class Directory:
         after = self._sets.stepped(before, column, flags)
         changed = ~is_new & (after != before)
         self._table.put(places[changed], after[changed])
+        # A key that no node holds needs no place.
         is_new &= after != NOBODY
         self._table.insert(keys[is_new], after[is_new])
         if self._sets.is_crowded:
@@ -208,7 +214,7 @@ class Directory:
 
 
 def check_feed(node: NodeName, feed: CacheFeed) -> None:
-    """Raises `FeedError` for a feed that breaks the rules of its message."""
+    """Raise `FeedError` for a feed that breaks the rules of its message."""
     num_keys, rest = divmod(len(feed.keys), SHORT_KEY_BYTES)
     if rest or len(feed.flags) != 2 * num_keys:
         raise FeedError(
@@ -233,7 +239,7 @@ def parse_feed(feed: CacheFeed) -> tuple[Keys, Flags]:
 
 
 def _last_of_each(keys: Keys, flags: Flags) -> tuple[Keys, Flags]:
-    """Each key once, ascending, with what was said of it last."""
+    """Each key once, ascending, with its last flags."""
     order = np.argsort(keys, kind="stable")
     keys, flags = keys[order], flags[order]
     is_last = np.ones(len(keys), dtype=np.bool_)

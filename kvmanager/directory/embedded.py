@@ -1,4 +1,4 @@
-"""The directory of this process, fed by the region's agents: the default of a gateway."""
+"""A directory inside this process, fed by the region's agents. It is a gateway's default."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvmanager.agent.client import AgentClient
 from kvmanager.directory.directory import Directory
-from kvmanager.directory.feed_client import DirectoryFollower, DirectorySink, FollowTiming
-from kvmanager.directory.messages import NodeCoverage, NodeName, NodeState, ResumeRule
+from kvmanager.directory.feed_client import DirectoryFollower, DirectorySink
+from kvmanager.directory.messages import FORGET_S, NodeCoverage, NodeName, NodeState, ResumeRule
 from kvmanager.directory.table import Keys
 
 
 class EmbeddedDirectory:
-    """A `DirectoryReader`. `follow` says which agents there are, again whenever they change."""
+    """A `DirectoryReader`. Call `follow` with the region's agents, and again when they change."""
 
     def __init__(
-        self, connect: Callable[[str], AgentClient], *, timing: FollowTiming | None = None
+        self, connect: Callable[[str], AgentClient], *, forget_s: float = FORGET_S
     ) -> None:
-        """`connect` makes a client of the agent at a control address, to be closed here."""
+        """`connect` makes a client of the agent at a control address, to be closed here. An agent
+        that has not answered for `forget_s` is taken to hold nothing.
+        """
         self.core = Directory()
-        self.follower = DirectoryFollower(DirectorySink(self.core), connect, timing=timing)
+        self.follower = DirectoryFollower(DirectorySink(self.core), connect, forget_s=forget_s)
 
     async def follow(self, agents: Mapping[NodeName, str]) -> None:
         """Follow exactly the agents with these control addresses."""
@@ -37,5 +39,5 @@ class EmbeddedDirectory:
         return self.core.nodes(time.monotonic())
 
     async def close(self) -> None:
-        """Follow nobody any more."""
+        """Stop following all agents."""
         await self.follower.stop()

@@ -1,7 +1,7 @@
 """Errors of the directory.
 
 DirectoryError
-+-- FeedError     what a node said cannot be understood; it is asked for everything anew
++-- FeedError     a node's feed cannot be understood; a snapshot is requested
 +-- StoreError    the shared store cannot be used now
 """
 

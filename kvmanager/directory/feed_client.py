@@ -1,9 +1,9 @@
-"""Follows what all node agents of a region say of their prefix caches: one task for each agent.
+"""Follows the prefix caches of a region's node agents, with one task for each agent.
 
-Does not know how the knowledge is kept: a `FeedSink` takes it. Every agent is asked what is new
-since the position that the sink has reached, and answers when there is something. An agent that
-does not answer keeps its last state, which grows older; after `forget_s` it is taken to hold
-nothing. One that says it has no cache is asked again now and then.
+A `FeedSink` keeps the state; this module does not know how. Each agent is asked for the changes
+since the position that the sink has reached, and answers when there are any. The state of an agent
+that does not answer grows older; after `forget_s` it counts as holding nothing. An agent without a
+cache is asked again now and then.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import CacheFeed
@@ -26,33 +26,35 @@ from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.kvmanager.directory")
 
+POLL_S: Final = 5.0
+"""Longest time for which an agent without changes may delay its answer."""
+BATCH_S: Final = 0.05
+"""Least time between two requests, so that changes come in batches."""
+RETRY_S: Final = 0.2
+MAX_RETRY_S: Final = 5.0
+"""An agent that does not answer is asked again after `RETRY_S`, then twice as late each time up to
+this, with jitter.
+"""
+NO_CACHE_S: Final = 15.0
+"""Until an agent that has no cache is asked again."""
+
+Sleep = Callable[[float], Awaitable[None]]
+"""`asyncio.sleep`, or what a test has in its place."""
+
 
 class FeedSink(Protocol):
-    """Where feeds go. Methods may raise `DirectoryError`."""
+    """Takes the feeds. Its methods may raise `DirectoryError`."""
 
     async def position(self, node: NodeName) -> Position | None:
-        """Where to go on asking; None: another process follows this node."""
+        """The position to continue from; None: another process follows this node."""
 
     async def apply(self, node: NodeName, feed: CacheFeed) -> bool:
-        """False: it does not continue what is known; `position` asks for a snapshot now."""
+        """Apply a feed. False: it does not continue the known state, so `position` now requires a
+        snapshot.
+        """
 
     async def forget(self, node: NodeName) -> None:
         """The node holds nothing any more. Idempotent."""
-
-
-@dataclass(frozen=True, slots=True)
-class FollowTiming:
-    """`poll_s`: how long an agent without news may keep its answer back. `batch_s`: the least time
-    between two questions, so that changes come in batches.
-    """
-
-    poll_s: float = 5.0
-    batch_s: float = 0.05
-    retry_s: float = 0.2
-    max_retry_s: float = 5.0
-    forget_s: float = FORGET_S
-    """An agent that has not answered for so long is taken to hold nothing, seconds."""
-    no_cache_s: float = 15.0
 
 
 @dataclass(slots=True)
@@ -80,6 +82,7 @@ class DirectorySink:
         if not self._directory.accepts(node, feed):
             return False
         for _ in self._directory.applying(node, feed, self._clock()):
+            # A gateway's own directory shares the event loop with the requests that it serves.
             await asyncio.sleep(0)
         return True
 
@@ -88,18 +91,22 @@ class DirectorySink:
 
 
 class DirectoryFollower:
-    """Follows agents into one sink. `follow` names the agents, again whenever they change."""
+    """Follows agents for one sink. Call `follow` with all agents, and again when they change."""
 
     def __init__(
         self,
         sink: FeedSink,
         connect: Callable[[str], AgentClient],
         *,
-        timing: FollowTiming | None = None,
+        forget_s: float = FORGET_S,
+        sleep: Sleep = asyncio.sleep,
     ) -> None:
-        """`connect` makes a client of the agent at a control address, to be closed here."""
+        """`connect` makes a client of the agent at a control address, to be closed here. An agent
+        that has not answered for `forget_s` is taken to hold nothing.
+        """
         self._sink = sink
-        self._timing = timing or FollowTiming()
+        self._forget_s = forget_s
+        self._sleep = sleep
         self._connect = connect
         self._followed: dict[NodeName, tuple[str, asyncio.Task[None]]] = {}
         self.counts = FollowCounts()
@@ -109,6 +116,7 @@ class DirectoryFollower:
         for node, (target, _) in list(self._followed.items()):
             if agents.get(node) != target:
                 await self._leave(node)
+            # At another address it may be the same agent, so its state stays.
             if node not in agents:
                 await self._forget(node)
         for node, target in agents.items():
@@ -117,7 +125,7 @@ class DirectoryFollower:
                 self._followed[node] = target, task
 
     async def stop(self) -> None:
-        """Follow nobody; what is known stays. Idempotent."""
+        """Stop following all agents. Their states stay. Idempotent."""
         for node in list(self._followed):
             await self._leave(node)
 
@@ -129,7 +137,9 @@ class DirectoryFollower:
     async def _run(self, node: NodeName, target: str) -> None:
         agent = self._connect(target)
         try:
-            await _Following(node, agent, self._sink, self._timing, self.counts).run()
+            following = _Following(node, agent, self._sink, self._forget_s, self.counts)
+            while True:
+                await self._sleep(await following.ask())
         finally:
             await agent.close()
 
@@ -148,25 +158,20 @@ class _Following:
         node: NodeName,
         agent: AgentClient,
         sink: FeedSink,
-        timing: FollowTiming,
+        forget_s: float,
         counts: FollowCounts,
     ) -> None:
         self._node = node
         self._agent = agent
         self._sink = sink
-        self._timing = timing
+        self._forget_s = forget_s
         self._counts = counts
         self._heard_s = time.monotonic()
         self._trouble = ""
-        self._backoff = Backoff(timing.retry_s, timing.max_retry_s)
+        self._backoff = Backoff(RETRY_S, MAX_RETRY_S)
 
-    async def run(self) -> None:
-        while True:
-            delay_s = await self._ask()
-            await asyncio.sleep(delay_s)
-
-    async def _ask(self) -> float:
-        """One question and what follows from it; how long to wait until the next."""
+    async def ask(self) -> float:
+        """Send one request and apply the answer. Returns the delay before the next request."""
         began_s = time.monotonic()
         try:
             feed = await self._listen()
@@ -176,28 +181,29 @@ class _Following:
         except DirectoryError as error:
             return await self._failed(str(error))
         except RpcError as error:
+            # An agent without a prefix cache refuses the question itself.
             if error.code == "INVALID":
                 return await self._has_no_cache(error)
             return await self._failed(str(error))
         except Exception as error:
-            # Whatever one agent's answer sets off here, it must still be followed.
+            # Even after an unexpected error the agent must be followed further.
             logger.exception("%s: following failed", self._node)
             return await self._failed(repr(error))
         if feed is None:
-            return self._timing.poll_s
+            return POLL_S
         self._heard_s = time.monotonic()
         if self._trouble:
             logger.info("%s: followed again", self._node)
             self._trouble = ""
         self._backoff.reset()
-        return 0.0 if feed.more else max(0.0, began_s + self._timing.batch_s - self._heard_s)
+        return 0.0 if feed.more else max(0.0, began_s + BATCH_S - self._heard_s)
 
     async def _listen(self) -> CacheFeed | None:
-        """What the agent said, entered; None: another process follows it."""
+        """The agent's feed, already applied; None: another process follows the agent."""
         position = await self._sink.position(self._node)
         if position is None:
             return None
-        feed = await self._agent.watch_cache(*position, self._timing.poll_s)
+        feed = await self._agent.watch_cache(*position, POLL_S)
         if not await self._sink.apply(self._node, feed):
             self._counts.gaps += 1
             logger.info("%s: a gap after %s; a snapshot is asked for", self._node, position)
@@ -211,7 +217,7 @@ class _Following:
         if not self._trouble:
             logger.warning("%s: not followed now, asking again: %s", self._node, reason)
         self._trouble = reason
-        if time.monotonic() - self._heard_s > self._timing.forget_s:
+        if time.monotonic() - self._heard_s > self._forget_s:
             await self._forget()
         return self._backoff.after(0.0)
 
@@ -220,7 +226,7 @@ class _Following:
             logger.info("%s: not followed, it has no prefix cache: %s", self._node, error)
         self._trouble = str(error)
         await self._forget()
-        return self._timing.no_cache_s
+        return NO_CACHE_S
 
     async def _forget(self) -> None:
         try:

@@ -1,6 +1,6 @@
-"""What is asked of a directory and what it answers; also the structs of service `prfaas.Directory`.
+"""The requests and answers of a directory, with the structs of service `prfaas.Directory`.
 
-They do not know where the knowledge lies: in this process, behind gRPC, or in Redis.
+They do not know whether the directory is in this process, behind gRPC, or in Redis.
 
 | method | request -> reply | errors beside UNAVAILABLE, INTERNAL, TIMEOUT |
 |---|---|---|
@@ -23,12 +23,13 @@ from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 SERVICE: Final = "prfaas.Directory"
 
 SHORT_KEY_BYTES: Final = 8
-"""The directory knows blocks by the first bytes of their keys. With ten million blocks the chance
-that one of 512 keys meets a stranger's is 3e-10, and the node that is asked compares whole keys.
+"""The directory identifies blocks by the first bytes of their keys. With ten million blocks, one of
+512 keys collides with another block's with a probability of 3e-10, and the node itself compares
+whole keys.
 """
 
 FORGET_S: Final = 60.0
-"""A node that nobody has heard of for so long is taken to hold nothing."""
+"""A node that has not reported for this long counts as holding nothing."""
 
 
 class NodeName(NamedTuple):
@@ -51,10 +52,10 @@ def shape_of(model: CacheModel) -> CacheShape:
 
 
 class ResumeRule(msgspec.Struct, frozen=True):
-    """What of `CacheShape` decides how much of a prefix can be resumed.
+    """The part of a `CacheShape` that decides how much of a prefix can be resumed.
 
-    KV of all its blocks if `has_kv`, the windows of its last `window_reach` blocks, and the state
-    at its end if `has_state`.
+    A prefix needs the KV of all its blocks if `has_kv`, the windows of its last `window_reach`
+    blocks, and the state at its end if `has_state`.
     """
 
     has_kv: bool
@@ -74,7 +75,7 @@ class ResumeRule(msgspec.Struct, frozen=True):
 
 
 class Hit(msgspec.Struct, frozen=True):
-    """`kv_blocks`: leading blocks whose KV is there. `usable_blocks`: the longest prefix that can
+    """`kv_blocks`: leading blocks with KV. `usable_blocks`: length of the longest prefix that can
     be resumed. For a model without KV parts both are the latter.
     """
 
@@ -83,10 +84,10 @@ class Hit(msgspec.Struct, frozen=True):
 
 
 class NodeCoverage(msgspec.Struct, frozen=True):
-    """What one node holds of a prompt: from anywhere, and from parts of it alone.
+    """How much of a prompt one node holds: in all tiers together (`every`), and in some of them.
 
-    `pool`: arena and SSD together, which is what can be sent and what a landing can build on.
-    `engine`: memory of the node's engines. `age_s`: how long ago the node last said so.
+    `pool`: arena and SSD together, which can be sent and which landings can build on. `engine`: the
+    memory of the node's engines. `age_s`: time since the node's last report.
     """
 
     cluster: str
@@ -110,11 +111,11 @@ class NodeCoverage(msgspec.Struct, frozen=True):
 
 
 class NodeState(msgspec.Struct, frozen=True):
-    """What is known of one node: how many blocks, up to which event, heard how long ago.
+    """The state of one node: its number of blocks, its last event, and the age of its last report.
 
-    `lag_s` is how old the oldest change of its last message with changes was when it was asked for.
-    A node is not `complete` before its first whole snapshot is here. `num_blocks` is -1 where the
-    store does not count them.
+    `lag_s` is the age that the oldest change of its last report with changes had. A node is
+    `complete` once its first whole snapshot has arrived. `num_blocks` is -1 if the store does not
+    count them.
     """
 
     cluster: str
@@ -135,7 +136,7 @@ class Match(msgspec.Struct, frozen=True):
 
 
 class MatchReply(msgspec.Struct, frozen=True):
-    """Nodes that hold anything usable, the longest usable prefix first."""
+    """The nodes that hold something usable, the longest usable prefix first."""
 
     nodes: list[NodeCoverage]
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a directory. They show what they were last told, so any thread may read."""
+"""Prometheus metrics of a directory. They show the last update, so any thread may read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the rest of the region asks a directory, wherever it lies.
+"""The interface by which the rest of the region asks a directory, wherever it is.
 
 Does not know how it is fed.
 """
@@ -17,14 +17,13 @@ _QUIET_S: Final = 1.0
 
 
 class DirectoryReader(Protocol):
-    """Answers never fail: a directory that cannot be asked knows nothing, and says so in the log.
-
-    Routing goes on without it, as if nothing were cached.
+    """Calls never fail. A directory that cannot be reached answers that it knows nothing, and logs
+    that. Routing goes on as if nothing were cached.
     """
 
     async def match(self, rule: ResumeRule, keys: Sequence[bytes]) -> list[NodeCoverage]:
-        """Who holds how much of the prompt with these block keys (whole keys, in order): nodes that
-        hold anything of use, the longest usable prefix first.
+        """How much each node holds of the prompt with these block keys (whole keys, in order).
+        Nodes that hold nothing useful are left out; the longest usable prefix comes first.
         """
 
     async def nodes(self) -> list[NodeState]:
@@ -35,8 +34,8 @@ class DirectoryReader(Protocol):
 
 
 class Outage:
-    """After a failed call, for how long no other is tried, so that requests do not all wait for
-    the same silence. Logs the beginning and the end of it.
+    """After a failed call no other is tried for a while, so that requests do not all wait for the
+    same timeout. Logs the beginning and the end of an outage.
     """
 
     def __init__(self, name: str, quiet_s: float = _QUIET_S) -> None:
@@ -45,7 +44,7 @@ class Outage:
         self._until_s: float | None = None
 
     def quiet(self, now_s: float) -> bool:
-        """Whether to answer at once that nothing is known."""
+        """Whether calls must be answered at once, without trying."""
         return self._until_s is not None and now_s < self._until_s
 
     def failed(self, reason: object, now_s: float) -> None:

@@ -1,7 +1,7 @@
-"""Keeps a directory in a Redis server up to date; `redis_store` says what lies there.
+"""Keeps a directory in a Redis server up to date. `redis_store` describes its data.
 
-Does not know agents: a `DirectoryFollower` hands it what they say. Everything that several writers
-could disagree on is checked in the scripts, which Redis runs one at a time.
+Does not know agents: a `DirectoryFollower` passes their feeds on. The scripts check everything on
+which several writers could disagree, because Redis runs them one at a time.
 """
 
 from __future__ import annotations
@@ -150,12 +150,12 @@ class RedisSink:
             return None
         shown = _holder_in(raw)
         written = self._written.get(node)
-        # Another number: this writer is new, or another one had the lease meanwhile, or the server
-        # has lost its data. Nothing says which blocks are there, so begin with a snapshot.
+        # With another number this writer is new, or another one had the lease meanwhile, or the
+        # server has lost its data. Which blocks are there is unknown, so a snapshot is due.
         if written is None or written.shown != shown:
             self._written[node] = _Written(shown, shown, time.monotonic())
             return FROM_THE_BEGINNING
-        # Each snapshot gives all its blocks a new life.
+        # Each snapshot renews the TTL of all its blocks, long before it ends.
         if time.monotonic() - written.snapshot_s > self._settings.key_ttl_s / 3:
             return FROM_THE_BEGINNING
         return written.position
@@ -221,6 +221,7 @@ class RedisSink:
         _check_written(node, await self._run(_WRITE_SCRIPT, keys, arguments))
 
     async def _publish(self, node: NodeName, written: _Written) -> None:
+        # Before the script: if it fails, `apply` forgets the node and a new snapshot follows.
         written.shown = written.holder
         record = NodeRecord(written.holder, *written.position, written.lag_s)
         keys = [self._settings.lease(node), self._settings.live, self._settings.nodes]
@@ -250,7 +251,7 @@ def _continues(position: Position, feed: CacheFeed) -> bool:
 
 
 def _holder_in(raw: bytes) -> int:
-    """The number in a node's record; 0 without one, or where a snapshot must replace what it is."""
+    """The holder number in a node's record; 0 without a readable record."""
     try:
         return parse_record(raw)[1].holder
     except StoreError:
@@ -258,7 +259,7 @@ def _holder_in(raw: bytes) -> int:
 
 
 def _check_written(node: NodeName, answer: int) -> None:
-    """Raises `StoreError` for a script's answer that says why it did nothing."""
+    """Raise `StoreError` if a script's answer says that it did nothing."""
     if answer == 0:
         raise StoreError(f"{node}: another writer follows it now")
     if answer < 0:

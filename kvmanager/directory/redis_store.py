@@ -1,6 +1,6 @@
 """The directory in a Redis server, for several gateways: a writer's sink and a reader.
 
-Does not know agents or gateways. What lies in Redis, under the user's prefix and `_FORMAT`:
+It does not know agents or gateways. These keys are in Redis, under the user's prefix and `_FORMAT`:
 
     PREFIX:2:k:KEY   (8 raw bytes) who holds a block: 6 bytes each, holder u32 and flags u16
     PREFIX:2:nodes   hash: "cluster/node" -> when it was last heard of (Redis's clock, ms) and a
@@ -10,16 +10,16 @@ Does not know agents or gateways. What lies in Redis, under the user's prefix an
     PREFIX:2:holders how many holder numbers were given out
     PREFIX:2:w:NODE  which writer follows this node, for as long as its lease lasts
 
-A snapshot is written under a new holder number, which becomes the node's when it is all there:
-readers see the old state, then the new one. A number that is not live means nothing, whichever way
-it ended: whoever writes a block drops all such numbers from it, so a block never has more than two
-for each node. A block that nobody writes goes with time: blocks live for `key_ttl_s`, and a writer
-takes a new snapshot of each node long before that. So the data of writers that are gone vanish by
-themselves, and nodes that nobody has heard of for `forget_s` do not count.
+A snapshot is written under a new holder number, which becomes the node's when the snapshot is
+complete. So readers see the old state and then the new one. A number that is not live means
+nothing. Each write of a block drops such numbers from it, so a block never has more than two for
+each node. A block that is not written any more expires: blocks live for `key_ttl_s`, and a writer
+takes a new snapshot of each node long before that. So the data of writers that are gone expire by
+themselves, and nodes without a report for `forget_s` do not count.
 
-Any number of writers may run: who holds a node's lease follows it, another one takes over when the
-lease ends. One server, not a cluster of them: scripts make up the names of blocks themselves, so
-that a prompt is one short message each way.
+Any number of writers may run. The writer that holds a node's lease follows the node, and another
+one takes over when the lease ends. Redis must be one server and not a cluster: scripts build the
+names of blocks themselves, so that a prompt takes one short message each way.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ _HOLDERS_TYPE: Final = np.dtype([("holder", "<u4"), ("flags", "<u2")])
 
 @dataclass(frozen=True, slots=True)
 class RedisSettings:
-    """`forget_s` should be what followers use; see the module text for the rest."""
+    """`prefix` begins all names. `forget_s` should equal that of the followers. Blocks live for
+    `key_ttl_s`; a writer's lease of a node lasts `lease_s`.
+    """
 
     prefix: str = DEFAULT_PREFIX
     forget_s: float = FORGET_S
@@ -93,7 +95,7 @@ class RedisSettings:
 
     @property
     def blocks(self) -> bytes:
-        """What a block's name begins with; its short key follows."""
+        """The beginning of a block's name, which its short key follows."""
         return self._named("k:")
 
     def lease(self, node: NodeName) -> bytes:
@@ -104,7 +106,7 @@ class RedisSettings:
 
 
 class NodeRecord(msgspec.Struct, frozen=True, array_like=True):
-    """What Redis keeps of one node. `holder` is its number in the lists of blocks."""
+    """One node's record in Redis. `holder` is its number in the lists of blocks."""
 
     holder: int
     epoch: str
@@ -113,9 +115,9 @@ class NodeRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 _Known = tuple[NodeName, NodeRecord, float]
-"""A node and how many seconds ago it was heard of."""
+"""A node, its record, and the seconds since its last report."""
 _Run = tuple[bytes, int]
-"""The holders of equal neighbouring blocks, and how many blocks these are."""
+"""The holders of equal neighbouring blocks, and the number of these blocks."""
 
 
 class RedisDirectory:
@@ -157,7 +159,7 @@ class RedisDirectory:
     async def _ask(
         self, keys: Sequence[bytes], *, stops_at_hole: bool = False
     ) -> tuple[list[_Known], list[_Run]]:
-        """The nodes that count, and what is said of the blocks in order."""
+        """The nodes that have reported lately, and the runs of the blocks in order."""
         names = [self._settings.nodes, self._settings.blocks]
         arguments: list[Any] = [short_key_bytes(keys), int(stops_at_hole)]
         answer: Any = await self._redis.eval(_READ_SCRIPT, len(names), *names, *arguments)
@@ -174,6 +176,8 @@ class RedisDirectory:
 
 def connect(url: str, *, timeout_s: float = 0.25) -> Redis:
     """A client whose commands give up after `timeout_s`. ValueError: no such URL."""
+    # No retries: a request waits for the answer, and `Outage` pauses further questions after an
+    # error.
     return Redis.from_url(
         url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=None
     )
@@ -207,13 +211,16 @@ def _row(value: bytes, columns: dict[int, int]) -> npt.NDArray[np.uint16]:
         raise StoreError(f"no list of holders: {value[:40]!r}")
     row: npt.NDArray[np.uint16] = np.zeros(len(columns), dtype=np.uint16)
     for holder, flags in np.frombuffer(value, dtype=_HOLDERS_TYPE).tolist():
+        # Another number is of a former or unfinished snapshot, or of a node not heard of lately.
         if holder in columns:
             row[columns[holder]] = flags
     return row
 
 
 def parse_record(raw: bytes) -> tuple[float, NodeRecord]:
-    """When a node was last heard of, Redis's clock in seconds, and how far. StoreError."""
+    """The time of a node's last report, by Redis's clock in seconds, and its record. Raises
+    StoreError.
+    """
     heard_ms, _, record = raw.partition(b" ")
     try:
         return int(heard_ms) / 1000, msgspec.msgpack.decode(record, type=NodeRecord)
@@ -225,6 +232,7 @@ def _state(name: NodeName, record: NodeRecord, age_s: float) -> NodeState:
     return NodeState(
         name.cluster,
         name.node,
+        # Redis has blocks by key only: to count those of a node would be to read them all.
         num_blocks=-1,
         epoch=record.epoch,
         seq=record.seq,

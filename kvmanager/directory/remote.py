@@ -27,7 +27,7 @@ _NODES_TIMEOUT_S: Final = 5.0
 class RemoteDirectory:
     """A `DirectoryReader` that asks the service at `target` ("host:port").
 
-    `timeout_s`: what a request may wait for an answer before it goes on without.
+    `timeout_s`: longest wait of a request for an answer, before it goes on without one.
     """
 
     def __init__(

@@ -1,17 +1,16 @@
 """A hash table from block keys to numbers of holder sets, for many keys at a time. Pure.
 
-Does not know what a holder set is, but for two numbers: 0 marks a place that was never used, 1
-(held by nobody) one that is free again.
+Of holder sets it knows only two numbers: 0 marks a place that was never used, 1 (held by nobody) a
+place that is free again.
 
-Keys are digests, so their top bits are the hash. They choose a bucket of 8 places, one cache line
-of keys; a key whose bucket is full goes to the next. A place never becomes "never used" again, so a
-search may stop at the first bucket that has such a place.
+Keys are digests, so their top bits serve as the hash. They choose a bucket of 8 places, which is
+one cache line of keys. A key whose bucket is full goes to the next bucket. A place never becomes
+"never used" again, so a search may stop at the first bucket that has such a place.
 
-No call takes time that grows with the table. When most places are used, the memory of a new table
-is taken, as much as the keys that are held need, and then the old table is emptied into it. Both
-are done a little at a time by the calls that insert; while keys move, the old table is searched
-second. A value may come to mean another one (`reads_as`): places are rewritten when their keys
-move, not before.
+The time of a call does not grow with the table. When most places are used, a new table is
+allocated, as large as the held keys need, and then the old table is emptied into it. The calls that
+insert do both, a little at a time. While keys move, the old table is searched after the new one. A
+value may come to mean another one (`reads_as`); places are rewritten only when their keys move.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ _WIDTH: Final = 8
 _MIN_BUCKETS: Final = 128
 _MAX_LOAD: Final = 0.8
 _PREPARE_LOAD: Final = 0.72
-"""Above it the next table is prepared; it is ready half way from here to `_MAX_LOAD`."""
+"""Load from which on the next table is prepared. It is ready half way from here to `_MAX_LOAD`."""
 _NEW_LOAD: Final = 0.6
-"""At most, when everything is in a new table that was held as it was prepared."""
+"""Most load of a new table when all keys that were held at its preparation are in it."""
 _MOVE_LOAD: Final = 0.1
-"""The share of the new places that is inserted into while the old table is emptied."""
+"""Share of the new places that insertions may take while the old table is being emptied."""
 _LEAST_PLACES: Final = 1 << 13
-"""Prepared or moved by each call that inserts: 100 KB."""
+"""Places that each call that inserts prepares or moves at least: 100 KB."""
 _STRIDE: Final = 1 << 15
-"""Keys handled at a time, so that what lies between stays in the processor's cache."""
+"""Keys processed at a time, so that intermediate arrays stay in the processor's cache."""
 
 
 class _Buckets:
-    """Places of a fixed number, to be used when all are `prepared`."""
+    """A fixed number of places, which may be used when all are prepared."""
 
     def __init__(self, num_buckets: int) -> None:
         self.keys: Keys = np.empty((num_buckets, _WIDTH), dtype=np.uint64)
@@ -66,8 +65,8 @@ class _Buckets:
         return self.ids.size
 
     def prepare(self, num_places: int) -> bool:
-        """Clear so many more places. Their first touch takes the memory, which is what costs time.
-        -> Whether all are prepared.
+        """Clear this many more places. Their first touch allocates the memory, which takes the
+        time. Returns whether all are prepared.
         """
         end = self._num_prepared + num_places
         self.keys.reshape(-1)[self._num_prepared : end] = 0
@@ -91,8 +90,8 @@ class _Buckets:
         return places
 
     def enter(self, keys: Keys, ids: SetIds) -> None:
-        """Ascending keys that are not here. Each round takes the free places of the buckets; what
-        found none goes one further.
+        """Enter ascending keys that are not in the table. Each round fills free places of the
+        buckets; keys that found none go to the next bucket.
         """
         flat_keys, flat_ids = self.keys.reshape(-1), self.ids.reshape(-1)
         buckets = self._home(keys)
@@ -107,6 +106,7 @@ class _Buckets:
             flat_keys[places], flat_ids[places] = keys[fits], ids[fits]
             rest = np.flatnonzero(~fits)
             following = (buckets[rest] + 1) & self._mask
+            # In order again: the bucket after the last one is the first.
             order = np.argsort(following, kind="stable")
             buckets, rest = following[order], rest[order]
             keys, ids = keys[rest], ids[rest]
@@ -118,8 +118,8 @@ class _Buckets:
 class BlockTable:
     """uint64 keys, uint32 values of at least `NOBODY`.
 
-    `reads_as` says for each value what it means now; what it says of 0 and 1 is 0 and 1. A value
-    that means another one must not get a meaning of its own again while `counts` has places of it.
+    `reads_as` says what each value means now; 0 and 1 always mean themselves. A value that means
+    another one must not get its own meaning back while `counts` has places of it.
     """
 
     def __init__(self, reads_as: Callable[[SetIds], SetIds] = lambda ids: ids) -> None:
@@ -129,7 +129,7 @@ class BlockTable:
         self._next: _Buckets | None = None
         self._old: _Buckets | None = None
         self._num_moved = 0
-        """Buckets of the old table that are empty."""
+        """Buckets of the old table that were emptied."""
         self._counts: Counts = np.zeros(64, dtype=np.int64)
 
     @property
@@ -144,24 +144,24 @@ class BlockTable:
 
     @property
     def is_changing(self) -> bool:
-        """Whether another table is prepared or emptied."""
+        """Whether another table is being prepared or emptied."""
         return self._next is not None or self._old is not None
 
     @property
     def num_live(self) -> int:
-        """Keys that somebody holds."""
+        """Keys that at least one node holds."""
         used = np.flatnonzero(self._counts).astype(np.uint32)
         return int(self._counts[used[self._reads_as(used) > NOBODY]].sum())
 
     def counts(self, num_ids: int) -> Counts:
-        """How many places have each value below `num_ids`, whatever it means now; 0 for 0 and 1."""
+        """The number of places with each value below `num_ids`, whatever it means now."""
         counts: Counts = np.zeros(num_ids, dtype=np.int64)
         known = self._counts[:num_ids]
         counts[: len(known)] = known
         return counts
 
     def find(self, keys: Keys) -> Places:
-        """The place of each key, `ABSENT` where there is none; good until the next `insert`."""
+        """The place of each key, `ABSENT` if there is none. Valid until the next `insert`."""
         places = self._new.find(keys)
         if self._old is not None:
             others = np.flatnonzero(places == ABSENT)
@@ -172,18 +172,18 @@ class BlockTable:
         return places
 
     def lookup(self, keys: Keys) -> SetIds:
-        """What the value of each key means, `NOBODY` where there is none."""
+        """The meaning of each key's value; `NOBODY` if there is none."""
         places = self.find(keys)
         ids = self.at(places)
         ids[places == ABSENT] = NOBODY
         return ids
 
     def at(self, places: Places) -> SetIds:
-        """What the values at places that `find` named mean; anything for `ABSENT`."""
+        """The meaning of the values at places from `find`; undefined for `ABSENT`."""
         return self._reads_as(self._values(places))
 
     def put(self, places: Places, ids: SetIds) -> None:
-        """Set the values at places that `find` named."""
+        """Set the values at places from `find`."""
         self._count(self._values(places), -1)
         self._count(ids, 1)
         if self._old is None:
@@ -197,7 +197,7 @@ class BlockTable:
         """Enter keys that `find` does not find, each once and in ascending order."""
         self._go_on(len(keys))
         if self._new.num_used + len(keys) > _MAX_LOAD * self._new.num_places:
-            # A very large insert.
+            # An insertion larger than the preparation in small steps allows for.
             self._finish_change()
             self._prepare_next(len(keys))
             self._finish_change()
@@ -206,15 +206,15 @@ class BlockTable:
         self._count(ids, 1)
 
     def rewrite(self) -> None:
-        """Begin to write into each place what its value means; the calls that insert go on with it.
+        """Begin to replace each place's value by its meaning. The calls that insert continue.
 
-        Does nothing while keys move anyway.
+        Does nothing while keys are moving already.
         """
         if not self.is_changing:
             self._prepare_next(0)
 
     def items(self) -> tuple[Keys, SetIds]:
-        """Keys that somebody holds, and what their values mean, in no order. Takes long."""
+        """The held keys with the meanings of their values, in no order. Takes long."""
         keys, ids = [], []
         for buckets in (self._new, self._old):
             if buckets is not None:
@@ -236,12 +236,14 @@ class BlockTable:
             return
         found = np.bincount(ids)
         if len(found) > len(self._counts):
+            # Doubled, so that many new values one by one do not copy the counts each time.
             self._counts = np.pad(self._counts, (0, 2 * len(found) - len(self._counts)))
         self._counts[: len(found)] += sign * found
+        # Free places are not counted, whether they were ever used or not.
         self._counts[: NOBODY + 1] = 0
 
     def _go_on(self, num_keys: int) -> None:
-        """Prepare or move as much as the insertion of so many keys must, to be done in time."""
+        """Prepare or move as much as `num_keys` insertions must for the change to end in time."""
         if self._old is not None:
             rate = self._old.num_places / (_MOVE_LOAD * self._new.num_places)
             self._move(max(_LEAST_PLACES, ceil(rate * num_keys)))
@@ -255,6 +257,7 @@ class BlockTable:
     def _prepare_next(self, num_more: int) -> None:
         num_more = max(num_more, int((_MAX_LOAD - _PREPARE_LOAD) * self._new.num_places))
         needed = ceil((self.num_live + num_more) / (_NEW_LOAD * _WIDTH))
+        # A power of two, since the top bits of a key choose its bucket.
         self._next = _Buckets(max(_MIN_BUCKETS, 1 << (needed - 1).bit_length()))
         self._prepare(_LEAST_PLACES)
 
@@ -271,13 +274,14 @@ class BlockTable:
             self._move(self._old.num_places)
 
     def _move(self, num_places: int) -> None:
-        """Empty so many places of the old table into the new one."""
+        """Move this many places of the old table into the new one."""
         assert self._old is not None
         moved = slice(self._num_moved, self._num_moved + ceil(num_places / _WIDTH))
         ids, keys = self._old.ids[moved].reshape(-1), self._old.keys[moved].reshape(-1)
         live = np.flatnonzero(ids > NOBODY)
         meant = self._reads_as(ids[live])
         self._count(ids[live], -1)
+        # Not UNUSED, because a search that passes this bucket must not stop here.
         ids[live] = NOBODY
         live, meant = live[meant > NOBODY], meant[meant > NOBODY]
         self._count(meant, 1)
@@ -291,7 +295,7 @@ class BlockTable:
 
 
 def _rank_in_group(values: Places) -> Places:
-    """How many equal neighbours each value has before it."""
+    """The number of equal neighbours before each value."""
     index = np.arange(len(values))
     is_first = np.ones(len(values), dtype=np.bool_)
     np.not_equal(values[1:], values[:-1], out=is_first[1:])

@@ -88,6 +88,7 @@ def read_heads(config: Fields, prefix: str = "") -> Heads:
     key_dim = config.integer(f"{prefix}head_dim", default=even_share)
     return Heads(
         num_query=num_query,
+        # Without the field, each query head has keys and values of its own.
         num_kv=config.integer(f"{prefix}num_key_value_heads", default=num_query),
         key_dim=key_dim,
         value_dim=config.integer(f"{prefix}v_head_dim", default=key_dim),
@@ -103,6 +104,7 @@ def mla_latent_dim(config: Fields) -> int:
 def refuse_other_mechanisms(config: Fields, *more: str) -> None:
     """Raises ConfigError for a field that means caches other than plain attention's."""
     for name in (*_OTHER_MECHANISMS, *more):
+        # Files may carry the field switched off, as 0, false or an empty list.
         if config.has(name) and config.value(name):
             what = _OTHER_MECHANISMS.get(name, "MLA")
             raise config.error(
@@ -137,11 +139,14 @@ def _windowed_layers(config: Fields) -> list[bool]:
     if not config.has("sliding_window"):
         return [False for _ in layers]
     if config.has("sliding_window_pattern"):
+        # Gemma and Cohere2: the last layer of each group of `pattern` has full attention.
         pattern = config.integer("sliding_window_pattern")
         return [(index + 1) % pattern != 0 for index in layers]
     if config.has("use_sliding_window"):
         if not config.value("use_sliding_window"):
             return [False for _ in layers]
+        # Qwen: only the layers from this one on have the window.
         first = config.integer("max_window_layers", default=len(layers))
         return [index >= first for index in layers]
+    # Mistral: the window holds for every layer.
     return [True for _ in layers]

@@ -1,6 +1,6 @@
 """Typed reading of a parsed Hugging Face config.json, with errors that name the field.
 
-Knows JSON values; what the fields mean is the families' business.
+It knows JSON values. The `*_families` know what the fields mean.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """A config that does not say what its KVCache looks like. `field` is the path inside it."""
+    """A config from which the KVCache cannot be told. `field` is the path of a field inside it."""
 
     def __init__(self, field: str, value: object, problem: str) -> None:
         shown = "missing" if value is None else f"is {_short(value)}"
@@ -18,9 +18,9 @@ class ConfigError(ValueError):
 
 
 class Fields:
-    """A config's fields. `defaults` stand in for keys that are not there at all; null is a value.
+    """A config's fields. `defaults` replace missing keys, but not keys with the value null.
 
-    `assumed` collects every default that was used, for the reader of the result.
+    `assumed` collects every default that was used, so that the result can name them.
     """
 
     def __init__(
@@ -44,10 +44,11 @@ class Fields:
 
     def has(self, name: str) -> bool:
         """Whether the field has a value that is not null."""
+        # Not by `value`: a question must not count as the use of a default.
         return self._values.get(name, self._defaults.get(name)) is not None
 
     def error(self, name: str, problem: str, value: object = None) -> ConfigError:
-        """To be raised; `value` when the field's own is not what is wrong."""
+        """An error to raise about the field. `value` replaces the field's own value in the text."""
         shown = self._values.get(name) if value is None else value
         return ConfigError(self._path + name, shown, problem)
 
@@ -56,6 +57,7 @@ class Fields:
         value = self.value(name)
         if value is None and default is not None:
             return default
+        # To Python, true is the integer 1.
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.error(name, "a whole number of at least 1 is needed")
         return value
@@ -92,6 +94,7 @@ class Fields:
         return list(enumerate(value))
 
     def _one_of(self, name: str, index: int, item: Any, allowed: Mapping[Any, object]) -> Any:
+        # true and 1.0 equal 1, and a list or an object cannot be looked up.
         if isinstance(item, bool | float | list | dict) or item not in allowed:
             known = ", ".join(
                 f"{word} ({meaning})" if meaning else str(word) for word, meaning in allowed.items()

@@ -133,6 +133,7 @@ def nemotron_h_layers(config: Fields, sizes: LayerSizes) -> Iterator[LayerKv]:
                 conv_kernel=config.integer("conv_kernel"),
                 ssm_dtype=_state_dtype(config, "mamba_ssm_cache_dtype"),
             )
+        # The other kinds, MLP and MoE, keep nothing.
         elif kind in FULL_NAMES:
             yield sizes.attention(index, heads)
 

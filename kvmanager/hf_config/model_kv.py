@@ -1,6 +1,6 @@
 """How much KVCache a model makes: per layer, per kind of layer, and for a prompt of n tokens.
 
-Values only: where they come from (`families`, or the engine's own specs) is not known here.
+These are values only. They come from the `*_families`, or from an engine's own specs.
 
 Tensor parallelism. vLLM gives every rank the same amount of cache. Attention heads are shared out;
 with more ranks than KV heads each head is kept by several ranks, so the sum over ranks grows. The

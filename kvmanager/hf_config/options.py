@@ -1,6 +1,6 @@
-"""How the cache is to be kept: dtypes and tensor parallelism, by vLLM's names and rules.
+"""Chooses the data type of each part of a cache, by vLLM's options and rules.
 
-Knows which dtype each part of a cache ends up with; does not know layers.
+It knows data types and tensor parallelism, and does not know layers.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ STATE_DTYPES: Final = ("auto", *MODEL_DTYPES)
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """What an operator may choose. Raises ValueError for names vLLM does not have.
+    """An operator's choices. Raises ValueError for names that vLLM does not have.
 
     `dtype` auto is the config's own (vLLM's auto serves a float32 checkpoint in 16 bits), and for
     attention layers what its `quantization_config` says of the KV cache. bfloat16, float16 and
@@ -45,7 +45,7 @@ class CacheOptions:
 
 @dataclass(frozen=True, slots=True)
 class CacheDtypes:
-    """The dtypes after the config was asked. `ssm` None: each family's own rule applies."""
+    """The dtypes that follow from options and config. `ssm` None: each family's rule applies."""
 
     model: str
     kv: str

@@ -1,6 +1,6 @@
-"""From a parsed config.json to a `ModelKv`: which family a model is, and what its file leaves out.
+"""Makes a `ModelKv` from a parsed config.json: finds the model's family and defaults of its fields.
 
-Knows names of model types and architectures; what a family's fields mean is in the `*_families`.
+It knows the names of model types and architectures. The `*_families` know what the fields mean.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -73,7 +73,7 @@ _BY_MODEL_TYPE: Final[dict[str, LayerReader]] = {
     "nemotron_h": nemotron_h_layers,
 }
 
-# Models whose model_type does not tell them apart.
+# Models of one model_type whose caches differ; only `architectures` tells them apart.
 _BY_ARCHITECTURE: Final[dict[str, LayerReader]] = {
     "BailingMoeV2_5ForCausalLM": bailing_lightning_mla_layers,
     "BailingMoeV3ForCausalLM": bailing_kda_mla_layers,

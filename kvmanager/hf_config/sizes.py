@@ -1,7 +1,7 @@
 """Bytes of one layer's cache on one tensor-parallel rank, for every kind of layer.
 
-Pure arithmetic on dimensions; which layer has which dimensions is the families' business. The
-shapes are those vLLM allocates: attention in `Attention.get_kv_cache_spec`, recurrent states in
+Pure arithmetic on dimensions, which the `*_families` read for each layer. The shapes are those that
+vLLM allocates: attention in `Attention.get_kv_cache_spec`, recurrent states in
 `MambaStateShapeCalculator` and `MambaStateDtypeCalculator` (vllm/model_executor/layers/mamba/
 mamba_utils.py), without speculative tokens.
 """
@@ -69,12 +69,14 @@ class LayerSizes:
         ssm_dtype: str | None,
     ) -> LayerKv:
         """GDN. `ssm_dtype` is the checkpoint's wish, used when the operator has none."""
+        # One convolution over queries, keys and values; queries are as wide as keys.
         conv_dim = 2 * num_key_heads * key_dim + num_value_heads * value_dim
         self._share("linear_num_key_heads", num_key_heads)
         rank_heads = self._share("linear_num_value_heads", num_value_heads)
         state_dtype = self.dtypes.ssm or ssm_dtype or self.dtypes.conv
         return self._recurrent(
             index,
+            # A causal convolution over k inputs keeps the last k - 1.
             conv_items=conv_dim // self.tp_size * (conv_kernel - 1),
             state_items=rank_heads * value_dim * key_dim,
             state_dtype=state_dtype,
@@ -98,6 +100,7 @@ class LayerSizes:
             raise ValueError("mamba_ssm_cache_dtype float16: KDA states are float32 or bfloat16")
         return self._recurrent(
             index,
+            # Queries, keys and values each have a convolution of their own.
             conv_items=3 * rank_heads * head_dim * (conv_kernel - 1),
             state_items=rank_heads * head_dim * head_dim,
             state_dtype=state_dtype,
@@ -117,6 +120,7 @@ class LayerSizes:
         """Mamba2. A single group is kept by every rank; more than one must be shared out."""
         rank_heads = self._share("mamba_num_heads", num_heads)
         rank_groups = 1 if num_groups == 1 else self._share("n_groups", num_groups)
+        # The convolution is over x, B and C; B and C are shared by the heads of a group.
         rank_conv_dim = rank_heads * head_dim + 2 * rank_groups * state_dim
         return self._recurrent(
             index,
@@ -159,4 +163,5 @@ class LayerSizes:
                 heads.num_kv,
                 f"must divide --tp {self.tp_size} or be divisible by it",
             )
+        # With more ranks than heads, several ranks keep a copy of one head.
         return max(1, heads.num_kv // self.tp_size)

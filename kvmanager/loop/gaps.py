@@ -1,8 +1,9 @@
-"""What a gap of an event loop was made of, and what a process tells of its gaps. Pure: no clocks.
+"""Splits gaps of an event loop into the process's own part and the machine's, and counts them.
 
 A gap is a stretch in which the loop ran nothing that was due. The machine's part of it is the time
 in which the kernel ran something else, the hypervisor ran other machines, or the whole process was
-stopped; the rest is our own: computing, waiting for files, locks or Python's interpreter lock.
+stopped. The rest is the process's own: computing, or waiting for files, locks or Python's
+interpreter lock. Pure: no clocks.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 LEAST_GAP_S: Final = 0.01
-"""Anything shorter is an ordinary pause between two callbacks."""
+"""A shorter delay is an ordinary pause between two callbacks and no gap."""
 
 BUCKETS_S: Final = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Upper bounds of the histogram."""
+"""Upper bounds of the histogram's buckets."""
 
 LATELY_S: Final = 60.0
 
@@ -32,8 +33,9 @@ Stack = tuple[Frame, ...]
 class RawGap:
     """A gap as the loop sees it: a callback due at `due_s` ran at `ran_s`.
 
-    `cpu_s` is the CPU time of the loop's thread and `starved_s` the time it waited for a core, both
-    since `since_s`, when the callback before ran. None: the kernel does not tell.
+    `cpu_s` is the CPU time of the loop's thread and `starved_s` the time for which it waited for a
+    core, both since `since_s`, when the previous callback ran. `starved_s` None: the kernel does
+    not tell.
     """
 
     since_s: float
@@ -46,8 +48,9 @@ class RawGap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopGap:
-    """A gap by whose time it was: `gap_s` is `own_s` and `machine_s`. `cpu_s` and `gc_s` (garbage
-    collection) are parts of `own_s`. `stacks` says how often the loop's thread was seen where.
+    """A gap, split: `gap_s` is the sum of `own_s` and `machine_s`. `cpu_s` and `gc_s` (garbage
+    collection) are parts of `own_s`. `stacks` counts the stacks in which the loop's thread was
+    seen.
     """
 
     ended_s: float
@@ -59,7 +62,7 @@ class LoopGap:
 
     @property
     def machine_s(self) -> float:
-        """When the loop had no core, or the process was stopped."""
+        """The time in which the loop had no core or the process was stopped."""
         return self.gap_s - self.own_s
 
 
@@ -72,7 +75,7 @@ class Halt:
     most_s: float
 
     def within_s(self, began_s: float, ended_s: float) -> float:
-        """How much of it may lie between two times."""
+        """The most of it that can lie between two times."""
         return min(self.most_s, max(0.0, min(self.ended_s, ended_s) - max(self.began_s, began_s)))
 
 
@@ -83,15 +86,15 @@ def judge(
     other_starved_s: float = 0.0,
     stolen_s: float = 0.0,
 ) -> LoopGap:
-    """Whose time a gap was.
+    """Split a gap into the process's own part and the machine's.
 
-    Time that the kernel gave no core may have passed shortly before the gap, since `since_s`; all
-    of it is taken off. `other_starved_s` is how long another thread of the process waited for a
-    core meanwhile: where the loop computed nothing it may have waited for a lock of that thread,
-    Python's own above all, and is not blamed. `stolen_s` is how long the hypervisor stopped any one
-    core meanwhile: the loop, or the thread that it waited for, may have been on that one. CPU time
-    is our own in any case. Where the kernel does not say how long the thread waited for a core,
-    nothing else is.
+    The time without a core counts from `since_s` on, so some of it may have passed shortly before
+    the gap; all of it is taken off. `other_starved_s` is how long another thread of the process
+    waited for a core meanwhile. Where the loop computed nothing, it may have waited for a lock of
+    that thread, mostly Python's own, so this time counts as the machine's. `stolen_s` is how long
+    the hypervisor stopped any one core meanwhile: the loop, or the thread that it waited for, may
+    have been on that core. CPU time is always own time. Where the kernel does not tell how long the
+    thread waited for a core, only CPU time is.
     """
     gap_s = raw.ran_s - raw.due_s
     least_own_s = max(0.0, min(gap_s, raw.cpu_s - (raw.due_s - raw.since_s)))
@@ -115,12 +118,12 @@ def judge(
 
 
 def keep_evident(gap: LoopGap, looks_inside: float, other_ran_s: float) -> LoopGap:
-    """`gap` with no more of its own than there is evidence for.
+    """`gap` with its own part reduced to what there is evidence for.
 
-    What the loop's thread computed is evident. While it computed nothing, it either stood inside a
-    callback, as a share `looks_inside` of the looks at it says (0 to 1), or it waited for Python's
-    lock, which another thread of the process held that ran for `other_ran_s` meanwhile. What is
-    left over is the machine's: pages of the program that the kernel reads from disk, clocks that
+    CPU time of the loop's thread is evidence. While it computed nothing, it either stood inside a
+    callback, which a share `looks_inside` (0 to 1) of the looks at its stack shows, or it waited
+    for Python's lock, which another thread held while it ran for `other_ran_s`. What is left over
+    is the machine's, such as pages of the program that the kernel reads from disk, or clocks that
     stop with their core.
     """
     blocked_s = gap.own_s - gap.cpu_s
@@ -131,11 +134,11 @@ def keep_evident(gap: LoopGap, looks_inside: float, other_ran_s: float) -> LoopG
 def halt_of_sleeper(
     slept_s: tuple[float, float, float], starved_s: float, gil_wait_s: float
 ) -> Halt | None:
-    """Whether the process was stopped while another thread of it slept.
+    """The halt of the process that a late waking of a sleeping thread shows, if there was one.
 
-    `slept_s` is when that thread fell asleep, when it wanted to wake up and when it did. Of the
-    time after that it waited `starved_s` for a core and about `gil_wait_s` for the interpreter
-    lock: both happen in a process that runs. The halt may have begun before it wanted to wake up.
+    `slept_s` is when that thread fell asleep, when it was due to wake up, and when it woke up. Of
+    the delay, `starved_s` was a wait for a core and about `gil_wait_s` a wait for the interpreter
+    lock; both happen in a process that runs. The halt may have begun before the thread was due.
     """
     asleep_s, due_s, awake_s = slept_s
     halted_s = awake_s - due_s - starved_s - gil_wait_s
@@ -151,11 +154,11 @@ class LoopGaps:
         self.own = GapHistogram()
         self.machine = GapHistogram()
         self.longest_own_s = 0.0
-        # Falling lengths at rising times: what a longer and later one makes irrelevant is dropped.
+        # End times rise and lengths fall: a later gap that is longer makes earlier ones irrelevant.
         self._lately: deque[tuple[float, float]] = deque()
 
     def add(self, gap: LoopGap) -> None:
-        """Gaps come in the order of their ends."""
+        """Count a gap. Call it in the order in which gaps end."""
         self.own.add(gap.own_s)
         self.machine.add(gap.machine_s)
         self.longest_own_s = max(self.longest_own_s, gap.own_s)
@@ -175,7 +178,7 @@ class LoopGaps:
 
 
 class GapHistogram:
-    """How many gaps of which length; those shorter than `LEAST_GAP_S` are not counted."""
+    """Counts gaps by length. Gaps shorter than `LEAST_GAP_S` are not counted."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(BUCKETS_S) + 1)

@@ -1,6 +1,6 @@
-"""What the kernel tells of threads that were kept from running (Linux).
+"""Reads from the kernel how long threads ran and how long they waited for a core (Linux).
 
-It does not know why: other processes, a CPU quota, a busy interpreter, other virtual machines.
+It does not know why they waited: other processes, a CPU quota, or other virtual machines.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 
 class ThreadTimes(NamedTuple):
-    """How long a thread has run and how long it has waited for a core, both in all."""
+    """How long a thread has run and how long it has waited for a core, since it started."""
 
     ran_s: float
     starved_s: float
@@ -41,7 +41,7 @@ class ThreadClock:
         return ThreadTimes(int(ran_ns) * 1e-9, int(starved_ns) * 1e-9)
 
     def starved_s(self) -> float | None:
-        """The second of its times."""
+        """How long the thread has waited for a core; None when the kernel does not tell."""
         times = self.read()
         return None if times is None else times.starved_s
 
@@ -84,9 +84,9 @@ _STEAL_FIELD: Final = 8
 
 
 def stolen_s() -> tuple[float, ...]:
-    """How long the hypervisor has kept each core from running anything, in all.
+    """How long the hypervisor has kept each core from running anything, since boot.
 
-    A thread on such a core neither computes nor waits for a core, as far as its own counters say.
+    By its own counters, a thread on such a core neither computes nor waits for a core.
     Resolution: one clock tick, 10 ms. Empty where the kernel does not tell.
     Source: proc(5), `/proc/stat`, field `steal`.
     """
@@ -100,14 +100,15 @@ def stolen_s() -> tuple[float, ...]:
 
 
 def num_own_switches() -> int:
-    """How often this thread has fallen asleep by itself."""
+    """How often this thread has given up its core by itself (voluntary context switches)."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 def gil_wait_s(switches_before: int) -> float:
     """About how long this thread has waited for the interpreter lock since `num_own_switches`.
 
-    A waiting thread asks for the lock anew after each switch interval, and sleeps meanwhile. Two
-    more are those of a sleep on purpose. Right only of a thread that slept on purpose once.
+    A thread that waits for the lock sleeps, and asks for it again after each switch interval, so
+    each interval is one voluntary switch. The result holds only for a thread that slept on purpose
+    once meanwhile: that sleep accounts for two switches, which are left out.
     """
     return max(0, num_own_switches() - switches_before - 2) * sys.getswitchinterval()

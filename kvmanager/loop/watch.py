@@ -1,14 +1,14 @@
-"""Watches that the event loop of a process never stands still, and says where it did.
+"""Finds gaps in which the event loop of a process stands still, and logs where it stood.
 
-A heartbeat on the loop measures how late the loop runs what is due. A thread beside it looks at the
-stack of the loop's thread while the heartbeat is late, and logs gaps over a limit once they are
-over. It does not know what the loop runs; `loop_gaps` decides whose time a gap was.
+A heartbeat on the loop measures how late the loop runs what is due. While the heartbeat is late,
+another thread looks at the stack of the loop's thread. Gaps over a limit are logged once they are
+over. This module does not know what the loop runs; `gaps` decides whose time a gap was.
 
-An idle agent may use 0.003 cores, and waking a thread costs up to 100 microseconds. So a loop
-that has had nothing to do for a second beats every 100 ms only, at full multiples that other
-periodic work can share (`aligned_delay_s`), and the thread wakes up five times a second. Else it
-beats every 20 ms. A gap that begins between two beats is measured from the second one, so it may
-be up to one period longer than reported.
+An idle agent may use 0.003 cores, and waking a thread costs up to 100 microseconds. So a loop that
+has had nothing to do for a second beats only every 100 ms, at full multiples that other periodic
+work can share (`aligned_delay_s`), and the thread wakes up five times a second. A busy loop beats
+every 20 ms. A gap that begins between two beats is measured from the second one, so it may be up to
+one period longer than reported.
 """
 
 from __future__ import annotations
@@ -55,19 +55,21 @@ logger = logging.getLogger("prfaas.kvmanager.loop.watch")
 IDLE_PERIOD_S: Final = 0.1
 BUSY_PERIOD_S: Final = 0.02
 LIMIT_S: Final = 0.1
-"""Gaps of which at least this is our own are logged as warnings."""
+"""Gaps whose own part is at least this long are logged as warnings."""
 
 _BUSY_SHARE: Final = 0.05
 _BUSY_FOR_S: Final = 1.0
 LOOK_S: Final = 0.02
-"""Between two looks at the stack of a loop that is late."""
+"""Time between two looks at the stack of a late loop."""
 _STARVED_S: Final = 1e-3
 _READ_ALL_EVERY_S: Final = 1.0
-"""For one of them the kernel sums up every interrupt of every core: many, on a big machine."""
+"""To read /proc/stat, the kernel adds up every interrupt of every core, which takes long on big
+machines.
+"""
 _IDLE_FILES: Final = frozenset(
     {__file__, asyncio.base_events.__file__, asyncio.runners.__file__, selectors.__file__}
 )
-"""A loop whose innermost frame is in one of these waits, or this watch looks at its clocks."""
+"""A loop whose innermost frame is in one of these files waits for events or runs the heartbeat."""
 _NOTHING: Final = ThreadTimes(0.0, 0.0)
 _MAX_FRAMES: Final = 30
 _LOG_EVERY_S: Final = 1.0
@@ -85,8 +87,10 @@ def aligned_delay_s(period_s: float, now_s: float) -> float:
 
 
 def settle_heap() -> None:
-    """Keep what a process has made until it is ready, most of it modules, out of later garbage
-    collections. A full one visits it all, which takes 50 ms, and it stays anyway.
+    """Exempt the objects that exist now, mostly modules, from later garbage collections.
+
+    Call it once the process is ready. A full collection would visit all of them, which takes 50 ms,
+    and free none.
     """
     gc.collect()
     gc.freeze()
@@ -122,7 +126,7 @@ class LoopWatch:
     def __enter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         self._watched_thread = threading.get_ident()
-        # What runs the loop stands below everything that the loop runs, and tells nobody anything.
+        # The frames that run the loop stand below everything that it runs; stacks leave them out.
         self._below = [frame.f_code for frame in _frames(sys._getframe())]
         self._native_id = threading.get_native_id()
         self._clock = ThreadClock(self._native_id)
@@ -145,7 +149,7 @@ class LoopWatch:
         self._closed = True
         self._wake.set()
         self._thread.join()
-        # A gap that is not over when the loop ends is not lost.
+        # A gap may still be going on when the watch ends; it counts as well.
         self._note(time.monotonic())
         self._report()
         self._log.flush()
@@ -163,7 +167,7 @@ class LoopWatch:
         self._rearm(now_s, self._busy_period_s if is_busy else self._idle_period_s)
 
     def _note(self, now_s: float) -> float:
-        """CPU time since the last beat; a gap is handed to the thread."""
+        """Hand a gap that has ended to the thread, and return the CPU time since the last beat."""
         cpu_s = time.thread_time() - self._cpu_s
         if now_s - self._due_s >= LEAST_GAP_S:
             starved_s = self._clock.starved_s()
@@ -191,7 +195,7 @@ class LoopWatch:
         self._timer = self._loop.call_later(delay_s, self._beat)
 
     def _on_gc(self, phase: str, info: dict[str, Any]) -> None:
-        # In whichever thread: the others wait for it.
+        # A collection holds Python's lock in whichever thread it runs, so the loop waits for it.
         if phase == "start":
             self._collecting_s = time.monotonic()
         else:
@@ -209,8 +213,8 @@ class LoopWatch:
                 now_s = time.monotonic()
                 late_s = now_s - self._due_s
                 if late_s < LEAST_GAP_S:
-                    # Reading these clocks is not free. Where this thread waits for no core, others
-                    # hardly do.
+                    # Reading these clocks costs time. As long as this thread does not wait for a
+                    # core, other threads hardly do.
                     is_due = now_s - read_all_s >= _READ_ALL_EVERY_S
                     if is_due or own_s - read_own_s > _STARVED_S:
                         before_gap, read_own_s = clocks.read(), own_s
@@ -230,9 +234,10 @@ class LoopWatch:
                     )
 
     def _sleep(self, length_s: float) -> tuple[tuple[float, float, float], float]:
-        """Until the time is over or a gap is.
+        """Sleep for `length_s`, or until a gap is over.
 
-        When it fell asleep, wanted to wake up and did, and how long it then waited for the lock.
+        Gives when the thread fell asleep, was due to wake up and woke up, and how long it then
+        waited for the interpreter lock.
         """
         asleep_s, switches = time.monotonic(), num_own_switches()
         if self._wake.wait(length_s):
@@ -257,7 +262,7 @@ class LoopWatch:
 
 
 class GapLog:
-    """Logs gaps over the limit: one a second at most, and how many it left out meanwhile."""
+    """Logs gaps over the limit, at most one a second, and the number of gaps left out."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -277,7 +282,7 @@ class GapLog:
             logger.warning("%s%s", describe(gap), _seen_at(gap))
 
     def flush(self) -> None:
-        """Say what was left out."""
+        """Log how many gaps were left out, if any."""
         if self._left_out_s:
             logger.warning(
                 "the event loop stood still %d times more within a second, at most %.0f ms own",
@@ -290,13 +295,13 @@ class GapLog:
 def _most_since(
     before: Mapping[int, ThreadTimes], now: Mapping[int, ThreadTimes], but: int
 ) -> ThreadTimes:
-    """The longest that any thread but one ran, and that any waited for a core; threads by native
-    id, times in all.
+    """The longest time that any thread except `but` ran, and that any of them waited for a core,
+    between the two readings.
     """
     ran_s = starved_s = 0.0
     for native_id, times in now.items():
         if native_id != but:
-            # A new thread counts as well: starting it waits for its first turn.
+            # A new thread counts as well: whoever starts it waits until it has run once.
             earlier = before.get(native_id, _NOTHING)
             ran_s = max(ran_s, times.ran_s - earlier.ran_s)
             starved_s = max(starved_s, times.starved_s - earlier.starved_s)
@@ -311,7 +316,7 @@ def _share_inside(gap: LoopGap) -> float:
 
 
 def _longest_theft_s(before_s: Sequence[float]) -> float:
-    """The longest that the hypervisor kept any one core since `stolen_s` said `before_s`."""
+    """The longest time for which the hypervisor stopped any one core since `before_s` was read."""
     pairs = zip(before_s, stolen_s(), strict=False)  # a core may come or go meanwhile
     return max((total_s - earlier_s for earlier_s, total_s in pairs), default=0.0)
 
@@ -327,7 +332,7 @@ def _seen_at(gap: LoopGap) -> str:
 
 
 def _stack(innermost: FrameType, below: Sequence[CodeType]) -> Stack:
-    """Without the frames that it shares with `below`, but for the last of them."""
+    """The stack from the last frame that it shares with `below` to the innermost one."""
     frames = _frames(innermost)
     pairs = zip(frames, below, strict=False)
     shared = itertools.takewhile(lambda pair: pair[0].f_code is pair[1], pairs)
@@ -339,7 +344,7 @@ def _stack(innermost: FrameType, below: Sequence[CodeType]) -> Stack:
 
 
 def _frames(innermost: FrameType) -> list[FrameType]:
-    """The outermost comes first."""
+    """All frames of the stack, the outermost first."""
     frames = []
     frame: FrameType | None = innermost
     while frame is not None:

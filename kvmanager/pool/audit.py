@@ -1,6 +1,6 @@
-"""Counts everything in a pool anew and compares: the invariants that tests hold it to.
+"""Counts everything in a pool again and compares: the invariants that tests check.
 
-Changes nothing, and is far too slow to be called by anything else.
+Changes nothing. It is far too slow for anything but tests.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_parts(books: PartBooks) -> None:
 
 
 def check_condemned(books: PartBooks) -> None:
-    """Once there is nothing more to look at: what has to go is marked, and goes when it can."""
+    """With nothing left to purge, every copy that must go is condemned, and goes when it can."""
     for part in (part for node in books.nodes.values() for part in _parts(node)):
         base = part.node.base(part.number)
         for tier in Tier:
@@ -58,7 +58,7 @@ def check_uses(
     pins: Mapping[int, Sequence[tuple[BlockPart, Part]]],
     fills: Fills,
 ) -> None:
-    """Pins, fills, and who owns which block of the arena."""
+    """Pins, fills, and the owner of each block of the arena."""
     num_pins = Counter(part for held in pins.values() for _, part in held)
     fillings = [filling for fill in fills.unwritten.values() for filling in fill.values()]
     runs = [run for filling in fillings for run in filling.runs]

@@ -1,6 +1,6 @@
-"""Which cached part is the first to go: a score for each, and queues that find the lowest.
+"""Chooses the cached part that is evicted first: a score for each part, and queues by score.
 
-Knows neither chains nor memory: the pool says what may go and what became of it.
+Knows neither chains nor memory: the pool says which parts may go.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Score = tuple[float, ...]
 
 
 class EvictionCandidate(Protocol):
-    """What a policy may see of a cached part."""
+    """The properties of a cached part that a policy may use."""
 
     @property
     def last_used(self) -> int:
@@ -37,47 +37,48 @@ class EvictionCandidate(Protocol):
 
     @property
     def recompute_tokens(self) -> int:
-        """Tokens to prefill again if it alone were gone."""
+        """Tokens to prefill again if only this part were missing."""
 
 
 class EvictionPolicy(Protocol):
-    """Scores entries; of all that may go, the one with the lowest score goes first.
+    """Scores entries. Among those that may go, the entry with the lowest score goes first.
 
-    The score of an entry must not fall while the entry stays: it would go later than it should.
+    The score of an entry must not fall while the entry stays, or the entry would go too late.
     """
 
     def score(self, entry: EvictionCandidate) -> Score: ...
 
 
 class Lru:
-    """The least recently used; of one use, the end of the prompt first."""
+    """Evicts the least recently used part first; among parts of one use, the prompt's end first."""
 
     def score(self, entry: EvictionCandidate) -> Score:
         return entry.last_used, -entry.index
 
 
 class Lfu:
-    """What served the fewest prompts; among equals the least recently used."""
+    """Evicts the part that served the fewest prompts; among equals the least recently used one."""
 
     def score(self, entry: EvictionCandidate) -> Score:
         return entry.num_hits, entry.last_used, -entry.index
 
 
 class LongestFirst:
-    """The ends of the longest prefixes: shared beginnings and short prompts stay (Mooncake's
-    LengthAwareCache)."""
+    """Evicts the ends of the longest prefixes first, so that shared beginnings and short prompts
+    stay (Mooncake's LengthAwareCache).
+    """
 
     def score(self, entry: EvictionCandidate) -> Score:
         return -entry.index, entry.last_used
 
 
 class CheapestFirst:
-    """What costs the least time to recompute for each byte it holds.
+    """Evicts the part first that costs the least time to recompute for each byte that it holds.
 
-    Recomputing n tokens that follow p others is taken as proportional to n * (1 + p / q): beside a
-    linear part, attention whose share grows with the position, and is as large as the linear one
-    at `quadratic_tokens` (q). An entry's worth halves with every `half_life_uses` uses of the pool
-    that pass it by; without that, what is dear would never leave.
+    The cost of recomputing n tokens behind p others is taken as n * (1 + p / q): a linear part, and
+    attention, whose cost grows with the position and equals the linear part at `quadratic_tokens`
+    (q). An entry's worth halves with every `half_life_uses` uses of the pool that do not touch it;
+    otherwise expensive parts would never leave.
     """
 
     def __init__(self, quadratic_tokens: float = 65536.0, half_life_uses: float = 1000.0) -> None:
@@ -88,6 +89,8 @@ class CheapestFirst:
         position_tokens = entry.index * entry.block_tokens
         cost = entry.recompute_tokens * (1 + position_tokens / self._quadratic_tokens)
         return (
+            # In log2 a worth that halves falls by 1. Instead, each use raises the scores of what
+            # it touches, so that the score of an idle part needs no update.
             math.log2(cost / entry.nbytes) + entry.last_used / self._half_life_uses,
             -entry.index,
         )
@@ -114,9 +117,9 @@ E = TypeVar("E", bound=EvictionCandidate)
 class EvictionQueue(Generic[E]):
     """Entries that may go, lowest score first.
 
-    An entry is offered when it becomes free to go, and stays queued through later uses: its score
-    and whether it may still go are looked at again when it comes to the head. So a use costs
-    nothing, and as scores only rise, the head is always the lowest.
+    An entry is offered when it becomes free to go, and stays queued through later uses. Its score,
+    and whether it may still go, are checked again when it comes to the head. So a use costs
+    nothing. Because scores only rise, the head always has the lowest score.
     """
 
     def __init__(self, score: Callable[[E], Score], may_go: Callable[[E], bool]) -> None:
@@ -124,6 +127,7 @@ class EvictionQueue(Generic[E]):
         self._may_go = may_go
         self._heap: list[tuple[Score, int, E]] = []
         self._queued: set[E] = set()
+        # Decides between equal scores, because entries have no order.
         self._ticks = itertools.count()
 
     def __len__(self) -> int:
@@ -133,7 +137,7 @@ class EvictionQueue(Generic[E]):
         return entry in self._queued
 
     def offer(self, entry: E) -> None:
-        """Queue an entry that may go now; nothing happens if it is queued."""
+        """Queue an entry that may go now. Does nothing if it is queued already."""
         if entry not in self._queued:
             self._queued.add(entry)
             heapq.heappush(self._heap, (self._score(entry), next(self._ticks), entry))
@@ -156,9 +160,10 @@ class EvictionQueue(Generic[E]):
         self._queued.discard(entry)
 
     def prune(self, num_entries: int) -> None:
-        """Forget what may not go any more, if that may be most of the queue: of the `num_entries`
-        that exist each is queued at most once.
+        """Remove entries that may not go any more, if they may be most of the queue. Each of the
+        `num_entries` that exist is queued at most once.
         """
+        # Rarely, because it visits the whole queue. The constant spares small queues.
         if len(self._heap) > 2 * num_entries + 1024:
             self._heap = [item for item in self._heap if self._may_go(item[2])]
             heapq.heapify(self._heap)

@@ -1,7 +1,7 @@
-"""Parts that are being written, and what waits for them.
+"""Parts that are being written, and parts that wait for them.
 
-A part whose base is being filled too may be written first: then it waits, and comes or is lost with
-its base (`kvmanager.pool.pool`, rules 1 and 3). Knows neither keys' order nor eviction.
+A part may be written before its base is. Then it waits, and becomes present or is lost together
+with its base (`kvmanager.pool.pool`, rules 1 and 3). Knows neither the order of keys nor eviction.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ class Fills:
 
     def __init__(self, books: PartBooks) -> None:
         self.unwritten: dict[int, dict[BlockPart, Filling]] = {}
-        """What each fill has still to commit or abort."""
+        """For each fill, the parts that it must still commit or abort."""
         self.waiting: dict[bytes, list[Part]] = {}
-        """What builds on a block whose KV is being filled and was filled too, by the block's key.
-
-        Some of it may be over already."""
+        """Parts that were filled while their base was being filled, by the key of the base's block.
+        Some of them may be over already.
+        """
         self.num_blocks = 0
-        """Arena blocks that some writer may be at."""
+        """Arena blocks that a writer may still be writing to."""
         self._books = books
 
     def start(
         self, fill_id: int, parts: Mapping[BlockPart, Part], runs: Sequence[tuple[Run, ...]]
     ) -> None:
-        """Open a fill of these parts, bases first; each goes into its runs."""
+        """Open a fill of these parts, bases first. Each part is written into its runs."""
         fill = self.unwritten[fill_id] = {}
         for (at, part), piece in zip(parts.items(), runs, strict=True):
             fill[at] = part.filling = Filling(part, piece)
@@ -43,10 +43,11 @@ class Fills:
                 self.waiting.setdefault(base.node.key, []).append(part)
 
     def commit(self, fill_id: int, at: BlockPart, now_s: float) -> bool:
-        """Take the part as written; whether it is, or will be, present (`HybridPool.commit`)."""
+        """Note that the part is written. Returns whether it is, or will be, present."""
         filling = self.unwritten[fill_id].pop(at)
         self.num_blocks -= filling.num_blocks
         part = filling.part
+        # The prefix was lost meanwhile; only now does nobody write here any more (doomed, rule 3).
         if part is None:
             self._books.free(filling.runs)
             return False
@@ -58,7 +59,7 @@ class Fills:
         return True
 
     def abort(self, fill_id: int) -> None:
-        """End the fill and free what is not committed (`HybridPool.abort`)."""
+        """End the fill and free the parts that are not committed."""
         for filling in self.unwritten.pop(fill_id, {}).values():
             part, filling.part = filling.part, None
             self.num_blocks -= filling.num_blocks
@@ -68,7 +69,10 @@ class Fills:
                 self._came_to_nothing(part)
 
     def _settle(self, part: Part, now_s: float) -> None:
-        """The part's bytes are there and so is its base: it is present, and what waited for it."""
+        """Make the part present, whose bytes and base are there, and the parts that waited for
+        it.
+        """
+        # A list and no recursion: as many blocks as a long prompt has may wait in a chain.
         settled = [part]
         while settled:
             part = settled.pop()
@@ -85,7 +89,7 @@ class Fills:
                 ]
 
     def _came_to_nothing(self, part: Part) -> None:
-        """The part is not filled any more; unless it is on SSD, nor is what waits for it."""
+        """The part's filling has failed. Unless it is on SSD, parts that wait for it fail too."""
         self._books.unneeded_by(part)
         if part.is_present:
             self._books.offer(part)
@@ -95,7 +99,7 @@ class Fills:
             part = lost.pop()
             self._books.forget(part)
             for each in self.waiting.pop(part.node.key, ()) if part.is_kv else ():
-                # What waits for a base that is not here is not on SSD either.
+                # A part on SSD has its base there too, so a part that waits here is not on SSD.
                 if (filling := each.filling) is not None:
                     each.filling = filling.part = None
                     if filling.is_written:

@@ -1,14 +1,14 @@
-"""The journal of what an arena caches, kept beside it, so that the next agent finds it again.
+"""The journal of the parts in an arena, in a file beside it, for the agent that takes over.
 
 It does not know eviction, engines or prefixes. Its records are in `kvmanager.pool.index_records`.
 
-What may be lost, and when:
+Records may be lost in these ways only:
 
-- A `Dropped` is in the kernel before `append` returns, with everything before it: the part's memory
-  may hold something else right after. So no record of a live part ever names reused memory.
-- A `Stored` waits for `flush`. A killed agent loses parts stored since, and nothing else.
-- Nothing is forced onto a disk. In shared memory the arena dies with its host, and so does this
-  file; elsewhere the checksums tell after a crash of the host which parts are whole.
+- A `Dropped` is in the kernel before `append` returns, with everything before it, because the
+  part's memory may be reused right after. So no record of a live part ever names reused memory.
+- A `Stored` waits for `flush`. A killed agent loses the parts stored since then, and nothing else.
+- Nothing is forced onto a disk. An arena in shared memory is lost when its host crashes, and so is
+  this file. Elsewhere the checksums show after a crash which parts are whole.
 """
 
 from __future__ import annotations
@@ -42,14 +42,17 @@ _BUFFER_BYTES: Final = 256 << 10
 _MIN_RECORDS_TO_COMPACT: Final = 1024
 
 FRAMES_PER_FLUSH: Final = 4096
-"""Of a file that is written anew: some 600 KB, so that an event loop does not wait for all."""
+"""Frames of a rewrite that one `flush` writes: some 600 KB, so that it does not hold up the event
+loop.
+"""
 
 
 @dataclass(slots=True)
 class _Rewrite:
-    """A file that is to take the place of the index.
+    """A new file that will replace the index.
 
-    `frames`: what lived when it was begun and is not written yet. `tail`: what came since.
+    `frames`: records that were live at its beginning and are not yet written. `tail`: records that
+    came since.
     """
 
     fd: int
@@ -59,10 +62,10 @@ class _Rewrite:
 
 
 class PoolIndex:
-    """An open index. Single-threaded. It never raises for trouble with its file.
+    """An open index. Single-threaded. Errors of its file are logged and never raised.
 
-    A file that cannot be written is removed and the journal ends, since one with holes would name
-    memory that was reused; the cache then starts empty after the agent's next start.
+    A file that cannot be written is removed and the journal ends, because a journal with holes
+    would name reused memory. The cache is then empty after the agent's next start.
     """
 
     def __init__(self, path: Path, header: IndexHeader) -> None:
@@ -81,9 +84,9 @@ class PoolIndex:
 
     @classmethod
     def open(cls, path: Path, header: IndexHeader) -> tuple[PoolIndex, list[Stored]]:
-        """Open or begin the index at `path`: the index, and the live parts in restore order.
+        """Open or begin the index at `path`. Returns it with the live parts in restore order.
 
-        The caller holds the arena's lock, which stands for the index too.
+        The caller must hold the arena's lock, which covers the index as well.
         """
         index = cls(path, header)
         try:
@@ -105,16 +108,16 @@ class PoolIndex:
 
     @property
     def num_live(self) -> int:
-        """Parts that the file says are there."""
+        """Parts that are present according to the file."""
         return len(self._live)
 
     @property
     def num_records(self) -> int:
-        """Records since the file was last written anew."""
+        """Records since the file was last rewritten."""
         return self._num_records
 
     def shape(self, shape_id: int) -> CacheShape:
-        """What the number of a `Stored` means; raises KeyError."""
+        """The shape of this number. Raises KeyError."""
         return self._shapes[shape_id]
 
     def shape_id(self, shape: CacheShape) -> int:
@@ -128,7 +131,7 @@ class PoolIndex:
         return shape_id
 
     def append(self, record: Stored | Dropped) -> None:
-        """Journal that a part, whose bytes are complete, came or went.
+        """Journal that a part with complete bytes was stored or dropped.
 
         Call it for `Dropped` before the memory is used for something else. Raises KeyError for a
         shape without a number.
@@ -145,8 +148,8 @@ class PoolIndex:
             self._write_out()
 
     def flush(self) -> None:
-        """Hand everything to the kernel; writes the file anew when most of it is out of date, a
-        part of it with each call.
+        """Write everything to the kernel. When most of the file is out of date, rewrite it, a part
+        with each call.
         """
         if self._rewrite is None and self._num_records > max(self._compact_at, 2 * len(self._live)):
             self.compact()
@@ -155,9 +158,9 @@ class PoolIndex:
         self._write_out()
 
     def compact(self) -> None:
-        """Begin to write the live records to a new file, which `flush` goes on with.
+        """Begin to write the live records to a new file, which `flush` continues.
 
-        The new file takes the place of the old one at once, when it has everything.
+        The new file replaces the old one in one step when it is complete.
         """
         if self._fd is None or self._rewrite is not None:
             return
@@ -167,6 +170,7 @@ class PoolIndex:
         except OSError as error:
             self._stop_rewrite(error)
             return
+        # A copy: parts come and go between the calls of `flush` that write it.
         frames = list(self._live_frames())
         self._rewrite = _Rewrite(fd, iter(frames), len(frames))
 
@@ -177,6 +181,7 @@ class PoolIndex:
                 _write_all(rewrite.fd, bytearray(b"".join(some)))
                 return
             _write_all(rewrite.fd, rewrite.tail)
+            # rename(2) is atomic, so a killed agent leaves either the old index or the new one.
             os.replace(self._new_path, self._path)
         except OSError as error:
             self._stop_rewrite(error)
@@ -185,12 +190,14 @@ class PoolIndex:
         os.close(self._fd)
         self._fd = rewrite.fd
         self._rewrite = None
+        # The new file has these records already, as live ones or in its tail.
         self._buffer.clear()
         self._num_records = rewrite.num_records
         self._compact_at = _MIN_RECORDS_TO_COMPACT
 
     def _stop_rewrite(self, error: OSError) -> None:
         logger.warning("cannot write the index %s anew, it goes on: %s", self._path, error)
+        # Not with each flush: a rewrite that failed is tried again when the file has doubled.
         self._compact_at = 2 * self._num_records
         self._drop_rewrite()
 
@@ -208,13 +215,14 @@ class PoolIndex:
             self._fd = None
 
     def _take_over(self, fd: int, data: bytes) -> list[Stored]:
-        """Go on after what is valid in the file; nothing is when it is to begin anew."""
+        """Continue behind the valid records of the file. Returns none if it must begin anew."""
         try:
             contents = read_index(data, self._header)
         except IndexDistrusted as error:
             logger.warning("the index %s is not used, the cache is empty: %s", self._path, error)
             return []
         if contents.nbytes < len(data):
+            # Reading stops at damage, so records appended behind it would be lost.
             num_cut = len(data) - contents.nbytes
             logger.warning("the index %s ends in %d damaged bytes: cut off", self._path, num_cut)
             os.ftruncate(fd, contents.nbytes)
@@ -260,7 +268,7 @@ class PoolIndex:
 
     def _give_up(self, error: OSError) -> None:
         logger.error(
-            "cannot keep the index %s: %s; what is cached will not outlive this agent",
+            "cannot keep the index %s: %s; cached prefixes will not outlive this agent",
             self._path,
             error,
         )
@@ -270,7 +278,7 @@ class PoolIndex:
 
 
 def _write_all(fd: int, data: bytearray) -> None:
-    """Write and empty `data`. Raises OSError; `data` then keeps what is not written."""
+    """Write `data` and empty it. On OSError `data` keeps the bytes that were not written."""
     while data:
         del data[: os.write(fd, data)]
 
@@ -279,6 +287,6 @@ def _abandon(fd: int | None, path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
     if fd is not None:
-        # Closing may report the trouble of earlier writes.
+        # close(2) may report errors of earlier writes.
         with contextlib.suppress(OSError):
             os.close(fd)

@@ -1,13 +1,13 @@
-"""What the index of an arena's cached parts consists of: records, frames, and what they add up to.
+"""The format of an arena's index: records, frames, and the parts that the records add up to.
 
-It does not know files, and cannot know when a part's bytes are complete: who makes a `Stored`
-promises that they are, and that the checksum is theirs.
+It does not know files, and cannot know when a part's bytes are complete: the maker of a `Stored`
+record promises that they are, and that they have the checksum.
 
 An index is a sequence of frames: little-endian u32 length, u64 xxh3 of the payload, the payload in
-msgpack. The first is the header, which ties the index to one arena file; then come records, the
-later of two about one part being the valid one. Behind the first frame that is torn or damaged
-nothing is read. An index of another arena, or one whose live records contradict each other or the
-arena, is not believed in any point.
+msgpack. The first frame is the header, which ties the index to one arena file. Then come records;
+of two records about one part the later one is valid. Nothing is read behind the first torn or
+damaged frame. An index of another arena is not used at all, nor is an index whose live records
+contradict each other or the arena.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PartNumber = Annotated[int, msgspec.Meta(ge=0, lt=256)]
 
 
 class IndexHeader(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """Which arena file the index is about: its device and inode number, and how it is divided."""
+    """The arena file of the index: its device and inode number, and its division into blocks."""
 
     version: int
     device: int
@@ -55,7 +55,7 @@ class IndexHeader(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Shape(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """`shape_id` means this shape in the records that follow."""
+    """Defines `shape_id` for the records that follow."""
 
     shape_id: _Count
     shape: CacheShape
@@ -78,7 +78,7 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Dropped(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """This part is not there any more."""
+    """This part is not present any more."""
 
     key: _Key
     part: _PartNumber
@@ -93,7 +93,7 @@ _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
 class IndexDistrusted(Exception):
-    """Nothing in an index can be believed; the message says why."""
+    """The index cannot be used; the message says why."""
 
 
 class Placed(Protocol):
@@ -122,14 +122,14 @@ def part_checksum(views: Iterable[memoryview]) -> int:
 
 
 def encode_frame(payload: bytes) -> bytes:
-    """The payload as one frame; raises ValueError when it is over MAX_RECORD_BYTES."""
+    """Encode a payload as one frame. Raises ValueError when it exceeds MAX_RECORD_BYTES."""
     if len(payload) > MAX_RECORD_BYTES:
         raise ValueError(f"a record of {len(payload)} bytes: at most {MAX_RECORD_BYTES}")
     return _FRAME.pack(len(payload), xxh3_64_intdigest(payload)) + payload
 
 
 def decode_frame(data: memoryview, start: int = 0) -> tuple[memoryview, int] | None:
-    """The payload of the frame at `start` and where it ends; None when there is no whole one."""
+    """The payload and the end of the frame at `start`; None when there is no whole frame."""
     if len(data) - start < _FRAME.size:
         return None
     length, checksum = _FRAME.unpack_from(data, start)
@@ -146,7 +146,7 @@ def encode_record(record: Record) -> bytes:
 
 
 def decode_records(data: bytes) -> tuple[list[Record], int]:
-    """The leading whole records and where they end; what follows is torn or damaged."""
+    """The leading whole records, and their end. Data behind it is torn or damaged."""
     records: list[Record] = []
     view = memoryview(data)
     end = 0
@@ -161,7 +161,7 @@ def decode_records(data: bytes) -> tuple[list[Record], int]:
 
 @dataclass(frozen=True, slots=True)
 class IndexContents:
-    """What an index says: `stored` in restore order; `nbytes` of the file are whole."""
+    """The contents of an index. `stored` is in restore order; `nbytes` of the file are whole."""
 
     shapes: dict[int, CacheShape]
     stored: list[Stored]
@@ -170,7 +170,7 @@ class IndexContents:
 
 
 def read_index(data: bytes, header: IndexHeader) -> IndexContents:
-    """What is valid in an index file of this arena; raises IndexDistrusted."""
+    """The valid contents of an index file of this arena. Raises IndexDistrusted."""
     records, end = decode_records(data)
     if not records or not isinstance(records[0], IndexHeader):
         raise IndexDistrusted("it has no header")
@@ -194,7 +194,7 @@ def read_index(data: bytes, header: IndexHeader) -> IndexContents:
 
 
 def part_id(record: Stored | Dropped) -> PartId:
-    """What a record is about: of two records with the same subject the later one is valid."""
+    """The subject of a record. Of two records with one subject the later one is valid."""
     return record.key, record.part, record.tier
 
 

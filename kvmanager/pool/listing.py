@@ -1,6 +1,6 @@
-"""What is in a pool, for people and for those who keep a copy of its contents.
+"""Lists the contents of a pool, for people and for copies of its contents.
 
-Reads nodes and changes nothing. Everything here goes through all blocks, prefixes in steps.
+Reads nodes and changes nothing. Everything here visits all blocks; `prefixes` does so in steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Listing = Generator[None, None, tuple[list[ListedPrefix], int]]
 
 
 def change(part: Part, tier: Tier, stored: bool = True) -> PoolChange:
-    """The coming (or going) of the part's copy in `tier`."""
+    """The change that the part's copy in `tier` was stored, or dropped."""
     node = part.node
     return PoolChange(
         stored=stored,
@@ -36,7 +36,7 @@ def change(part: Part, tier: Tier, stored: bool = True) -> PoolChange:
 
 
 def changes(nodes: Iterable[Node]) -> list[PoolChange]:
-    """All copies as if they had just come: SSD first, then the arena, in each the base first."""
+    """All copies as if they had just been stored: SSD before the arena, and bases first."""
     ordered = sorted(nodes, key=lambda node: node.index)
     return [
         change(part, tier)
@@ -50,8 +50,8 @@ def changes(nodes: Iterable[Node]) -> list[PoolChange]:
 def prefixes(nodes: Mapping[bytes, Node], order: Order, limit: int, now_s: float) -> Listing:
     """The first `limit` prefixes in that order, and how many there are.
 
-    A generator of steps of a few milliseconds each, between which the pool may change: what it
-    returns in the end may miss what came or went meanwhile.
+    It is a generator of steps of a few milliseconds each. The pool may change in between, so the
+    result may miss recent changes.
     """
     everything = list(nodes.values())
     num_next: Counter[bytes] = Counter()
@@ -65,8 +65,9 @@ def prefixes(nodes: Mapping[bytes, Node], order: Order, limit: int, now_s: float
     first: list[tuple[float, int, Node]] = []
     num_visited = 0
     for number, leaf in enumerate(leaves):
+        # The last block alone says the size, which spares the walk down each prefix.
         own = list(_own(nodes, num_next, leaf)) if order != "size" else [leaf]
-        # Of equals the first; the number is never equal.
+        # The unique number decides between equal ranks, and keeps nodes from being compared.
         heapq.heappush(first, (_rank(order, own), -number, leaf))
         if len(first) > limit:
             heapq.heappop(first)
@@ -76,6 +77,7 @@ def prefixes(nodes: Mapping[bytes, Node], order: Order, limit: int, now_s: float
             yield
     found = []
     for _, _, leaf in sorted(first, reverse=True):
+        # The pool may have evicted it between two steps.
         if leaf.present:
             found.append(_prefix(nodes, num_next, leaf, now_s))
         num_visited += leaf.index + 1

@@ -1,13 +1,13 @@
-"""The blocks that a pool knows, their parts, and what a shape means in arena blocks.
+"""The blocks that a pool knows, their parts, and the sizes of parts in arena blocks.
 
-A node is one block of a prompt, named by its key and linked to the block before it; its parts are
-what is cached of it. Knows neither allocators, callers nor recency rules: `kvmanager.pool.parts`
-keeps the books.
+A node is one block of a prompt, identified by its key and linked to the block before it. Its parts
+are what is cached of it. Knows neither allocators, callers nor recency rules; the records are in
+`kvmanager.pool.parts`.
 
-Python's garbage collector visits every object that may hold others. With those of half a million
-blocks one full collection stops the process for half a second. So nodes and parts are structs that
-it does not know (`gc=False`), and tuples of nothing else, which it forgets. Whoever drops a node or
-a part therefore cuts its links, or its memory is never given back.
+Python's garbage collector visits every object that may hold others. With the objects of half a
+million blocks, one full collection stops the process for half a second. So nodes and parts are
+structs that the collector does not track (`gc=False`), and tuples of such structs, which it stops
+tracking. So code that drops a node or a part must cut its links, or the memory is never freed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Geometry:
     def num_usable_blocks(self, masks: Sequence[int]) -> int:
         """`CacheShape.num_usable_blocks` in one pass; `masks[i]` has the parts of block i.
 
-        KV is not looked at: every block named is taken to have it.
+        KV is not checked: all these blocks must have it.
         """
         state = self.state_mask
         if not self.windows and not state:
@@ -53,6 +53,7 @@ class Geometry:
             is_usable = mask & state == state
             for number, (bit, reach) in enumerate(self.windows):
                 streaks[number] = streak = streaks[number] + 1 if mask & bit else 0
+                # A prefix shorter than the window needs it in all of its own blocks.
                 if streak < reach and streak < count:
                     is_usable = False
             if is_usable:
@@ -62,8 +63,8 @@ class Geometry:
 
 @dataclass(slots=True, eq=False)
 class Filling:
-    """Arena memory that is being written. Without a part its prefix is gone: it is only to be
-    freed, once nobody writes there any more.
+    """Arena memory that is being written. `part` None: its prefix is gone, and the memory is freed
+    once nobody writes there any more.
     """
 
     part: Part | None
@@ -78,9 +79,9 @@ class Filling:
 class Part(msgspec.Struct, eq=False, gc=False):
     """One part of one block: present in the arena (`runs`), on SSD, or being filled.
 
-    Never both in the arena and being filled. It is an `EvictionCandidate`. `condemned` has bit t
-    for tier t if the copy there goes as soon as nobody uses it. `spill_id` is that of the copying
-    to SSD that is under way, or 0.
+    It is never both in the arena and being filled. It is an `EvictionCandidate`. `condemned` has
+    bit t if the copy in tier t must go as soon as nobody uses it. `spill_id` identifies the copying
+    to SSD that is under way; 0: none.
     """
 
     node: Node
@@ -130,8 +131,9 @@ class Part(msgspec.Struct, eq=False, gc=False):
 
     @property
     def recompute_tokens(self) -> int:
-        """KV: its block's. A window or state: since the last boundary before that has one, for a
-        window before its own tail of the prompt; without KV, the whole prefix.
+        """Tokens to recompute without this part. For KV: the block's. For a window or state: those
+        since the last boundary that has one (for a window, before its own reach), or without KV the
+        whole prefix.
         """
         if self.is_kv:
             return self.block_tokens
@@ -145,7 +147,7 @@ class Part(msgspec.Struct, eq=False, gc=False):
 
     @property
     def has_sound_copy(self) -> bool:
-        """Whether a copy is here that is not condemned."""
+        """Whether some tier has a copy that is not condemned."""
         if not self.condemned:
             return self.is_present
         return any(self.is_in(tier) and not self.is_condemned(tier) for tier in Tier)
@@ -157,9 +159,9 @@ class Part(msgspec.Struct, eq=False, gc=False):
         return bool(self.condemned >> tier & 1)
 
     def goes_with(self, base: Part, tier: Tier) -> bool:
-        """Whether its copy in `tier` cannot stay because of what becomes of the part below it.
+        """Whether its copy in `tier` cannot stay because of the state of its base.
 
-        A copy on SSD stands on the SSD copy, one in the arena on any copy.
+        A copy on SSD needs the base's copy on SSD; a copy in the arena needs any copy of the base.
         """
         if tier is Tier.SSD:
             return not (base.on_ssd or base.is_spilling) or base.is_condemned(Tier.SSD)
@@ -170,10 +172,11 @@ class Node(msgspec.Struct, eq=False, gc=False):
     """A block. `up`: the node before it, while the shape has KV and it is not the first.
 
     `present` and `in_arena` have bit p for each part present in any tier, and in the arena.
-    `num_needs` counts what needs this block's KV in some tier: KV of next blocks, present or being
-    filled; windows and states of this block that are pinned or being filled. `num_ssd_needs`: what
-    stands on its KV and is on SSD, of both. The nodes with the same `up` are a doubly linked list,
-    since a set for each node would take more memory than the node.
+    `num_needs` counts the parts that need this block's KV in some tier: KV of next blocks, present
+    or being filled, and this block's windows and states that are pinned or being filled.
+    `num_ssd_needs` counts the parts on SSD, of both sorts, that need its KV. The nodes with the
+    same `up` are a doubly linked list, since a set for each node would take more memory than the
+    node.
     """
 
     key: bytes
@@ -219,6 +222,7 @@ class Node(msgspec.Struct, eq=False, gc=False):
 
     def put(self, number: int, part: Part | None) -> None:
         """Make `part` the part of that number; None: there is none any more."""
+        # A tuple again and no list, which the garbage collector would track.
         self.parts = (*self.parts[:number], part, *self.parts[number + 1 :])
 
     @property
@@ -227,9 +231,9 @@ class Node(msgspec.Struct, eq=False, gc=False):
         return self.parts[0] if self.geometry.has_kv else None
 
     def base(self, number: int) -> Part | None:
-        """The KV part that part `number` stands on: the block before's for KV, its own for others.
+        """The base of part `number`: for KV the KV of the block before, for others the block's own.
 
-        None where nothing is needed. Raises KeyError where what is needed is missing.
+        None where no base is needed. Raises KeyError where the base is missing.
         """
         if not self.geometry.has_kv or (number == 0 and self.index == 0):
             return None
@@ -240,7 +244,7 @@ class Node(msgspec.Struct, eq=False, gc=False):
         return part
 
     def touch(self, use: int, now_s: float) -> None:
-        """The block's KV is part of use number `use`."""
+        """Note that use number `use` touches the block and its KV."""
         self.last_used = use
         self.last_used_s = now_s
         if (kv := self.kv) is not None:
@@ -277,8 +281,8 @@ def continuation(
     first_block: int,
     keys: Sequence[bytes],
 ) -> list[Node | None]:
-    """The blocks of `keys`, None for one that is not known, as far as they can be what the caller
-    says: nothing, if the block before the first has to be here and is not.
+    """The nodes of `keys`, with None for unknown ones, up to the first that contradicts the
+    caller's order. Nothing, if the block before the first must be known and is not.
     """
     if geometry.has_kv and first_block:
         before = nodes.get(parent)

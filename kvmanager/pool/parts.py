@@ -1,16 +1,18 @@
-"""The books of a pool: which parts are where, what stands on what, what may go, what goes first.
+"""The records of a pool: the place of each part, its base, and which copies may go in which order.
 
-Every coming and going of a part passes through here, so that counts, queues and the listener agree.
-Knows neither pins nor fills as such, only that a part is pinned or being filled.
+Every change of a part goes through this module, so that counts, queues and the listener agree. It
+knows neither pins nor fills as such, only whether a part is pinned or being filled. The base of a
+part is the KV that it builds on.
 
-A copy may leave a tier when nobody uses it and nothing stands on it:
+A copy may leave a tier when nobody uses it and no other part needs it:
 
     arena   not pinned; for a KV part, there is a sound copy on SSD or nothing needs the KV
     SSD     there is a copy in the arena, or it is not pinned, not being read back into the arena,
             and, for a KV part, nothing needs the KV; and nothing on SSD stands on it
 
-With the last copy of a block's KV its windows and state go too. What is on SSD stands on KV on SSD:
-so what is in the arena alone has only the arena standing on it, and can leave from leaf to root.
+With the last copy of a block's KV, its windows and state go too. A copy on SSD needs its base on
+SSD. So only copies in the arena need a base that is only in the arena, and they can leave from leaf
+to root.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from kvmanager.transfers.blocks import BlockAllocator, Run, split_runs
 Kinds = Counter[tuple[Tier, PartKind]]
 
 NO_USE = -1
-"""As a guard: the number of no use."""
+"""A guard that protects no block: no use has this number."""
 
 
 class PartBooks:
@@ -49,18 +51,18 @@ class PartBooks:
         self.max_blocks = max_blocks
         self.ssd_bytes = ssd_bytes
         self.keeps_arena = False
-        """Whether copies in the arena stay, whatever the room."""
+        """Whether all copies in the arena must stay."""
         self.num_blocks = 0
         """Arena blocks held, those being filled included."""
         self.num_present = 0
         """Blocks of prompts with any part in any tier."""
         self.pinned_blocks = 0
         self.pinned_bytes = 0
-        """Blocks that pinned parts in the arena hold, and the bytes of these parts."""
+        """Arena blocks and bytes of pinned parts."""
         self.nbytes: Kinds = Counter()
         self.evictions: Kinds = Counter()
         self.to_spill: OrderedDict[Part, None] = OrderedDict()
-        """What came into the arena, or was used there, and has no copy on SSD; oldest first."""
+        """Parts that were stored or used in the arena and have no copy on SSD, oldest first."""
         self.to_purge: list[Part] = []
         """Parts with a condemned copy that may be able to go (`kvmanager.pool.purge`)."""
         self.purge_later: list[Part] = []
@@ -99,7 +101,7 @@ class PartBooks:
         return part
 
     def node(self, geometry: Geometry, key: bytes, parent: bytes, index: int) -> Node:
-        """The block of that key, made if there is none; made of the same shape, it is the same."""
+        """The node of this key, which is made if there is none."""
         node = self.nodes.get(key)
         if node is None:
             up = self.nodes.get(parent) if geometry.has_kv and index else None
@@ -117,24 +119,25 @@ class PartBooks:
             node.unlink()
 
     def unneeded_by(self, part: Part) -> None:
-        """A window or state is not pinned, or not filled, any more. Nothing happens for KV."""
+        """A window or state is not pinned, or not filled, any more. Does nothing for KV."""
         if not part.is_kv:
             self._release_need(part.node)
 
     # ---- pins
 
     def pin(self, part: Part) -> None:
-        """One pin more holds the part, which is present."""
+        """Add a pin to the part, which must be present."""
         part.num_pins += 1
         if part.num_pins > 1:
             return
+        # An unpinned window or state may be dropped with its block's KV; a pinned one keeps the KV.
         if not part.is_kv:
             part.node.num_needs += 1
         if part.runs:
             self._count_pinned(part, 1)
 
     def unpin(self, part: Part) -> None:
-        """One pin less holds it."""
+        """Remove a pin."""
         part.num_pins -= 1
         if part.num_pins:
             return
@@ -146,7 +149,7 @@ class PartBooks:
     # ---- copies that come and go
 
     def arrive(self, part: Part, tier: Tier, runs: tuple[Run, ...] = ()) -> None:
-        """A copy is in `tier` now; `runs`, which the pool holds already, say where in the arena."""
+        """Enter a copy in `tier`. `runs`, which the pool holds already, are its arena blocks."""
         node = part.node
         base = node.base(part.number)
         self.num_present += not node.present
@@ -171,7 +174,7 @@ class PartBooks:
         self._tell(True, part, tier, runs)
 
     def leave(self, part: Part, tier: Tier, *, is_eviction: bool = False) -> None:
-        """Drop the copy, which `may_leave` allows, and what goes with it."""
+        """Drop the copy, which `may_leave` must allow, and the copies that go with it."""
         node = part.node
         is_last = not (part.on_ssd if tier is Tier.ARENA else part.runs)
         if is_last and part.is_kv:
@@ -202,13 +205,13 @@ class PartBooks:
         return self._may_leave_ssd(part) and not (self.keeps_arena and takes_others)
 
     def condemn(self, part: Part, tier: Tier) -> None:
-        """The copy goes once `purge.drop_condemned` finds that nobody uses it."""
+        """Condemn the copy: `purge.drop_condemned` drops it once nobody uses it."""
         if part.is_in(tier) and not part.is_condemned(tier):
             part.condemned |= 1 << tier
             self.to_purge.append(part)
 
     def offer(self, part: Part) -> None:
-        """Something about the part has changed: queue its copies that may go now."""
+        """Queue the part's copies that may go now. Call it after every change of the part."""
         if self._may_leave_arena(part):
             (self._kv_queue if part.is_kv else self._other_queue).offer(part)
         if self._may_leave_ssd(part):
@@ -220,20 +223,22 @@ class PartBooks:
             self.to_purge.append(part)
 
     def wants_spill(self, part: Part) -> None:
-        """The part is in the arena and worth a copy on SSD."""
+        """Queue the part for a copy on SSD, if it is in the arena and has none."""
         if self.ssd_bytes and part.runs and not part.on_ssd and not part.is_spilling:
             self.to_spill[part] = None
 
     # ---- memory
 
     def allocate(self, sizes: Sequence[int]) -> list[tuple[Run, ...]]:
-        """Runs of `sizes` blocks, which `room` has; neighbours where that is possible."""
+        """Allocate runs of `sizes` blocks, for which there must be `room`. Neighbouring pieces get
+        neighbouring blocks where possible.
+        """
         total = sum(sizes)
         self.num_blocks += total
         return split_runs(self.allocator.allocate(total), sizes)
 
     def claim(self, geometry: Geometry, change: PoolChange) -> bool:
-        """Take what a copy that is there already occupies; False if that cannot be."""
+        """Take the memory of a copy that exists already. False: it is not free, or has no room."""
         if change.tier is Tier.SSD:
             return self.ssd_fits(geometry.shape.parts[change.part].nbytes)
         num_blocks = sum(run.length for run in change.runs)
@@ -256,7 +261,7 @@ class PartBooks:
         return min(self.allocator.num_free, self.max_blocks - self.num_blocks)
 
     def evict_until(self, is_enough: Callable[[], bool], guarded_use: int = NO_USE) -> bool:
-        """Drop arena copies, lowest score first, until `is_enough`; False when nothing more may go.
+        """Drop arena copies, lowest score first, until `is_enough`. False: no more copies may go.
 
         Blocks touched by use number `guarded_use` stay.
         """
@@ -272,6 +277,7 @@ class PartBooks:
         for part in aside:
             self.offer(part)
         self._kv_queue.prune(self.num_parts[Tier.ARENA])
+        # Parts that left in other ways stay in a queue until they reach its head.
         self._other_queue.prune(self.num_parts[Tier.ARENA])
         return is_enough()
 
@@ -279,7 +285,8 @@ class PartBooks:
         """Drop SSD copies that were used less recently than `part`, until one of it fits."""
         self._ssd_queue.prune(self.num_parts[Tier.SSD])
         while not self.ssd_fits(part.nbytes):
-            # With the last copy of a KV part its windows and states would leave the arena.
+            # With the last copy of a KV part, windows and states would leave the arena, which must
+            # not happen while `keeps_arena`.
             if self.keeps_arena or not self.may_go_to_ssd(part):
                 return False
             head = self._ssd_queue.head()
@@ -288,7 +295,7 @@ class PartBooks:
         return True
 
     def may_go_to_ssd(self, part: Part) -> bool:
-        """Whether there is room for a copy, or something that went unused for longer."""
+        """Whether there is room for a copy, or a copy that went unused for longer can go."""
         if self.ssd_fits(part.nbytes):
             return True
         head = self._ssd_queue.head()
@@ -298,7 +305,7 @@ class PartBooks:
         return nbytes + sum(self.nbytes[Tier.SSD, kind] for kind in PartKind) <= self.ssd_bytes
 
     def check_queues(self) -> None:
-        """Raises AssertionError when something may go and is not queued; for tests."""
+        """Raise AssertionError when a copy may go and is not queued; for tests."""
         for node in self.nodes.values():
             for part in node.parts:
                 if part is not None and self._may_leave_arena(part):
@@ -328,7 +335,7 @@ class PartBooks:
         return part.node.num_needs == 0 or not part.is_kv
 
     def _release_need(self, node: Node) -> None:
-        """One thing less needs the block's KV."""
+        """One part less needs the block's KV."""
         node.num_needs -= 1
         if node.num_needs == 0 and (kv := node.kv) is not None:
             self.offer(kv)

@@ -1,6 +1,7 @@
-"""Parts of the cache end to end as one range of bytes, for a transfer between two pools.
+"""Parts of the cache, end to end, as one range of bytes for a transfer between two pools.
 
-Knows neither pools nor transfers: pieces of memory go in, each with its exact size, no padding.
+It joins pieces of memory, each with its exact size and without padding. Knows neither pools nor
+transfers.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class PartsSpace:
         if offset < 0 or length < 0 or offset + length > self.nbytes:
             raise ValueError(f"[{offset}, {offset + length}) is outside of {self.nbytes} bytes")
         views: list[memoryview] = []
+        # To the right: an offset at the end of one space is the first byte of the next.
         index = bisect_right(self._ends, offset)
         while length:
             space = self._spaces[index]

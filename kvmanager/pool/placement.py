@@ -1,9 +1,10 @@
-"""Which boundaries of a request deserve their window tails and recurrent states in the cache.
+"""Chooses the boundaries of a request whose window tails and recurrent states are cached.
 
-Pure. States and windows are dear: at 10K tokens of the paper's model they are half of all bytes if
-there is one at the end alone. They are worth their memory where a later request resumes: at the end
-of a request (the next turn starts there) and where prompts part from each other, and for short and
-medium prompts at some density (MiMo). At every block they never are.
+Pure. States and windows are expensive: with only one boundary at the end, they are half of all
+bytes at 10K tokens of the paper's model. They are worth their memory where a later request resumes:
+at the end of a request, where the next turn starts, and where prompts part from each other. For
+short and medium prompts regular boundaries may pay as well (MiMo). Boundaries at every block never
+do.
 """
 
 from __future__ import annotations
@@ -12,27 +13,27 @@ import msgspec
 
 
 class StatePlacement(msgspec.Struct, frozen=True):
-    """A placement policy; a boundary is kept when any rule asks for it.
+    """A placement policy. A boundary is kept when any rule asks for it.
 
-    The defaults find the most of Mooncake's conversation trace where memory is short (the paper's
-    sizes, LRU, `make bench BENCH_ARGS="kv --trace FILE"`; the README of the benches has the table):
-    142,000 to 144,000 hit tokens for each GB of 256 with ends and with both, 90,000 with branches,
-    at most 137,000 with a density beside them, 27,000 with everything. Densities cost room that KV
-    would use better; given 1,000 GB they find 0.6% more tokens at best. An engine has states only
-    where its steps end, counted from where it resumed: multiples of `every_tokens` need one that
-    ends its steps there.
+    The defaults have the most hits in Mooncake's conversation trace where memory is short (the
+    paper's sizes, LRU, `make bench BENCH_ARGS="kv --trace FILE"`; the README of the benches has the
+    table): 142,000 to 144,000 hit tokens for each GB of 256 with ends or with both rules, 90,000
+    with branches, at most 137,000 with regular boundaries added, and 27,000 with every block.
+    Regular boundaries take memory that KV would use better; with 1,000 GB they hit at best 0.6%
+    more tokens. An engine has states only where its steps end, counted from the point where it
+    resumed. So `every_tokens` needs an engine that ends its steps at its multiples.
     """
 
     ends: bool = True
-    """At the last boundary of a prompt, and of its answer so far: the next turn resumes there."""
+    """Keep the last boundary of a prompt and of its answer so far, where the next turn resumes."""
     branches: bool = True
-    """Where a prompt parts from what is cached."""
+    """Keep the boundary at which a prompt parts from cached prompts."""
     every_tokens: int = 0
-    """At multiples of this many tokens, within the first `dense_tokens`; 0: no such rule."""
+    """Keep multiples of this many tokens within the first `dense_tokens`; 0: none."""
     dense_tokens: int = 0
     """Tokens from the start of a prompt to which `every_tokens` applies."""
     every_block: bool = False
-    """At every boundary; it needs so much memory that it is only for measurements."""
+    """Keep every boundary. It needs so much memory that it is only for measurements."""
 
     def wants(
         self, boundary_tokens: int, *, is_end: bool = False, branch_tokens: int | None = None

@@ -1,35 +1,36 @@
-"""The hybrid prefix pool of one agent: what is cached, who uses it, what is being written.
+"""The hybrid prefix pool of one agent: which parts are cached, used, and being written.
 
-Many prompts share one arena. Each prompt is a chain of blocks, each block a few parts (KV, windows,
-state: `kvmanager.pool.shape`), and each part has, besides its place on SSD, one of four states in
-the arena:
+Many prompts share one arena. Each prompt is a chain of blocks, and each block has a few parts (KV,
+windows, state: `kvmanager.pool.shape`). Besides its place on SSD, each part has one of four states
+in the arena:
 
     absent -> filling -> written -> present -> absent
                  \\-> doomed (freed when its writer is done)
 
-`reserve` makes parts filling: they have memory, nobody may read it. `commit` says that the bytes
-are there. A part whose base is present becomes present itself; one whose base is still being
-filled waits as written and becomes present with it. The base of a KV part is the KV of the block
-before, that of a window or state the KV of its own block; without KV in the shape nothing has one.
+`reserve` makes parts filling: they have memory that nobody may read yet. `commit` says that the
+bytes are complete. A part whose base is present then becomes present. A part whose base is still
+being filled waits as written, and becomes present with the base. The base of a KV part is the KV of
+the block before; the base of a window or state is the KV of its own block. In a shape without KV no
+part has a base.
 
 Rules.
 
 1. Chains have no holes: a part is present, in any tier, only while its base is. So eviction goes
    from leaf to root, and with a block's KV its windows and state go.
-2. Whatever is pinned or being filled stays, and so does every base below it.
-3. Where a base comes to nothing, all that waits for it does: what is written is freed, what is
-   still filling is doomed, and keeps its memory until its own commit or abort, since a writer may
-   be at it.
+2. A part that is pinned or being filled stays, and so does every base below it.
+3. When the filling of a base fails, the parts that wait for it fail too. Written ones are freed.
+   Parts that are still being filled are doomed: they keep their memory until their own commit or
+   abort, because somebody may be writing there.
 4. A use is one call of `pin` or `reserve`. It touches the KV of the whole prefix, and the windows
-   and states it names; all of these then have the same age, but for eviction the end of the prompt
-   is older than its beginning. A base is never older than what stands on it.
-5. `reserve` evicts what it must, except blocks of the prefix that it extends. Where room is short
-   the beginning of what was asked for is given. So the pool with `lru` and full attention alone
-   holds exactly the most recently used blocks.
+   and states that it names. All of these then have the same age, but eviction takes the end of the
+   prompt before its beginning. A base is never older than a part that builds on it.
+5. `reserve` evicts as much as it needs, except blocks of the prefix that it extends. When room is
+   short, it gives memory for the beginning of the request. So with `lru` and full attention alone
+   the pool holds exactly the most recently used blocks.
 6. A use is not a hit: only `pin` counts hits.
 
 Nothing here waits, locks, or touches memory or files. It may not know engines, messages, how bytes
-are copied, or what a key was made of. `kvmanager.pool.parts` keeps the books of presence.
+are copied, or what keys are made of. `kvmanager.pool.parts` has the records of parts.
 """
 
 from __future__ import annotations
@@ -60,12 +61,13 @@ from kvmanager.pool.shape import CacheShape
 from kvmanager.pool.spills import Spills
 from kvmanager.transfers.blocks import BlockAllocator, Run
 
+# A step runs on the agent's event loop, where other work may wait for milliseconds only.
 MAX_EVICTED_PER_STEP: Final = 128
-"""Arena blocks that one step of making room frees."""
+"""Most arena blocks that one step of making room frees."""
 
 
 class HybridPool:
-    """The pool of one arena; several shapes may share it. One thread only."""
+    """The pool of one arena, which several shapes may share. Single-threaded."""
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class HybridPool:
         max_blocks: int | None = None,
         ssd_bytes: int = 0,
     ) -> None:
-        """`max_blocks`: most blocks of the arena; None: all that others leave."""
+        """`max_blocks`: most arena blocks of the pool; None: all that others do not use."""
         self._books = PartBooks(
             allocator,
             block_bytes,
@@ -96,7 +98,7 @@ class HybridPool:
     # ---- reading
 
     def match(self, shape: CacheShape, keys: Sequence[bytes]) -> PrefixMatch:
-        """How much of the prompt with these block keys is there. Touches nothing."""
+        """How much of the prompt with these block keys is cached. This counts as no use."""
         geometry = self._books.geometry(shape)
         present, in_arena = presence(self._books.nodes, geometry, keys)
         num_usable = geometry.num_usable_blocks(present)
@@ -110,10 +112,10 @@ class HybridPool:
     def pin(
         self, shape: CacheShape, keys: Sequence[bytes], parts: Iterable[BlockPart], now_s: float
     ) -> Pin:
-        """Keep `parts` in the tiers they are in; a hit on them and on the prefix up to the last.
+        """Keep `parts` in their present tiers. It counts as a hit on them and on their prefix.
 
-        Raises KeyError and pins nothing if one of them is in no tier, ValueError for a part that
-        cannot be.
+        Raises KeyError and pins nothing if one of them is in no tier; ValueError for a part that
+        the shape does not have.
         """
         wanted = _checked(shape, keys, parts)
         found = [(at, self._books.part(keys[at[0]], at[1])) for at in wanted]
@@ -122,6 +124,8 @@ class HybridPool:
             raise KeyError(f"{len(wanted) - len(held)} of {len(wanted)} parts are not here")
         self._num_uses += 1
         num_blocks = max((index for index, _ in wanted), default=-1) + 1
+        # Before the parts below get the number of this use: a base is never older than its part
+        # (rule 4).
         self._hit(keys[:num_blocks], now_s)
         for _, part in held:
             part.last_used = self._num_uses
@@ -133,29 +137,29 @@ class HybridPool:
         return self.pinned(pin_id)
 
     def pinned(self, pin_id: int) -> Pin:
-        """The pin with its slots as they are now; raises KeyError for one that is not held."""
+        """The pin with its present slots. Raises KeyError for an unknown pin."""
         held = self._pins[pin_id]
         slots = tuple(Slot(*at, part.runs) for at, part in held if part.runs)
         return Pin(pin_id, slots, tuple(at for at, part in held if not part.runs))
 
     def unpin(self, pin_id: int) -> None:
-        """What the pin held may go. Does nothing a second time."""
+        """End the pin. A second call does nothing."""
         for _, part in self._pins.pop(pin_id, ()):
             self._books.unpin(part)
         self.drop_lost()
 
     def lookup(self, key: bytes, part: int) -> tuple[Run, ...] | None:
-        """Where the part lies in the arena; None if it is not there."""
+        """The part's arena blocks; None if it is not in the arena."""
         found = self._books.part(key, part)
         return found.runs or None if found is not None else None
 
     def is_filling(self, key: bytes, part: int) -> bool:
-        """Whether it is being written into the arena, or is written and waits for its base."""
+        """Whether the part is being written into the arena, or waits as written for its base."""
         found = self._books.part(key, part)
         return found is not None and found.filling is not None
 
     def num_hits(self, key: bytes, part: int) -> int:
-        """How many pins have hit the part since it came; 0 for one that is not here."""
+        """The number of pins that have hit the part; 0 for an unknown part."""
         found = self._books.part(key, part)
         return found.num_hits if found is not None else 0
 
@@ -170,17 +174,18 @@ class HybridPool:
         parts: Iterable[BlockPart],
         now_s: float,
     ) -> Fill:
-        """Arena memory for those `parts` that are neither in the arena nor being filled.
+        """Give arena memory for those `parts` that are neither in the arena nor being filled.
 
-        `keys` follow each other in one prompt; the first is block `first_block`, and `parent` the
-        key before it (the root key for block 0). Left out are parts without a base, and what has no
-        room when all that may go is gone. What is on SSD can be asked for like anything else. A
-        fill with slots lives until `abort`. Raises ValueError for a part that cannot be.
+        `keys` follow each other in one prompt. The first is block `first_block`, and `parent` is
+        the key before it (the root key for block 0). Parts without a base are left out, and parts
+        for which eviction makes no room. Parts on SSD can be asked for like others. A fill with
+        slots lives until `abort`. Raises ValueError for a part that the shape does not have.
         """
         geometry = self._books.geometry(shape)
         wanted = _checked(shape, keys, parts)
         self._num_uses += 1
         nodes = continuation(self._books.nodes, geometry, parent, first_block, keys)
+        # Before evicting: what this use touches has the guarded number and stays (rule 5).
         self._touch(nodes, parent, now_s)
         plan = self._fitting(geometry, self._missing(geometry, nodes, wanted))
         if not plan:
@@ -199,17 +204,17 @@ class HybridPool:
         return Fill(fill_id, tuple(slots))
 
     def commit(self, fill_id: int, index: int, part: int, now_s: float) -> bool:
-        """The part's bytes are there, and are not written any more.
+        """Say that the part's bytes are complete and not written any more.
 
-        True: it is present, or will be when its base is. False: its base has come to nothing, and
-        its memory is free again. Raises KeyError for what this fill has no open slot of.
+        True: it is present, or will be when its base is. False: the filling of its base has failed,
+        and its memory is free again. Raises KeyError for a part without an open slot in this fill.
         """
         return self._fills.commit(fill_id, (index, part), now_s)
 
     def abort(self, fill_id: int) -> None:
-        """End the fill: free what is not committed, which nobody may write any more.
+        """End the fill. Parts that are not committed are freed, so nobody may write them any more.
 
-        What is committed stays. Does nothing a second time.
+        Committed parts stay. A second call does nothing.
         """
         self._fills.abort(fill_id)
         self.drop_lost()
@@ -217,8 +222,8 @@ class HybridPool:
     # ---- letting go
 
     def keep_arena(self) -> None:
-        """Let nothing leave the arena any more: somebody unknown to the pool may be reading it.
-        What is free can be filled.
+        """Evict nothing from the arena any more, since a process that the pool does not know may be
+        reading it. Free memory can still be filled.
         """
         self._books.keeps_arena = True
 
@@ -229,7 +234,7 @@ class HybridPool:
         self._books.purge_later.clear()
 
     def discard(self, key: bytes, part: int, tier: Tier) -> bool:
-        """Drop the copy if nobody uses it and nothing stands on it; whether it is dropped.
+        """Drop the copy if nobody uses it and nothing builds on it. Returns whether it was dropped.
 
         With the last copy of a block's KV its windows and state go.
         """
@@ -241,13 +246,13 @@ class HybridPool:
 
     @property
     def num_evictable_blocks(self) -> int:
-        """Blocks of the arena that `make_room` could free at most."""
+        """Most arena blocks that `make_room` could free."""
         return self._books.num_blocks - self._books.pinned_blocks - self._fills.num_blocks
 
     def make_room(self, num_blocks: int) -> bool:
-        """Evict until the allocator has `num_blocks` free; False, when that cannot be.
+        """Evict until the allocator has `num_blocks` free. False: that is impossible.
 
-        Where it is plain that it cannot be, nothing is evicted.
+        If that is clear from the start, nothing is evicted.
         """
         books = self._books
         if books.allocator.num_free + self.num_evictable_blocks < num_blocks:
@@ -255,13 +260,13 @@ class HybridPool:
         return books.evict_until(lambda: books.allocator.num_free >= num_blocks)
 
     def evict_for(self, num_blocks: int) -> bool:
-        """A step of `make_room`, of a few milliseconds; whether another may help."""
+        """Do one step of `make_room`, of a few milliseconds. Returns whether another may help."""
         books = self._books
         enough = min(num_blocks, books.allocator.num_free + MAX_EVICTED_PER_STEP)
         return self.make_room(enough) and enough < num_blocks
 
     def drop_lost(self) -> None:
-        """Go on dropping what was lost, for a few milliseconds; `has_lost` tells when to stop."""
+        """Drop lost parts for a few milliseconds. `has_lost` says whether more are left."""
         purge.drop_condemned(self._books)
 
     @property
@@ -272,10 +277,10 @@ class HybridPool:
     # ---- starting and telling
 
     def restore(self, change: PoolChange, now_s: float) -> bool:
-        """Enter a part that outlived the pool before; it counts as used before all others.
+        """Enter a part of a former pool. It counts as used before all others.
 
-        Bases come first, and SSD before the arena. The blocks are taken from the allocator. False:
-        it does not fit (no base, no room, other blocks). The listener hears of it.
+        Bases must come first, and SSD before the arena. The blocks are taken from the allocator.
+        The listener is called. False: the part does not fit (no base, no room, other blocks).
         """
         books = self._books
         geometry = books.geometry(change.shape)
@@ -293,7 +298,7 @@ class HybridPool:
         return True
 
     def changes(self) -> list[PoolChange]:
-        """Everything present as if it had just come, in an order that `restore` accepts."""
+        """All present copies as if just stored, in an order that `restore` accepts."""
         return listing.changes(self._books.nodes.values())
 
     def status(self) -> PoolStatus:
@@ -316,7 +321,7 @@ class HybridPool:
         return listing.prefixes(self._books.nodes, order, limit, now_s)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError when the books do not add up; for tests."""
+        """Raise AssertionError when the records are inconsistent; for tests."""
         audit.check_parts(self._books)
         audit.check_uses(self._books, self._pins, self._fills)
 
@@ -326,6 +331,8 @@ class HybridPool:
         for node in nodes:
             if node is not None:
                 node.touch(self._num_uses, now_s)
+        # A base is never older than its part (rule 4), so the whole prefix before is touched as
+        # well.
         before = self._books.nodes.get(parent) if nodes else None
         while before is not None:
             before.touch(self._num_uses, now_s)
@@ -344,6 +351,7 @@ class HybridPool:
         self, geometry: Geometry, nodes: Sequence[Node | None], wanted: Sequence[BlockPart]
     ) -> list[BlockPart]:
         """The parts of `wanted` that memory can be given for, bases first."""
+        # A part whose base is neither here nor asked for would leave a hole in its chain (rule 1).
         missing: dict[BlockPart, None] = {}
         for index, number in wanted:
             if index >= len(nodes):
@@ -362,7 +370,7 @@ class HybridPool:
         return list(missing)
 
     def _fitting(self, geometry: Geometry, plan: list[BlockPart]) -> list[BlockPart]:
-        """The beginning of the plan that has room, once what may go for it is gone."""
+        """The beginning of the plan that has room, after evicting what may go for it."""
         books = self._books
         ends = list(itertools.accumulate(geometry.num_blocks[number] for _, number in plan))
         if ends:
@@ -381,7 +389,7 @@ class HybridPool:
 def _checked(
     shape: CacheShape, keys: Sequence[bytes], parts: Iterable[BlockPart]
 ) -> list[BlockPart]:
-    """The parts in order, each once; raises ValueError for one that cannot be."""
+    """The parts in order, each once. Raises ValueError for an impossible one."""
     wanted = sorted(set(parts))
     for index, part in wanted:
         if not (0 <= index < len(keys) and 0 <= part < len(shape.parts)):

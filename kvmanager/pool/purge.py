@@ -1,13 +1,14 @@
-"""Drops SSD copies that cannot be read, and what cannot stay without them, a few at a time.
+"""Drops SSD copies that cannot be read, and the copies that cannot stay without them, in steps.
 
-The bytes of a lost copy are gone, but its place in the books stays until nobody uses it: then no
-chain has a hole. Until that time the copy is condemned, and so is all that cannot stay when it goes
-(`Part.goes_with`): copies on SSD above it, and where a block has no sound copy left, every copy
-above it. What arrives above a condemned copy later is condemned on arrival (`PartBooks.arrive`).
+The bytes of a lost copy are gone, but its record stays until nobody uses it, so that no chain has a
+hole. Until then the copy is condemned, and so are the copies that cannot stay without it
+(`Part.goes_with`): copies on SSD that build on it, and, where a block has no sound copy left, every
+copy that builds on it. A copy that arrives later on a condemned one is condemned on arrival
+(`PartBooks.arrive`).
 
-`PartBooks.to_purge` has the parts to look at: those that were condemned since, and those whose
-condemned copy may go now. Each look costs the children of one block, so that a purge of any size
-can be carried out in steps. Leaves go first, since a base may go only when nothing stands on it.
+`PartBooks.to_purge` has the parts to check: newly condemned ones, and those whose condemned copy
+may go now. A check costs the children of one block, so that a purge of any size can be done in
+steps. Leaves go first, because a base may go only when nothing builds on it.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from kvmanager.pool.parts import PartBooks
 from kvmanager.pool.records import Tier
 
 MAX_LOST_PER_STEP: Final = 128
-"""Parts that one step looks at: a listener may take 20 us for each."""
+"""Parts that one step checks; a listener may take 20 us for each."""
 
 
 def drop_condemned(books: PartBooks) -> None:
     """Take one step: look at a few parts and drop the condemned copies that may go."""
     limit = MAX_LOST_PER_STEP
     while books.to_purge and limit > 0:
+        # The last one: `condemn_above` appends what builds on a part and must go before it.
         part = books.to_purge.pop()
         for tier in (Tier.SSD, Tier.ARENA):
             if part.is_condemned(tier) and books.may_leave(part, tier):
@@ -33,12 +35,13 @@ def drop_condemned(books: PartBooks) -> None:
         limit -= 1
         if part.condemned:
             condemn_above(books, part)
+            # It may go only after `HybridPool.release_arena`, which queues it again.
             if books.keeps_arena:
                 books.purge_later.append(part)
 
 
 def condemn_above(books: PartBooks, part: Part) -> None:
-    """Condemn what stands on the part and cannot stay."""
+    """Condemn the copies that build on the part and cannot stay."""
     if not part.is_kv:
         return
     above = [other for other in part.node.parts[1:] if other is not None]

@@ -1,4 +1,4 @@
-"""What the prefix pool says to its callers: matches, pins, fills, changes and numbers.
+"""The prefix pool's results: matches, pins, fills, changes and numbers.
 
 Values only. They know neither how blocks are found nor what is evicted when.
 """
@@ -20,7 +20,7 @@ Order = Literal["hits", "size", "recent"]
 
 
 class Tier(IntEnum):
-    """Where a copy of a part lies. Lower is faster."""
+    """The place of a copy of a part. A lower number is faster."""
 
     ARENA = 0
     SSD = 1
@@ -28,7 +28,7 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one part lies in the arena; `index` counts the keys of the call it answers."""
+    """The place of one part in the arena. `index` counts the keys of the call that it answers."""
 
     index: int
     part: int
@@ -37,11 +37,11 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """How much of a prompt is there, in blocks from its start.
+    """How much of a prompt is cached, in blocks from its start.
 
-    `num_blocks` can be resumed from all tiers together, `kv_blocks` have their KV in some tier;
-    `arena_blocks` and `arena_kv_blocks` are the same from the arena alone. Of a shape without KV
-    every block counts as having it.
+    A prompt can resume after `num_blocks` from all tiers together; `kv_blocks` have their KV in
+    some tier. `arena_blocks` and `arena_kv_blocks` are the same for the arena alone. In a shape
+    without KV every block counts as having it.
     """
 
     num_blocks: int
@@ -52,7 +52,9 @@ class PrefixMatch:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Parts that stay until `unpin`: in the arena at `slots`; the `absent` ones on SSD only."""
+    """Parts that stay until `unpin`: those in the arena at `slots`, and the `absent` ones that are
+    only on SSD.
+    """
 
     pin_id: int
     slots: tuple[Slot, ...]
@@ -61,7 +63,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Arena memory for the caller to write; no slots: there was nothing to give."""
+    """Arena memory for the caller to write. Without slots there was nothing to give."""
 
     fill_id: int
     slots: tuple[Slot, ...]
@@ -69,7 +71,7 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class PoolChange:
-    """A copy of a part came to a tier or went from it. `runs` are empty for SSD."""
+    """A copy of a part was stored in a tier or dropped from it. `runs` are empty for SSD."""
 
     stored: bool
     tier: Tier
@@ -86,7 +88,7 @@ class Spill:
     """One attempt to copy a part from the arena to SSD.
 
     A part that leaves the arena and comes back may be copied again while the first attempt is still
-    under way: `spill_id` tells the attempts apart.
+    under way. `spill_id` tells the attempts apart.
     """
 
     spill_id: int
@@ -95,7 +97,7 @@ class Spill:
 
 
 Listener = Callable[[PoolChange], None]
-"""Hears of changes in order, each when the books are right again. Must not call the pool."""
+"""Called with changes in order, each when the records are consistent. Must not call the pool."""
 
 
 @dataclass(frozen=True, slots=True)

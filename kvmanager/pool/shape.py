@@ -1,7 +1,7 @@
-"""What one block of a model's prefix cache consists of, and when a prefix of it can be resumed.
+"""The parts of one block of a model's prefix cache, and the rule for resuming a prefix.
 
 Does not know keys, memory or eviction. A block is `block_tokens` neighbouring tokens of a prompt,
-starting at a multiple of that number. Its KVCache is kept in up to three kinds of parts, each
+starting at a multiple of that number. Its KVCache has up to three kinds of parts, each of which is
 stored, evicted and moved as a whole:
 
     KV       the pages of all full-attention and MLA groups
@@ -24,7 +24,7 @@ from typing import Final
 from kvmanager.layout import KVKind, KVLayer, KVLayout
 
 MIN_BLOCK_TOKENS: Final = 64
-"""Smaller blocks would cost more to look up and to keep account of than they are worth."""
+"""Smaller blocks would cost more for look-ups and records than they save."""
 
 _DEFAULT_STATE_BLOCK_TOKENS: Final = 512
 _PART_KINDS: Final = {KVKind.FULL: 0, KVKind.MLA: 0, KVKind.WINDOW: 1, KVKind.RECURRENT: 2}
@@ -40,9 +40,9 @@ class PartKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PartExtent:
-    """Where one layer's pages of one block lie inside a part: `num_pages` pages from `offset` on.
+    """The place of one layer's pages of one block in a part: `num_pages` pages from `offset` on.
 
-    For attention the pages are those of the block's tokens, for recurrent layers there is one.
+    For attention these are the pages of the block's tokens; a recurrent layer has one page.
     """
 
     group_index: int
@@ -103,7 +103,7 @@ class CacheShape:
 
     @property
     def has_kv(self) -> bool:
-        """Whether a prefix needs anything of all its blocks."""
+        """Whether the model has full attention or MLA, so that a prefix needs all its blocks."""
         return self.parts[0].kind is PartKind.KV
 
     @property
@@ -113,7 +113,7 @@ class CacheShape:
         return last if self.parts[last].kind is PartKind.STATE else None
 
     def reach(self, part: int) -> int | None:
-        """How many of a prefix's last blocks must have this part for it to be resumed; None: all.
+        """The number of last blocks of a prefix that must have this part to resume it; None: all.
 
         A window of W tokens reaches back from the boundary over W - 1 tokens.
         """
@@ -134,7 +134,7 @@ class CacheShape:
             yield from ((index, part) for index in range(first, num_blocks))
 
     def num_kv_blocks(self, present: Sequence[Sequence[bool]]) -> int:
-        """How many leading blocks have their KV; `present[i][part]` says what block i has."""
+        """The number of leading blocks with KV. `present[i][part]`: block i has the part."""
         if not self.has_kv:
             return len(present)
         return next((i for i, parts in enumerate(present) if not parts[0]), len(present))

@@ -1,7 +1,7 @@
-"""The copies of parts on SSD: which are to be made, which were made, which are lost.
+"""The copies of parts on SSD: which must be made, which were made, which are lost.
 
-It orders and enters copies and does not make them: it knows no files. What may go for a copy is
-decided by `kvmanager.pool.parts`.
+It chooses and records copies and does not make them; it knows no files. `kvmanager.pool.parts`
+decides which copies may go for a new one.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ class Spills:
         self._ids = ids
 
     def choose(self, limit: int) -> list[Spill]:
-        """At most `limit` parts that ought to be copied from the arena to SSD, bases first.
+        """At most `limit` parts that should be copied from the arena to SSD, bases first.
 
-        Each is named once; `stored` or `not_stored` has to follow for it. The caller pins what it
-        reads from. What is older than all copies on a full SSD is not named.
+        Each is returned once, and the caller must then call `stored` or `not_stored` for it. The
+        caller pins the memory that it reads. A part that is older than all copies on a full SSD is
+        not returned.
         """
         chosen: list[Part] = []
         to_spill = self._books.to_spill
@@ -33,25 +34,26 @@ class Spills:
             part, _ = to_spill.popitem(last=False)
             if not self._books.may_go_to_ssd(part):
                 continue
+            # The lowest base first: a copy on SSD cannot stay without its base there.
             for each in reversed(list(_without_ssd_copy(part))[-(limit - len(chosen)) :]):
                 each.spill_id = next(self._ids)
                 to_spill.pop(each, None)
                 chosen.append(each)
-            # Where the limit cut off the part itself, its turn comes again.
+            # If the limit cut the part off, it is queued again.
             self._books.wants_spill(part)
         return [Spill(part.spill_id, listing.change(part, Tier.ARENA)) for part in chosen]
 
     def stored(self, spill: Spill) -> bool:
-        """The copy is on SSD now; less recently used ones may go for it.
+        """Record a copy that is on SSD now, for which less recently used ones may go.
 
-        False: it is not wanted, because the part has left the arena since `choose` named it (it may
-        be back), because there is no room, or because its base is not on SSD.
+        False: it is not wanted, because the part has left the arena since `choose` (it may be
+        back), because there is no room, or because its base is not on SSD.
         """
         found = self._part_of(spill)
         if found is None:
             return False
         base = found.node.base(found.number)
-        # A base that is still being copied takes this copy along if it fails (`not_stored`).
+        # If the base is still being copied and that fails, `not_stored` condemns this copy too.
         is_based = base is None or base.on_ssd or base.is_spilling
         if not is_based or not self._books.make_ssd_room(found):
             self.not_stored(spill)
@@ -60,7 +62,7 @@ class Spills:
         return True
 
     def not_stored(self, spill: Spill) -> None:
-        """The copy could not be written. Copies that stand on it go too."""
+        """The copy could not be written. Copies that build on it go too."""
         found = self._part_of(spill)
         if found is None:
             return
@@ -69,10 +71,10 @@ class Spills:
         purge.drop_condemned(self._books)
 
     def lost(self, parts: Iterable[tuple[bytes, int]]) -> None:
-        """The SSD copies of these (key, part) cannot be read: drop them, and what stands on them.
+        """Drop the SSD copies of these (key, part), which cannot be read, and what builds on them.
 
-        What is in use goes when that use has ended. Where there is much to drop,
-        `HybridPool.drop_lost` has to be called for the rest.
+        Parts in use go when their use has ended. If there is much to drop, the caller must call
+        `HybridPool.drop_lost` for the rest.
         """
         for key, number in parts:
             found = self._books.part(key, number)
@@ -81,13 +83,13 @@ class Spills:
         purge.drop_condemned(self._books)
 
     def _part_of(self, spill: Spill) -> Part | None:
-        """The part, if it is still what `spill` named."""
+        """The part, if this spill of it is still the present one."""
         found = self._books.part(spill.change.key, spill.change.part)
         return found if found is not None and found.spill_id == spill.spill_id else None
 
 
 def _without_ssd_copy(part: Part) -> Iterator[Part]:
-    """The part and what it stands on, downwards, as far as none is on SSD or on its way there."""
+    """The part and its bases, downwards, as far as none is on SSD or on its way there."""
     each: Part | None = part
     while each is not None and not each.on_ssd and not each.is_spilling:
         yield each

@@ -1,16 +1,16 @@
 """Parts of cached blocks as files on an SSD, written and read by a few threads.
 
-It does not know what is worth keeping, how much room there is, or arenas: it moves bytes between
-files and memory that the caller holds still until the future is done.
+It does not know what is worth keeping, how much room there is, or arenas. It moves bytes between
+files and memory that the caller must keep until the future is done.
 
 A part is one file, `<first byte of the key>/<key>.<part>`: a frame with its `SsdEntry` (framed as
-in `kvmanager.pool.index_records`), padding up to `DATA_OFFSET`, the bytes. A file is written under
-another name and then renamed, so under its own name it is complete as far as this host lives; what
-a crash of the host leaves behind is caught by the checksum when it is read.
+in `kvmanager.pool.index_records`), padding up to `DATA_OFFSET`, then the bytes. A file is written
+under another name and then renamed, so that a file under its own name is complete unless the host
+crashed. The checksum finds what a crash of the host leaves behind, when the file is read.
 
-Requests about one file are carried out in order by one thread, except that reads come first: an
-engine waits for them. No trouble with the disk is raised: the request comes to False, each kind of
-trouble is logged once, and the store goes on.
+One thread carries out the requests about one file in order, except that reads come first, because
+an engine waits for them. Errors of the disk are not raised: the request results in False, each kind
+of error is logged once, and the store goes on.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ SSD_VERSION: Final = 1
 """1: first version."""
 
 DATA_OFFSET: Final = 4096
-"""Where a part's bytes begin in its file: page-aligned."""
+"""The offset of a part's bytes in its file, page-aligned."""
 
 _MAX_VIEWS: Final = 1024
-"""What one preadv or pwritev takes (IOV_MAX of Linux)."""
+"""Most buffers of one preadv or pwritev (IOV_MAX of Linux)."""
 
 _FOLDER: Final = re.compile(r"[0-9a-f]{2}", re.ASCII)
 _FILE: Final = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})\.(\d{{1,3}})(\.new)?", re.ASCII)
@@ -60,10 +60,10 @@ class SsdError(Exception):
 
 
 class SsdEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a file holds: part `part` of the block with `key`, the `index`th of its prefix, after
+    """The header of a file: part `part` of the block with `key`, the `index`th of its prefix, after
     the block with `parent`. `checksum` is `part_checksum` of its `nbytes` bytes.
 
-    There is one for each part on SSD. The garbage collector need not visit them.
+    There is one for each part on SSD, so `gc=False` spares the garbage collector the visit.
     """
 
     key: _Key
@@ -83,7 +83,7 @@ _decoder = msgspec.msgpack.Decoder(SsdEntry)
 
 
 class _Wrong(Exception):
-    """A file does not hold what its name or the caller says."""
+    """The file's contents contradict its name or the caller."""
 
 
 def encode_header(entry: SsdEntry) -> bytes:
@@ -95,7 +95,7 @@ def encode_header(entry: SsdEntry) -> bytes:
 
 
 def decode_header(data: bytes) -> SsdEntry | None:
-    """What `encode_header` made; None for anything else."""
+    """Decode a header; None for anything else."""
     frame = decode_frame(memoryview(data))
     if frame is None or len(data) != DATA_OFFSET:
         return None
@@ -110,7 +110,7 @@ class SsdStore:
     """The files of one directory, which belongs to this store alone. Any thread may call it."""
 
     def __init__(self, directory: Path, num_threads: int = 2, max_queued: int = 64) -> None:
-        """Makes the directory; raises SsdError. `max_queued`: writes that are not done yet."""
+        """Make the directory. Raises SsdError. `max_queued`: most writes that are not done yet."""
         if num_threads < 1 or max_queued < 1:
             raise ValueError(f"{num_threads} threads, {max_queued} queued writes: at least 1 each")
         self.directory = directory
@@ -132,10 +132,10 @@ class SsdStore:
             thread.start()
 
     def scan(self) -> list[SsdEntry]:
-        """What the directory holds, parents before children; removes what is no whole file of ours.
+        """The parts in the directory, parents before children. Removes files that are not whole.
 
-        To be called before anything else. Reads a header for each file, so on a thread of its own
-        where there are many; verifies no checksum.
+        Call it before everything else. It reads a header for each file, so with many files it needs
+        a thread of its own. It verifies no checksum.
         """
         folders = self._tried(lambda: [*self.directory.iterdir()]) or []
         shapes: dict[CacheShape, CacheShape] = {}
@@ -143,18 +143,22 @@ class SsdStore:
         for folder in folders:
             if _FOLDER.fullmatch(folder.name) and folder.is_dir():
                 for entry in self._tried(functools.partial(self._scan_folder, folder)) or []:
+                    # Each header brings its own copy of the shape; one object for all saves most of
+                    # the memory.
                     shape = shapes.setdefault(entry.shape, entry.shape)
                     entries.append(msgspec.structs.replace(entry, shape=shape))
         return sorted(entries, key=restore_order)
 
     def write(self, entry: SsdEntry, views: Sequence[memoryview]) -> Future[bool] | None:
-        """Begin to write a part: True once its file is there. None: too much is queued already.
+        """Begin to write a part. The result is True once its file is there. None: too many writes
+        are queued.
 
-        The views must not change before the future is done. Raises ValueError where they are not
+        The views must not change before the future is done. Raises ValueError if they do not have
         the entry's size.
         """
         _check_size(entry, views)
         header = encode_header(entry)
+        # Each write keeps its arena memory until it is done, so a slow disk must not collect many.
         if self._closing or not self._writes_left.acquire(blocking=False):
             return None
         future = self._submit(_CHANGE, entry.key, lambda: self._write(entry, header, views))
@@ -162,22 +166,22 @@ class SsdStore:
         return future
 
     def read(self, entry: SsdEntry, views: Sequence[memoryview]) -> Future[bool]:
-        """Begin to read a part into `views`: True once its bytes are there and verified.
+        """Begin to read a part into `views`. The result is True once its bytes are verified.
 
-        `entry.checksum` is not looked at, since a part may have been stored again with bytes that
-        differ in rounding: the file's own counts. False leaves anything in the views; a file that
-        is not what it should be is removed. The views belong to the store until this very future is
-        done. Raises ValueError where they are not the entry's size.
+        The file's own checksum counts and not `entry.checksum`, since a part may have been stored
+        again with bytes that differ in rounding. After False the views hold anything. A wrong file
+        is removed. The views belong to the store until this future is done. Raises ValueError if
+        they do not have the entry's size.
         """
         _check_size(entry, views)
         return self._submit(_READ, entry.key, lambda: self._read(entry, views))
 
     def remove(self, key: bytes, part: int) -> Future[bool]:
-        """Begin to remove a part's file: True once it is gone, False if it was not there."""
+        """Begin to remove a part's file. True: it was removed; False: there was none."""
         return self._submit(_CHANGE, key, lambda: self._remove(self._path(key, part)))
 
     def close(self) -> None:
-        """Finish what is under way and let the directory go; what is queued comes to False."""
+        """Finish requests under way and release the directory. Queued ones result in False."""
         with self._lock:
             self._closing = True
         for jobs in self._queues:
@@ -193,8 +197,9 @@ class SsdStore:
 
     def _submit(self, order: int, key: bytes, work: Callable[[], bool]) -> Future[bool]:
         future: Future[bool] = Future()
+        # All requests about one file go to the same thread, which keeps their order.
         jobs = self._queues[key[0] % len(self._queues)]
-        with self._lock:  # nothing is queued behind the end
+        with self._lock:  # no job may be queued behind the end marker, or its future never ends
             if not self._closing:
                 jobs.put((order, next(self._order), work, future))
                 return future
@@ -210,10 +215,10 @@ class SsdStore:
                 return
             if future.set_running_or_notify_cancel():
                 future.set_result(not self._closing and bool(self._tried(work)))
-            del work, future  # they hold the caller's memory
+            del work, future  # they would hold the caller's memory until the next job
 
     def _tried(self, work: Callable[[], _Result]) -> _Result | None:
-        """What the work comes to; None for trouble, of which each kind is told once."""
+        """The result of `work`; None after an error. Each kind of error is logged once."""
         try:
             return work()
         except (OSError, _Wrong) as error:
@@ -235,6 +240,7 @@ class SsdStore:
                 _write_whole(file.fileno(), [memoryview(header), *views])
             os.replace(new_path, path)
         except OSError:
+            # What was written so far would take room on a disk that may be full.
             with contextlib.suppress(OSError):
                 new_path.unlink()
             raise
@@ -285,6 +291,8 @@ def _claim(directory: Path) -> int:
     except OSError as error:
         raise SsdError(f"cannot keep cached parts in {directory}: {error}") from error
     try:
+        # The kernel drops a flock(2) with its process, so a killed agent leaves no stale lock
+        # behind.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(fd)
@@ -301,7 +309,7 @@ def _check_size(entry: SsdEntry, views: Sequence[memoryview]) -> None:
 
 
 def _read_header(path: Path) -> SsdEntry | None:
-    """The header of a part's file of the right size; None for anything else. Raises OSError."""
+    """The header of a part's file with the right size; None for anything else. Raises OSError."""
     with open(path, "rb", opener=open_private) as file:
         entry = decode_header(os.pread(file.fileno(), DATA_OFFSET, 0))
         nbytes = os.fstat(file.fileno()).st_size
@@ -329,7 +337,9 @@ def _move(
     views: Sequence[memoryview],
     offset: int,
 ) -> int:
-    """Bytes moved between the views and the file from `offset` on: all, or up to the file's end."""
+    """Move bytes between the views and the file from `offset` on, up to the file's end. Returns
+    their number.
+    """
     left = [view for view in views if view.nbytes]
     first = 0
     total = 0

@@ -1,10 +1,10 @@
-"""Which blocks of an arena are free, and where a transfer's logical bytes lie in its blocks.
+"""The free blocks of an arena, and the place of a transfer's logical bytes in its blocks.
 
-It does not know memory, transfers, leases or time: blocks are numbers, a piece of an arena is an
+It does not know memory, transfers, leases or time. A block is a number; a piece of an arena is an
 offset and a length.
 
-Blocks are handed out as runs of neighbours, as few as possible: one run means one long copy and one
-long `sendmsg` buffer, while a fragmented arena still serves any request that fits in its free
+Blocks are handed out in as few runs of neighbours as possible, since one run means one long copy
+and one long `sendmsg` buffer. A fragmented arena still serves any request that fits into its free
 blocks.
 """
 
@@ -32,7 +32,7 @@ class OutOfBlocks(Exception):
 class BlockAllocator:
     """The free blocks of an arena of `num_blocks`. Single-threaded; every method is immediate.
 
-    What a call costs hardly grows with the number of free runs, of which a full arena has many.
+    The cost of a call hardly grows with the number of free runs, of which a full arena has many.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -71,7 +71,7 @@ class BlockAllocator:
         taken: list[Run] = []
         missing = num_blocks
         while missing:
-            # Of runs of one length the first is used.
+            # Among runs of one length the first is used.
             wanted = min(missing, self._by_length[-1][0])
             length, first = self._by_length[bisect_left(self._by_length, (wanted, 0))]
             taken.append(self._take(Run(first, length), wanted))
@@ -99,6 +99,7 @@ class BlockAllocator:
         """Give blocks back. Raises ValueError for a block that is free already or not ours."""
         wanted = sorted(runs)
         previous_end = 0
+        # All are checked before the first is given back, so that a refused call changes nothing.
         for run in wanted:
             if run.length < 1 or run.first < previous_end or run.end > self.num_blocks:
                 raise ValueError(f"cannot free {run}: outside the arena or twice in one call")
@@ -165,7 +166,7 @@ class BlockAllocator:
         insort(self._by_length, (length, first))
 
     def _remove(self, first: int) -> int:
-        """Strike out the free run that starts there; its length."""
+        """Remove the free run that starts there. Returns its length."""
         length = self._counts.pop(first)
         del self._starts[bisect_left(self._starts, first)]
         del self._by_length[bisect_left(self._by_length, (length, first))]
@@ -173,9 +174,9 @@ class BlockAllocator:
 
 
 def split_runs(runs: Iterable[Run], sizes: Iterable[int]) -> list[tuple[Run, ...]]:
-    """The blocks of `runs`, dealt out in order: a piece of so many blocks for each size.
+    """Divide the blocks of `runs`, in order, into one piece for each size.
 
-    The runs have as many blocks as the sizes add up to.
+    The runs must have as many blocks as the sizes add up to.
     """
     left = iter(runs)
     first, length = next(left, (0, 0))
@@ -193,7 +194,7 @@ def split_runs(runs: Iterable[Run], sizes: Iterable[int]) -> list[tuple[Run, ...
 
 
 class BlockExtents:
-    """Where the logical bytes [0, nbytes) of a transfer lie in an arena: its runs, end to end."""
+    """Maps the logical bytes [0, nbytes) of a transfer to its runs in an arena, end to end."""
 
     def __init__(self, runs: Sequence[tuple[int, int]], block_bytes: int, nbytes: int) -> None:
         """Raises ValueError for runs that are malformed or hold fewer than `nbytes`."""

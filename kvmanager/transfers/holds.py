@@ -1,13 +1,13 @@
-"""Who may still touch a transfer's blocks, and so when the blocks may be used for something else.
+"""The holders of a transfer's blocks: those who may still touch them, so that they are not free.
 
 It does not know why a transfer is over or what its bytes mean.
 
-A record is taken with the transport as its first holder, since sockets write into a landing and
-read from an outbox. Engines are added while they may touch the memory. Blocks go back to the
-allocator when the transfer is `over` and no holder is left. An engine that does not answer is
-dropped as a holder when its process is gone, or some time after the end: by then a copy under way
-has finished. The transport and the prefix cache's copies are never dropped by time, they always
-answer.
+The transport is the first holder of a record, since sockets write into a landing and read from an
+outbox. Engines are holders while they may touch the memory. Blocks go back to the allocator when
+the transfer is over and no holder is left. An engine that does not answer is removed as a holder
+when its process has ended, or some time after the transfer's end, when a copy under way must have
+finished. The transport and the copies of the prefix cache always answer, so time does not remove
+them.
 """
 
 from collections.abc import Callable, Iterable
@@ -45,8 +45,8 @@ class _Record:
 class BlockHolds:
     """The blocks of all transfers of one arena. Single-threaded; time is an argument.
 
-    `make_room(num_blocks)` is called when fewer blocks are free than a transfer needs: whoever else
-    has blocks of the arena may give some back. `on_freed(key)` is told when nobody touches a
+    `make_room(num_blocks)` is called when fewer blocks are free than a transfer needs, so that
+    other users of the arena may give some back. `on_freed(key)` is called when nobody touches a
     transfer's memory any more.
     """
 
@@ -82,18 +82,18 @@ class BlockHolds:
         return runs
 
     def hold(self, key: Key, holder: int) -> None:
-        """`holder` may touch the memory from now on."""
+        """Add a holder, who may touch the memory from now on."""
         self._records[key].holders.add(holder)
 
     def release(self, key: Key, holder: int) -> None:
-        """`holder` does not touch the memory any more. Unknown keys and holders are ignored."""
+        """Remove a holder, who does not touch the memory any more. Unknown ones are ignored."""
         record = self._records.get(key)
         if record is not None:
             record.holders.discard(holder)
             self._free_if_possible(key, record)
 
     def release_engines(self, key: Key) -> None:
-        """No engine touches the memory any more, by the rules of the protocol."""
+        """Remove all engines: by the protocol none touches the memory any more."""
         record = self._records.get(key)
         if record is not None:
             record.holders &= _OURS
@@ -102,9 +102,10 @@ class BlockHolds:
     def end_transfer(self, key: Key, drained_at_s: float) -> None:
         """The transfer is over: free its blocks once nobody holds them.
 
-        Engines that have not released it by `drained_at_s` are taken to be done.
+        Engines that have not released them by `drained_at_s` count as done.
         """
         record = self._records.get(key)
+        # The first end counts: a later one must not give engines more time.
         if record is not None and record.drained_at_s is None:
             record.drained_at_s = drained_at_s
             self._free_if_possible(key, record)
@@ -115,14 +116,15 @@ class BlockHolds:
         return frozenset(record.holders - _OURS) if record else frozenset()
 
     def process_gone(self, holder: int) -> None:
-        """The engine behind a connection does not run any more."""
+        """Remove an engine whose process has ended."""
+        # A copy, because freeing removes records.
         for key, record in list(self._records.items()):
             if holder in record.holders:
                 record.holders.discard(holder)
                 self._free_if_possible(key, record)
 
     def expire(self, now_s: float) -> list[Key]:
-        """Drop engines that did not answer in time; the transfers for which that was needed."""
+        """Remove engines that did not answer in time. Returns the transfers of such engines."""
         late = []
         for key, record in list(self._records.items()):
             waits = record.drained_at_s is not None and record.drained_at_s <= now_s

@@ -1,15 +1,15 @@
 """The landings of one agent: memory that remote senders fill and local engines then own.
 
-States and the rules that hold for both ends of a transfer are in `kvmanager.transfers.table`;
-these two are about landings alone.
+States and the rules for both ends of a transfer are in `kvmanager.transfers.table`. These two rules
+are about landings alone.
 
-Claim. The first connection that watches a landing gets it when it has landed. It belongs to the
-instance of that connection until any connection of the instance releases it or the watching
-connection is lost. Cancel does not touch a claimed landing: an engine may be reading it, and the
-engine that is told to abort the request releases it.
+Claim. The first connection that watches a landing gets it when it has landed. The landing belongs
+to the instance of that connection until any connection of the instance releases it, or the watching
+connection is lost. Cancel does not touch a claimed landing, since an engine may be reading it; the
+engine releases it when it is told to abort the request.
 
-Memory. The receiver holds a landing's blocks until `dropped`. A landing whose watching connection
-is lost is besides held by every connection of its instance, since any of them may be reading it.
+Memory. The receiver holds a landing's blocks until `dropped`. When the watching connection is lost,
+every connection of its instance holds them as well, since any of them may be reading.
 
 It does not know outboxes, message formats, or what the bytes mean.
 """
@@ -43,7 +43,7 @@ class LandingTable:
     # ---- the control plane
 
     def check(self, spec: LandingSpec) -> float:
-        """The lease of a landing for which memory may still lack; raises as `reserve` does."""
+        """Check a request without taking memory. Returns its lease; raises as `reserve` does."""
         if spec.transfer_id in self.records:
             raise BadRequest(f"landing {spec.transfer_id.hex()} exists")
         wanted_bytes = self._books.whole_blocks(spec.nbytes) * self._books.block_bytes
@@ -52,7 +52,7 @@ class LandingTable:
         return lease_s
 
     def room_blocks(self, num_free: int) -> int:
-        """Blocks that one more landing could take if `num_free` can be had."""
+        """Blocks that one more landing could take if `num_free` blocks are free."""
         cap = self._books.limits.landing_bytes
         if cap is None:
             return num_free
@@ -60,7 +60,7 @@ class LandingTable:
         return max(0, min(num_free, left))
 
     def reserve(self, spec: LandingSpec, now_s: float) -> LandingRecord:
-        """Hold memory for a transfer to come; raises NoArenaRoom or BadRequest."""
+        """Reserve memory for a transfer. Raises NoArenaRoom or BadRequest."""
         lease_s = self.check(spec)
         num_blocks = self._books.whole_blocks(spec.nbytes)
         runs = self._books.take((Kind.LANDING, spec.transfer_id), num_blocks)
@@ -69,13 +69,13 @@ class LandingTable:
         return landing
 
     def cancel(self, transfer_id: bytes, reason: str, now_s: float) -> list[Effect]:
-        """End it, unless it is claimed. Does nothing a second time."""
+        """End the landing unless it is claimed. A second call does nothing."""
         return self._end(self.records.get(transfer_id), State.CANCELLED, reason, now_s)
 
     # ---- the transport
 
     def accepted(self, transfer_id: bytes) -> None:
-        """A sender with the right token was let in."""
+        """A sender with the right token was admitted."""
         landing = self.records.get(transfer_id)
         if landing is not None and landing.state is State.RESERVED:
             landing.state = State.RECEIVING
@@ -100,7 +100,7 @@ class LandingTable:
     # ---- engines
 
     def watch(self, conn_id: int, transfer_id: bytes) -> list[Effect]:
-        """Tell this engine how the landing ends; it owns what landed."""
+        """Note that this engine must be told how the landing ends, and then owns it."""
         landing = self.records.get(transfer_id)
         if landing is None or landing.state not in MOVES:
             return [TellFailed(conn_id, transfer_id, why_over(landing))]
@@ -116,7 +116,7 @@ class LandingTable:
     def release(self, conn_id: int, transfer_id: bytes, now_s: float) -> list[Effect]:
         """The engine does not touch the landing's memory any more.
 
-        Its instance's landing is over with that, and a landing that it only watched is cancelled.
+        This ends a landing of its instance, and cancels one that the engine only watched.
         """
         landing = self.records.get(transfer_id)
         if landing is None or landing.watcher is None:
@@ -131,7 +131,7 @@ class LandingTable:
         return self._end(landing, State.CANCELLED, "given up by its engine", now_s)
 
     def connection_lost(self, conn_id: int, now_s: float) -> list[Effect]:
-        """The connection watches nothing any more; what it had claimed is over."""
+        """End the landings that the lost connection had claimed, and its watches."""
         effects: list[Effect] = []
         for landing in self.records.values():
             if landing.watcher != conn_id:
@@ -145,7 +145,7 @@ class LandingTable:
     # ---- time
 
     def expire(self, now_s: float) -> list[Effect]:
-        """End what outlived its lease. A claimed landing has none: its engine owns it."""
+        """End landings whose lease is over. A claimed landing has none: its engine owns it."""
         effects: list[Effect] = []
         for landing in self.records.values():
             if landing.state is not State.CLAIMED and landing.lease_until_s <= now_s:
@@ -153,7 +153,7 @@ class LandingTable:
         return effects
 
     def forget(self, now_s: float) -> None:
-        """Drop the records of what was over for long."""
+        """Forget landings that have been over for long enough."""
         records = self.records.items()
         self.records = {k: v for k, v in records if not self._books.is_forgettable(v, now_s)}
 
@@ -185,7 +185,7 @@ class LandingTable:
         landing.state = state
         landing.error = reason
         effects: list[Effect] = [DropLanding(transfer_id, reason or str(state))]
-        # What has landed was decided then, and its outcome has been told.
+        # A landed transfer's outcome was decided and reported when it landed.
         if landing.ended_s is None:
             landing.ended_s = now_s
             effects.append(OutcomeKnown(landing.key))
@@ -209,7 +209,7 @@ class LandingTable:
         cap = books.limits.tenant_landing_bytes
         if cap is None:
             return
-        # Ended landings count as long as their memory is not free.
+        # An ended landing counts as long as its memory is not free.
         used = sum(
             books.whole_blocks(landing.spec.nbytes) * books.block_bytes
             for landing in self.records.values()

@@ -1,23 +1,23 @@
 """The outboxes of one agent: memory that local engines fill and the transport sends.
 
-States and the rules that hold for both ends of a transfer are in `kvmanager.transfers.table`;
-these are about outboxes alone.
+States and the rules for both ends of a transfer are in `kvmanager.transfers.table`. These rules are
+about outboxes alone.
 
-Memory. The sender holds an outbox's blocks until `ended`. Besides, every worker that may be about
-to write into the outbox holds them, until it lets go, its process is gone, or the drain time is
-over. Those are all workers with the outbox's layout that were connected when it was opened, since
-an engine writes as soon as it has said `attach`, without waiting for an answer; once one instance
-has attached, the workers of the others are out of it. A connection that is made later may not fill
-the outbox: nobody would tell it of an end that came before it, and `last_attempt` tells it which
-outboxes those are.
+Memory. The sender holds an outbox's blocks until `ended`. Every worker that may be about to write
+into the outbox holds them as well, until it releases them, its process has ended, or the drain time
+is over. These are all workers with the outbox's layout that were connected when it was opened,
+because an engine writes as soon as it has sent `attach`, without waiting for an answer. Once one
+instance has attached, the workers of other instances are removed. A connection that is made later
+may not fill the outbox: nobody would tell it of an end that came before it. `last_attempt` tells it
+which outboxes those are.
 
-Engine death. An outbox that is not filled fails at once with any of the engines that fill it. One
-that is filled is sent to its end: nothing of the engine is needed any more.
+Engine death. An outbox that is not filled fails as soon as one of the engines that fill it is lost.
+An outbox that is filled is sent to its end, since it needs nothing of the engine any more.
 
-Attempts. An outbox may be opened again for another engine, and what the engine of the first
-opening says may arrive late. So each opening has a number, what engines say of an outbox names it,
-and what names another than the present one changes nothing. Numbers rise, and they are not below
-the time of opening in microseconds: a restarted agent does not use a number again.
+Attempts. An outbox may be opened again for another engine, and messages of the first engine may
+arrive late. So each opening has a number, which every message about an outbox contains; a message
+with another number than the present one changes nothing. Numbers rise, and are not below the time
+of opening in microseconds, so that a restarted agent does not use a number again.
 
 It does not know landings, message formats, or what the bytes mean.
 """
@@ -49,15 +49,15 @@ class OutboxTable:
     def __init__(self, books: SharedBooks) -> None:
         self.records: dict[bytes, OutboxRecord] = {}
         self.last_attempt = 0
-        """The number of the opening that came last."""
+        """The number of the latest opening."""
         self._books = books
 
     # ---- the control plane
 
     def open(self, spec: OutboxSpec, now_s: float) -> OutboxRecord:
-        """Hold memory for an engine to fill; raises NoArenaRoom or BadRequest.
+        """Reserve memory for an engine to fill. Raises NoArenaRoom or BadRequest.
 
-        One that is over and has given its memory back may be opened again, for another try.
+        An outbox that is over and has given its memory back may be opened again, for another try.
         """
         books = self._books
         before = self.records.get(spec.transfer_id)
@@ -76,13 +76,13 @@ class OutboxTable:
         return outbox
 
     def cancel(self, transfer_id: bytes, reason: str, now_s: float) -> list[Effect]:
-        """End it. Does nothing a second time."""
+        """End the outbox. A second call does nothing."""
         return self._end(self.records.get(transfer_id), State.CANCELLED, reason, now_s)
 
     # ---- the transport
 
     def ended(self, transfer_id: bytes, error: str | None, now_s: float) -> list[Effect]:
-        """The sender is done with the outbox's memory; `error` None: the receiver has it all."""
+        """The sender is done with the outbox's memory. `error` None: the receiver has all bytes."""
         outbox = self.records.get(transfer_id)
         if outbox is None:
             return []
@@ -96,7 +96,7 @@ class OutboxTable:
             effects = [OutcomeKnown(outbox.key)]
         elif outbox.state is State.OPEN:
             effects = self._end(outbox, State.FAILED, error or "", now_s)
-            # The sender does not have it any more: there is nothing to cancel.
+            # The sender has forgotten the transfer already, so there is nothing to cancel.
             effects = [effect for effect in effects if not isinstance(effect, CancelOutbox)]
         self._books.holds.release(outbox.key, TRANSPORT)
         return effects
@@ -128,7 +128,7 @@ class OutboxTable:
     ) -> list[Effect]:
         """The (offset, length) ranges hold their final bytes. Implies `attach`.
 
-        A range outside the transfer fails it: whoever computed it computed others wrongly too.
+        A range outside the transfer fails it, since other ranges of that engine must be wrong too.
         """
         outbox = self._opening(transfer_id, attempt)
         is_new = outbox is None or conn_id not in outbox.attached
@@ -150,7 +150,7 @@ class OutboxTable:
     ) -> list[Effect]:
         """The last chunk's forward pass is over on `tp_rank`.
 
-        Changes nothing after the end, nor from an engine that does not fill the outbox.
+        Changes nothing after the end, or if the engine does not fill the outbox.
         """
         outbox = self._opening(transfer_id, attempt)
         if outbox is None or outbox.state is not State.OPEN or outbox.prefill_end_s is not None:
@@ -168,7 +168,7 @@ class OutboxTable:
     ) -> list[Effect]:
         """The engine gives the outbox up and does not write into it any more.
 
-        The outbox ends with that, unless another engine fills it.
+        This ends the outbox, unless another engine fills it.
         """
         outbox = self._opening(transfer_id, attempt)
         if outbox is None:
@@ -184,7 +184,7 @@ class OutboxTable:
             self._leave(conn_id, outbox)
 
     def connection_lost(self, conn_id: int, now_s: float) -> list[Effect]:
-        """The connection fills nothing any more; what it had not filled fails."""
+        """Fail the outboxes that the lost connection was still filling."""
         effects: list[Effect] = []
         for outbox in self.records.values():
             attached = conn_id in outbox.attached
@@ -196,7 +196,7 @@ class OutboxTable:
     # ---- time
 
     def expire(self, now_s: float) -> list[Effect]:
-        """End what outlived its lease."""
+        """End outboxes whose lease is over."""
         effects: list[Effect] = []
         for outbox in self.records.values():
             if outbox.lease_until_s <= now_s:
@@ -204,7 +204,7 @@ class OutboxTable:
         return effects
 
     def forget(self, now_s: float) -> None:
-        """Drop the records of what was over for long."""
+        """Forget outboxes that have been over for long enough."""
         records = self.records.items()
         self.records = {k: v for k, v in records if not self._books.is_forgettable(v, now_s)}
 
@@ -228,7 +228,7 @@ class OutboxTable:
         outbox.state = state
         outbox.error = reason
         outbox.ended_s = now_s
-        # A lost connection cannot be told; its holds end with its process or the drain time.
+        # A lost connection cannot be told. Its process's end or the drain time removes its hold.
         tell = sorted(self._books.holds.holders(outbox.key) & self._books.connected)
         self._books.holds.end_transfer(outbox.key, now_s + self._books.limits.drain_s)
         return [
@@ -238,7 +238,7 @@ class OutboxTable:
         ]
 
     def _opening(self, transfer_id: bytes, attempt: int) -> OutboxRecord | None:
-        """The outbox of this attempt; None when it is not the present one."""
+        """The outbox with this attempt; None when the present attempt is another one."""
         outbox = self.records.get(transfer_id)
         return outbox if outbox is not None and outbox.attempt == attempt else None
 

@@ -1,6 +1,5 @@
-"""What a node agent knows of one landing, one outbox and one engine connection; effects and errors.
-
-Value types of `kvmanager.transfers.table`, where the rules are. No I/O, no clock.
+"""Value types of `kvmanager.transfers.table`: landings, outboxes, engine connections, effects and
+errors. The rules are in that module.
 
     TransferError        code: one of transport.rpc.ErrorCode
     ├── NoArenaRoom      NO_ROOM    the arena or a cap is full; later it may not be
@@ -21,7 +20,7 @@ from transport.wire.ranges import IntervalSet
 
 
 class TransferError(Exception):
-    """A request about a transfer that is not granted; nothing was changed."""
+    """A request about a transfer is refused; nothing was changed."""
 
     code: ClassVar[Literal["NO_ROOM", "INVALID", "REFUSED", "NOT_FOUND"]]
 
@@ -46,7 +45,7 @@ class State(StrEnum):
     """States of landings and outboxes; `MOVES` says which end goes through which."""
 
     RESERVED = "reserved"  # landing: memory is held, no sender has come
-    RECEIVING = "receiving"  # landing: a sender was let in
+    RECEIVING = "receiving"  # landing: a sender was admitted
     LANDED = "landed"  # landing: complete, nobody owns it yet
     CLAIMED = "claimed"  # landing: complete and owned by an engine instance, no lease
     RELEASED = "released"  # landing: the owner is done with it
@@ -71,9 +70,9 @@ MOVES: dict[State, frozenset[State]] = {
 
 @dataclass(frozen=True, slots=True)
 class LandingSpec:
-    """What was asked for; `nbytes` is the exact size of the transfer.
+    """A requested landing. `nbytes` is the exact size of the transfer.
 
-    The full-attention KVCache of the first `cached_tokens` is here and not part of it.
+    The full-attention KVCache of the first `cached_tokens` is cached here and not part of it.
     """
 
     transfer_id: bytes
@@ -98,7 +97,7 @@ class OutboxSpec:
 
 @dataclass(frozen=True, slots=True)
 class EnginePeer:
-    """One connection of an engine. Connections of one `instance` share their layout and fate."""
+    """One connection of an engine. All connections of an `instance` have the same layout."""
 
     conn_id: int
     instance: str
@@ -117,9 +116,9 @@ class LandingRecord:
     state: State = State.RESERVED
     error: str = ""
     watcher: int | None = None
-    """The connection that waits for it or owns it."""
+    """The connection that waits for the landing or owns it."""
     ended_s: float | None = None
-    """When the transfer itself was decided: landed, or over without success."""
+    """When the transfer landed, or ended without success."""
 
     @property
     def key(self) -> Key:
@@ -133,11 +132,11 @@ class OutboxRecord:
     opened_s: float
     lease_until_s: float
     attempt: int = 1
-    """Names this opening: larger than that of any outbox which this host has opened before."""
+    """The number of this opening, larger than any number used on this host before."""
     state: State = State.OPEN
     error: str = ""
     attached: set[int] = field(default_factory=set)
-    """The connections that said that they fill it."""
+    """The connections that have sent `Attach`."""
     ready: IntervalSet = field(default_factory=IntervalSet)
     ended_ranks: set[int] = field(default_factory=set)
     prefill_end_s: float | None = None
@@ -154,7 +153,7 @@ class OutboxRecord:
 
 @dataclass(frozen=True, slots=True)
 class DropLanding:
-    """Make the receiver forget it, then report `landing_dropped`."""
+    """Make the receiver forget the landing; `landings.dropped` must follow."""
 
     transfer_id: bytes
     reason: str
@@ -162,7 +161,7 @@ class DropLanding:
 
 @dataclass(frozen=True, slots=True)
 class CancelOutbox:
-    """Make the sender stop; `outbox_ended` follows when it has."""
+    """Make the sender stop; `outboxes.ended` must follow when it has."""
 
     transfer_id: bytes
     reason: str
@@ -195,19 +194,19 @@ class TellFailed:
     transfer_id: bytes
     reason: str
     attempt: int = 0
-    """Which opening of an outbox; 0 for a landing, whose id is used once."""
+    """The opening of an outbox; 0 for a landing, whose id is used once."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutcomeKnown:
-    """The outcome of this end is known: whoever awaits its report can have it."""
+    """The outcome of this end is known, so its report can be given to those who wait for it."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class GaveUpOnEngine:
-    """An engine did not release the memory within the drain time: it has a fault."""
+    """An engine did not release the memory within the drain time, which is a fault of it."""
 
     key: Key
 

@@ -1,4 +1,4 @@
-"""What the landings and the outboxes of one agent share: engines, memory, bounds.
+"""The engines, memory and bounds that the landings and outboxes of one agent share.
 
 It does not know the states of a transfer.
 """
@@ -28,7 +28,9 @@ class TableLimits:
     max_lease_s: float = 3600.0
     """Longest lease of a landing or an outbox, seconds."""
     drain_s: float = 30.0
-    """How long memory of a failed transfer waits for an engine that still copies, seconds."""
+    """Time for which the memory of a failed transfer waits for an engine that may still copy,
+    seconds.
+    """
     report_keep_s: float = 60.0
 
 
@@ -40,7 +42,7 @@ class SharedBooks:
     block_bytes: int
     limits: TableLimits
     peers: dict[int, EnginePeer] = field(default_factory=dict)
-    """All connections by their number, those included that are lost and may still write."""
+    """All connections by number, including lost ones whose processes may still write."""
     lingering_until_s: dict[int, float] = field(default_factory=dict)
     """The lost connections, with the time at which their processes count as gone."""
 
@@ -49,13 +51,13 @@ class SharedBooks:
         return self.peers.keys() - self.lingering_until_s.keys()
 
     def lease_s(self, wanted_s: float) -> float:
-        """The lease that is granted; raises BadRequest for an impossible one."""
+        """The granted lease. Raises BadRequest for an impossible one."""
         if not wanted_s > 0:  # true for NaN too
             raise BadRequest(f"a lease of {wanted_s} s")
         return min(wanted_s, self.limits.max_lease_s)
 
     def whole_blocks(self, nbytes: int) -> int:
-        """Blocks that a transfer takes; raises BadRequest for one without a byte."""
+        """Blocks that a transfer takes. Raises BadRequest for a transfer of 0 bytes."""
         if nbytes < 1:
             raise BadRequest(f"a transfer of {nbytes} bytes")
         return -(-nbytes // self.block_bytes)
@@ -72,14 +74,14 @@ class SharedBooks:
             raise NoArenaRoom(f"the arena is full: {error}") from error
 
     def is_forgettable(self, end: LandingRecord | OutboxRecord, now_s: float) -> bool:
-        """Whether the end is over, has given back its memory, and was reported for long enough."""
+        """Whether an end is over, has given back its memory, and could be asked for long enough."""
         is_over = end.state not in MOVES and end.key not in self.holds
         keep_until_s = now_s - self.limits.report_keep_s
         return is_over and end.ended_s is not None and end.ended_s <= keep_until_s
 
 
 def why_over(end: LandingRecord | OutboxRecord | None) -> str:
-    """What an engine is told that asks about an end that is not alive."""
+    """The answer to an engine that asks about an end that is not alive."""
     if end is None:
         return "no such transfer at this agent"
     return f"the transfer is over: {end.state}" + (f" ({end.error})" if end.error else "")

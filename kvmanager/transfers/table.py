@@ -9,22 +9,22 @@ and an outbox (memory that a local engine fills and the transport sends)
 
     open -> complete | failed | cancelled | expired
 
-`MOVES` in `kvmanager.transfers.records` is that table. Events come in as method calls, with `now_s`
-where time matters; each returns the effects that the shell has to perform, in order. Nothing here
-waits, locks, or touches memory or sockets, and no effect is needed for the books to stay
-consistent.
+`MOVES` in `kvmanager.transfers.records` has these moves. Events are method calls, with `now_s`
+where time matters. Each returns the effects that the shell has to perform, in order. Nothing here
+waits, locks, or touches memory or sockets, and the records stay consistent without any effect.
 
-Rules for both ends of a transfer; `landings` and `outboxes` add those for their own.
+These rules hold for both ends of a transfer; `landings` and `outboxes` have further ones.
 
-1. Leases. Reserved, receiving and landed landings and open outboxes live until their lease ends
-   and no longer, whatever else happens. A claimed landing has no lease: its engine owns it.
+1. Leases. Reserved, receiving and landed landings and open outboxes end with their lease at the
+   latest. A claimed landing has no lease, because its engine owns it.
 2. Memory. The state says what a transfer is good for; `BlockHolds` says when its blocks are free.
-3. One end never waits for the other: what happens at the peer arrives as `landings.failed` or
-   `outboxes.ended` through the transport.
-4. Whoever asks about a transfer that is over or unknown is told at once, and nothing else happens.
-   Records of ended transfers are kept `report_keep_s` for reports.
+3. One end never waits for the other. Events at the peer arrive through the transport, as
+   `landings.failed` or `outboxes.ended`.
+4. A message about a transfer that is over or unknown is answered at once and changes nothing.
+   Records of ended transfers are kept for `report_keep_s`, for reports.
 
-It may not know message formats, the layout behind a fingerprint, tokens' contents or the arena.
+It may not know message formats, the layout behind a fingerprint, the contents of tokens, or the
+arena.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class TransferTable:
     # ---- the control plane
 
     def renew(self, transfer_id: bytes, lease_s: float, now_s: float) -> float:
-        """Let every live end of the transfer live `lease_s` from now; the lease granted.
+        """Renew the lease of every live end of the transfer. Returns the granted lease.
 
         Raises UnknownTransfer when no end is alive, BadRequest for an impossible lease.
         """
@@ -82,7 +82,7 @@ class TransferTable:
         return granted_s
 
     def cancel(self, transfer_id: bytes, reason: str, now_s: float) -> list[Effect]:
-        """End every end of the transfer, except a claimed landing. Does nothing a second time."""
+        """End both ends of the transfer, except a claimed landing. A second call does nothing."""
         return [
             *self.landings.cancel(transfer_id, reason, now_s),
             *self.outboxes.cancel(transfer_id, reason, now_s),
@@ -91,7 +91,7 @@ class TransferTable:
     # ---- engines
 
     def connect(self, peer: EnginePeer) -> None:
-        """An engine connection was welcomed."""
+        """An engine has connected."""
         self.books.peers[peer.conn_id] = peer
 
     def disconnected(self, conn_id: int, now_s: float) -> list[Effect]:
@@ -113,7 +113,7 @@ class TransferTable:
     # ---- time
 
     def expire(self, now_s: float) -> list[Effect]:
-        """End what outlived its lease; forget what is over for long. Call a few times a second."""
+        """End transfers whose lease is over, and forget old ones. Call a few times a second."""
         effects = [*self.landings.expire(now_s), *self.outboxes.expire(now_s)]
         for conn_id, until_s in list(self.books.lingering_until_s.items()):
             if until_s <= now_s:

@@ -1,4 +1,4 @@
-"""A worker's way to the agent's arena: the mapping as it is now, and the copier for it.
+"""A worker's access to the agent's arena: the present mapping, and the copier for it.
 
 Knows no transfers and no cached blocks.
 """
@@ -15,7 +15,7 @@ from kvmanager.vllm_connector.pages import PageCopier, copier_for
 
 
 class StaleArenaError(Exception):
-    """The memory is not this worker's to touch: its agent or the connection is another one now."""
+    """This worker may not touch the memory: the agent or the connection has changed since."""
 
 
 class ArenaAccess:
@@ -31,12 +31,13 @@ class ArenaAccess:
     def prepare(self, arena: Arena) -> None:
         """Make the arena of a new connection ready for copies, on the client's thread.
 
-        With a GPU this pins the whole arena, which takes about a second for each 10 GiB: not the
-        business of an engine's step. Does nothing for the arena that is ready already.
+        With a GPU this pins the whole arena, which takes about a second for each 10 GiB and must
+        not hold up an engine's step. Does nothing for an arena that is ready already.
         """
         with self._lock:
             if self._ready is not None and self._ready[0] is arena:
                 return
+        # Outside of the lock, so that `open` can refuse at once while the arena is being pinned.
         self.forget()
         copier = copier_for(self._device, arena)
         with self._lock:
@@ -46,8 +47,8 @@ class ArenaAccess:
         copier.close()
 
     def open(self, epoch: str) -> tuple[Arena, PageCopier]:
-        """The arena of this epoch; raises `StaleArenaError` when it is not the agent's any more, or
-        not ready yet.
+        """The arena of this epoch with its copier. Raises `StaleArenaError` when it is not the
+        agent's any more, or not ready yet.
         """
         arena = self._client.arena
         if arena is None or arena.epoch != epoch:
@@ -60,20 +61,20 @@ class ArenaAccess:
         return ready
 
     def drain(self) -> None:
-        """Returns when no copy out of the engine is under way and all are reported."""
+        """Wait until no copy out of the engine is under way and all are reported."""
         with self._lock:
             ready = self._ready
         if ready is not None:
             ready[1].drain()
 
     def close(self) -> None:
-        """Let go of the arena for good."""
+        """Release the arena for good."""
         with self._lock:
             self._is_closed = True
         self.forget()
 
     def forget(self) -> None:
-        """Let go of the arena, until another one comes. Copies that are under way end first."""
+        """Release the arena until another one comes. Copies that are under way end first."""
         with self._lock:
             before, self._ready = self._ready, None
         if before is not None:

@@ -1,21 +1,21 @@
-"""`PrfaasConnector`: what vLLM loads with `--kv-transfer-config`. A thin facade.
+"""`PrfaasConnector`, which vLLM loads with `--kv-transfer-config`. A thin facade.
 
     {"kv_connector": "PrfaasConnector",
      "kv_connector_module_path": "kvmanager.vllm_connector.connector",
      "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
      "kv_connector_extra_config": {"agent_socket": "/run/prfaas/agent.sock", "instance": "d0"}}
 
-`instance` is the engine's name towards the agent and the cluster's front. Without it an engine has
-its vLLM engine id as its name, which changes with every start.
+`instance` is the engine's name for the agent and the cluster's front. Without it the name is the
+vLLM engine id, which changes with every start.
 
-With vLLM's own prefix caching on, the agent's prefix cache is used as well, unless
-`"prefix_pool": false`; `cache_min_load_tokens` and `cache_find_timeout_s` are its options. KVCache
-is shared by engines of the same weights, which their files tell; `weights` is a word for those that
-are in no file (`kvmanager.vllm_connector.weights`).
+With vLLM's own prefix caching on, the engine uses the agent's prefix cache as well, unless
+`"prefix_pool": false`; `cache_min_load_tokens` and `cache_find_timeout_s` are its options. Engines
+of the same weights share KVCache. The files of the weights identify them; the option `weights` is a
+word that identifies weights which are in no file (`kvmanager.vllm_connector.weights`).
 
-`kv_role` may also be `kv_producer` or `kv_consumer`: the other role's requests are then computed
-as if they carried no parameters. A `kv_producer` whose steps overlap (asynchronous scheduling,
-pipelines) stores in the prefix cache and never loads from it. Interface: vLLM's
+`kv_role` may also be `kv_producer` or `kv_consumer`. The engine then computes the other role's
+requests as if they had no parameters. A `kv_producer` whose steps overlap (asynchronous scheduling,
+pipelines) stores in the prefix cache and never loads from it. The interface is vLLM's
 `KVConnectorBase_V1` with `SupportsHMA`.
 """
 
@@ -44,6 +44,7 @@ from kvmanager.vllm_connector.cache.scheduler import (
 )
 from kvmanager.vllm_connector.engine_layout import layout_of
 from kvmanager.vllm_connector.metadata import PrfaasMetadata
+from kvmanager.vllm_connector.pages import registered_pages
 from kvmanager.vllm_connector.scheduler import SchedulerSide
 from kvmanager.vllm_connector.stats import PrfaasPromMetrics, TransferStats
 from kvmanager.vllm_connector.worker import WorkerSide
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("prfaas.kvmanager.connector")
 
 DEFAULT_LANDING_TIMEOUT_S = 120.0
+# After any other status the prompt may not be computed to its end, so an outbox stays incomplete.
 FINISHED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -84,12 +86,21 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         layout = layout_of(vllm_config, kv_cache_config)
         namespace = namespace_of(vllm_config, layout) if extra.get("prefix_pool", True) else b""
         instance = instance_name(vllm_config)
+        # vLLM makes one connector in the scheduler's process and one in each worker, and calls only
+        # the methods of its role.
+        is_scheduler = role is KVConnectorRole.SCHEDULER
+        self._layout = layout
+        self._tp_rank = 0 if is_scheduler else get_tensor_model_parallel_rank()
+        side: Literal["scheduler", "worker"] = "scheduler" if is_scheduler else "worker"
+        hello = _hello(instance, side, layout, self._tp_rank, namespace)
+        self._client = EngineClient(socket_path, hello)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        if role is KVConnectorRole.SCHEDULER:
+        if is_scheduler:
             self._scheduler = SchedulerSide(
                 layout,
                 kv_cache_config,
+                self._client,
                 mamba_cache_mode=vllm_config.cache_config.mamba_cache_mode,
                 landing_timeout_s=float(extra.get("landing_timeout_s", DEFAULT_LANDING_TIMEOUT_S)),
                 produces=self._kv_transfer_config.is_kv_producer,
@@ -102,17 +113,13 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
                     "agent, and something else after the next start",
                     instance,
                 )
-            hello = _hello(instance, "scheduler", layout, 0, namespace)
-            self._scheduler.connect(EngineClient(socket_path, hello, self._scheduler))
-        else:
-            rank = get_tensor_model_parallel_rank()
-            self._worker = WorkerSide(layout, rank, kv_cache_config)
-            hello = _hello(instance, "worker", layout, rank, namespace)
-            self._client = EngineClient(socket_path, hello, self._worker)
+            self._scheduler.start()
 
     def _may_load(self, vllm_config: "VllmConfig") -> bool:
-        """Whether a load never meets a step that still writes the same block. Where steps overlap,
-        vLLM keeps the freed blocks of running steps from being used again, for consumers only.
+        """Whether no load can meet a running step that still writes the same block.
+
+        Where steps overlap, vLLM's scheduler delays the reuse of blocks that running steps may
+        still write, but only for consumers.
         """
         is_consumer: bool = self._kv_transfer_config.is_kv_consumer
         return is_consumer or vllm_config.max_concurrent_batches == 1
@@ -120,16 +127,18 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        assert self._worker is not None
-        self._worker.register_kv_caches(kv_caches)
-        self._worker.connect(self._client)
+        pages = registered_pages(self._layout, kv_caches, self._kv_cache_config)
+        # Not earlier: a load needs the pages, and the agent may give this worker work once it is
+        # connected.
+        self._worker = WorkerSide(self._layout, self._tp_rank, self._client, pages)
+        self._worker.start()
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         assert self._worker is not None
         self._worker.start_step(self._metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are over before a request is scheduled."""
+        """Do nothing: a request is scheduled only when its load is over."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -157,7 +166,9 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: pages are copied out while they are computed, so preemption loses nothing."""
+        """False: pages are copied out while they are computed, so a preempted producer need not be
+        computed again for its hand-off.
+        """
         return False
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
@@ -202,6 +213,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
         self._scheduler.request_finished(request, aborted=request.status not in FINISHED_WELL)
+        # False: vLLM may free the blocks at once, because copies of them are ordered before any
+        # later write of the same stream.
         return False, None
 
     # Both.
@@ -213,7 +226,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """True: `save_kv_layer` must run between the layers of a replayed graph."""
+        """True: in a full CUDA graph, vLLM could not call `save_kv_layer` between the layers."""
         return True
 
     @classmethod
@@ -243,11 +256,11 @@ def _cache_options(extra: dict[str, Any], namespace: bytes, *, loads: bool) -> P
 
 
 def instance_name(vllm_config: "VllmConfig") -> str:
-    """What an engine is called towards its agent: one name for the scheduler and all workers of a
-    core, and another one for each data parallel core.
+    """The engine's name for its agent. The scheduler and all workers of a core have one name, each
+    data parallel core another one.
 
-    Without a configured name it is vLLM's engine id, which all processes of a core are given and
-    which ends with the core's rank where there are several.
+    Without a configured name it is vLLM's engine id, which all processes of a core have. With
+    several cores it ends with the core's rank.
     """
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None

@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 RECURRENT_TOKENS_PER_BLOCK = 1
-"""A recurrent group moves one state whatever the engine's block size, which differs with prefix
-caching on and off: the layout leaves it out so that both kinds of engine understand each other."""
+"""A recurrent group moves one state, whatever the engine's block size is. That size differs with
+prefix caching on and off, so the layout leaves it out, and engines of both kinds can exchange
+KVCache.
+"""
 
 _PLACES = ("_name_or_path", "name_or_path", "_commit_hash", "transformers_version")
 _SPEC_FIELDS = (
@@ -45,11 +47,12 @@ _SPEC_FIELDS = (
 def layout_of(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> KVLayout:
     """The layout of one engine's transferable KVCache.
 
-    Raises `LayoutError` for what the connector cannot move: cross attention, chunked local
+    Raises `LayoutError` for KVCache that the connector cannot move: cross attention, chunked local
     attention, context parallelism, and memory orders in which a page is not one run of bytes.
     Raises `WeightsError` for weights that cannot be identified.
     """
     parallel = vllm_config.parallel_config
+    # The order of a transfer's bytes has a share for each tensor-parallel rank and none for these.
     if parallel.decode_context_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
         raise LayoutError("pipeline and decode context parallelism are not supported; use TP")
     if vllm_config.speculative_config is not None:
@@ -70,10 +73,11 @@ def layout_of(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> KV
 
 
 def state_block_index(spec: KVCacheSpec, mamba_cache_mode: str, computed_tokens: int) -> int:
-    """Where a recurrent group's block table holds the state after `computed_tokens` tokens.
+    """The index in a recurrent group's block table of the state after `computed_tokens` tokens.
 
-    Without prefix caching a request has one state block. With it the table is indexed by position
-    and the running state is in the block of the last computed token.
+    In vLLM's `mamba_cache_mode` "none" a request has one state block. In the other modes, which
+    prefix caching needs, positions index the table, and the running state is in the block of the
+    last computed token.
     """
     if mamba_cache_mode == "none":
         return 0
@@ -136,6 +140,7 @@ def kind_of(spec: KVCacheSpec) -> KVKind:
             return KVKind.RECURRENT
         case ChunkedLocalAttentionSpec() | CrossAttentionSpec():
             raise LayoutError(f"{type(spec).__name__} layers cannot be transferred")
+        # Before AttentionSpec, which is the base class of this and of the next one.
         case SlidingWindowSpec():
             return KVKind.WINDOW
         case MLAAttentionSpec():
@@ -147,7 +152,7 @@ def kind_of(spec: KVCacheSpec) -> KVKind:
 
 
 def data_bytes(spec: KVCacheSpec) -> int:
-    """Bytes at the start of one page that carry data; vLLM pads pages to one common size."""
+    """Bytes of data at the start of one page. vLLM pads the pages of all groups to one size."""
     if isinstance(spec, AttentionSpec | MambaSpec):
         return int(spec.real_page_size_bytes)
     return int(spec.page_size_bytes)

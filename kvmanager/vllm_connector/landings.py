@@ -1,8 +1,8 @@
-"""Requests whose KVCache another cluster computed: from waiting for a landing to giving it back.
+"""Requests whose KVCache was computed elsewhere, from waiting for a landing to giving it back.
 
-A request waits without any engine block until the agent says that its landing is whole, then gets
-its blocks, then is loaded. What the landing leaves out is in the agent's prefix cache and loaded
-from there. A landing that fails or is late is the engine's to compute.
+A request waits without any engine block until the agent says that its landing is complete. Then it
+gets its blocks and is loaded. The landing may leave out KV that the agent's prefix cache has, which
+is loaded from there. If a landing fails or is late, the engine computes the prompt.
 
 Agent events arrive on the client's thread and only set a state under `_lock`; everything else runs
 on the scheduler's thread. Does not know what else the engine sends, finds or stores.
@@ -32,7 +32,7 @@ logger = logging.getLogger("prfaas.kvmanager.connector")
 
 
 class LandingState(Enum):
-    """`OVER`: the landing is not ours any more."""
+    """`OVER`: this engine does not own the landing any more."""
 
     WAITING = auto()
     LANDED = auto()
@@ -44,7 +44,7 @@ class LandingState(Enum):
 class Consumer:
     """A request whose KVCache comes from a landing.
 
-    cached_runs: for each block of the first `ref.cached_tokens`, where its KV part lies.
+    cached_runs: for each block of the first `ref.cached_tokens`, the arena blocks of its KV part.
     """
 
     ref: TransferRef
@@ -58,20 +58,21 @@ class Landings:
     """All landings that one engine waits for or loads."""
 
     def __init__(
-        self, layout: KVLayout, pages: CachePages, block_tokens: int, timeout_s: float
+        self,
+        layout: KVLayout,
+        pages: CachePages,
+        block_tokens: int,
+        timeout_s: float,
+        client: EngineClient,
     ) -> None:
         self._layout = layout
         self._pages = pages
         self._block_tokens = block_tokens
         self._timeout_s = timeout_s
-        self._client: EngineClient | None = None
+        self._client = client
         self._lock = threading.Lock()
         self._consumers: dict[str, Consumer] = {}
         self._request_of: dict[bytes, str] = {}
-
-    def connect(self, client: EngineClient) -> None:
-        """Use this client from now on."""
-        self._client = client
 
     # Events of the agent, on the client's thread.
 
@@ -84,6 +85,8 @@ class Landings:
     def on_disconnected(self) -> None:
         with self._lock:
             for consumer in self._consumers.values():
+                # A load under way goes on: the worker checks at its end whether the agent kept the
+                # memory.
                 if consumer.state in (LandingState.WAITING, LandingState.LANDED):
                     consumer.state = LandingState.OVER
 
@@ -99,27 +102,28 @@ class Landings:
     # vLLM's scheduler, in the order of a request's life.
 
     def watch(self, request_id: str, params: ConsumerParams) -> None:
-        """Wait for this landing; it is ours once it is whole."""
+        """Wait for this landing. The engine owns it once it is complete."""
         ref = TransferRef.of(params)
         deadline_s = time.monotonic() + self._timeout_s
         with self._lock:
             self._consumers[request_id] = Consumer(ref, params.cached_runs, deadline_s)
             self._request_of[ref.transfer_id] = request_id
-        if not self._client_or_raise.watch(ref.transfer_id):
+        if not self._client.watch(ref.transfer_id):
             logger.warning("request %s: no agent; computing it here", request_id)
             self._change(ref.transfer_id, LandingState.OVER)
 
     def refuse(self, params: ConsumerParams) -> None:
-        """Give a landing back that no request will load."""
-        self._client_or_raise.watch(params.id_bytes)
-        self._client_or_raise.release(params.id_bytes)
+        """Give back a landing that no request will load."""
+        # The agent releases a landing only for an engine that watches it.
+        self._client.watch(params.id_bytes)
+        self._client.release(params.id_bytes)
 
     def matched(
         self, request_id: str, num_computed_tokens: int, wait: Callable[[], bool]
     ) -> int | None:
         """Tokens to load from the request's landing; None: it may still land.
 
-        `wait` returns once the agent said something, or False when there is no time to wait.
+        `wait` returns True when the agent has sent something, False when there is no time to wait.
         """
         consumer = self._consumers.get(request_id)
         if consumer is None:
@@ -146,7 +150,7 @@ class Landings:
             return consumer.state
 
     def load(self, request_id: str, tables: Tables, num_tokens: int) -> LoadStep | None:
-        """How to load the last `num_tokens` of the landing; None: the request has none."""
+        """The step that loads the last `num_tokens` of the landing; None: there is no landing."""
         consumer = self._consumers.get(request_id)
         if consumer is None:
             return None
@@ -166,7 +170,9 @@ class Landings:
     def _blocks(
         self, group_index: int, table: list[int], ref: TransferRef, first_token: int
     ) -> list[int]:
-        """Blocks to fill: never one that the engine's own prefix cache already holds."""
+        """The blocks to fill. Those that the engine's own prefix cache holds are left out, since
+        other requests may be reading them.
+        """
         group = self._layout.groups[group_index]
         if group.kind is KVKind.RECURRENT:
             return [table[self._pages.state_index(group_index, ref.num_tokens)]]
@@ -175,7 +181,7 @@ class Landings:
         return table[first_page : pages.stop]
 
     def _base(self, consumer: Consumer, tables: Tables, first_token: int) -> CachedParts | None:
-        """What the landing leaves out because the agent has it, beyond the engine's own cache."""
+        """The cached KV that the landing leaves out and the engine's own cache lacks."""
         ref = consumer.ref
         parts = []
         for block, runs in enumerate(consumer.cached_runs):
@@ -184,11 +190,11 @@ class Landings:
                     block, 0, tables, num_tokens=ref.num_tokens, local_tokens=first_token
                 )
                 parts.append(PartPages(block, 0, runs, pages))
-        # The landing keeps it where it is, whatever becomes of a connection.
+        # The landing keeps these parts in place, so no connection's age matters: `math.inf`.
         return CachedParts(ref.arena_epoch, math.inf, tuple(parts)) if parts else None
 
     def loaded(self, request_id: str) -> None:
-        """The load is over, well or not."""
+        """The load has ended, successfully or not."""
         consumer = self._consumers.get(request_id)
         if consumer is not None:
             self._release(consumer)
@@ -196,7 +202,7 @@ class Landings:
                 self._forget(request_id, consumer)
 
     def finished(self, request_id: str) -> None:
-        """The request is over; a load under way still reads the landing."""
+        """The request is over. A load under way still reads the landing and gives it back later."""
         consumer = self._consumers.get(request_id)
         if consumer is None:
             return
@@ -206,18 +212,13 @@ class Landings:
             self._forget(request_id, consumer)
 
     def _release(self, consumer: Consumer) -> None:
-        """Give the landing back, once; the request stays known until it has finished."""
+        """Give the landing back, once. The request stays known until it has finished."""
         with self._lock:
             was, consumer.state = consumer.state, LandingState.OVER
         if was is not LandingState.OVER:
-            self._client_or_raise.release(consumer.ref.transfer_id)
+            self._client.release(consumer.ref.transfer_id)
 
     def _forget(self, request_id: str, consumer: Consumer) -> None:
         with self._lock:
             self._consumers.pop(request_id, None)
             self._request_of.pop(consumer.ref.transfer_id, None)
-
-    @property
-    def _client_or_raise(self) -> EngineClient:
-        assert self._client is not None, "connect() comes first"
-        return self._client

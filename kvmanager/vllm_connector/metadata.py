@@ -1,4 +1,4 @@
-"""What the scheduler side tells the worker side for one engine step. Plain, picklable values."""
+"""The scheduler side's orders to the worker side for one engine step. Plain, picklable values."""
 
 from dataclasses import dataclass, field
 
@@ -11,10 +11,10 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class TransferRef:
-    """One transfer and where its bytes lie in the arena of that epoch.
+    """One transfer, and the place of its bytes in the arena of that epoch.
 
-    attempt: which opening of a producer's outbox; 0 for a landing.
-    cached_tokens: the transfer leaves the full-attention pages of so many leading tokens out.
+    attempt: the opening of a producer's outbox; 0 for a landing.
+    cached_tokens: the transfer leaves out the full-attention pages of this many leading tokens.
     """
 
     transfer_id: bytes
@@ -26,7 +26,7 @@ class TransferRef:
 
     @classmethod
     def of(cls, params: ProducerParams | ConsumerParams) -> "TransferRef":
-        """What these parameters name."""
+        """The transfer that these parameters name."""
         attempt = params.attempt if isinstance(params, ProducerParams) else 0
         return cls(
             params.id_bytes,
@@ -45,9 +45,9 @@ class TransferRef:
 
 @dataclass(frozen=True, slots=True)
 class PartPages:
-    """One part of one cached block: where it lies in the arena, and the engine's pages of it.
+    """One part of one cached block: its place in the arena, and the engine's pages of it.
 
-    index: names the block in answers to the agent.
+    index: the block's name in messages to the agent.
     blocks: for each group of the part, the block ids of the last `len(blocks[g])` pages that the
         group has in the block; the pages before them are not copied.
     """
@@ -60,11 +60,11 @@ class PartPages:
 
 @dataclass(frozen=True, slots=True)
 class CachedParts:
-    """Parts of the agent's prefix cache, to be read or to be filled.
+    """Parts of the agent's prefix cache that are to be read or filled.
 
     asked_s: the agent gave them to this engine at or after this time (CLOCK_MONOTONIC, which all
-        processes of a host share). A worker whose connection is younger must not touch them: the
-        agent may have taken them back when the older one broke.
+        processes of a host share). A worker with a younger connection must not touch them, because
+        the agent may have taken them back when the older connection broke.
     """
 
     arena_epoch: str
@@ -76,7 +76,7 @@ class CachedParts:
 class StoreStep:
     """Parts to copy into the prefix cache once the step's forward pass is over.
 
-    is_last: nothing more is written under this handle, whose memory goes back to the agent.
+    is_last: nothing more will be written under this handle.
     """
 
     handle: int
@@ -105,10 +105,10 @@ class SendStep:
 
 @dataclass(frozen=True, slots=True)
 class LoadStep:
-    """A request whose KVCache is to be copied into the engine's pages: from a landing, from the
-    prefix cache, or from both. From neither: it could not be planned and counts as failed.
+    """A request whose KVCache must be copied into the engine's pages from a landing, from the
+    prefix cache, or from both. Without either, its source was lost and the load counts as failed.
 
-    given_s: the agent kept the source for this engine at this time (CLOCK_MONOTONIC, which all
+    given_s: a time at which the agent kept the source for this engine (CLOCK_MONOTONIC, which all
         processes of a host share).
     blocks: for each group, the block ids of the last `len(blocks[g])` pages of
         `group.pages(num_tokens, cached_tokens)`; the pages before them are in the engine's own

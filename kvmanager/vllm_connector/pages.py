@@ -1,20 +1,20 @@
 """Moves pages between an engine's KV tensors and the agent's arena, on the CPU or a GPU.
 
-`LayerPages` is one layer seen as rows of bytes, one row a block. A `PageCopier` gathers rows into a
-transfer's bytes and scatters them back. Knows no requests, groups or steps.
+`LayerPages` shows one layer as rows of bytes, one row for each block. A `PageCopier` gathers rows
+into a transfer's bytes and scatters them back. Knows no requests, groups or steps.
 """
 
 import ctypes
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
-from kvmanager.layout import KVLayer, LayoutError
+from kvmanager.layout import KVLayer, KVLayout, LayoutError
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("prfaas.kvmanager.connector")
 
 Done = Callable[[BaseException | None], None]
-"""Called once when a copy is over: with None, or with why its bytes are not there."""
+"""Called once when a copy has ended: with None, or with the error that kept its bytes away."""
 
 _REGISTER_PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every context of the process."""
@@ -42,10 +42,11 @@ class LayerPages:
     def of(
         cls, layer: KVLayer, cache: torch.Tensor | Sequence[torch.Tensor], config: "KVCacheConfig"
     ) -> "LayerPages":
-        """The pages of `cache`, as vLLM registered it.
+        """The pages of `cache`, as vLLM passes it to `register_kv_caches`.
 
         Raises `LayoutError` where a page is not one run of bytes (heads outside of blocks).
         """
+        # A recurrent layer has several tensors (convolution, state) in one page.
         first = cache if isinstance(cache, torch.Tensor) else cache[0]
         place = next(t for t in config.kv_cache_tensors if layer.name in t.layers)
         if first.dim() == 4 and not _is_one_run(first):
@@ -53,6 +54,8 @@ class LayerPages:
                 f"layer {layer.name} keeps a block in several pieces "
                 f"(strides {tuple(first.stride())}); set VLLM_KV_CACHE_LAYOUT=LBHNC or LBNHC"
             )
+        # Bytes of the whole storage: `first` may have any dtype, and vLLM lays the pages of several
+        # layers into one tensor with a common stride.
         storage = torch.empty(0, dtype=torch.uint8, device=first.device)
         storage.set_(first.untyped_storage())
         rows = storage.as_strided(
@@ -61,6 +64,20 @@ class LayerPages:
             first.storage_offset() * first.element_size(),
         )
         return cls(layer, rows)
+
+
+def registered_pages(
+    layout: KVLayout, kv_caches: Mapping[str, torch.Tensor], config: "KVCacheConfig"
+) -> dict[str, LayerPages]:
+    """All layers' pages by name, of the tensors that vLLM registered.
+
+    Raises `LayoutError` for an unsupported geometry.
+    """
+    return {
+        layer.name: LayerPages.of(layer, kv_caches[layer.name], config)
+        for group in layout.groups
+        for layer in group.layers
+    }
 
 
 def _is_one_run(cache: torch.Tensor) -> bool:
@@ -75,7 +92,7 @@ def _is_one_run(cache: torch.Tensor) -> bool:
 
 
 class PageCopier(Protocol):
-    """Copies rows; `store` may return before the copy is over and calls `done` when it is.
+    """Copies rows. `store` may return before its copy has ended, and calls `done` when it has.
 
     Copies end in the order in which they began. A `store` that raises does not call `done`, and may
     have written a part of its bytes. `done` may come from another thread and must not call the
@@ -96,10 +113,10 @@ class PageCopier(Protocol):
     ) -> None: ...
 
     def drain(self) -> None:
-        """Returns when no `store` is under way and every `done` has returned. Never raises."""
+        """Wait until no `store` is under way and every `done` has returned. Never raises."""
 
     def close(self) -> None:
-        """Wait a little for copies under way, and let go of the arena; no copy may begin now."""
+        """Wait a little for copies under way, and release the arena. No copy may begin any more."""
 
 
 def copier_for(device: torch.device, arena: "Arena") -> PageCopier:
@@ -107,15 +124,25 @@ def copier_for(device: torch.device, arena: "Arena") -> PageCopier:
     return CudaPageCopier(device, arena) if device.type == "cuda" else CpuPageCopier()
 
 
-def _split(
-    space: "ByteSpace", offset: int, num_rows: int, row_bytes: int
-) -> list[list[memoryview]]:
-    """For each row, the pieces of memory it goes to; one piece unless the arena is fragmented."""
-    return [space.views(offset + row * row_bytes, row_bytes) for row in range(num_rows)]
+def _pieces(
+    pages: LayerPages, block_ids: Sequence[int], space: "ByteSpace", offset: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Each run of a page's bytes with its place in `space`, in order. A page is one run unless the
+    arena is fragmented.
+    """
+    rows = pages.rows.numpy()
+    row_bytes = rows.shape[1]
+    # All views are taken before the first copy: a range that leaves `space` raises here.
+    views = [space.views(offset + row * row_bytes, row_bytes) for row in range(len(block_ids))]
+    for block, memories in zip(block_ids, views, strict=True):
+        start = 0
+        for memory in memories:
+            yield rows[block, start : start + len(memory)], np.frombuffer(memory, np.uint8)
+            start += len(memory)
 
 
 class CpuPageCopier:
-    """Plain copies in the caller's thread: on a CPU the engine's memory is the arena's kin."""
+    """Copies in the caller's thread: on a CPU, engine memory and arena are both host memory."""
 
     def store(
         self,
@@ -125,33 +152,21 @@ class CpuPageCopier:
         offset: int,
         done: Done,
     ) -> None:
-        rows = pages.rows.numpy()
-        for block, pieces in zip(
-            block_ids, _split(space, offset, len(block_ids), rows.shape[1]), strict=True
-        ):
-            start = 0
-            for piece in pieces:
-                np.frombuffer(piece, np.uint8)[:] = rows[block, start : start + len(piece)]
-                start += len(piece)
+        for page, memory in _pieces(pages, block_ids, space, offset):
+            memory[:] = page
         done(None)
 
     def load(
         self, pages: LayerPages, block_ids: Sequence[int], space: "ByteSpace", offset: int
     ) -> None:
-        rows = pages.rows.numpy()
-        for block, pieces in zip(
-            block_ids, _split(space, offset, len(block_ids), rows.shape[1]), strict=True
-        ):
-            start = 0
-            for piece in pieces:
-                rows[block, start : start + len(piece)] = np.frombuffer(piece, np.uint8)
-                start += len(piece)
+        for page, memory in _pieces(pages, block_ids, space, offset):
+            page[:] = memory
 
     def drain(self) -> None:
-        """`store` is over when it returns."""
+        """Do nothing: a copy has ended when `store` returns."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: this copier holds no memory."""
 
 
 class CudaPageCopier:
@@ -193,6 +208,7 @@ class CudaPageCopier:
             raise RuntimeError("an earlier copy out of the GPU failed") from self._failure
         ids = torch.tensor(block_ids, dtype=torch.int64).to(self._device, non_blocking=True)
         gathered = pages.rows.index_select(0, ids).view(-1)
+        # The copy must follow the gather, which runs on the engine's stream.
         self._store_stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._store_stream):
             start = 0
@@ -200,9 +216,11 @@ class CudaPageCopier:
                 host = torch.frombuffer(piece, dtype=torch.uint8)
                 host.copy_(gathered[start : start + len(piece)], non_blocking=True)
                 start += len(piece)
-            # Without `blocking` the thread that waits for it would use up a core.
+            # Without `blocking` (cudaEventBlockingSync) the waiting thread would spin on a core.
             event = torch.cuda.Event(blocking=True)
             event.record(self._store_stream)
+        # Without it PyTorch's allocator could reuse this memory on the engine's stream before the
+        # copy.
         gathered.record_stream(self._store_stream)
         with self._changed:
             self._pending.append((event, gathered, done))
@@ -231,7 +249,7 @@ class CudaPageCopier:
 
     def drain(self) -> None:
         try:
-            # Also what a `store` had begun when it raised, for which there is no event.
+            # This also waits for copies of a `store` that raised, which have no event.
             self._store_stream.synchronize()
         except Exception:
             logger.exception("a copy out of the GPU failed")
@@ -248,7 +266,7 @@ class CudaPageCopier:
                 torch.cuda.cudart().cudaHostUnregister(self._pinned_address)
 
     def _complete(self) -> None:
-        torch.cuda.set_device(self._device)  # else CUDA makes a context on GPU 0 for this thread
+        torch.cuda.set_device(self._device)  # otherwise this thread makes a context on GPU 0
         while self._wait_for_pending():
             event, _, done = self._pending[0]
             try:
@@ -259,7 +277,7 @@ class CudaPageCopier:
             try:
                 done(self._failure)
             except Exception:
-                logger.exception("the end of a copy was not taken note of")
+                logger.exception("the callback at the end of a copy raised")
             del event, done
             with self._changed:
                 self._pending.popleft()
@@ -273,10 +291,10 @@ class CudaPageCopier:
 
 
 def _pin(device: torch.device, buffer: memoryview) -> int | None:
-    """Register a mapping as page-locked host memory; its address.
+    """Register a mapping as page-locked host memory, and return its address.
 
-    None when the driver refuses, usually because of a locked-memory limit: copies work all the
-    same, and are slower and hold up the engine's step.
+    None when the driver refuses, usually because of a limit of locked memory. Copies still work,
+    but they are slower and hold up the engine's step.
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     with torch.cuda.device(device):

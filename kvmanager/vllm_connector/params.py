@@ -1,14 +1,14 @@
-"""What a cluster front tells the connector about one request, inside vLLM's `kv_transfer_params`.
+"""A cluster front's parameters for the connector about one request, in vLLM's `kv_transfer_params`.
 
     {"prfaas": {"role": "producer", "transfer_id": ..., "num_tokens": n, "arena_epoch": ...,
                 "runs": [[first_block, count], ...], "attempt": ..., "layout_fingerprint": ...,
                 "cached_tokens": r}}
 
-Of the first `cached_tokens` the full-attention KVCache is at the receiver already and does not
-travel. `attempt` is a producer's: which opening of the outbox this is for. A consumer carries the
-digest of the n tokens whose KVCache will land, and where the cached blocks lie: for each of them
-the runs of arena blocks that hold its KV part. With `is_lossy` what lands may have lost precision,
-so that no other request may use it. Knows no engine objects.
+The receiver has the full-attention KVCache of the first `cached_tokens` already, so it does not
+travel. A producer's `attempt` is the opening of the outbox. A consumer's parameters have the digest
+of the n tokens whose KVCache will land, and for each cached block the runs of arena blocks with its
+KV part. With `is_lossy` the KVCache that lands may have lost precision, so that no other request
+may use it. Knows no engine objects.
 """
 
 from typing import Annotated, Any
@@ -19,7 +19,7 @@ KEY = "prfaas"
 
 
 class ParamsError(ValueError):
-    """`kv_transfer_params` that are not ours or are malformed."""
+    """The `kv_transfer_params` are malformed."""
 
 
 class TransferParams(msgspec.Struct, frozen=True, kw_only=True, tag_field="role"):
@@ -52,9 +52,9 @@ class ConsumerParams(TransferParams, frozen=True, tag="consumer"):
 
 
 def parse(kv_transfer_params: dict[str, Any] | None) -> ProducerParams | ConsumerParams | None:
-    """The parameters meant for this connector, or None where there are none.
+    """The parameters for this connector; None: there are none.
 
-    Raises `ParamsError` naming the field that is wrong.
+    Raises `ParamsError` that names the wrong field.
     """
     ours = (kv_transfer_params or {}).get(KEY)
     if ours is None:

@@ -1,12 +1,12 @@
 """The connector's half in vLLM's scheduler process: decides what each step sends, loads and stores.
 
-A producer request is followed from its first chunk to its last: each step's metadata carries the
-block tables as they stand. A consumer request waits for its landing (`landings`). Every request may
-use the agent's prefix cache (`cache_scheduler`). Whatever goes wrong with a transfer makes the
-engine compute the prompt itself: from here no failure ever reaches the engine.
+It follows a producer request from its first chunk to its last; each step's metadata has the present
+block tables. A consumer request waits for its landing (`landings`). Every request may use the
+agent's prefix cache (`cache.scheduler`). If anything goes wrong with a transfer, the engine
+computes the prompt itself. No failure here ever reaches the engine.
 
-Agent events arrive on the client's thread and are passed on to the two; everything else runs on the
-scheduler's thread.
+Agent events arrive on the client's thread and are passed on to these two; everything else runs on
+the scheduler's thread.
 """
 
 import logging
@@ -55,14 +55,15 @@ NO_CACHE = PrefixCacheOptions()
 IDLE_WAIT_SHARE = 9.0
 MIN_IDLE_WAIT_S = 0.004
 MAX_IDLE_WAIT_S = 0.025
-"""vLLM polls a connector that is not ready without a pause. A scheduling pass with nothing to
-compute therefore waits for the agent, and the longer the longer a pass takes: a waiting engine
-takes about a tenth of a core from whoever prefills beside it, on slow machines too. The maximum is
-what a new request may have to wait for."""
+"""vLLM's engine core polls a connector that is not ready without a pause. So a scheduling pass with
+nothing to compute waits for the agent, for a time that grows with the duration of a pass: a waiting
+engine then takes about a tenth of a core from prefills beside it, on slow machines too. A new
+request may have to wait for the maximum.
+"""
 
 
 def idle_wait_s(pass_s: float) -> float:
-    """How long to wait for the agent after a pass of `pass_s` that had nothing to compute."""
+    """Seconds to wait for the agent after a pass of `pass_s` that had nothing to compute."""
     return min(max(MIN_IDLE_WAIT_S, IDLE_WAIT_SHARE * pass_s), MAX_IDLE_WAIT_S)
 
 
@@ -81,6 +82,7 @@ class SchedulerSide:
         self,
         layout: KVLayout,
         kv_cache_config: "KVCacheConfig",
+        client: EngineClient,
         *,
         mamba_cache_mode: str,
         landing_timeout_s: float,
@@ -95,7 +97,7 @@ class SchedulerSide:
         self._config = kv_cache_config
         self._specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
         self._mamba_cache_mode = mamba_cache_mode
-        self._client: EngineClient | None = None
+        self._client = client
         self._agent_said = threading.Event()
         self._engine_is_idle = False
         self._pass_began_s = 0.0
@@ -106,19 +108,17 @@ class SchedulerSide:
         self._shape = CacheShape.of(layout)
         state_tokens = [spec.block_size for spec in self._specs]
         pages = CachePages(layout, self._shape, self._state_index, state_tokens)
-        self._landings = Landings(layout, pages, self._shape.block_tokens, landing_timeout_s)
-        self._cache = CacheScheduler(self._shape, pages, cache, self._agent_said)
+        self._landings = Landings(
+            layout, pages, self._shape.block_tokens, landing_timeout_s, client
+        )
+        self._cache = CacheScheduler(self._shape, pages, cache, self._agent_said, client)
 
-    def connect(self, client: EngineClient) -> None:
-        """Use this client; its events must be wired to the `on_*` methods."""
-        self._client = client
-        self._landings.connect(client)
-        self._cache.connect(client)
-        client.start()
+    def start(self) -> None:
+        """Connect to the agent in the background."""
+        self._client.start(self)
 
     def close(self) -> None:
-        if self._client is not None:
-            self._client.close()
+        self._client.close()
 
     # Events of the agent, on the client's thread.
 
@@ -132,7 +132,7 @@ class SchedulerSide:
 
     def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
         logger.warning("transfer %s failed: %s", transfer_id.hex(), reason)
-        if not attempt:  # of an outbox the workers hear themselves
+        if not attempt:  # a landing; the agent tells workers of outboxes directly
             self._landings.on_failed(transfer_id)
         self._agent_said.set()
 
@@ -163,7 +163,7 @@ class SchedulerSide:
         self._cache.add(request)
 
     def _accepted(self, request: "Request") -> ProducerParams | ConsumerParams | None:
-        """The request's transfer if it belongs here; one that does not is refused."""
+        """The request's transfer if it belongs to this engine. Another one is refused."""
         try:
             params = parse(request.kv_transfer_params)
         except ParamsError as error:
@@ -185,6 +185,7 @@ class SchedulerSide:
             return "this engine's kv_role excludes it"
         if self._cache.is_stopped:
             return "this engine's weights may have changed since its start"
+        # Pages of another layout would be copied to wrong places, and nothing later would notice.
         if params.layout_fingerprint != self._fingerprint:
             return (
                 f"KV layout {params.layout_fingerprint[:12]} is not this engine's "
@@ -202,8 +203,10 @@ class SchedulerSide:
                 return f"{len(tokens)} prompt tokens but the outbox is for {params.num_tokens}"
             return ""
         assert isinstance(params, ConsumerParams)
+        # vLLM must compute at least one token of a prompt, so a landing never has the last one.
         if len(tokens) != params.num_tokens + 1:
             return f"{len(tokens)} prompt tokens but the landing holds {params.num_tokens}"
+        # A caller that mixes up requests would otherwise decode with another prompt's KVCache.
         if token_digest(tokens[:-1]).hex() != params.token_digest:
             return "the landing holds other tokens than this prompt's"
         num_cached = len(params.cached_runs)
@@ -225,9 +228,9 @@ class SchedulerSide:
         return num_new, bool(num_new)
 
     def _wait_if_idle(self) -> bool:
-        """In a pass that follows one without any work: wait until the agent says something.
+        """If the last pass had no work, wait until the agent sends something.
 
-        False: it said nothing, or this pass has waited for as long as it may.
+        False: it sent nothing, or this pass may not wait any longer.
         """
         if not self._engine_is_idle:
             return False
@@ -243,6 +246,8 @@ class SchedulerSide:
     ) -> None:
         if num_external_tokens == 0:
             return
+        # vLLM calls this a second time, with 0 external tokens, for blocks after the load (handled
+        # above).
         tables = self._config.select_transfer_block_ids(blocks.get_block_ids())
         step = self._landings.load(request.request_id, tables, num_external_tokens)
         if step is None:
@@ -270,7 +275,7 @@ class SchedulerSide:
     def _add_steps(
         self, meta: PrfaasMetadata, output: "SchedulerOutput", request_id: str, computed: int
     ) -> None:
-        """What the workers send and store of this request once the step has computed it."""
+        """Add the sends and stores of this request that follow the step."""
         end = computed + output.num_scheduled_tokens[request_id]
         state = output.kv_connector_block_state
         if state is None:
@@ -321,7 +326,9 @@ class SchedulerSide:
         return table[pages.start : pages.stop]
 
     def reset_cache(self) -> None:
-        """The engine's weights may have changed, which neither a block key nor a layout says."""
+        """Stop transfers and the use of the cache: the engine's weights may have changed, which
+        neither block keys nor the layout show.
+        """
         logger.warning(
             "vLLM reset its caches, as it does when weights change: this engine takes no part in "
             "transfers and leaves the node's prefix cache alone until it is started again"
@@ -329,12 +336,14 @@ class SchedulerSide:
         self._cache.stop()
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
+        # vLLM's KVOutputAggregator names a request here once `get_finished` of every rank has named
+        # it.
         for request_id in output.finished_recving or ():
             self._landings.loaded(request_id)
             self._cache.loaded(request_id)
 
     def request_finished(self, request: "Request", *, aborted: bool) -> None:
-        """The request is over; its blocks may be freed at once, its pages were copied out."""
+        """The request is over. Its blocks may be freed at once: its pages were copied out."""
         producer = self._producers.pop(request.request_id, None)
         if producer is not None:
             early = aborted or not producer.done

@@ -1,11 +1,11 @@
-"""What vLLM itself would allocate for a config.json: the check of `kvmanager.hf_config`.
+"""Computes what vLLM itself would allocate for a config.json, to check `kvmanager.hf_config`.
 
-Builds the model's modules on torch's meta device, so without weights and almost without memory,
-and asks every layer for its KV cache spec, as vLLM's model runner does. Knows vLLM, nothing of
+It builds the model's modules on torch's meta device, without weights and almost without memory, and
+asks every layer for its KV cache spec, as vLLM's model runner does. Knows vLLM, nothing of
 transfers.
 
-vLLM keeps process-wide state (logging, process groups, default dtypes) that this leaves behind:
-run it in a process of its own,
+vLLM leaves process-wide state behind (logging, process groups, default dtypes), so run it in a
+process of its own,
 
     python -m kvmanager.vllm_connector.spec_check CONFIG --out FILE --dtype bfloat16
 
@@ -46,9 +46,9 @@ from kvmanager.layout import LayoutError
 from kvmanager.vllm_connector.engine_layout import data_bytes, kind_of
 
 _MAX_MODEL_LEN_TOKENS = 2048
-"""Only bounds caches that are not built here; a page's bytes for a token do not depend on it."""
+"""Bounds caches that are not built here. A page's bytes for each token do not depend on it."""
 
-# Fields that say how weights are stored, or where code is that is not beside the file.
+# Fields that describe how weights are stored, or name code that does not lie beside the file.
 _LEFT_OUT = ("auto_map", "quantization_config", "compression_config")
 
 
@@ -93,7 +93,7 @@ def engine_kv(
             config = arguments.create_engine_config()
             with _one_rank(config, Path(scratch) / "rendezvous"):
                 return _layers(config)
-        # Whatever a model's code does not find on this machine: kernels, operators, fields.
+        # A model's code may lack anything on this machine: kernels, operators, fields.
         except Exception as error:
             cause = _import_error(Path(scratch) / "config.json") or error
             raise EngineSpecError(f"vLLM cannot build it here: {_reason(cause)}") from error
@@ -105,6 +105,7 @@ def _layers(config: VllmConfig) -> tuple[LayerKv, ...]:
     modules = get_layers_from_vllm_config(config, cast(type[Any], AttentionLayerBase))
     layers = []
     for name, module in modules.items():
+        # Such a layer reads the cache of another one and has none itself.
         if getattr(module, "kv_sharing_target_layer_name", None):
             continue
         spec = module.get_kv_cache_spec(config)

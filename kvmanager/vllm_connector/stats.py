@@ -1,4 +1,4 @@
-"""What the connector reports through vLLM: `vllm:prfaas_*` on the engine's /metrics."""
+"""The connector's metrics through vLLM: `vllm:prfaas_*` on the engine's /metrics."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any

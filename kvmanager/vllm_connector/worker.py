@@ -1,14 +1,13 @@
 """The connector's half in each vLLM worker: copies finished pages out and landed pages in.
 
-While the forward pass runs, `save_kv_layer` is called after every attention layer: the pages of
-that layer which this chunk filled go to the arena and are announced to the agent at once. Recurrent
-states have no such hook and are final only with the last chunk: they follow in `wait_for_save`.
-Loads run on a thread of their own, beside the engine's steps.
+During the forward pass vLLM calls `save_kv_layer` after every attention layer. The pages of that
+layer that this chunk has filled go to the arena and are announced to the agent at once. vLLM has no
+such hook for recurrent layers, and their states are final only with the last chunk: they follow in
+`wait_for_save`. Loads run on a thread of their own, beside the engine's steps. `cache.worker` does
+the part of the prefix cache.
 
-The agent's prefix cache is `cache_worker`'s part; it is called from here.
-
-Nothing here raises into the engine: a producer's failure aborts that transfer, a consumer's is
-reported so that vLLM recomputes the prompt.
+Nothing here raises into the engine. A producer's failure aborts its transfer. A consumer's failure
+is reported, so that vLLM computes the prompt.
 """
 
 import logging
@@ -16,12 +15,10 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvmanager.agent.engines.client import EngineClient
 from kvmanager.agent.engines.protocol import Welcome
@@ -48,7 +45,7 @@ class BrokenSend:
 
 @dataclass(slots=True)
 class Outgoing:
-    """One outbox this worker fills: how far each layer has come."""
+    """One outbox that this worker fills, with the number of pages sent of each layer."""
 
     space: ArenaSpace
     extents: dict[str, LayerExtent]
@@ -58,63 +55,59 @@ class Outgoing:
 class WorkerSide:
     """Called by vLLM through the facade, with vLLM's own names."""
 
-    def __init__(self, layout: KVLayout, tp_rank: int, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        tp_rank: int,
+        client: EngineClient,
+        pages: Mapping[str, LayerPages],
+    ) -> None:
+        """`pages` are the engine's by layer name: all of `layout`, on one device."""
         self._layout = layout
         self._tp_rank = tp_rank
-        self._config = kv_cache_config
-        self._pages: dict[str, LayerPages] = {}
-        self._device = torch.device("cpu")
-        self._client: EngineClient | None = None
-        self._access: ArenaAccess | None = None
+        self._client = client
+        self._pages = pages
+        device = next(iter(pages.values())).rows.device
+        self._access = ArenaAccess(client, device)
         self._sending = threading.Lock()
-        # By opening. None: this worker gave it up; later steps leave it alone.
+        # By opening of the outbox. None: this worker gave it up, so later steps skip it.
         self._outgoing: dict[tuple[bytes, int], Outgoing | None] = {}
-        # Outboxes up to this attempt may have ended unheard: they are not begun any more. While
-        # there is no connection, none is.
+        # Outboxes up to this attempt are not begun: they may have ended while this worker had no
+        # connection. Without a connection no outbox is begun.
         self._may_begin_after: float = math.inf
-        # Attempts behind it that failed before their first step.
+        # Later attempts that failed before their first step.
         self._lost: set[int] = set()
         self._stats = TransferStats()
-        self._cache = CacheWorker(layout, tp_rank, lambda: self._stats)
+        self._cache = CacheWorker(
+            layout, tp_rank, client, self._access, pages, stats=lambda: self._stats
+        )
         self._results_lock = threading.Lock()
         self._finished_loads: set[str] = set()
         self._failed_loads: set[str] = set()
-        self._grace_s = 0.0  # for how long the agent keeps what a lost connection owned
-        # What takes long, or must not be done by the thread that ends copies.
+        self._grace_s = 0.0  # the time for which the agent keeps what a lost connection owned
+        # Loads take long, and the thread that ends copies must not call the copier (`PageCopier`).
         self._load_queue: queue.SimpleQueue[LoadStep | BrokenSend | None] = queue.SimpleQueue()
         self._loader = threading.Thread(target=self._run_loads, name="prfaas-load", daemon=True)
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Learn where the engine's pages are. Raises `LayoutError` for an unsupported geometry."""
-        for group in self._layout.groups:
-            for layer in group.layers:
-                cache = kv_caches[layer.name]
-                self._pages[layer.name] = LayerPages.of(layer, cache, self._config)
-        self._device = next(iter(self._pages.values())).rows.device
-        logger.info("moving %s, %s", self._layout.describe(), self._device)
+        logger.info("moving %s, %s", layout.describe(), device)
 
-    def connect(self, client: EngineClient) -> None:
-        """Use this client; its events must be wired to the `on_*` methods."""
-        self._client = client
-        self._access = ArenaAccess(client, self._device)
-        self._cache.connect(client, self._access, self._pages)
-        client.start()
+    def start(self) -> None:
+        """Connect to the agent in the background, and be ready to load."""
+        self._client.start(self)
         self._loader.start()
 
     def close(self) -> None:
         self._load_queue.put(None)
         if self._loader.is_alive():
             self._loader.join(timeout=5)
-        if self._access is not None:
-            self._access.close()
-        if self._client is not None:
-            self._client.close()
+        self._access.close()
+        self._client.close()
 
     # Events of the agent, on the client's thread.
 
     def on_connected(self, welcome: Welcome, arena: Arena) -> None:
         logger.info("agent connected, arena epoch %s", welcome.arena_epoch)
-        self._access_or_raise.prepare(arena)
+        self._access.prepare(arena)
         with self._sending:
             self._grace_s = welcome.grace_s
             self._may_begin_after = welcome.last_attempt
@@ -122,33 +115,35 @@ class WorkerSide:
         self._cache.on_connected()
 
     def on_disconnected(self) -> None:
-        """Every outbox is lost; their memory may belong to others soon."""
+        """Give up every outbox, and return when no copy is under way: the agent may soon use the
+        memory for something else.
+        """
         logger.warning("agent disconnected")
         with self._sending:
             self._may_begin_after = math.inf
             self._outgoing = dict.fromkeys(self._outgoing)
-            self._drain()
+            self._access.drain()
         self._cache.on_disconnected()
 
     def on_agent_gone(self) -> None:
-        self._access_or_raise.forget()
+        self._access.forget()
 
     def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
-        """An outbox is over without success: stop, and say so once no copy is under way."""
+        """An outbox has failed: stop writing, and answer once no copy is under way."""
         logger.warning("transfer %s failed: %s", transfer_id.hex(), reason)
         with self._sending:
             if (transfer_id, attempt) in self._outgoing:
                 self._outgoing[transfer_id, attempt] = None
             else:
                 self._remember_lost(attempt)
-            self._drain()
-        self._client_or_raise.release(transfer_id, attempt)
+            self._access.drain()
+        self._client.release(transfer_id, attempt)
 
     def _remember_lost(self, attempt: int) -> None:
-        """Its request, if this engine has one, must not begin to write."""
+        """Remember a failed attempt, whose request must not begin to write."""
         self._lost.add(attempt)
         if len(self._lost) > MAX_LOST:
-            # To forget one is safe only if nothing as old is begun: attempts rise with time.
+            # Attempts rise with time. The oldest can be forgotten if no outbox that old is begun.
             oldest = min(self._lost)
             self._lost.remove(oldest)
             self._may_begin_after = max(self._may_begin_after, oldest)
@@ -156,25 +151,26 @@ class WorkerSide:
     # Producer.
 
     def start_step(self, meta: PrfaasMetadata) -> None:
-        """Before the step's loads and after its metadata is bound."""
+        """Begin the step's loads and end outboxes. vLLM calls it before the forward pass."""
         for load in meta.loads:
             self._load_queue.put(load)
         for ended in meta.ended:
             with self._sending:
                 self._outgoing.pop(ended.opening, None)
                 if ended.failure:
-                    self._drain()
+                    self._access.drain()
             if ended.failure:
-                self._client_or_raise.abort(*ended.opening, ended.failure)
+                self._client.abort(*ended.opening, ended.failure)
 
     def save_kv_layer(self, meta: PrfaasMetadata, layer_name: str) -> None:
-        """Send what the running step added to this attention layer."""
+        """Send the pages that the running step has completed in this attention layer."""
         for step in meta.sends:
             self._guarded_send(step, layer_name)
 
     def wait_for_save(self, meta: PrfaasMetadata) -> None:
-        """Send recurrent states after the last chunk and say that prefill is over; then copy what
-        the step completed into the prefix cache."""
+        """After the last chunk, send recurrent states and say that the prefill is over. Then copy
+        the parts that the step has completed into the prefix cache.
+        """
         for step in meta.sends:
             if not step.is_last:
                 continue
@@ -182,7 +178,7 @@ class WorkerSide:
                 if group.kind is KVKind.RECURRENT:
                     for layer in group.layers:
                         self._guarded_send(step, layer.name)
-            self._client_or_raise.prefill_end(*step.ref.opening, self._tp_rank)
+            self._client.prefill_end(*step.ref.opening, self._tp_rank)
         self._cache.store(meta.stores)
 
     def _guarded_send(self, step: SendStep, layer_name: str) -> None:
@@ -208,7 +204,7 @@ class WorkerSide:
         if ref.attempt <= self._may_begin_after:
             raise StaleArenaError("the outbox was opened before this connection to the agent")
         space, _ = self._space(ref)
-        if not self._client_or_raise.attach(*ref.opening):
+        if not self._client.attach(*ref.opening):
             raise StaleArenaError("the agent is gone")
         return Outgoing(
             space,
@@ -218,9 +214,9 @@ class WorkerSide:
     def _fail(self, ref: TransferRef, reason: str) -> None:
         with self._sending:
             self._outgoing[ref.opening] = None
-            self._drain()
+            self._access.drain()
         self._stats.add_failed_send()
-        self._client_or_raise.abort(*ref.opening, reason)
+        self._client.abort(*ref.opening, reason)
 
     def _send(self, step: SendStep, outgoing: Outgoing, extent: LayerExtent) -> None:
         blocks = step.blocks[extent.group_index]
@@ -236,16 +232,16 @@ class WorkerSide:
 
         def copied(error: BaseException | None) -> None:
             if error is None:
-                self._client_or_raise.ready(*step.ref.opening, [(offset, nbytes)])
+                self._client.ready(*step.ref.opening, [(offset, nbytes)])
             else:
                 self._load_queue.put(BrokenSend(step.ref, f"{type(error).__name__}: {error}"))
 
-        _, copier = self._access_or_raise.open(step.ref.arena_epoch)
+        _, copier = self._access.open(step.ref.arena_epoch)
         pages = self._pages[extent.layer.name]
         copier.store(pages, blocks[first:stop], outgoing.space, offset, copied)
 
     def _num_final_pages(self, step: SendStep, extent: LayerExtent) -> int:
-        """How many of the layer's pages no later chunk will change."""
+        """The number of the layer's pages that no later chunk will change."""
         if step.is_last:
             return len(extent.pages)
         group = self._layout.groups[extent.group_index]
@@ -295,7 +291,8 @@ class WorkerSide:
             self._cache.load(step.cached)
         if step.ref is not None:
             self._load_landing(step, step.ref)
-        # The source belongs to the scheduler's connection, whose loss this worker does not see.
+        # The scheduler's connection owns the source, and this worker does not see its loss. Within
+        # the grace time the agent keeps the bytes even then.
         if time.monotonic() > step.given_s + self._grace_s:
             raise StaleArenaError(f"the load was over only after {self._grace_s:g} s")
 
@@ -315,7 +312,9 @@ class WorkerSide:
 
     @staticmethod
     def _check_blocks(blocks: Sequence[int], extent: LayerExtent) -> None:
-        """Block 0 is vLLM's null block: writing it would hide an error in the block tables."""
+        """Raise ValueError for block 0, vLLM's null block: writing to it would hide an error in the
+        block tables.
+        """
         if 0 in blocks:
             raise ValueError(
                 f"the engine gave no block for a page that layer {extent.layer.name} needs"
@@ -327,21 +326,7 @@ class WorkerSide:
         return self._layout.extents(ref.num_tokens, self._tp_rank, ref.cached_tokens)
 
     def _space(self, ref: TransferRef) -> tuple[ArenaSpace, PageCopier]:
-        """The bytes of a transfer. Raises `StaleArenaError` when its agent is gone."""
-        arena, copier = self._access_or_raise.open(ref.arena_epoch)
+        """A transfer's bytes and the copier. Raises `StaleArenaError` when its agent is gone."""
+        arena, copier = self._access.open(ref.arena_epoch)
         nbytes = self._layout.transfer_bytes(ref.num_tokens, ref.cached_tokens)
         return arena.view(ref.runs, nbytes), copier
-
-    def _drain(self) -> None:
-        if self._access is not None:
-            self._access.drain()
-
-    @property
-    def _access_or_raise(self) -> ArenaAccess:
-        assert self._access is not None, "connect() comes first"
-        return self._access
-
-    @property
-    def _client_or_raise(self) -> EngineClient:
-        assert self._client is not None, "connect() comes first"
-        return self._client

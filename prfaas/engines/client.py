@@ -1,7 +1,7 @@
 """HTTP client of one vLLM OpenAI server: health, one prefill, load.
 
-It does not know transfers, agents or clusters; what `kv_transfer_params` mean is the caller's
-business. Foreign errors end here: callers see EngineUnreachable and EngineRefused.
+It does not know transfers, agents or clusters, and passes `kv_transfer_params` on unread. It turns
+errors of aiohttp into EngineUnreachable and EngineRefused.
 """
 
 import re
@@ -31,16 +31,16 @@ _KV_BLOCKS: Final = re.compile(
 
 
 class EnginePrefill(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine says after a prefill: tokens in the prompt, and how many were cached."""
+    """An engine's answer to a prefill: tokens in the prompt, and how many of them were cached."""
 
     num_prompt_tokens: int
     cached_tokens: int
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests in the engine, from its metrics. Of those that wait, `num_deferred` wait for
-    something to arrive, such as their KVCache, and not for room. `kv_usage` is the share (0..1) of
-    its `num_kv_blocks` in use; 0 blocks: it does not say.
+    """Requests in the engine, from its metrics. Of the `num_waiting`, `num_deferred` wait not for
+    room but for something to arrive, such as their KVCache. `kv_usage` is the share (0..1) of its
+    `num_kv_blocks` in use; 0 blocks: the metrics do not tell.
     """
 
     num_running: int = 0
@@ -106,6 +106,7 @@ class EngineHttp:
         request. Raises EngineUnreachable, EngineRefused.
         """
         body: dict[str, Any] = {
+            # Written in turns: a prompt of a million tokens would hold up the event loop.
             "prompt": msgspec.Raw(await in_turns(writing(token_ids))),
             "max_tokens": 1,
             "temperature": 0.0,
@@ -127,6 +128,7 @@ class EngineHttp:
         try:
             usage = msgspec.json.decode(raw, type=_Completion).usage
         except msgspec.MsgspecError as error:
+            # Not an answer of vLLM's, so it tells nothing about the request: the same as no answer.
             raise EngineUnreachable(f"{self.base_url}: unexpected answer: {error}") from error
         details = usage.prompt_tokens_details
         return EnginePrefill(
@@ -145,6 +147,8 @@ class EngineHttp:
         headers: dict[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         url = f"{self.base_url}{path}"
+        # Connecting has a bound of its own: `timeout_s` allows for a prefill of minutes, and a host
+        # that is down answers a connection attempt with nothing at all.
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(5.0, timeout_s))
         try:
             async with self._session.request(
@@ -183,7 +187,7 @@ def parse_load(metrics_text: str) -> EngineLoad:
         num_waiting=int(counts[_WAITING]),
         num_deferred=int(counts[_BY_REASON]),
         kv_usage=kv_usage,
-        # Every rank says how many all of them have.
+        # Every rank publishes the same engine-wide count, so a sum would be too high.
         num_kv_blocks=max(map(int, _KV_BLOCKS.findall(metrics_text)), default=0),
     )
 

@@ -28,10 +28,10 @@ _PROJECT_ROOT: Final = Path(__file__).resolve().parents[2]
 
 
 class EngineOptions(Section):
-    """How an engine serves its model, as a region's file says of a model, too."""
+    """How an engine serves its model. A region's file gives the same options for a model."""
 
     dtype: str = "auto"
-    """Type of weights and activations, as vLLM's --dtype has it."""
+    """Type of weights and activations: a value of vLLM's --dtype."""
     max_model_len: Annotated[Tokens, Field(ge=2)] | None = None
     """Most tokens of prompt and output, a number or such as 128Ki. Left out: what the model has."""
     block_size: Tokens | None = None
@@ -53,7 +53,7 @@ class EngineOptions(Section):
     `--gpu-memory-utilization` into `args`.
     """
     args: tuple[str, ...] = ()
-    """Further vLLM options; they come last, so they win over the ones above."""
+    """Further vLLM options. They come last on the command line and so override those above."""
     env: dict[str, str] = Field(default={})
     """Added to the engines' environment."""
 
@@ -62,11 +62,11 @@ class EngineSpec(EngineOptions):
     """One vLLM engine: what it serves, where, with how much memory, and its node agent's socket."""
 
     instance: str
-    """Name of the instance, which its connector tells the node agent."""
+    """Name of the instance; its connector tells it to the node agent."""
     model: str
     """Directory of the weights, or a name on the Hugging Face hub."""
     served_name: str
-    """Name that clients ask for."""
+    """Name of the model in clients' requests."""
     host: str = "127.0.0.1"
     """Address that its OpenAI server listens on."""
     port: Annotated[int, Field(ge=1, le=65535)]
@@ -76,10 +76,10 @@ class EngineSpec(EngineOptions):
     enable_prefix_caching: bool = False
     """Cache prefixes in the engine's own memory."""
     agent_socket: str | None = None
-    """Unix socket of the node agent. Left out: it runs without our connector."""
+    """Unix socket of the node agent. Left out: the engine runs without our connector."""
     kv_events: str | None = None
-    """ZeroMQ endpoint where it publishes what its own prefix cache keeps and drops; behind a comma
-    stands where those who missed messages ask for them.
+    """ZeroMQ endpoint at which it publishes what its own prefix cache keeps and drops. A second
+    endpoint, after a comma, answers those who missed messages.
     """
     key_file: Path | None = None
     """File with the key that it demands on every path. Left out: it answers everybody."""
@@ -95,7 +95,7 @@ class EngineSpec(EngineOptions):
         return f"{'http' if self.tls is None else 'https'}://{Endpoint(host, self.port)}"
 
     def kv_transfer_config(self) -> dict[str, object]:
-        """vLLM's `--kv-transfer-config`. A failed load is computed again, never an error."""
+        """The value of vLLM's `--kv-transfer-config`."""
         extra = {"agent_socket": self.agent_socket, "instance": self.instance}
         if self.weights is not None:
             extra["weights"] = self.weights
@@ -103,12 +103,13 @@ class EngineSpec(EngineOptions):
             "kv_connector": CONNECTOR,
             "kv_connector_module_path": CONNECTOR_MODULE,
             "kv_role": "kv_both",
+            # vLLM's other policy, "fail", would turn a lost transfer into an error for the client.
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": extra,
         }
 
     def kv_events_config(self) -> dict[str, object]:
-        """vLLM's `--kv-events-config`: everything to everybody who listens."""
+        """The value of vLLM's `--kv-events-config`."""
         endpoint, _, replay_endpoint = (self.kv_events or "").partition(",")
         return {
             "enable_kv_cache_events": True,
@@ -138,8 +139,8 @@ class EngineSpec(EngineOptions):
         argv.append(f"--{prefix}enable-prefix-caching")
         if self.enforce_eager:
             argv.append("--enforce-eager")
-        # `cached_tokens` in an answer's usage exists only with the first; a log line for every
-        # health probe would bury what matters.
+        # Without the first option an answer's usage has no `cached_tokens`; without the second,
+        # every health probe writes a line into the engine's log.
         argv += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
         # Without it the render endpoints, which turn requests into token ids, answer 403.
         argv.append("--enable-scale-out")
@@ -171,6 +172,8 @@ class EngineSpec(EngineOptions):
             environment[KEY_FILE_VARIABLE] = str(self.key_file)
         if self.kv_space_gib is not None:
             environment["VLLM_CPU_KVCACHE_SPACE"] = str(self.kv_space_gib)
+            # By default vLLM pins each engine's threads to cores, and engines on one host choose
+            # the same ones.
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
             # Threads that spin while they wait starve the other engines of a shared CPU: measured
             # with three engines on two cores, prefills took four to ten times as long.

@@ -1,18 +1,18 @@
 """What can go wrong between a cluster front and its engines.
 
     EngineError
-      EngineStartFailed     the process ended, or never became healthy; carries its last log lines
-      EngineUnreachable     no connection, connection lost, timeout: another instance may do
-      EngineRefused         the engine answered with an error status; body kept for pass-through
-    PrefillFailed           one prefill leg is over without KVCache at the landing
-    UnknownInstance         drain, resume or role of an instance that the cluster does not have
+      EngineStartFailed     the process ended or never became healthy; holds its last log lines
+      EngineUnreachable     no connection, a lost connection or a timeout
+      EngineRefused         the engine answered with an error status; holds status and body
+    PrefillFailed           a prefill ended and its KVCache did not reach the landing
+    UnknownInstance         a call named an instance that the cluster does not have
 
-Does not know how a gateway turns these into answers for clients.
+This module does not know how a gateway turns these into answers for clients.
 """
 
 from typing import Final, Literal
 
-from prfaas.engines.log_lines import shortened
+from prfaas.engines.supervision.log_lines import shortened
 
 _MAX_LINE_CHARS: Final = 200
 
@@ -30,11 +30,11 @@ PrefillCode = Literal[
     "closed",  # the front is shutting down
     "unreachable",  # the remote front does not answer
 ]
-"""Why a prefill leg failed. Part of the gRPC contract between a gateway and a remote front."""
+"""Why a prefill failed. These words cross gRPC between a gateway and a remote front."""
 
 
 class EngineError(Exception):
-    """Base of everything an engine, or the process around it, does wrong."""
+    """Base of the errors of an engine or of its process."""
 
 
 class EngineStartFailed(EngineError):
@@ -59,7 +59,7 @@ class EngineUnreachable(EngineError):
 class EngineRefused(EngineError):
     """The engine answered with an error status.
 
-    `status` and `body` are the answer as it came, for a caller that passes it on to its client.
+    `status` and `body` are the engine's answer unchanged, so a caller can pass it to its client.
     """
 
     def __init__(self, status: int, body: bytes, content_type: str = "application/json") -> None:
@@ -70,7 +70,7 @@ class EngineRefused(EngineError):
 
 
 class PrefillFailed(Exception):
-    """A prefill leg ended without KVCache at the landing. `message` is meant for a person."""
+    """A prefill ended and its KVCache did not reach the landing. `message` is for a person."""
 
     def __init__(self, code: PrefillCode, message: str) -> None:
         super().__init__(f"{code}: {message}")

@@ -89,6 +89,7 @@ async def serve_front(
         loop.add_signal_handler(signum, stop.set)
     try:
         await front.start()
+        # The port opens only now: a caller that connects finds instances that have been probed.
         port = await server.start()
         metrics = start_http_server(metrics_port, host) if metrics_port else None
         ready = {

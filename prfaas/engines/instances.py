@@ -1,4 +1,4 @@
-"""The instances of a cluster as a front sees them: probed, their load estimated, drained, kept up.
+"""The instances of a cluster: probes them, estimates their load, drains them, supervises engines.
 
 It does not know jobs or requests, and it decides nothing about placement or roles: fronts read
 `Instance`, set roles and are told of changes.
@@ -10,28 +10,25 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
 
 import aiohttp
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from kvmanager.agent.client import AgentClient, AgentClients
-from kvmanager.agent.messages import CacheModel
+from kvmanager.agent.client import AgentClients
 from prfaas.engines.access import EngineAccess
-from prfaas.engines.client import EngineHttp, EngineLoad, open_session
+from prfaas.engines.client import EngineHttp, open_session
 from prfaas.engines.command import EngineSpec
-from prfaas.engines.errors import EngineError
-from prfaas.engines.health import HealthConfig, HealthTracker
-from prfaas.engines.load import LoadEstimate
-from prfaas.engines.prefill_run import PrefillPlace
-from prfaas.engines.supervisor import (
+from prfaas.engines.errors import EngineError, UnknownInstance
+from prfaas.engines.health import ProbeTiming
+from prfaas.engines.instance import Instance, InstanceSpec
+from prfaas.engines.prefill_run import AttemptFailed
+from prfaas.engines.supervision.supervisor import (
     ProcessState,
     Supervisor,
     SupervisorConfig,
     SupervisorEvent,
     engine_process,
 )
-from scheduler.reports import InstanceReport, Role
+from scheduler.reports import Role
 from transport import Credentials, TlsFiles
 from transport.rpc import RpcError
 from transport.tasks import start_task
@@ -39,65 +36,17 @@ from transport.tasks import start_task
 logger = logging.getLogger("prfaas.engines")
 
 
-DEFAULT_MAX_CONCURRENT: Final = 4
-DEFAULT_DECODE_SLOTS: Final = 256
-
-
-class InstanceSpec(BaseModel):
-    """One instance of a cluster: its engine's URL, its node agent's control address, its role.
-
-    `name` is the one that the engine's connector is configured with (`EngineSpec.instance`).
-    With `engine` the front starts and supervises the engine itself; without it somebody else
-    does. `max_concurrent` bounds the prefill jobs given to it at a time; vLLM batches these.
-    `decode_slots` is how many requests its engine decodes at a time (vLLM's `max_num_seqs`).
-    `node` is what people call the agent's host.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str = Field(min_length=1)
-    agent: str
-    node: str = ""
-    url: str = ""
-    model: str = ""
-    role: Role = "both"
-    max_concurrent: int = Field(default=DEFAULT_MAX_CONCURRENT, ge=1)
-    decode_slots: int = Field(default=DEFAULT_DECODE_SLOTS, ge=1)
-    engine: EngineSpec | None = None
-
-    @model_validator(mode="after")
-    def _has_url(self) -> "InstanceSpec":
-        if not self.url and self.engine is None:
-            raise ValueError(f"instance {self.name} needs `url` or `engine`")
-        if self.engine is not None and self.engine.instance != self.name:
-            raise ValueError(f"instance {self.name} has an engine called {self.engine.instance}")
-        return self
-
-    @property
-    def engine_url(self) -> str:
-        """Where its OpenAI server answers."""
-        return self.url or (self.engine.url if self.engine is not None else "")
-
-    @property
-    def served_name(self) -> str:
-        """The model's served name; "" when the front need not tell models apart."""
-        return self.model or (self.engine.served_name if self.engine is not None else "")
-
-
 @dataclass(frozen=True, slots=True)
 class InstancesConfig:
     """Probing and supervision. `poll_load` reads the engines' metrics with every probe."""
 
-    probe_interval_s: float = 2.0
-    start_probe_interval_s: float = 0.5
-    probe_timeout_s: float = 5.0
-    health: HealthConfig = field(default_factory=HealthConfig)
+    probes: ProbeTiming = field(default_factory=ProbeTiming)
+    """How often engines and their node agents are asked whether they serve."""
     poll_load: bool = False
     drained_hold_s: float = 60.0
-    """An instance that has drained is given work again after so long without a word of whoever
-    drained it, seconds: they should say what comes next, and may have died.
+    """After an instance has drained, whoever asked for it should give it a new role or work again.
+    If nothing comes for this many seconds, the front gives it work again: the caller may have died.
     """
-    supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     log_dir: Path = Path("logs")
     """Directory for the logs of the engines that the front starts."""
     engine_key_file: Path | None = None
@@ -112,108 +61,12 @@ class InstancesConfig:
         return EngineAccess(self.engine_key_file, tls)
 
 
-class Instance:
-    """One instance: clients, health and load. Mutated by `Instances` only."""
-
-    def __init__(
-        self, spec: InstanceSpec, http: EngineHttp, agent: AgentClient, config: InstancesConfig
-    ) -> None:
-        self.spec = spec
-        self.role: Role = spec.role
-        self.role_epoch = 0
-        """The epoch of the order that gave it its role; 0: it has the role of its spec."""
-        self.http = http
-        self.agent = agent
-        self.engine_health = HealthTracker(config.health)
-        self.agent_health = HealthTracker(config.health)
-        self.load = LoadEstimate()
-        self.engine_load: EngineLoad | None = None
-        """What the engine's metrics said last; None where they are not read."""
-        self.looked_at_s = 0.0
-        """When they were asked for (monotonic)."""
-        self.kv_block_bytes = 0
-        self.layout_fingerprint = ""
-        """Of its KVCache, as the agent said last; "": it has not yet."""
-        self.landing_cap_bytes: int | None = None
-        self.landing_room_bytes: int | None = None
-        """As the agent said last."""
-        self.cache: CacheModel | None = None
-        """How the engine's prompts are cached at its node, as the agent said last."""
-        self.draining = False
-        self.gone = asyncio.Event()
-        """Set while the engine or its agent is gone for good: to give up work on it. One failed
-        request takes the instance out of placement, but is no reason to give up others."""
-        self.supervisor: Supervisor | None = None
-
-    @property
-    def name(self) -> str:
-        """Unique in its cluster."""
-        return self.spec.name
-
-    @property
-    def serves(self) -> bool:
-        """Whether the engine answers requests that need no transfer."""
-        return self.engine_health.healthy
-
-    @property
-    def transfers(self) -> bool:
-        """Whether engine and node agent are both there."""
-        return self.engine_health.healthy and self.agent_health.healthy
-
-    @property
-    def reason(self) -> str:
-        """Why it does not transfer; "" when it does."""
-        if not self.engine_health.healthy:
-            return f"engine: {self.engine_health.reason}"
-        if not self.agent_health.healthy:
-            return f"node agent: {self.agent_health.reason}"
-        return ""
-
-    def place(self) -> PrefillPlace:
-        """Where a prefill given to it runs."""
-        return PrefillPlace(self.name, self.http, self.agent, self.gone, self.spec.served_name)
-
-    def report(self, running: int) -> InstanceReport:
-        """The instance in a cluster report; `running` is the front's own count."""
-        load = self.engine_load
-        return InstanceReport(
-            name=self.name,
-            role=self.role,
-            role_epoch=self.role_epoch,
-            role_ready=not self.draining,
-            model=self.spec.served_name,
-            healthy=self.transfers,
-            draining=self.draining,
-            running=running,
-            max_concurrent=self.spec.max_concurrent,
-            reason=self.reason,
-            num_restarts=self.supervisor.num_restarts if self.supervisor is not None else 0,
-            node=self.spec.agent,
-            node_name=self.spec.node or self.spec.agent,
-            cache=self.cache,
-            layout_fingerprint=self.layout_fingerprint,
-            decode_slots=self.spec.decode_slots,
-            looked_s=0.0 if load is None else max(0.0, time.monotonic() - self.looked_at_s),
-            num_running=0 if load is None else load.num_running,
-            num_waiting=0 if load is None else load.num_waiting - load.num_deferred,
-            kv_usage=None if load is None else load.kv_usage,
-            kv_total_bytes=self._kv_total_bytes(),
-            landing_cap_bytes=self.landing_cap_bytes,
-            landing_room_bytes=self.landing_room_bytes,
-        )
-
-    def _kv_total_bytes(self) -> int | None:
-        """The engine says how many blocks it has, its agent how big they are."""
-        num_blocks = 0 if self.engine_load is None else self.engine_load.num_kv_blocks
-        # One of them is vLLM's null block, which holds nothing.
-        return (num_blocks - 1) * self.kv_block_bytes or None if num_blocks else None
-
-
 class Instances:
-    """All instances of one cluster. `on_change` is called after an instance's usability changed."""
+    """All instances of `cluster`. `on_change` is called after an instance's usability changed."""
 
     def __init__(
         self,
+        cluster: str,
         specs: Sequence[InstanceSpec],
         config: InstancesConfig,
         on_change: Callable[[Instance], None],
@@ -221,6 +74,7 @@ class Instances:
         names = [spec.name for spec in specs]
         if len(set(names)) != len(names):
             raise ValueError(f"instance names must be unique, got {', '.join(names)}")
+        self._cluster = cluster
         self._specs = tuple(specs)
         self._config = config
         self._on_change = on_change
@@ -229,7 +83,7 @@ class Instances:
         self._instances: dict[str, Instance] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._holds: dict[str, asyncio.TimerHandle] = {}
-        """The ends of drains that are over, by instance."""
+        """Timers that give drained instances work again, by instance."""
 
     @property
     def by_name(self) -> Mapping[str, Instance]:
@@ -245,7 +99,7 @@ class Instances:
         self._session = open_session()
         for spec in self._specs:
             http = EngineHttp(spec.engine_url, self._session, access)
-            instance = Instance(spec, http, self._agents.open(spec.agent), self._config)
+            instance = Instance(spec, http, self._agents.open(spec.agent))
             if spec.engine is not None:
                 instance.supervisor = self._supervise(instance, spec.engine)
             self._instances[spec.name] = instance
@@ -273,6 +127,20 @@ class Instances:
                     progress(f"{instance.name}: {instance.reason}")
                 await asyncio.sleep(0.2)
 
+    def known(self, name: str) -> Instance:
+        """The instance of this name. Raises UnknownInstance; all of them before `start`."""
+        instance = self._instances.get(name)
+        if instance is None:
+            raise UnknownInstance(self._cluster, name)
+        return instance
+
+    def attempt_failed(self, name: str, error: AttemptFailed) -> None:
+        """A try on a known instance failed: what it proved to be gone stays out."""
+        if error.engine_lost:
+            self.engine_lost(name, error.message)
+        if error.agent_lost:
+            self.agent_lost(name, error.message)
+
     def engine_lost(self, name: str, reason: str) -> None:
         """A request proved that the engine is gone; it stays out until a probe succeeds."""
         instance = self._instances[name]
@@ -289,19 +157,21 @@ class Instances:
                 self._on_change(instance)
 
     def landing_room_said(self, name: str, room_bytes: int | None) -> None:
-        """The instance's node agent said what one more landing can take there; None: it did not,
-        so that its next status has to.
+        """The instance's node agent told how many bytes one more landing can take there.
+
+        None: it did not tell; its next status does.
         """
         if room_bytes is None:
             return
+        # Instances that share an agent share its memory for landings.
         target = self._instances[name].spec.agent
         for instance in self._instances.values():
             if instance.spec.agent == target:
                 instance.landing_room_bytes = room_bytes
 
-    def set_draining(self, name: str, draining: bool) -> None:
-        """Take an instance out of placement, or back in. Raises KeyError for an unknown name."""
-        instance = self._instances[name]
+    def set_draining(self, name: str, *, draining: bool) -> None:
+        """Take an instance out of placement, or back in. Raises UnknownInstance."""
+        instance = self.known(name)
         if hold := self._holds.pop(name, None):
             hold.cancel()
         if instance.draining != draining:
@@ -309,23 +179,24 @@ class Instances:
             self._on_change(instance)
 
     def drained(self, name: str) -> None:
-        """Nobody waits any more for the drain of a known instance: unless `set_draining` says
-        otherwise, it is back in placement after `drained_hold_s`.
+        """The wait for a known instance's drain is over.
+
+        The instance returns to placement after `drained_hold_s` unless `set_draining` comes first.
         """
         if not self._instances[name].draining:
             return
-        self.set_draining(name, True)
+        self.set_draining(name, draining=True)
         loop = asyncio.get_running_loop()
         self._holds[name] = loop.call_later(self._config.drained_hold_s, self._hold_over, name)
 
     def set_role(self, name: str, role: Role, epoch: int) -> None:
-        """Give the instance this role by the order of this epoch. KeyError: no such instance."""
-        instance = self._instances[name]
+        """Give the instance this role, ordered in this epoch. Raises UnknownInstance."""
+        instance = self.known(name)
         instance.role, instance.role_epoch = role, epoch
         self._on_change(instance)
 
     async def look(self, name: str) -> None:
-        """Ask the engine of a known instance now, not at the next interval."""
+        """Probe the engine of a known instance now instead of at the next interval."""
         instance = self._instances[name]
         await self._judge(instance, self._probe_engine)
 
@@ -345,31 +216,29 @@ class Instances:
 
     def _hold_over(self, name: str) -> None:
         held_s = self._config.drained_hold_s
-        logger.warning("%s: given work again, nobody did after %g s without", name, held_s)
-        self.set_draining(name, False)
+        logger.warning("%s: drained %g s ago and no order came: it gets work again", name, held_s)
+        self.set_draining(name, draining=False)
 
     def _supervise(self, instance: Instance, engine: EngineSpec) -> Supervisor:
         def on_event(event: SupervisorEvent) -> None:
-            if event.state in (ProcessState.BACKOFF, ProcessState.FAILED):
+            if event.state is ProcessState.BACKOFF:
                 self.engine_lost(instance.name, event.reason)
                 instance.gone.set()
 
         supervisor = Supervisor(
             engine_process(engine, self._config.log_dir),
             instance.http.health,
-            self._config.supervisor,
+            SupervisorConfig(probes=self._config.probes),
             on_event,
         )
         supervisor.start()
         return supervisor
 
     async def _keep_probing(self, instance: Instance) -> None:
-        config = self._config
+        probes = self._config.probes
         while True:
             steady = instance.transfers
-            await asyncio.sleep(
-                config.probe_interval_s if steady else config.start_probe_interval_s
-            )
+            await asyncio.sleep(probes.interval_s if steady else probes.start_interval_s)
             await self._probe(instance)
 
     async def _probe(self, instance: Instance) -> None:
@@ -379,10 +248,9 @@ class Instances:
     async def _judge(
         self, instance: Instance, probe: Callable[[Instance], Awaitable[bool]]
     ) -> None:
-        """What a probe changes is told at once: whoever sees that the instance transfers again may
-        give it work before the other probe has ended.
-        """
-        # Called here: a task that is cancelled before its first step must leave nothing unawaited.
+        """Run one probe and tell at once what it changed, without waiting for the other probe."""
+        # The probe is called here, not by the caller: a coroutine made for a task that is cancelled
+        # before its first step would never be awaited.
         changed = await probe(instance)
         if instance.transfers:
             instance.gone.clear()
@@ -393,7 +261,7 @@ class Instances:
             self._on_change(instance)
 
     async def _probe_engine(self, instance: Instance) -> bool:
-        timeout_s = self._config.probe_timeout_s
+        timeout_s = self._config.probes.timeout_s
         if not await instance.http.health(timeout_s):
             return instance.engine_health.probe_failed(
                 f"{instance.spec.engine_url} does not answer"
@@ -410,12 +278,13 @@ class Instances:
 
     async def _probe_agent(self, instance: Instance) -> bool:
         try:
-            status = await instance.agent.status(self._config.probe_timeout_s)
+            status = await instance.agent.status(self._config.probes.timeout_s)
         except RpcError as error:
             return instance.agent_health.probe_failed(error.message)
         engine = next((item for item in status.engines if item.instance == instance.name), None)
         if engine is None:
-            # Its KVCache could neither leave nor arrive, however well both are.
+            # Engine and agent may both be well, but without their connection no KVCache of the
+            # engine can leave or arrive.
             return instance.agent_health.probe_failed(
                 f"{instance.spec.agent} has no connection from an engine called {instance.name}"
             )

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class LoadEstimate:
-    """Requests in one engine: those it reported, and what was given to it and ended since.
+    """Requests in one engine: the number it reported, corrected by what began and ended since.
 
-    A front's own count alone would drift, since a caller that dies tells of no end; the engine's
-    metrics know, but are some seconds old and blind to requests on their way.
+    A front's own count alone would drift, because a caller that dies never reports an end. The
+    engine's metrics alone are some seconds old and do not contain requests on their way to it.
     """
 
     reported: int = 0
     _change: int = 0
-    """Given less ended, since the beginning."""
+    """Requests given to the engine minus requests that ended, since the front started."""
     _change_at_poll: int = 0
 
     @property
@@ -33,7 +33,7 @@ class LoadEstimate:
         self._change -= 1
 
     def poll_starts(self) -> int:
-        """What the answer of a poll that starts now may contain; hand it to `polled`."""
+        """The count that belongs to a poll starting now; hand it to `polled`."""
         return self._change
 
     def polled(self, num_requests: int, started: int) -> None:

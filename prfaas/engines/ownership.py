@@ -1,6 +1,6 @@
-"""Work that must be finished although whoever began it was cancelled.
+"""Work that has to go on to its end even if the task that began it is cancelled.
 
-It does not know what is acquired or undone.
+It does not know what the work acquires or undoes.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Cleanups:
-    """Owns tasks that go on after their caller is gone; `close` waits for them."""
+    """Owns tasks that may outlive their callers; `close` waits for them."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -28,9 +28,9 @@ class Cleanups:
     async def acquire(
         self, acquiring: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[None]]
     ) -> T:
-        """Await `acquiring`, or, if the caller is cancelled meanwhile, let it end and undo it.
+        """Await `acquiring`. If the caller is cancelled meanwhile, let it end and then undo it.
 
-        Cutting it off half-way would leave open whether the other side gave something away.
+        Cutting it off half-way would leave it unknown whether the other side has granted anything.
         """
         task = asyncio.create_task(acquiring)
         try:
@@ -62,6 +62,7 @@ async def finished(work: Coroutine[Any, Any, T]) -> T:
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:
+            # Swallowed here and raised below: the work itself must not be interrupted.
             was_cancelled = True
     result = task.result()
     if was_cancelled:

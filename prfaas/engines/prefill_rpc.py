@@ -1,7 +1,7 @@
-"""What both kinds of front say over gRPC, and how a caller asks one that runs elsewhere.
+"""The gRPC messages that both kinds of front share, and how a caller asks a remote front.
 
-The outcome of a prefill leg crosses as a value, because RPC's codes are too coarse. It does not
-know which service carries the calls.
+The outcome of a prefill crosses as a value, because gRPC's status codes are too coarse. This module
+does not know which service carries the calls.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from transport.rpc import RpcClient, RpcError
 
 
 class PrefillReply(msgspec.Struct, frozen=True, kw_only=True):
-    """`result`, or why there is none."""
+    """`result`, or, if that is None, why there is none: `code` and `message`."""
 
     result: PrefillResult | None = None
     code: PrefillCode = "engine_failed"
@@ -53,7 +53,8 @@ async def from_reply(call: Awaitable[PrefillReply], front: str) -> PrefillResult
         code: PrefillCode = "timeout" if error.code == "TIMEOUT" else "unreachable"
         raise PrefillFailed(code, f"front {front}: {error.message}") from error
     except asyncio.CancelledError:
-        # A channel that closes cancels its calls, which looks like our task being cancelled.
+        # grpc.aio cancels a channel's calls when it closes, and the await then raises
+        # CancelledError, although nobody cancelled this task.
         if cancel_requested():
             raise
         raise PrefillFailed("closed", f"cluster {front} is shutting down") from None

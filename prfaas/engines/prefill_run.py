@@ -1,16 +1,16 @@
 """One prefill on one instance: open the outbox, run the engine, wait until the KVCache has landed.
 
 It does not choose the instance, does not queue, and does not try again; it says whether another
-try makes sense. Whatever ends the run early, cancellation included, the engine's request is
-aborted (its connection closes) and the outbox cancelled, which tells the landing at once: whoever
-waits there for the KVCache learns that nothing will come.
+try makes sense. If anything ends the run early, cancellation included, the runner closes the
+connection of the engine's request, which aborts it, and cancels the outbox. The sender then tells
+the landing, and whoever waits there for the KVCache learns at once that nothing will come.
 """
 
 import asyncio
 import logging
 import time
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import OpenOutboxReply, TransferReport
@@ -30,11 +30,15 @@ from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.engines")
 
+RPC_TIMEOUT_S: Final = 5.0
+"""For an answer of a node agent, on top of what the call itself waits there."""
+
 
 class AttemptFailed(PrefillFailed):
     """A try on one instance failed.
 
-    `retryable`: another instance may do better. `lost`: what of this instance proved to be gone.
+    `retryable`: another instance may succeed. `engine_lost` and `agent_lost`: the try proved that
+    the engine, or the agent, is gone.
     """
 
     def __init__(
@@ -54,14 +58,15 @@ class AttemptFailed(PrefillFailed):
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """Patience. `stall_timeout_s` bounds the time without acknowledged bytes after the prefill.
+    """Time limits of one try.
 
-    `verdict_grace_s`: when a transfer fails first, how long to wait for the engine to fail as
-    well, because a dead engine is the better explanation and may be tried elsewhere.
+    `stall_timeout_s` bounds the time after the prefill in which no byte is acknowledged.
+    `verdict_grace_s`: when the transfer fails first, how long to wait whether the engine fails too.
+    A dead engine often breaks its transfer first, and then the job may be tried elsewhere.
     """
 
-    lease_s: float = 30.0
-    rpc_timeout_s: float = 5.0
+    outbox_lease_s: float = 30.0
+    """How long a sending agent keeps the transfer without a renewal, seconds."""
     prefill_timeout_s: float = 600.0
     await_slice_s: float = 5.0
     stall_timeout_s: float = 15.0
@@ -71,7 +76,7 @@ class RunnerConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlace:
-    """Where a try runs. `gone` is set when engine or agent turn out to be gone."""
+    """Where a try runs. `gone` is set when the engine or its agent is found to be gone."""
 
     instance: str
     http: EngineHttp
@@ -81,7 +86,7 @@ class PrefillPlace:
 
 
 def check_job(job: PrefillJob) -> None:
-    """Raise PrefillFailed("invalid") when prompt and landing do not speak of the same tokens."""
+    """Raise PrefillFailed("invalid") unless the landing was reserved for the prompt's tokens."""
     landing = job.landing
     if len(job.prompt_token_ids) != landing.num_tokens:
         raise PrefillFailed(
@@ -93,7 +98,7 @@ def check_job(job: PrefillJob) -> None:
 
 
 class PrefillRunner:
-    """Runs the tries of one front. Owns the clean-up of those that failed; `close` waits for it."""
+    """Runs the tries of one front, and cleans up after those that failed."""
 
     def __init__(self, config: RunnerConfig | None = None) -> None:
         self._config = config or RunnerConfig()
@@ -109,7 +114,7 @@ class PrefillRunner:
         attempt: int = 1,
         reason: str = "",
     ) -> PrefillResult:
-        """The whole try. Raises AttemptFailed. On return or raise the try holds nothing.
+        """Run the whole try. Raises AttemptFailed. Afterwards the try holds nothing.
 
         `queue_s`, `attempt` and `reason` (why this place) are passed on in the result.
         """
@@ -117,8 +122,8 @@ class PrefillRunner:
         opening = asyncio.create_task(
             place.agent.open_outbox(
                 job.landing,
-                self._config.lease_s,
-                self._config.rpc_timeout_s,
+                self._config.outbox_lease_s,
+                RPC_TIMEOUT_S,
                 tenant=job.tenant,
                 grant=job.grant,
             )
@@ -153,11 +158,11 @@ class PrefillRunner:
         await self._cleanups.close()
 
     async def _check_engine(self, place: PrefillPlace) -> None:
-        """A dead engine is noticed by its agent at once. Seen before the outbox opens, the landing
-        is not touched yet, and another instance can still fill it.
-        """
+        """Raise AttemptFailed if the engine is not connected to its agent."""
+        # The agent notices a dead engine at once, by its closed socket. Found before the outbox
+        # opens, the landing is still untouched and another instance can fill it.
         try:
-            status = await place.agent.status(self._config.rpc_timeout_s)
+            status = await place.agent.status(RPC_TIMEOUT_S)
         except RpcError as error:
             _agent_trouble("no status", error)
         if all(engine.instance != place.instance for engine in status.engines):
@@ -177,8 +182,9 @@ class PrefillRunner:
         self, job: PrefillJob, place: PrefillPlace, grant: OpenOutboxReply, turn: Turn
     ) -> tuple[EnginePrefill, TransferReport, float]:
         prefill = asyncio.create_task(self._prefill(job, place, grant))
-        # An engine answers right after its last forward pass; the landing is heard of later. A
-        # callback, because a task cancelled before its first step runs no line of its own.
+        # The turn ends with the engine's answer, which follows its last forward pass at once; news
+        # of the landing comes later. A callback, because a task that is cancelled before its first
+        # step runs none of its own code.
         prefill.add_done_callback(lambda _: self._turns.end(turn, time.monotonic()))
         transfer = asyncio.create_task(self._landed(job, place, prefill))
         renewing = asyncio.create_task(self._keep_lease(job, place))
@@ -233,6 +239,7 @@ class PrefillRunner:
                 timeout_s=self._config.prefill_timeout_s + 5.0,
             )
         except EngineRefused as error:
+            # A 4xx is about the request itself: every other instance would refuse it too.
             if error.status < 500:
                 raise AttemptFailed("rejected", f"{place.instance}: {error}") from error
             raise AttemptFailed(
@@ -258,7 +265,7 @@ class PrefillRunner:
                     job.landing.transfer_id,
                     "outbox",
                     wait_s=config.await_slice_s,
-                    timeout_s=config.rpc_timeout_s,
+                    timeout_s=RPC_TIMEOUT_S,
                 )
             except RpcError as error:
                 _agent_trouble("lost sight of the transfer", error)
@@ -278,10 +285,10 @@ class PrefillRunner:
     async def _keep_lease(self, job: PrefillJob, place: PrefillPlace) -> None:
         config = self._config
         while True:
-            await asyncio.sleep(config.lease_s / 3)
+            await asyncio.sleep(config.outbox_lease_s / 3)
             try:
                 await place.agent.renew(
-                    job.landing.transfer_id, config.lease_s, config.rpc_timeout_s
+                    job.landing.transfer_id, config.outbox_lease_s, RPC_TIMEOUT_S
                 )
             except RpcError as error:
                 # A lost lease shows as the end of the transfer, which `_landed` reports.

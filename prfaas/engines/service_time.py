@@ -1,8 +1,8 @@
-"""What each prefill took by itself, on instances that are given several at a time.
+"""The engine time of each single prefill, on instances that run several at a time.
 
-An engine computes the prefills that it was given in their order, so the time of one includes what
-was left of those before it. A prefill's turn begins when the last of the prefills that started
-earlier on its instance has ended, or at its own start if that is later.
+An engine computes its prefills in the order in which it got them, so the time until one ends
+includes what was left of those before it. A prefill's turn begins when the last of the prefills
+that started earlier on its instance has ended, or at its own start if that is later.
 
 Pure: time is an argument. It does not know engines or transfers.
 """
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from typing import Final
 
 LEAST_SERVICE_S: Final = 1e-3
-"""Prefills that ended in one forward pass cannot be told apart: all but the first get this."""
+"""Prefills that end in the same forward pass end at the same time: all but the first get this."""
 
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A prefill on `instance`. `since_s` is when its turn began, as far as that is known."""
+    """A prefill on `instance`. `since_s` is the earliest time at which its turn can have begun."""
 
     instance: str
     order: int
     since_s: float
 
     def service_s(self, started_s: float, prefill_s: float) -> float:
-        """How much of the `prefill_s` after `started_s` fell into its turn; above 0 if any did."""
+        """The part of the `prefill_s` after `started_s` that fell into its turn."""
         took_s = started_s + prefill_s - self.since_s
         return min(prefill_s, max(LEAST_SERVICE_S, took_s))
 
@@ -43,7 +43,7 @@ class Turns:
         return turn
 
     def end(self, turn: Turn, now_s: float) -> None:
-        """Its last forward pass is over, or it was given up: the turn of those after it begins.
+        """The prefill is over or was given up: the turn of those after it may begin.
 
         Does nothing for one that has ended.
         """

@@ -1,23 +1,24 @@
-"""Whether a request is let in: refused before it costs anything, or served.
+"""Whether a request is let in: it is refused before it costs anything, or served.
 
-What counts as load (Mooncake 7.1): of the prefill side the predicted time to first token over its
-objective; of the decode side occupied over available slots, or KVCache over memory where that is
-more. A slot is a place in a batch that keeps the time per token within its objective.
+Load has two sides (Mooncake 7.1). The load of the prefill side is the predicted time to first token
+over its objective. The load of the decode side is occupied over available slots, or KVCache over
+memory where that is more. A slot is a place in a batch that keeps the time per token within its
+objective.
 
-Three policies, which differ in the moment whose decode load counts:
+Three policies differ in the moment whose decode load counts:
 
-- `predicted` (Mooncake 7.4): the moment when the request would begin to decode. Every decode takes
-  the same time `decode_s`; before any answer has ended that is unknown, and no decode counts as
-  ended by then. Requests in prefill that land by then are added, decodes that end by
-  then are taken away. Early rejection on the present load lags by the length of a prefill and makes
-  prefill and decode load swing against each other; this does not.
-- `present` (7.2): now, before prefill begins. To compare with.
-- `at_decode`: not at all; `admit_decode` asks once the prefill is over, and what it refuses was
-  prefilled in vain. To compare with.
+- `predicted` (Mooncake 7.4): the moment when the request would begin to decode. Requests in prefill
+  that land by then are added, and decodes that end by then are taken away. Every decode is taken to
+  last `decode_s`; before any answer has ended that is unknown, and no decode counts as ended. Early
+  rejection on the present load lags by the length of a prefill, so that prefill and decode load
+  swing against each other. This policy avoids that.
+- `present` (7.2): now, before the prefill begins. It is there for comparison.
+- `at_decode`: none. `admit_decode` asks once the prefill is over, and what it refuses was prefilled
+  in vain. It is a baseline for `prfaas simulate`; no gateway can be set to it.
 
-Nothing is refused while nothing is decoded, waits for it or is under way, unless no slot exists.
+While nothing decodes, waits to decode or is under way, nothing is refused unless there is no slot.
 Tenants have limits of their own (`scheduler.live.tenants`), which hold at any load. A refusal says
-when to try again: when, by the same prediction, there is room.
+when to try again, which is when the same prediction expects room.
 
 Pure; knows no HTTP and no clock. The numbers of a verdict are what it rests on.
 """
@@ -27,9 +28,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+
+import msgspec
 
 from scheduler.live.tenants import TenantLedger
 from scheduler.routing.prediction import Prediction, release_s
@@ -37,7 +40,7 @@ from scheduler.routing.views import DecodeView
 
 
 class AdmissionPolicy(StrEnum):
-    """Which moment's decode load counts. See the module text."""
+    """The moment whose decode load counts, as described above."""
 
     PREDICTED = "predicted"
     PRESENT = "present"
@@ -45,11 +48,11 @@ class AdmissionPolicy(StrEnum):
 
 
 class AdmissionReason(StrEnum):
-    """Why a request was let in or not. Values are stable: they are metric labels."""
+    """Why a request was let in or refused. Values are stable: they are metric labels."""
 
     ADMITTED = "admitted"
     EMPTY = "empty"
-    """Nothing else is there: load cannot be a reason."""
+    """No other request is there, so load cannot be a reason."""
     PREFILL_LOAD = "prefill_load"
     DECODE_LOAD = "decode_load"
     DECODE_MEMORY = "decode_memory"
@@ -61,27 +64,28 @@ class AdmissionReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionConfig:
-    """Bounds of load.
+    """The highest load that admission allows.
 
-    A share of the decode slots is rounded up to whole ones. A little below 1 leaves room for what a
-    prediction misses, above 1 lets requests wait: 1.1 for a tenth of all slots.
+    A share of the decode slots is rounded up to whole slots. A share a little below 1 leaves room
+    for errors of prediction. Above 1 requests wait: 1.1 lets a tenth of all slots wait.
     """
 
     policy: AdmissionPolicy = AdmissionPolicy.PREDICTED
     ttft_slo_s: float | None = None
-    """A request is refused if its first token is predicted later, seconds. Left out: a long queue
-    is no reason.
+    """A request is refused if its first token is predicted later than this, seconds. Left out: no
+    request is refused because of a long queue.
     """
     max_prefill_load: float = 0.85
-    """Share of `ttft_slo_s` within which the first token must be predicted; the rest is for shorter
-    prompts that come later and overtake.
+    """The share of `ttft_slo_s` within which the first token must be predicted. The rest is for
+    shorter prompts that come later and overtake.
     """
     max_decode_load: float = 0.97
-    """Share of the decode slots and of their memory that may be taken; above 1 requests wait."""
+    """The share of the decode slots and of their memory that may be taken. Above 1 requests wait.
+    """
     min_retry_s: float = 1.0
-    """Least Retry-After of a refusal, seconds."""
+    """The least Retry-After of a refusal, seconds."""
     max_retry_s: float = 60.0
-    """Greatest Retry-After of a refusal, seconds."""
+    """The greatest Retry-After of a refusal, seconds."""
 
     def __post_init__(self) -> None:
         for name in ("ttft_slo_s", "max_prefill_load", "max_decode_load", "min_retry_s"):
@@ -94,10 +98,11 @@ class AdmissionConfig:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionRequest:
-    """A request as admission sees it: the prediction of the route it would take, its KVCache while
-    it decodes, and the tokens that count for its tenant.
+class AdmissionRequest(msgspec.Struct, frozen=True):
+    """A request as admission sees it.
+
+    `prediction` is the prediction for the route it would take, `kv_bytes` its KVCache while it
+    decodes, and `num_tokens` the tokens that count for its tenant.
     """
 
     prediction: Prediction
@@ -106,37 +111,36 @@ class AdmissionRequest:
     tenant: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Let in or refused, why, and after how many whole seconds to try again (0: let in)."""
+class Verdict(msgspec.Struct, frozen=True):
+    """Let in or refused, why, and after how many whole seconds to try again (0 when let in)."""
 
     admitted: bool
     reason: AdmissionReason
     retry_after_s: int = 0
-    numbers: Mapping[str, int | float] = field(default_factory=lambda: MappingProxyType({}))
+    numbers: Mapping[str, int | float] = MappingProxyType({})
 
     def __str__(self) -> str:
         return str(self.reason) + "".join(f"; {key}={value}" for key, value in self.numbers.items())
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeLoad:
-    """A decode pool at one moment: requests that decode or want to, and the KVCache they take."""
+class DecodeLoad(msgspec.Struct, frozen=True):
+    """A decode pool at one moment: the requests that decode or wait to, and their KVCache."""
 
     occupied: int
     kv_bytes: float
 
 
 def decode_load_at(decode: DecodeView, at_s: float) -> DecodeLoad:
-    """The load in `at_s` from now if nothing else is let in (0: the present load).
+    """The load at `at_s` from now if no other request is let in; 0 gives the present load.
 
-    KVCache of what decodes and of what is under way counts in equal parts for each request.
+    The KVCache of decoding requests, and that of requests under way, counts in equal parts for each
+    request.
     """
     ended = _num_ended(decode, at_s)
     landed = bisect_right(decode.landing_s, at_s)
     over = 0
     if at_s > 0 and decode.decode_s is not None:
-        # What lands and ends before the moment in question is gone again.
+        # A request that lands and ends before that moment is gone again.
         over = bisect_right(decode.landing_s, at_s - decode.decode_s)
     held = decode.slots_used + decode.num_waiting
     left_share = (held - ended) / held if held else 0.0
@@ -154,12 +158,14 @@ def admit(
     now_s: float,
     tenants: TenantLedger | None = None,
 ) -> Verdict:
-    """Decide before prefill. Changes nothing: the shell tells `tenants` what was let in."""
+    """Decide before the prefill. Changes nothing: the caller tells `tenants` what was let in."""
+    # Tenants first: their limits hold at any load, also in an empty region.
     verdict = tenant_refusal(request, decode, config, now_s, tenants)
     if verdict is not None:
         return verdict
     if decode.slots_total <= 0:
         return _refused(AdmissionReason.NO_DECODE_SLOTS, config.max_retry_s, config, {})
+    # With nothing else there, no wait would make room: a refusal would hold for ever.
     if decode.is_empty and not request.prediction.queue_s:
         return Verdict(True, AdmissionReason.EMPTY)
     verdict = _prefill_verdict(request, config)
@@ -177,8 +183,9 @@ def tenant_refusal(
     now_s: float,
     tenants: TenantLedger | None,
 ) -> Verdict | None:
-    """The refusal of a request that would break a limit of its tenant, or None. Asks nothing of the
-    load, and of `config` only the bounds of a wait.
+    """The refusal of a request that would break a limit of its tenant, or None.
+
+    It does not depend on load. Of `config` it uses only the bounds of Retry-After.
     """
     if tenants is None:
         return None
@@ -187,16 +194,19 @@ def tenant_refusal(
         return None
     retry_s = refusal.retry_after_s
     if retry_s is None:
-        # One of its own must end: they are spread over the time that a request takes. There is one,
-        # or no limit of what is in flight would be reached.
+        # One of the tenant's own requests must end. Their ends are spread over the time that a
+        # request takes. There is at least one, or no limit of requests in flight would be
+        # reached.
         requests, _ = tenants.in_flight(request.tenant)
         retry_s = (request.prediction.landed_s + (decode.decode_s or 0.0)) / requests
     return _refused(AdmissionReason(refusal.reason.value), retry_s, config, dict(refusal.numbers))
 
 
 def admit_decode(kv_bytes: float, decode: DecodeView, config: AdmissionConfig) -> Verdict:
-    """Decide when the prefill is over, on the present load. `decode` does not count this request
-    among those that wait. For policy `at_decode`, and as a last check for the others.
+    """Decide when the prefill is over, on the present load.
+
+    Only the simulator asks, for its baseline `at_decode`. `decode` does not count this request
+    among those that wait.
     """
     if decode.slots_total <= 0:
         return _refused(AdmissionReason.NO_DECODE_SLOTS, config.max_retry_s, config, {})
@@ -206,16 +216,16 @@ def admit_decode(kv_bytes: float, decode: DecodeView, config: AdmissionConfig) -
 
 
 def _prefill_verdict(request: AdmissionRequest, config: AdmissionConfig) -> Verdict | None:
-    """A refusal when waiting makes the first token too late.
+    """A refusal if waiting makes the first token too late, else None.
 
-    A prompt that would be too late without any waiting is not refused for that, as trying again is
-    of no use: it may wait for as long as the objective.
+    A prompt that would be too late without any waiting is not refused for that, because trying
+    again would not help. It may wait for as long as the objective.
     """
     if config.ttft_slo_s is None:
         return None
     queue_s, move_s, prefill_s, tail_s, slot_s, step_s, overhead_s = prediction = request.prediction
     limit_s = config.ttft_slo_s * config.max_prefill_load
-    # What a transfer goes on after the prefill is nearly all wait for what others send.
+    # The tail is nearly all a wait for what others send, since layers leave during the prefill.
     wait_s = queue_s + tail_s + slot_s
     spare_s = limit_s - (move_s + prefill_s + step_s + overhead_s)
     over_s = wait_s - (spare_s if spare_s > 0 else limit_s)
@@ -242,6 +252,7 @@ def _decode_verdict(
         "slots": decode.slots_total,
     }
     too_many = load.occupied + 1 - limit
+    # One slot falls free for each decode that ends, so the wait is until `too_many` have ended.
     if too_many > 0:
         retry_s = release_s(decode, too_many)
         return _refused(AdmissionReason.DECODE_LOAD, retry_s, config, numbers)
@@ -249,7 +260,7 @@ def _decode_verdict(
         numbers |= {"kv_bytes": load.kv_bytes + kv_bytes, "kv_total_bytes": decode.kv_total_bytes}
         too_much = load.kv_bytes + kv_bytes - decode.kv_total_bytes * config.max_decode_load
         if too_much > 0:
-            # Who holds memory is counted: `occupied` is not 0 here.
+            # `occupied` counts all holders of memory, so it is not 0 here.
             each = load.kv_bytes / load.occupied
             retry_s = release_s(decode, math.ceil(too_much / each))
             return _refused(AdmissionReason.DECODE_MEMORY, retry_s, config, numbers)
@@ -257,25 +268,22 @@ def _decode_verdict(
 
 
 def _num_ended(decode: DecodeView, at_s: float) -> int:
-    """How many requests that decode or wait now are over at a later moment.
+    """How many of the requests that decode or wait now have ended at a later moment.
 
-    What waits begins when a slot falls free, so nothing of it ends within one decode time, and all
-    together end at most as fast as full batches allow. While nobody knows how long a decode takes,
-    none is known to end.
+    Waiting requests begin when a slot falls free. So none of them ends within one decode time, and
+    together they end at most as fast as full batches allow. While nobody knows how long a decode
+    takes, none counts as ended.
     """
     if at_s <= 0:
         return 0
     rounds = _num_rounds(decode.decode_s, at_s)
-    if decode.left_s is not None:
-        of_running = bisect_right(decode.left_s, at_s)
-    else:
-        of_running = int(decode.slots_used * min(1.0, rounds))
+    of_running = int(decode.slots_used * min(1.0, rounds))
     of_waiting = int(min(decode.num_waiting, decode.slots_total * max(0.0, rounds - 1)))
     return of_running + of_waiting
 
 
 def _num_rounds(decode_s: float | None, at_s: float) -> float:
-    """How many decodes one slot gets done until `at_s`, one after the other."""
+    """How many decodes in a row one slot completes until `at_s`."""
     if decode_s is None:
         return 0.0
     return at_s / decode_s if decode_s > 0 else math.inf

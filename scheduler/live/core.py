@@ -5,12 +5,12 @@
     questions  a route with its cache move, admission, t        `scheduler.live.events`
     plans      every few minutes: t, and who prefills           `scheduler.live.long_term.events`
 
-The object reads no clock, calls nobody and waits for nothing: its answer to an event depends on
-the events before it and on nothing else. So the gateway's shell, which hands events over and
-performs what comes back, and a player of recorded events get the same decisions, number by number.
+The object reads no clock, calls nobody and waits for nothing. Its answer to an event depends on the
+earlier events alone. The gateway's shell, which feeds it events and carries out the answers, and a
+player of recorded events therefore get the same decisions, number by number.
 
-Rules that belong to no single core are here: whether a prompt has to be counted at all
-(`route_early`), and when a place that was slow is tried again (`_is_worth_a_try`). Does not know
+This file has the rules that belong to no single core: whether a prompt must be counted at all
+(`route_early`), and when a place that was slow is tried again (`_is_worth_a_try`). It does not know
 HTTP, token ids or engines.
 """
 
@@ -48,16 +48,17 @@ from scheduler.routing.views import DecodeView, RegionSnapshot
 
 _NO_KV: Final = KvProfile(0.0, 0.0)
 RETRY_S: Final = 120.0
-"""A prefill cluster that nothing was sent to for so long may have become faster."""
+"""A prefill cluster that got no request for this long may have become faster."""
 
 R = TypeVar("R")
 
 
 class Event(msgspec.Struct, Generic[R], frozen=True, tag=True, array_like=True):
-    """Something that the scheduler is told or asked; R is what it answers.
+    """A fact or a question for the scheduler; R is the type of the answer.
 
-    Events hold counts and names, never a prompt's text or token ids, so that they can be written
-    down. Fields may be added at the end, with defaults.
+    Events hold counts and names, never a prompt's text or token ids, so that they can be recorded.
+    New fields go at the end and have defaults: recordings are arrays, and old ones must still be
+    readable.
     """
 
     def apply(self, live: LiveScheduler, now_s: float) -> R:
@@ -66,24 +67,24 @@ class Event(msgspec.Struct, Generic[R], frozen=True, tag=True, array_like=True):
 
 
 class Views(Protocol):
-    """Shows a scheduler its region: `ReportedViews` in a gateway. A replay knows its own region
+    """Shows a scheduler its region. A gateway uses `ReportedViews`. A replay knows its region
     without reports (`scheduler.replay.station_views`).
     """
 
     def snapshot(
         self, live: LiveScheduler, model: str, now_s: float, request: PendingRequest | None
     ) -> RegionSnapshot:
-        """The region as a request for `model` finds it; as `request` does, if it is given."""
+        """The region for `model` now, as `request` finds it where one is given."""
 
     def decode_side(self, live: LiveScheduler, model: str, now_s: float) -> DecodeView:
-        """The PD cluster's instances that decode for `model`."""
+        """The instances of the PD cluster that decode for `model`."""
 
 
 class LiveScheduler:
     """Takes events and gives decisions. Single-threaded; `now_s` must not go back."""
 
     def __init__(self, settings: LiveSettings, views: Views | None = None) -> None:
-        """`views` None: the region is what reports say of it."""
+        """Without `views`, the region is what reports say of it."""
         clusters = settings.prefill_clusters
         self.settings = settings
         self._views = views or ReportedViews()
@@ -91,7 +92,7 @@ class LiveScheduler:
         self.thresholds = Thresholds(clusters, settings.threshold_tokens, settings.threshold)
         self.tenants = TenantLedger(settings.default_tenant, settings.tenants)
         self.admitted: dict[int, tuple[str, int]] = {}
-        """Tenant and tokens of the requests that were let in and are not over."""
+        """Tenant and tokens of each request that was let in and is not over."""
         self.reports = {name: Reported(name, None, -math.inf) for name in (settings.pd, *clusters)}
         self.links: dict[LinkPair, LinkView] = {}
         self.moves = CacheMoveLedger()
@@ -100,12 +101,14 @@ class LiveScheduler:
         self._knowledge: dict[str, ModelKnowledge] = {}
 
     def take(self, event: Event[R], now_s: float) -> R:
-        """What `event` is answered at `now_s`."""
+        """The answer to `event` at `now_s`."""
         return event.apply(self, now_s)
 
     def reconfigure(self, settings: LiveSettings) -> None:
-        """Go on with other settings for the same clusters. What was learnt and planned stays, but
-        t where the settings name another one.
+        """Go on with other settings for the same clusters.
+
+        What was learnt and planned stays. Only where the settings name another threshold, it
+        replaces the planned ones.
         """
         before, plans = self.settings, self.thresholds.base_tokens()
         self.settings = settings
@@ -118,28 +121,28 @@ class LiveScheduler:
         self.tenants.set_limits(settings.default_tenant, settings.tenants)
 
     def knowledge(self, model: str) -> ModelKnowledge:
-        """What was learnt of a served model."""
+        """The profiles and traffic learnt of a served model."""
         found = self._knowledge.get(model)
         if found is None:
             found = self._knowledge[model] = ModelKnowledge()
         return found
 
     def models(self) -> Mapping[str, ModelKnowledge]:
-        """All models of which anything was asked or learnt."""
+        """All models that were asked about or learnt about."""
         return self._knowledge
 
     def link(self, source: str, target: str) -> LinkView:
-        """The link from cluster to cluster as it was heard of last."""
+        """The link between two clusters as it was last reported."""
         return self.links.get((source, target), NO_LINK_KNOWN)
 
     def snapshot(
         self, model: str, now_s: float, request: PendingRequest | None = None
     ) -> RegionSnapshot:
-        """The region as a request for `model` finds it; as `request` does, if it is given."""
+        """The region for `model` now, as `request` finds it where one is given."""
         return self._views.snapshot(self, model, now_s, request)
 
     def decode_side(self, model: str, now_s: float) -> DecodeView:
-        """The PD cluster's instances that decode for `model`."""
+        """The instances of the PD cluster that decode for `model`."""
         return self._views.decode_side(self, model, now_s)
 
     def route(
@@ -150,11 +153,12 @@ class LiveScheduler:
         *,
         excluded: Set[str] = frozenset(),
     ) -> RouteDecision:
-        """Where a prompt is computed, passing over the clusters in `excluded`."""
+        """Where a prompt is computed. Clusters in `excluded` are passed over."""
         seen, config = self.snapshot(model, now_s, request), self._config(model, now_s)
         decision = route(request.shape, seen, config, now_s, excluded=excluded)
         if decision.reason is not Reason.LOCAL_SOONER:
             return decision
+        # An infinite margin leaves t alone to decide.
         by_threshold = replace(config, margin_s=math.inf)
         tried = route(request.shape, seen, by_threshold, now_s, excluded=excluded)
         return tried if self._is_worth_a_try(model, tried, now_s) else decision
@@ -162,15 +166,17 @@ class LiveScheduler:
     def route_early(
         self, model: str, request: PendingRequest, now_s: float
     ) -> RouteDecision | None:
-        """The route of a prompt that is not counted yet and not looked up, or None: do that first.
-        It costs a round trip to an engine, so it is done only where the KVCache may have to move,
-        which the upper bound of the length decides; what is cached only ever keeps a prompt where
-        it is. Predictions rest on the likely length.
+        """The route of a prompt that was not counted or looked up, or None if it must be first.
+
+        Counting costs a round trip to an engine. It is needed only where the KVCache may have to
+        move. The upper bound of the length decides that, because a cached prefix only ever keeps a
+        prompt where it is. Predictions use the likely length.
         """
         seen, shape = self.snapshot(model, now_s, request), request.shape
         if one_engine_reason(shape) is None and self._may_move(shape, seen):
             return None
-        # Nothing is worth leaving the local side for: the prompt would have to be counted first.
+        # No prediction may send the prompt away from the PD cluster: it would have to be counted
+        # first.
         config = replace(self._config(model, now_s), margin_s=math.inf)
         return route(shape, seen, config, now_s)
 
@@ -184,17 +190,20 @@ class LiveScheduler:
         return False
 
     def is_link_clear(self, place: str) -> bool:
-        """Whether the link that KVCache takes from `place` is clear; within the PD cluster there
-        is none.
+        """Whether the link that KVCache from `place` takes is clear. Inside the PD cluster no link
+        is needed.
         """
         if place in (HAND_OFF, ONE_ENGINE):
             return True
         return self.link(place, self.settings.pd).state is LinkCondition.CLEAR
 
     def _is_worth_a_try(self, model: str, decision: RouteDecision, now_s: float) -> bool:
-        """Whether one prompt goes where t sends it though the PD cluster is predicted sooner: the
-        prefill cluster was slow when it was last tried, and that was long ago. Otherwise it would
-        count as slow for ever. Nothing is tried where waiting is what makes it late.
+        """Whether one prompt follows t to the prefill cluster, though the PD cluster is predicted
+        sooner.
+
+        It does if the prefill cluster was last tried long ago and was slow then; without a new try
+        it would count as slow for ever. It does not where waiting makes the cluster late, since a
+        try would not change that.
         """
         remote = decision.remote
         if decision.route != "prefill_cluster" or remote is None:
@@ -203,6 +212,7 @@ class LiveScheduler:
         known, margin_s = self.knowledge(model), self.settings.routing.margin_s
         if waits_s > margin_s or known.untried_s(decision.target, now_s) < RETRY_S:
             return False
+        # Counted before the result is known: only one prompt is the try.
         known.tried(decision.target, now_s)
         return True
 
@@ -214,13 +224,15 @@ class LiveScheduler:
         return bool(seen.local.free_s) and hands_off
 
     def links_in(self, target: str, now_s: float) -> dict[str, LinkView]:
-        """To a cluster from each other one, by name, as a moved prefix would find it."""
+        """The links to a cluster from each other cluster, by name, as a cache move would find
+        them.
+        """
         pairs = [(name, target) for name in self.reports if name != target]
         return {pair[0]: self.moves.completed(self.link(*pair), pair, now_s) for pair in pairs}
 
     def _config(self, model: str, now_s: float) -> RouteConfig:
         routing, known = self.settings.routing, self.knowledge(model)
-        # What nobody has measured is no reason to leave the side that t gives.
+        # Predictions from unmeasured times are no reason to leave the side that t gives.
         kv, is_known = known.kv, known.is_known
         by_prediction = routing.policy == "predicted" and is_known
         return RouteConfig(
@@ -236,18 +248,18 @@ class LiveScheduler:
 
 
 class ReportedViews:
-    """The region by the latest reports, the links, the ledger and what was learnt."""
+    """The region according to the latest reports, the links, the ledger and what was learnt."""
 
     def snapshot(
         self, live: LiveScheduler, model: str, now_s: float, request: PendingRequest | None
     ) -> RegionSnapshot:
-        """The region at `now_s`, though reports are older."""
+        """The region at `now_s`, with older reports brought up to date."""
         settings, maker = live.settings, self._maker(live, model, request)
         reports = [live.reports[name] for name in settings.prefill_clusters]
         return maker.make(live.reports[settings.pd], reports, now_s)
 
     def decode_side(self, live: LiveScheduler, model: str, now_s: float) -> DecodeView:
-        """Engines as reported, and what they were given since."""
+        """The decoding instances as reported, with what they were given since."""
         return self._maker(live, model).decode_side(live.reports[live.settings.pd], now_s)
 
     def _maker(

@@ -1,8 +1,8 @@
 """The decode side of the PD cluster as routing and admission see it: slots, KV memory, landings.
 
-An engine that is out of KV memory decodes only what it holds, however many slots it has, and lets
-the rest wait inside. It says so in its metrics, which reports carry. Pure; time is an argument.
-Does not know links, prefill clusters or what is decided.
+An engine without free KV memory decodes only the requests it holds, however many slots it has, and
+lets the others wait inside. Its metrics say so, and reports carry them. Pure; time is an argument.
+This file knows no links and no prefill clusters, and not what is decided.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from scheduler.reports import InstanceReport, serves
 from scheduler.routing.views import DecodeView
 
 UNTOLD_SLOTS: Final = 1 << 20
-"""Slots of an instance whose front does not say how many requests it decodes at a time."""
+"""Slots of an instance whose front does not say how many requests it decodes at a time. It is large
+enough never to be a limit.
+"""
 FULL_SHARE: Final = 0.9
-"""Of an engine's KV memory. Requests that wait while less is in use wait for their turn to prefill:
-a step computes only so many tokens. While more is in use, they wait for memory."""
+"""A share of an engine's KV memory. While less is in use, its waiting requests wait for their turn
+to prefill, because a step computes only so many tokens. While more is in use, they wait for memory.
+"""
 
 
 def decoding(instances: Sequence[InstanceReport], model: str) -> list[InstanceReport]:
@@ -37,12 +40,12 @@ def decode_view(
     known: ModelKnowledge,
     ledger: Ledger,
 ) -> DecodeView:
-    """The instances that decode for a model, reported at `at_s`, as one pool."""
+    """The instances that decode for a model as one pool. They were reported at `at_s`."""
     landing = ledger.landing(model)
     slots = sum(_num_slots(item) for item in instances)
     num_requests = sum(item.running for item in instances)
     num_requests += ledger.change_since({item.name for item in instances}, at_s)
-    # Requests include those that wait for their landings.
+    # Their number includes requests that still wait for their landings.
     num_decoding = max(0, num_requests - len(landing))
     kv_bytes, kv_total_bytes = _kv_memory(instances)
     looked_at_s = _looked_at_s(instances, at_s)
@@ -54,15 +57,16 @@ def decode_view(
         step_s=known.step_s or 0.0,
         landing_s=tuple(sorted(max(0.0, leg.lands_at_s - now_s) for leg in landing)),
         landing_kv_bytes=sum(leg.kv_bytes for leg in landing),
-        # Engines have taken in and let go of more since they were looked at.
+        # Engines have taken in and released KVCache since the front read their metrics.
         kv_bytes=max(0.0, kv_bytes + ledger.kv_change_since(model, looked_at_s)),
         kv_total_bytes=kv_total_bytes,
     )
 
 
 def is_full(item: InstanceReport, num_requests: int) -> bool:
-    """Whether one request more would wait inside an instance that has so many: for a slot or for KV
-    memory. Where nobody says how many slots it has, its engine says whether requests wait.
+    """Whether one more request would wait inside an instance, for a slot or for KV memory.
+
+    Where the front does not say how many slots it has, the engine says whether requests wait.
     """
     if not item.decode_slots and item.num_waiting > 0:
         return True
@@ -72,16 +76,16 @@ def is_full(item: InstanceReport, num_requests: int) -> bool:
 def landing_room_bytes(
     instances: Sequence[InstanceReport], at_s: float, *, model: str, ledger: Ledger
 ) -> float | None:
-    """What a landing for a model can take now; None where a node does not say. It lies on the node
-    of the instance that decodes it, so the node with most room counts.
+    """The largest landing for a model that fits now, bytes; None if a node does not say.
 
-    `instances` are all of the PD cluster, reported at `at_s`, because those of other models share
-    nodes with these.
+    A landing lies on the node of the instance that will decode it, so the node with most room
+    counts. `instances` are all of the PD cluster, reported at `at_s`, since models share nodes.
     """
     change = ledger.landing_change(at_s, _looked_at_s(instances, at_s))
     room: dict[str, float] = {}
     cap: dict[str, float] = {}
     for item in decoding(instances, model):
+        # Until the node has said what is free, all that landings may take counts as free.
         nbytes = item.landing_room_bytes
         if nbytes is None:
             nbytes = item.landing_cap_bytes
@@ -92,22 +96,24 @@ def landing_room_bytes(
     for item in instances:
         if _node(item) in room:
             room[_node(item)] -= change.get(item.name, 0.0)
-    # What was given back may be in the report already.
+    # The report may already contain what was given back, so that it would count twice.
     return max(0.0, *(min(room[node], cap[node]) for node in room)) if room else None
 
 
 def _looked_at_s(instances: Sequence[InstanceReport], at_s: float) -> float:
-    """When the front looked at the engines and agents that it reported at `at_s`."""
+    """When the front last read the engines and agents that it reported at `at_s`."""
     return at_s - max((item.looked_s for item in instances), default=0.0)
 
 
 def _node(item: InstanceReport) -> str:
+    # Without an agent's address each instance counts as a node of its own.
     return item.node or item.name
 
 
 def _num_slots(item: InstanceReport) -> int:
-    """How many requests it decodes at a time: no more than it does now, if memory is what others
-    wait for.
+    """How many requests an instance decodes at a time.
+
+    If others wait for memory, it is the number that it decodes now.
     """
     slots = item.decode_slots or UNTOLD_SLOTS
     is_full = item.kv_usage is not None and item.kv_usage >= FULL_SHARE
@@ -117,7 +123,7 @@ def _num_slots(item: InstanceReport) -> int:
 
 
 def _kv_memory(instances: Sequence[InstanceReport]) -> tuple[float, float | None]:
-    """Bytes in use, and of how many; of none where an instance does not say."""
+    """(bytes in use, all bytes) of KV memory; (0, None) if an instance does not say."""
     used_bytes = total_bytes = 0.0
     for item in instances:
         if item.kv_usage is None or item.kv_total_bytes is None:

@@ -1,15 +1,16 @@
 """Facts that the live scheduler is told, and questions that it is asked.
 
-What each event changes and answers is its `apply`. Does not know where facts come from, nor how an
-answer is carried out.
+The `apply` of an event says what it changes and answers. This file does not know where facts come
+from, nor how an answer is carried out.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Set
-from dataclasses import dataclass
 from typing import TypeAlias
+
+import msgspec
 
 from netmon.region_link import LinkView
 from scheduler.live.admission import (
@@ -33,38 +34,38 @@ from scheduler.routing.views import DecodeView
 
 
 class ReportHeard(Event[None], frozen=True):
-    """A cluster's report, asked for at `at_s`; None: there is none, or the last is too old."""
+    """A cluster's report, asked for at `at_s`. None: there is no report, or the last is too old."""
 
     cluster: str
     report: ClusterReport | None
     at_s: float
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
-        """It replaces the one before."""
+        """The report replaces the one before."""
         live.reports[self.cluster] = Reported(self.cluster, self.report, self.at_s)
 
 
 class LinkHeard(Event[None], frozen=True):
-    """How a link is now."""
+    """The present state of a link."""
 
     source: str
     target: str
     view: LinkView
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
-        """It replaces what was heard before."""
+        """The view replaces the one before."""
         live.links[self.source, self.target] = self.view
 
 
 class ThresholdPlanned(Event[None], frozen=True):
-    """A plan says t of a prefill cluster, and what it sends over the link (0: it does not say)."""
+    """A plan's threshold for a prefill cluster, and what it sends over the link (0: unknown)."""
 
     cluster: str
     tokens: float
     bytes_per_s: float
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
-        """The link's state multiplies this t from now on."""
+        """The state of the link multiplies this threshold from now on."""
         live.thresholds.set_base(self.cluster, self.tokens, self.bytes_per_s)
 
 
@@ -72,19 +73,22 @@ class ThresholdPlanned(Event[None], frozen=True):
 
 
 class RouteEarly(Event[RouteDecision | None], frozen=True):
-    """Where does a prompt go that nobody has counted; None: count it and look it up first."""
+    """Asks for the route of a prompt that was not counted.
+
+    The answer None means: count it and look it up first.
+    """
 
     model: str
     shape: RequestShape
     priority: int = 0
 
     def apply(self, live: LiveScheduler, now_s: float) -> RouteDecision | None:
-        """Answers as `LiveScheduler.route_early`."""
+        """The answer of `LiveScheduler.route_early`."""
         return live.route_early(self.model, PendingRequest(self.shape, self.priority), now_s)
 
 
 class RouteAsked(Event[RouteDecision], frozen=True):
-    """Where does a prompt go, not to the clusters in `excluded`: they failed it."""
+    """Asks for the route of a prompt. The clusters in `excluded` failed it."""
 
     model: str
     shape: RequestShape
@@ -92,35 +96,37 @@ class RouteAsked(Event[RouteDecision], frozen=True):
     excluded: Set[str] = frozenset()
 
     def apply(self, live: LiveScheduler, now_s: float) -> RouteDecision:
-        """Answers as `LiveScheduler.route`."""
+        """The answer of `LiveScheduler.route`."""
         request = PendingRequest(self.shape, self.priority)
         return live.route(self.model, request, now_s, excluded=self.excluded)
 
 
 class ThresholdsAsked(Event[list[ThresholdNow]], frozen=True):
-    """All thresholds, for links as they are now: t returns to the plan's without requests, too."""
+    """Asks for all thresholds with links as they are now.
+
+    A threshold returns to the plan's with time, also while no request asks for it.
+    """
 
     def apply(self, live: LiveScheduler, now_s: float) -> list[ThresholdNow]:
-        """t of each prefill cluster and why."""
+        """The threshold of each prefill cluster, and why."""
         for name in live.settings.prefill_clusters:
             live.thresholds.update(name, live.link(name, live.settings.pd), now_s)
         return live.thresholds.overview()
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """A verdict, and the decode load that the request would meet; None: no slot is known."""
+class Judged(msgspec.Struct, frozen=True):
+    """A verdict, and the decode load that the request would meet (None: no slot is known)."""
 
     verdict: Verdict
     decode_load: float | None
 
 
 class AdmitAsked(Event[Judged], frozen=True):
-    """Is a request let in that would take the route of `predicted`?
+    """Asks whether a request is let in that would take the route of `predicted`.
 
-    `request` numbers it for `AdmissionOver`. `num_tokens` is its prompt's length, and `work_tokens`
-    what counts for its tenant: the answers that it asks for, too (0: its prompt alone). `predicted`
-    None: its route predicts nothing.
+    `request` is its number for `AdmissionOver`, `num_tokens` the length of its prompt.
+    `work_tokens` counts for its tenant: the prompt and the answers that it asks for (0: the prompt
+    alone). `predicted` is None where the route has no prediction.
     """
 
     request: int
@@ -131,9 +137,10 @@ class AdmitAsked(Event[Judged], frozen=True):
     work_tokens: int = 0
 
     def apply(self, live: LiveScheduler, now_s: float) -> Judged:
-        """One that is let in counts for its tenant until it is over."""
+        """The verdict. A request that is let in counts for its tenant until it is over."""
         known, decode = live.knowledge(self.model), live.decode_side(self.model, now_s)
-        # Nobody is refused for a guess: before any prefill was seen, the present load counts.
+        # No request is refused because of a guess: before any prefill was measured, the present
+        # load counts, which an empty prediction asks for.
         prediction = self.predicted if known.is_measured else None
         prediction = prediction or Prediction()
         kv_bytes = 0.0 if known.kv is None else known.kv.size_bytes(self.num_tokens)
@@ -170,7 +177,7 @@ class AdmissionOver(Event[None], frozen=True):
     used_tokens: int | None = None
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
-        """Its tenant has one less in flight. Of a request that was refused this says nothing."""
+        """Its tenant has one request less in flight. A request that was refused changes nothing."""
         found = live.admitted.pop(self.request, None)
         if found is not None:
             live.tenants.ended(*found, self.used_tokens)
@@ -179,8 +186,10 @@ class AdmissionOver(Event[None], frozen=True):
 def _verdict(
     live: LiveScheduler, asked: AdmissionRequest, decode: DecodeView, now_s: float
 ) -> Verdict:
-    """Where no decode slot is known, load is no reason: whether there is an engine at all is for
-    the PD cluster to say. Limits of tenants hold all the same.
+    """The verdict for one request.
+
+    Where no decode slot is known, load is no reason to refuse: the PD cluster itself says whether
+    there is an engine at all. Limits of tenants hold in any case.
     """
     config = live.settings.admission
     if live.settings.refuses_load and decode.slots_total > 0:

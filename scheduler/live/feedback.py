@@ -1,7 +1,7 @@
 """What each step of a request's life teaches the live scheduler.
 
-Each event turns what happened into observations of `ModelKnowledge` and `Ledger`. Does not know
-HTTP and takes no decision, but says whether an instance is full.
+Each event turns what happened into observations for `ModelKnowledge` and `Ledger`. This file does
+not know HTTP and takes no decision. It only says whether an instance is full.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from scheduler.routing.decision import ONE_ENGINE, RequestShape, one_engine_reas
 from scheduler.routing.prediction import Prediction
 
 SAME_PASS_S: Final = 5e-3
-"""First tokens of one engine that are this close came from one forward pass."""
+"""First tokens of one engine that come this close together are from one forward pass, seconds."""
 
 
 class PromptCounted(Event[None], frozen=True):
@@ -27,7 +27,7 @@ class PromptCounted(Event[None], frozen=True):
     num_tokens: int
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
-        """Later prompts of such a size are taken to be as long."""
+        """Estimates of later prompts use it."""
         live.knowledge(self.model).lengths.counted(self.content, self.num_tokens)
 
 
@@ -39,16 +39,16 @@ class RequestArrived(Event[None], frozen=True):
     cached_tokens: int
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
-        """It is demand, which plans rest on."""
+        """It counts as demand, which plans rest on."""
         traffic = live.knowledge(self.model).traffic
         traffic.arrived(self.num_tokens, self.cached_tokens, now_s)
 
 
 class LegBegun(Event[None], frozen=True):
-    """A prefill is on its way to `place`; its KVCache should have landed in `lands_s`.
+    """A prefill is on its way to `place`. Its KVCache should have landed in `lands_s`.
 
-    The landing is for `num_tokens`, of which `landing_cached_tokens` are there, and takes
-    `nbytes` at the node of `instance`. The place has `uncached_tokens` to compute.
+    The landing takes `nbytes` at the node of `instance`. It is for `num_tokens`, of which
+    `landing_cached_tokens` are there already. The place has to compute `uncached_tokens`.
     """
 
     transfer_id: str
@@ -63,7 +63,7 @@ class LegBegun(Event[None], frozen=True):
     instance: str = ""
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
-        """It is work ahead of others until it is over; how much a landing takes is learnt."""
+        """It is work ahead of others until it is over. The size of the landing is learnt."""
         known = live.knowledge(self.model)
         known.reserved(self.num_tokens, self.landing_cached_tokens, self.nbytes)
         leg = PrefillLeg(
@@ -86,7 +86,7 @@ class LegOver(Event[None], frozen=True):
     transfer_id: str
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
-        """Nothing of it waits or runs."""
+        """Neither its job nor its transfer is under way any more."""
         live.ledger.leg_over(self.transfer_id, now_s)
 
 
@@ -96,15 +96,15 @@ class LegAnswered(Event[None], frozen=True):
     transfer_id: str
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
-        """No engine holds its KVCache."""
+        """No engine holds its KVCache any more."""
         live.ledger.answer_over(self.transfer_id, now_s)
 
 
 class Prefilled(Event[None], frozen=True):
     """A prefill leg ended with all of its KVCache landed, `tail_s` after the prefill.
 
-    `seconds` is what the prefill took by itself; None: nobody can say, as it ended in one pass
-    with another.
+    `seconds` is the time that the prefill alone took. It is None where that is unknown because the
+    prefill ended in one pass with another.
     """
 
     model: str
@@ -116,7 +116,7 @@ class Prefilled(Event[None], frozen=True):
     seconds: float | None
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
-        """The next job of the instance has it for itself since then."""
+        """From the end of the prefill on, the next job has the instance for itself."""
         live.ledger.prefill_ended(self.place, self.instance, now_s - self.tail_s)
         if self.seconds is not None:
             live.knowledge(self.model).prefilled(
@@ -125,24 +125,25 @@ class Prefilled(Event[None], frozen=True):
 
 
 class InstanceGiven(Event[bool], frozen=True):
-    """A decode instance has a request more: a slot is held there, or a prompt was sent."""
+    """A decode instance has one more request: a slot is held there, or a prompt was sent."""
 
     instance: str
 
     def apply(self, live: LiveScheduler, now_s: float) -> bool:
-        """Whether the instance was full, so that the request waits inside of it."""
+        """Whether the instance was full, so that the request waits inside it."""
+        # Asked before the request itself is counted.
         is_full = live.is_full(self.instance)
         live.ledger.begun(self.instance, now_s)
         return is_full
 
 
 class InstanceOver(Event[None], frozen=True):
-    """What an instance was given is answered, given up or elsewhere."""
+    """What an instance was given is answered, given up or moved elsewhere."""
 
     instance: str
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
-        """It has one request less than a report of before says."""
+        """The instance has one request less than earlier reports say."""
         live.ledger.ended(self.instance, now_s)
 
 
@@ -154,31 +155,33 @@ class DirectBegun(Event[int], frozen=True):
     uncached_tokens: int
 
     def apply(self, live: LiveScheduler, now_s: float) -> int:
-        """It is work ahead of others there; the key for `DirectOver`."""
+        """The key for `DirectOver`. Until then the prompt is work ahead of others there."""
         prompt = DirectPrompt(self.instance, self.num_tokens, self.uncached_tokens, now_s)
         return live.ledger.direct_begun(prompt)
 
 
 class DirectOver(Event[None], frozen=True):
-    """The engine answers, or will not."""
+    """The engine has begun to answer, or never will."""
 
     key: int
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
-        """Its prompt is no work ahead of others any more."""
+        """Its prompt is not work ahead of others any more."""
         live.ledger.direct_over(self.key)
 
 
 class DirectAnswered(Event[float | None], frozen=True):
-    """The first token of a prompt that was given to one engine at `begun_s` is there."""
+    """The first token came of a prompt that one engine got at `begun_s`."""
 
     instance: str
     begun_s: float
 
     def apply(self, live: LiveScheduler, now_s: float) -> float | None:
-        """What its prompt took by itself; None where nobody can say: it waited, and ended in one
-        pass with another.
+        """The time that its prompt alone took, or None.
+
+        It is unknown when the prompt waited and then ended in one pass with another one.
         """
+        # Read before `prefill_ended` makes this prompt the last one that ended here.
         seconds = live.ledger.alone_s(ONE_ENGINE, self.instance, self.begun_s, now_s)
         live.ledger.prefill_ended(ONE_ENGINE, self.instance, now_s)
         live.ledger.direct_computed(self.instance, self.begun_s)
@@ -187,8 +190,10 @@ class DirectAnswered(Event[float | None], frozen=True):
 
 
 class DirectTook(Event[None], frozen=True):
-    """What `DirectAnswered` said of a prompt that was looked up, at an engine that was not full:
-    there it would have been the wait for a slot.
+    """The answer of `DirectAnswered` for a prompt that was looked up, at an engine that was not
+    full.
+
+    At a full engine the time would contain the wait for a slot.
     """
 
     model: str
@@ -204,8 +209,9 @@ class DirectTook(Event[None], frozen=True):
 
 
 class FirstToken(Event[None], frozen=True):
-    """A stream's first byte is there, by the route that was predicted. `was_full`: the decode
-    instance was when it was given the request.
+    """The first byte of a stream came, by the route that was predicted.
+
+    `was_full` says whether the decode instance was full when it got the request.
     """
 
     model: str
@@ -215,9 +221,11 @@ class FirstToken(Event[None], frozen=True):
     was_full: bool = False
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
-        """What a full instance or a link that is not clear cost is no overhead of the place: their
-        state predicts it, and it goes with that. Nor is what a queue cost: later arrivals may
-        overtake in it, which no prediction knows.
+        """The prediction's error, and under normal conditions its overhead, are learnt.
+
+        The delay by a full instance or by a link that is not clear is no overhead of the place:
+        their state predicts it, and it ends with that state. Nor is the delay by a queue, because
+        later arrivals may overtake in it, which no prediction knows.
         """
         waited = self.was_full or self.predicted.queue_s > 0
         live.knowledge(self.model).answered(
@@ -230,7 +238,7 @@ class FirstToken(Event[None], frozen=True):
 
 
 class AnswerDecoded(Event[None], frozen=True):
-    """An answer of so many tokens ended well, so long after its first one."""
+    """An answer of `num_tokens` ended well, `seconds` after its first token."""
 
     model: str
     num_tokens: int
@@ -253,7 +261,9 @@ class CacheMoveBegun(Event[int], frozen=True):
 
 
 class CacheMoveOver(Event[None], frozen=True):
-    """It has arrived, or not: `failed`. What was sent took so long; 0: nothing was measured."""
+    """A cache move arrived, or `failed`. It sent `nbytes` in `seconds`; 0 if nothing was
+    measured.
+    """
 
     key: int
     failed: bool
@@ -262,7 +272,7 @@ class CacheMoveOver(Event[None], frozen=True):
     rtt_s: float = 0.0
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
-        """How fast moves are between these clusters is learnt; after a failure none is made for a
+        """The rate between these clusters is learnt. After a failure, none is moved there for a
         while.
         """
         sent = self.nbytes, self.seconds, self.rtt_s
@@ -270,8 +280,10 @@ class CacheMoveOver(Event[None], frozen=True):
 
 
 def _is_length_known(live: LiveScheduler, known: ModelKnowledge, shape: RequestShape) -> bool:
-    """Whether a prompt is counted, or estimated where none ever will be: for want of prefill
-    clusters. Beside these only short prompts are not counted, and would say little of others.
+    """Whether the length of a prompt was counted, or is as well estimated as it ever will be.
+
+    Without prefill clusters no prompt is counted, so estimates must do. Beside prefill clusters
+    only short prompts are not counted, and they would say little of others.
     """
     is_text = one_engine_reason(shape) is None
     is_guess_good = known.lengths.is_known and is_text and not live.settings.prefill_clusters

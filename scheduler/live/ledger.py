@@ -1,11 +1,11 @@
-"""What this gateway has under way: prefill legs and prompts that one engine computes by itself.
+"""What this gateway has under way: prefill legs, and prompts that one engine computes by itself.
 
-Clusters report twice a second; a route must know of what was sent, and what ended, since. A leg is
-known by its transfer's id, which reports use, too, so that nothing is counted twice. Prefills of
-one instance run one after the other (vLLM fills its token budget first come, first served): the
-last end of one says since when the next has had the instance for itself.
+Clusters report twice a second. A route must also know what was sent, and what ended, since the last
+report. A leg has the id of its transfer, which reports use too, so that nothing counts twice.
+Prefills of one instance run one after the other (vLLM fills its token budget first come, first
+served). So the last end of a prefill says since when the next one has had the instance for itself.
 
-Pure; time is an argument. Does not know profiles, so nothing about how long anything will take.
+Pure; time is an argument. It does not know profiles, so not how long anything will take.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Set
-from dataclasses import dataclass
 from itertools import chain, takewhile
 
+import msgspec
+
 KEEP_ENDED_S = 30.0
-"""Ended legs are remembered for so long: older reports are not used any more."""
+"""How long ended legs are remembered, seconds. No report older than this is used."""
 KEEP_LAST_END_S = 3600.0
-"""How long it is known when an instance ended its last prefill: no prefill runs for longer."""
+"""How long the end of an instance's last prefill is remembered, seconds. No prefill runs longer."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillLeg:
-    """A prompt computed at `place` (a prefill cluster's name, or the hand-off inside of the PD
-    cluster) for decoding elsewhere. `lands_at_s` is when its KVCache is expected to be there.
-    `model` is the served name, `priority` what the client gave, `instance` the one that decodes,
-    on whose node the landing is.
+class PrefillLeg(msgspec.Struct, frozen=True):
+    """A prompt computed at `place` for decoding elsewhere.
+
+    `place` is the name of a prefill cluster, or the hand-off inside the PD cluster. `lands_at_s` is
+    when its KVCache is expected at the decode side. `model` is the served name and `priority` the
+    client's. `instance` will decode it; the landing is on its node.
     """
 
     place: str
@@ -41,9 +42,8 @@ class PrefillLeg:
     instance: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class DirectPrompt:
-    """A prompt given to one engine, which has not begun to answer."""
+class DirectPrompt(msgspec.Struct, frozen=True):
+    """A prompt that was given to one engine, which has not begun to answer."""
 
     instance: str
     num_tokens: int
@@ -57,9 +57,9 @@ class Ledger:
     def __init__(self) -> None:
         self._legs: dict[str, PrefillLeg] = {}  # under way
         self._reported: set[str] = set()  # those of them that a report has had
-        # When others were over, the earliest first, and what they were.
+        # When the other legs were over, the earliest first, and what they were.
         self._ended: dict[str, tuple[float, PrefillLeg]] = {}
-        # When the answers to legs were over, of legs that are in one of the two above.
+        # When the answers were over, for legs that are in `_legs` or `_ended`.
         self._answered_s: dict[str, float] = {}
         self._direct: dict[int, DirectPrompt] = {}
         self._num_direct = 0
@@ -69,18 +69,21 @@ class Ledger:
     # ---- requests of instances
 
     def begun(self, instance: str, now_s: float) -> None:
-        """An instance has one more request to decode, or a slot held for it."""
+        """An instance has one more request to decode, or a slot held for one."""
         self._changes.append((now_s, instance, 1))
 
     def ended(self, instance: str, now_s: float) -> None:
-        """One is over; to be said once for each that began."""
+        """A request of an instance is over. To be called once for each `begun`."""
         self._changes.append((now_s, instance, -1))
-        # No report that still counts is older.
+        # No report that is still used is older.
         while now_s - self._changes[0][0] > KEEP_ENDED_S:
             self._changes.popleft()
 
     def change_since(self, instances: Set[str], since_s: float) -> int:
-        """How many requests more these instances have than then: what a report of then misses."""
+        """How many more requests these instances have now than at `since_s`.
+
+        It is what a report of that time misses.
+        """
         total = 0
         for at_s, name, num_requests in reversed(self._changes):
             # Changes are in order of time: all before this one are in the report.
@@ -92,34 +95,37 @@ class Ledger:
     # ---- legs
 
     def leg_begun(self, transfer_id: str, leg: PrefillLeg) -> None:
-        """A landing is reserved and the job is on its way."""
+        """A landing is reserved, and the job is on its way."""
         self._legs[transfer_id] = leg
 
     def leg_over(self, transfer_id: str, now_s: float) -> None:
-        """Nothing of it waits or runs any more. Idempotent."""
+        """The leg neither waits nor runs any more. Calling it again changes nothing."""
         if (leg := self._legs.pop(transfer_id, None)) is not None:
             self._ended[transfer_id] = now_s, leg
             self._reported.discard(transfer_id)
         self._forget(now_s)
 
     def is_over(self, transfer_id: str) -> bool:
-        """Whether it was ours and has ended: a report that still has it is older."""
+        """Whether the leg was ours and has ended. A report that still has it is older."""
         return transfer_id in self._ended
 
     def leg_reported(self, transfer_id: str) -> None:
-        """A report has this job: a later one without it says that it is over at its place."""
+        """A report has this job. A later report without it means that the job is over at its
+        place.
+        """
         if transfer_id in self._legs:
             self._reported.add(transfer_id)
 
     def unreported(self, place: str, since_s: float) -> Iterator[tuple[str, PrefillLeg]]:
-        """Legs to a place that no report has had, begun at `since_s` or later, with their ids."""
+        """Legs to a place that no report has had, with their ids, begun at `since_s` or later."""
         for transfer_id, leg in self._legs.items():
             if leg.place == place and leg.begun_s >= since_s and transfer_id not in self._reported:
                 yield transfer_id, leg
 
     def landing(self, model: str) -> list[PrefillLeg]:
-        """All that will decode for a model in the PD cluster once they have landed. A leg may hear
-        of its end after the answer is over: that one decodes no more.
+        """All legs whose requests will decode for a model in the PD cluster once they have landed.
+
+        The end of a leg may be heard after the end of its answer. Such a leg decodes no more.
         """
         return [
             leg
@@ -128,12 +134,14 @@ class Ledger:
         ]
 
     def landing_change(self, reported_s: float, looked_s: float) -> dict[str, float]:
-        """Bytes that landings take now beyond what a report of `reported_s` says, by the instance
-        that decodes: those reserved since, less those whose requests were answered since the nodes
-        were looked at. One that is over and not answered counts: its node holds it until an engine
-        has loaded it.
+        """How many more bytes landings take now than a report of `reported_s` says.
+
+        They are given by decoding instance: landings reserved since, less landings whose requests
+        were answered since the nodes were read at `looked_s`. A landing that is over but not
+        answered counts, because its node holds it until an engine has loaded it.
         """
         found: defaultdict[str, float] = defaultdict(float)
+        # Both dictionaries are in order of time, so the walk from their ends stops early.
         latest = takewhile(lambda e: e[1][0] >= reported_s, reversed(self._ended.items()))
         ended = ((transfer_id, leg) for transfer_id, (_, leg) in latest)
         for transfer_id, leg in chain(reversed(self._legs.items()), ended):
@@ -143,20 +151,22 @@ class Ledger:
             if answered_s < looked_s:
                 break
             leg = self._legs.get(transfer_id) or self._ended[transfer_id][1]
-            # A node says what is left after each reservation, too, and not what it gets back.
+            # A node says what is left after each reservation too, but not what is given back later.
             if leg.begun_s < reported_s:
                 found[leg.instance] -= leg.kv_bytes
         return found
 
     def answer_over(self, transfer_id: str, now_s: float) -> None:
-        """The request that a leg was for is answered or given up: no engine holds its KVCache."""
+        """The request of a leg is answered or given up, so no engine holds its KVCache."""
         if transfer_id in self._legs or transfer_id in self._ended:
             self._answered_s.setdefault(transfer_id, now_s)
 
     def kv_change_since(self, model: str, since_s: float) -> float:
-        """Bytes of KVCache that engines hold now beyond what they held then: what has landed, or is
-        computed by an engine because its leg failed, less what is answered. A leg that ended over
-        `KEEP_ENDED_S` ago is not known any more, so its bytes count until engines are looked at.
+        """How many more bytes of KVCache engines hold now than at `since_s`.
+
+        It counts what has landed, or what an engine computes because a leg failed, less what is
+        answered. A leg that ended more than `KEEP_ENDED_S` ago is forgotten, so its bytes count
+        until the engines' metrics are read again.
         """
         total = 0.0
         for transfer_id, (ended_s, leg) in self._ended.items():
@@ -171,25 +181,26 @@ class Ledger:
     # ---- prompts of one engine
 
     def direct_begun(self, prompt: DirectPrompt) -> int:
-        """A prompt was given to an engine; the key to say that it is over."""
+        """A prompt was given to an engine. Returns the key for `direct_over`."""
         self._num_direct += 1
         self._direct[self._num_direct] = prompt
         return self._num_direct
 
     def direct_over(self, key: int) -> DirectPrompt | None:
-        """The engine answers, or never will. None for one that was over before."""
+        """The engine answers, or never will. None if the prompt was over before."""
         return self._direct.pop(key, None)
 
     def direct_computed(self, instance: str, begun_s: float) -> None:
-        """A prompt given at `begun_s` has its first token, so those given earlier have theirs: an
-        answer in one piece does not say so itself.
+        """A prompt given at `begun_s` has its first token, so prompts given earlier have theirs.
+
+        An answer in one piece does not say so itself: its first byte comes after its last token.
         """
         for key, prompt in list(self._direct.items()):
             if prompt.instance == instance and prompt.begun_s < begun_s:
                 del self._direct[key]
 
     def direct(self) -> dict[str, list[DirectPrompt]]:
-        """Prompts that have no answer yet by their engine, the earliest first."""
+        """Prompts without an answer yet, by engine, the earliest first."""
         found: dict[str, list[DirectPrompt]] = {}
         for prompt in self._direct.values():
             found.setdefault(prompt.instance, []).append(prompt)
@@ -198,8 +209,9 @@ class Ledger:
     # ---- who had an instance for itself since when
 
     def prefill_ended(self, place: str, instance: str, at_s: float) -> None:
-        """A prefill ended on an instance."""
-        # Results may be heard in another order than their prefills ended.
+        """A prefill ended on an instance at `at_s`."""
+        # Results may be heard in another order than the prefills ended. The entry is taken out, so
+        # that it comes last again: the first ones are the oldest, and those are forgotten.
         known = self._last_end_s.pop((place, instance), at_s)
         self._last_end_s[place, instance] = max(known, at_s)
         oldest = next(iter(self._last_end_s))
@@ -208,7 +220,7 @@ class Ledger:
             oldest = next(iter(self._last_end_s))
 
     def alone_s(self, place: str, instance: str, begun_s: float, now_s: float) -> float:
-        """How much of the time since `begun_s` no earlier prefill took, as far as known."""
+        """How much of the time since `begun_s` no earlier prefill took, as far as is known."""
         last_s = self._last_end_s.get((place, instance), begun_s)
         return max(0.0, now_s - max(begun_s, last_s))
 

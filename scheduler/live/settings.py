@@ -1,6 +1,7 @@
-"""What the live scheduler is set to: plain values that the gateway's configuration is turned into.
+"""Settings of the live scheduler, as plain values.
 
-Does not know files, defaults of region.yaml or how a setting is used.
+The gateway turns its configuration into them. This file does not know files, the defaults of
+region.yaml or how a setting is used.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class RoutingPolicy(RouteLimits):
     """
 
     policy: Literal["predicted", "threshold"] = "predicted"
-    """predicted: by the threshold, unless the other side's first token is predicted sooner by more
-    than the margin. threshold: by the threshold alone, as it follows the link.
+    """predicted: the threshold decides, unless the other side's first token is predicted sooner by
+    more than the margin. threshold: the threshold alone decides, adjusted to the link.
     """
 
 
@@ -33,12 +34,12 @@ class RoutingPolicy(RouteLimits):
 class LiveSettings:
     """Everything that an operator may set of `scheduler.live.core.LiveScheduler`.
 
-    `pd` and `prefill_clusters` name the region's clusters. Prompts with more than
-    `threshold_tokens` uncached are meant for prefill clusters until a plan says otherwise; those
-    up to `hand_off_tokens` are never handed from one engine to another. `order` is that of the
-    prefill clusters' queues. `refuses_load` False: only limits of tenants refuse a request.
-    `models` are planned for, as `long_term` says; with `follows_plans` False, plans are advice and
-    set nothing.
+    `pd` and `prefill_clusters` name the region's clusters. Until a plan says otherwise, prompts
+    with more than `threshold_tokens` uncached tokens are meant for prefill clusters. Prompts with
+    at most `hand_off_tokens` are never handed from one engine to another. `order` is the order of
+    the prefill clusters' queues. With `refuses_load` False, only limits of tenants refuse a
+    request. `long_term` says how `models` are planned for. With `follows_plans` False, plans are
+    advice and set nothing.
     """
 
     pd: str
@@ -51,9 +52,9 @@ class LiveSettings:
     refuses_load: bool = True
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     default_tenant: TenantLimit = field(default_factory=TenantLimit)
-    """Limits of each tenant that `tenants` does not name."""
+    """The limits of each tenant that `tenants` does not name."""
     tenants: Mapping[str, TenantLimit] = field(default_factory=dict)
-    """Limits by tenant: API keys by the name given to them in the file of keys."""
+    """Limits by tenant. A tenant is the name of an API key in the file of keys."""
     models: tuple[str, ...] = ()
     long_term: LongTermConfig = field(default_factory=LongTermConfig)
     follows_plans: bool = True

@@ -1,15 +1,16 @@
-"""The region as routing sees it, out of reports, links, what is under way and what was learnt.
+"""The region as routing sees it, made of reports, links, what is under way and what was learnt.
 
-Reports are up to a second old, so jobs that began or ended since are added and taken away. Work is
-turned into seconds with the learnt profile of its place. Pure; time is an argument. Does not
-decide anything.
+Reports are up to a second old, so jobs that began or ended since then are added or removed. The
+learnt profile of a place turns its work into seconds. Pure; time is an argument. Decides nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
+
+import msgspec
 
 from netmon.region_link import LinkView
 from scheduler.live.decode_side import decode_view, decoding, landing_room_bytes
@@ -24,25 +25,31 @@ from scheduler.routing.queue_order import OrderConfig, QueueOrder, WaitingJob, p
 from scheduler.routing.views import ClusterView, DecodeView, InstanceView, RegionSnapshot
 
 ON_THE_WAY_S: Final = 1.0
-"""A job that no report has had counts for so long, and a round trip, before a report is asked for:
-it may still be on its way. One that is missing for longer came and went between two reports."""
+"""How long before a report was asked for an unreported job may have begun and still count, seconds
+beyond a round trip: it may be on its way. A job that is missing for longer came and went between
+two reports.
+"""
 LATE_FACTOR: Final = 2.0
 LATE_S: Final = 1.0
-"""An engine that answers in one piece does so with the last token. A prompt counts as computed when
-it is later than predicted by this factor and these seconds."""
+"""An engine that answers in one piece does so after the last token. A prompt counts as computed
+once it is later than predicted by `LATE_FACTOR` and `LATE_S` seconds.
+"""
 NO_LINK_KNOWN: Final = LinkView()
-"""For a gateway that does not follow links: nothing speaks against using one."""
+"""The link of a gateway that does not follow links: nothing speaks against using it."""
 
 LinkNow = Callable[[str, str], LinkView]
 LinksIn = Callable[[str, float], Mapping[str, LinkView]]
-"""To a cluster from each other one, by name, as a moved prefix would find it at a time."""
+"""The links to a cluster from each other one, by name, as a cache move would find them at a time.
+"""
 LinkPair = tuple[str, str]
-"""The clusters that a link leads from and to."""
+"""The clusters at the two ends of a link: (from, to)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """A cluster's latest report (None: none, or too old) and when it was asked for."""
+    """The latest report of a cluster and when it was asked for. None: no report, or it is too
+    old.
+    """
 
     name: str
     report: ClusterReport | None
@@ -50,7 +57,7 @@ class Reported:
 
 
 class _Job(NamedTuple):
-    """A prefill as it is now: on `instance` for `for_s`, or waiting ("")."""
+    """The present state of a prefill: on `instance` for `for_s`, or waiting ("") for that long."""
 
     instance: str
     model: str
@@ -60,9 +67,8 @@ class _Job(NamedTuple):
     priority: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PendingRequest:
-    """A request that is to be routed; `priority` as its client gave it."""
+class PendingRequest(msgspec.Struct, frozen=True):
+    """A request to be routed. `priority` is the client's."""
 
     shape: RequestShape
     priority: int = 0
@@ -70,7 +76,7 @@ class PendingRequest:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotMaker:
-    """Makes snapshots for one model. `link` gives the link from cluster to cluster as it is now."""
+    """Makes snapshots for one model. `link` gives the present state of a link between clusters."""
 
     model: str
     knowledge: ModelKnowledge
@@ -80,10 +86,11 @@ class SnapshotMaker:
     links_in: LinksIn
     moves: CacheMoveLedger
     order: OrderConfig = field(default_factory=OrderConfig)
-    """In which the prefill clusters' queues start what waits."""
+    """The order in which the queues of prefill clusters start their jobs."""
     request: PendingRequest | None = None
-    """The request that the snapshot is for: what it will overtake is not ahead of it. None: all
-    that waits is."""
+    """The request that the snapshot is for. Jobs that it will overtake are not ahead of it. None:
+    all waiting jobs are ahead.
+    """
 
     def make(
         self, pd: Reported, prefill_clusters: Sequence[Reported], now_s: float
@@ -103,7 +110,7 @@ class SnapshotMaker:
         )
 
     def decode_side(self, pd: Reported, now_s: float) -> DecodeView:
-        """Those of the PD cluster that decode for the model."""
+        """The instances of the PD cluster that decode for the model."""
         instances = () if pd.report is None else pd.report.instances
         return decode_view(
             decoding(instances, self.model),
@@ -137,6 +144,7 @@ class SnapshotMaker:
             prefill=profile,
             instances=instances,
             is_healthy=report.healthy and any(item.is_usable for item in instances),
+            # Jobs that a free instance will take at once do not fill the queue.
             num_queued=max(0, len(waiting) - self._num_places(report, len(jobs) - len(waiting))),
             max_queued=report.max_queued or None,
             queued_s=sum(job.prefill_s for job in ahead),
@@ -149,7 +157,9 @@ class SnapshotMaker:
     def _links_in(
         self, name: str, instances: Iterable[InstanceReport], now_s: float
     ) -> Mapping[str, LinkView]:
-        """The links over which cached prefixes come to these instances; none without an agent."""
+        """The links over which cached prefixes come to these instances; none without a node
+        agent.
+        """
         return self.links_in(name, now_s) if any(item.node for item in instances) else {}
 
     def _num_places(self, report: ClusterReport, num_running: int) -> int:
@@ -158,8 +168,9 @@ class SnapshotMaker:
         return max(0, sum(item.max_concurrent for item in serving) - num_running)
 
     def _hand_off(self, pd: Reported, now_s: float) -> ClusterView:
-        """The instances of the PD cluster that prefill for others. They have no common queue: a
-        job that finds them all full is refused.
+        """The instances of the PD cluster that prefill for others.
+
+        They have no common queue: a job that finds all of them full is refused.
         """
         profile, report = self.knowledge.prefill(HAND_OFF), pd.report
         if report is None:
@@ -181,11 +192,12 @@ class SnapshotMaker:
         )
 
     def _engines(self, pd: Reported, now_s: float) -> ClusterView:
-        """Those that serve a request whole."""
+        """The instances that serve a request whole."""
         profile, report = self.knowledge.prefill(ONE_ENGINE), pd.report
         if report is None:
             return ClusterView(name=pd.name, prefill=profile, instances=(), is_healthy=False)
         serving = [item for item in report.instances if serves(item, self.model)]
+        # Prefill instances serve whole requests only where no other instance can.
         whole = [item for item in serving if item.role != "prefill"] or serving
         direct = self.ledger.direct()
         instances = tuple(
@@ -214,7 +226,7 @@ class SnapshotMaker:
             spent_s = self.ledger.alone_s(ONE_ENGINE, item.name, prompt.begun_s, now_s)
             if spent_s > LATE_FACTOR * (ahead_s + prefill_s) + LATE_S:
                 continue
-            # However late the first one is, the others are still to be computed.
+            # However late the first prompt is, the later ones are still to be computed.
             ahead_s += max(0.0, prefill_s - spent_s) if not left else prefill_s
             left.append(prompt)
         return InstanceView(
@@ -241,7 +253,7 @@ class SnapshotMaker:
         if jobs:
             first = max(jobs, key=_age_s)
             spent_s = self.ledger.alone_s(place, item.name, now_s - first.for_s, now_s)
-            # However late the first one is, the others are still to be computed.
+            # However late the first job is, the later ones are still to be computed.
             running_s = sum(job.prefill_s for job in jobs) - min(spent_s, first.prefill_s)
         return InstanceView(
             name=item.name,
@@ -252,12 +264,13 @@ class SnapshotMaker:
         )
 
     def _ahead(self, report: ClusterReport, jobs: Iterable[_Job]) -> list[_Job]:
-        """What waits for the same instances as a request for this model."""
+        """The jobs that wait for the same instances as a request for this model."""
+        # Jobs of a model with instances of its own wait for those.
         others = {item.model for item in report.instances} - {"", self.model}
         return [job for job in jobs if not job.instance and job.model not in others]
 
     def _before_request(self, cluster: str, waiting: list[_Job], now_s: float) -> list[_Job]:
-        """The jobs that wait in a prefill cluster and start before the request."""
+        """The waiting jobs of a prefill cluster that start before the request."""
         if self.request is None or not waiting:
             return waiting
         order: QueueOrder[int] = QueueOrder(self.order)
@@ -277,7 +290,7 @@ class SnapshotMaker:
         *,
         rtt_s: float = 0.0,
     ) -> list[_Job]:
-        """The cluster's jobs now; those that no report has yet count as waiting."""
+        """The cluster's present jobs. Jobs that no report has yet count as waiting."""
         assert source.report is not None
         since_s = max(0.0, now_s - source.at_s)
         reported = {job.transfer_id: job for job in source.report.jobs}
@@ -293,6 +306,7 @@ class SnapshotMaker:
             for transfer_id, job in reported.items()
             if not self.ledger.is_over(transfer_id)
         ]
+        # A reported leg never counts as unreported again: a later report without it means its end.
         for transfer_id in reported:
             self.ledger.leg_reported(transfer_id)
         for _, leg in self.ledger.unreported(place, source.at_s - rtt_s - ON_THE_WAY_S):
@@ -301,12 +315,15 @@ class SnapshotMaker:
         return jobs
 
     def _filled(self, link: LinkView, jobs: Iterable[_Job]) -> LinkView:
-        """The link with what running prefills will go on to emit. One that nobody has filled yet is
-        not known to be too slow for that: a backlog would have shown it.
+        """The link with what running prefills will go on to emit.
+
+        A link that nobody has filled is not known to be too slow for that: a backlog would have
+        shown it.
         """
         kv = self.knowledge.kv
         if kv is None or link.is_floor:
             return link
+        # Prefills of one instance run one after the other, so only the oldest of each emits now.
         heads: dict[str, _Job] = {}
         for job in jobs:
             head = heads.get(job.instance)
@@ -316,12 +333,12 @@ class SnapshotMaker:
             kv.token_part_bytes(job.uncached_tokens) / max(job.prefill_s, 1e-3)
             for job in heads.values()
         )
-        return replace(link, inflow_bytes_per_s=rate)
+        return msgspec.structs.replace(link, inflow_bytes_per_s=rate)
 
     def _landing_room_bytes(self, pd: Reported) -> float | None:
         if pd.report is None:
             return None
-        # Only this gateway's own since the report: others' are in the next one.
+        # Only this gateway's own landings are added. Those of others are in the next report.
         return landing_room_bytes(
             pd.report.instances, pd.at_s, model=self.model, ledger=self.ledger
         )

@@ -1,12 +1,13 @@
 """What one tenant may have in flight, and how many tokens a second it may bring.
 
-Three limits, each optional: requests in flight, tokens in flight, and a token bucket. Tokens are
-those of the prompt and of the answers that a request asks for; once it is over, the bucket counts
-those that it had. A bucket that is full lets any one request through, and a tenant with nothing in
-flight may always have one, so that no request is too long for ever; the bucket then owes. Tenants
-that are idle and owe nothing are forgotten, so memory follows those that are active.
+There are three limits, each optional: requests in flight, tokens in flight, and a token bucket.
+Tokens are those of the prompt and of the answers that a request asks for. Once the request is over,
+the bucket counts the tokens that it really had. A full bucket lets any one request through and is
+then below zero, and a tenant with nothing in flight may always have one request. So no request is
+too long for ever. Tenants that are idle and whose bucket is full are forgotten, so memory follows
+the active ones.
 
-Pure; time is an argument. Knows no load of the region.
+Pure; time is an argument. This file knows no load of the region.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class TenantReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimit:
-    """What one tenant may have in flight, and bring per second. None: no limit."""
+    """What one tenant may have in flight, and bring per second. None means no limit."""
 
     max_requests: int | None = None
     """Requests in flight."""
@@ -70,10 +71,12 @@ class _Account:
 
 
 class TenantLedger:
-    """What tenants have in flight. Single-threaded; `limits` by tenant, else `default`."""
+    """What tenants have in flight. Single-threaded. `limits` are by tenant, `default` for the
+    rest.
+    """
 
     SWEEP_ABOVE = 1024
-    """Accounts; then idle ones are looked for at every start."""
+    """With more accounts than this, idle ones are searched for at a start."""
 
     def __init__(
         self, default: TenantLimit | None = None, limits: Mapping[str, TenantLimit] | None = None
@@ -84,21 +87,22 @@ class TenantLedger:
         self._sweep_at = self.SWEEP_ABOVE
 
     def __len__(self) -> int:
-        """Tenants that are remembered."""
+        """The number of tenants that are remembered."""
         return len(self._accounts)
 
     def set_limits(self, default: TenantLimit, limits: Mapping[str, TenantLimit]) -> None:
-        """Other limits from now on; what is in flight stays."""
+        """Use other limits from now on. What is in flight stays."""
         self._default, self._limits = default, dict(limits)
 
     def in_flight(self, tenant: str) -> tuple[int, int]:
-        """(requests, tokens) of a tenant."""
+        """(requests, tokens) in flight of a tenant."""
         account = self._accounts.get(tenant)
         return (account.num_requests, account.num_tokens) if account else (0, 0)
 
     def refusal(self, tenant: str, num_tokens: int, now_s: float) -> TenantRefusal | None:
-        """Why this tenant cannot bring so many tokens now, or None when it can. Changes nothing."""
+        """Why this tenant cannot bring `num_tokens` now, or None when it can. Changes nothing."""
         limit, account = self._limit(tenant), self._accounts.get(tenant)
+        # A tenant without an account has nothing in flight and a full bucket.
         if account is None:
             return None
         requests, tokens = account.num_requests, account.num_tokens
@@ -118,13 +122,14 @@ class TenantLedger:
             self._sweep(now_s)
             account = self._accounts[tenant] = _Account(limit.burst_tokens, now_s)
         account.level_tokens = self._level(limit, account, now_s) - num_tokens
+        # If time goes back, the bucket must not fill twice for it.
         account.at_s = max(account.at_s, now_s)
         account.num_requests += 1
         account.num_tokens += num_tokens
 
     def ended(self, tenant: str, num_tokens: int, used_tokens: int | None = None) -> None:
         """A request that was let in is over, and was work of `used_tokens` if that is known.
-        ValueError when the tenant has no such request.
+        ValueError if the tenant has no such request.
         """
         account = self._accounts.get(tenant)
         if account is None or not account.num_requests or account.num_tokens < num_tokens:
@@ -140,6 +145,7 @@ class TenantLedger:
         if limit.tokens_per_s is None:
             return None
         level = self._level(limit, account, now_s)
+        # A longer request than the bucket holds needs a full bucket, or it would never pass.
         needed = min(float(num_tokens), limit.burst_tokens)
         if level >= needed:
             return None
@@ -148,7 +154,9 @@ class TenantLedger:
         return TenantRefusal(TenantReason.RATE, wait_s, MappingProxyType(numbers))
 
     def _level(self, limit: TenantLimit, account: _Account, now_s: float) -> float:
-        """What the bucket holds now; below 0 it owes."""
+        """The present level of the bucket, tokens; below 0 after a request longer than the
+        bucket.
+        """
         gained = (limit.tokens_per_s or 0.0) * max(0.0, now_s - account.at_s)
         return min(limit.burst_tokens, account.level_tokens + gained)
 
@@ -156,7 +164,7 @@ class TenantLedger:
         return self._limits.get(tenant, self._default)
 
     def _sweep(self, now_s: float) -> None:
-        """Forget who has nothing in flight and owes nothing, once there are many."""
+        """Forget tenants with nothing in flight and a full bucket, once there are many."""
         if len(self._accounts) < self._sweep_at:
             return
         for tenant, account in list(self._accounts.items()):
@@ -164,4 +172,6 @@ class TenantLedger:
             owes = limit.tokens_per_s and self._level(limit, account, now_s) < limit.burst_tokens
             if not account.num_requests and not owes:
                 del self._accounts[tenant]
+        # Doubling the limit keeps the cost of sweeps constant per start, however many stay
+        # active.
         self._sweep_at = max(self.SWEEP_ABOVE, 2 * len(self._accounts))

@@ -1,7 +1,7 @@
-"""The routing threshold of every prefill cluster: what the plan says, times what its link asks for.
+"""The routing threshold of every prefill cluster: the plan's, times a factor for its link.
 
-A base comes from the configuration and later from the long-term loop; one `ThresholdController`
-each follows the link. Pure; time is an argument. Does not know requests.
+The base comes from the configuration, and later from the long-term loop. One `ThresholdController`
+for each cluster follows its link. Pure; time is an argument. This file does not know requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scheduler.routing.threshold import Threshold, ThresholdConfig, ThresholdCon
 
 
 class ThresholdNow(msgspec.Struct, frozen=True, kw_only=True):
-    """t of one prefill cluster, and why, as of the last request or look."""
+    """The threshold of one prefill cluster, and why, as of the last request or query."""
 
     cluster: str
     base_tokens: float
@@ -35,7 +35,7 @@ class _Kept:
 
 
 class Thresholds:
-    """Single-threaded."""
+    """The thresholds of all prefill clusters. Single-threaded."""
 
     def __init__(
         self, clusters: Iterable[str], base_tokens: float, config: ThresholdConfig
@@ -45,28 +45,29 @@ class Thresholds:
         }
 
     def set_base(self, cluster: str, tokens: float, planned_bytes_per_s: float = 0.0) -> None:
-        """Set the plan's threshold. `planned_bytes_per_s`: what it sends over the link, 0 when
-        it does not say. KeyError for an unknown cluster.
+        """Set the plan's threshold, tokens. KeyError for an unknown cluster.
+
+        `planned_bytes_per_s` is what the plan sends over the link, 0 where it does not say.
         """
         kept = self._kept[cluster]
         kept.base_tokens, kept.planned_bytes_per_s = tokens, planned_bytes_per_s
 
     def base_tokens(self) -> Mapping[str, float]:
-        """What the plan says, by cluster."""
+        """The plan's thresholds by cluster."""
         return {name: kept.base_tokens for name, kept in self._kept.items()}
 
     def plan_tokens(self, cluster: str) -> float:
-        """What the plan says of one cluster."""
+        """The plan's threshold of one cluster."""
         return self._kept[cluster].base_tokens
 
     def update(self, cluster: str, link: LinkView, now_s: float) -> float:
-        """t of a cluster whose link is seen like this now."""
+        """The threshold of a cluster with the present view of its link."""
         kept = self._kept[cluster]
         kept.now = kept.controller.update(kept.base_tokens, link, kept.planned_bytes_per_s, now_s)
         return kept.now.tokens
 
     def overview(self) -> list[ThresholdNow]:
-        """All of them."""
+        """The thresholds of all clusters."""
         return [
             ThresholdNow(
                 cluster=name,

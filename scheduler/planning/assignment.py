@@ -1,12 +1,12 @@
-"""Which prompts go where, and what that asks of every part of a region.
+"""Which prompts go where, and what that needs of every part of a region.
 
-Prompt lengths are cut into classes; a `Route` is a place to prefill and a place to decode; an
+Prompt lengths are divided into classes. A `Route` is a place to prefill and a place to decode. An
 `Assignment` says which share of all requests each class sends over each route. From it follow the
-load of every `Resource` (prefill instances, links, decode instances) and so the highest rate that
-the region sustains. Equations 3-6 for any number of clusters; one pair of clusters and a threshold
-is the simplest case.
+load of every `Resource` (prefill instances, links, decode instances) and the highest rate that the
+region sustains. These are equations 3 to 6 of PrfaaS for any number of clusters; one pair of
+clusters and a threshold is the simplest case.
 
-Finds nothing; see `pair_search` and `route_search` for that.
+This file searches nothing; `pair_search` and `route_search` do.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ class Classes:
 
     edges: Floats
     shares: Floats
-    """P of each class; they add up to 1."""
+    """The probability of each class; they add up to 1."""
     token_sums: Floats
-    """E[L; L in the class]."""
+    """E[L; L in the class], tokens."""
 
     @classmethod
     def at(cls, lengths: Lengths, edges: ArrayLike) -> Classes:
-        """Classes between these lengths; the first and the last take what is beyond."""
+        """Classes between these lengths. The first and the last class take what is beyond."""
         inner = np.unique(np.asarray(edges, np.float64))
+        # The ends join below; edges at or beyond them would only make classes without weight.
         inner = inner[(inner > 0) & (inner < lengths.max_tokens)]
         full = np.concatenate([[0.0], inner, [lengths.max_tokens]])
         moments = np.diff(lengths.moments_to(full), axis=1)
@@ -52,18 +53,18 @@ class Classes:
         return np.diff(curve.sum_to(lengths, self.edges))
 
     def means(self, curve: Curve, lengths: Lengths) -> Floats:
-        """Mean of the curve over each class; 0 for one without weight."""
+        """The mean of the curve over each class; 0 for a class without weight."""
         return mean_of(self.sums(curve, lengths), self.shares)
 
     @property
     def mean_tokens(self) -> Floats:
-        """Mean length of each class; 0 for one without weight."""
+        """The mean length of each class; 0 for a class without weight."""
         return mean_of(self.token_sums, self.shares)
 
 
 @dataclass(frozen=True)
 class Route:
-    """Prefill in `source`, decode in `target`; `link` is None where they are one PD cluster."""
+    """Prefill in `source`, decode in `target`. `link` is None where they are one PD cluster."""
 
     source: Cluster
     target: PdClusterModel
@@ -75,7 +76,7 @@ class Route:
 
 
 def routes_of(region: Region) -> list[Route]:
-    """Every way that a request can take: local ones first, then over each link."""
+    """All routes that a request can take: local ones first, then those over a link."""
     local = [Route(cluster, cluster) for cluster in region.pd_clusters]
     remote = [
         Route(source, target, link)
@@ -95,16 +96,17 @@ class Assignment:
     flow: Floats
 
     def share(self, route: int) -> float:
-        """Share of all requests on this route."""
+        """The share of all requests on this route."""
         return float(self.flow[route].sum())
 
     def mean_tokens(self, route: int) -> float:
-        """Mean length on this route; 0 where nothing takes it."""
+        """The mean length on this route; 0 where no request takes it."""
         share = self.share(route)
         return float(self.flow[route] @ self.classes.mean_tokens) / share if share > 0 else 0.0
 
     def need(self, route: int, curve: Curve, lengths: Lengths, mode: Mode) -> float:
         """What requests on this route need of `curve`, per request of any route."""
+        # The paper puts all requests of a route at their mean length, l_long or l_short (3.4.1).
         if mode is Mode.PAPER:
             share = self.share(route)
             return share * float(curve(self.mean_tokens(route))) if share > 0 else 0.0
@@ -112,11 +114,14 @@ class Assignment:
 
     @property
     def fractions(self) -> Floats:
-        """The part of each class that takes each route. A class without weight is routed like the
-        next one with shorter prompts.
+        """The part of each class that takes each route.
+
+        A class without weight is routed like the next class with shorter prompts.
         """
         total = self.flow.sum(axis=0)
         weighty = np.flatnonzero(total > 0)
+        # A threshold lies where the route changes, so an empty class next to it follows the
+        # shorter side.
         last = weighty[np.maximum(np.searchsorted(weighty, np.arange(len(total)), "right") - 1, 0)]
         parts: Floats = self.flow[:, last] / total[last]
         return parts
@@ -126,8 +131,8 @@ class Assignment:
 class Resource:
     """A part of the region that can be the bottleneck.
 
-    `capacity` is instance-seconds per second (instances) or bytes per second (a link); `need` is
-    how much of it one request asks for on average, all requests counted.
+    `capacity` is instance-seconds per second for instances, and bytes per second for a link. `need`
+    is how much of it one request takes on average, over all requests.
     """
 
     kind: str
@@ -136,11 +141,11 @@ class Resource:
     capacity: float
     need: float
     share: float
-    """Share of all requests that use it."""
+    """The share of all requests that use it."""
 
     @property
     def system_rps(self) -> float:
-        """The region's rate at which this part is full."""
+        """The rate of the region at which this part is full, requests/s."""
         return self.capacity / self.need if self.need > 0 else float("inf")
 
     @property
@@ -152,7 +157,9 @@ class Resource:
 def resources_of(
     region: Region, assignment: Assignment, num_prefill: Mapping[str, float], mode: Mode
 ) -> list[Resource]:
-    """Every part that the plan has; `num_prefill` gives N_p of each PD cluster by name."""
+    """Every part of the region under the plan. `num_prefill` gives N_p of each PD cluster by
+    name.
+    """
     lengths = region.traffic.lengths
     by_source: dict[str, list[int]] = {}
     by_target: dict[str, list[int]] = {}
@@ -169,6 +176,7 @@ def resources_of(
     found: list[Resource] = []
     for cluster in region.clusters:
         routes = by_source.get(cluster.name, [])
+        # Equations 3 and 4. A prefill cluster has no N_p: all of its instances prefill.
         instances = num_prefill.get(cluster.name, cluster.num_instances)
         found.append(
             Resource(
@@ -176,6 +184,8 @@ def resources_of(
             )
         )
     for index, route in enumerate(assignment.routes):
+        # The second term of equation 3, B_out / S_kv. As a part of its own, so that a plan can name
+        # the link as its bottleneck.
         if route.link is not None:
             found.append(
                 Resource(
@@ -188,6 +198,7 @@ def resources_of(
             )
     for pd in region.pd_clusters:
         part = share(by_target.get(pd.name, []))
+        # Equation 5 per slot: how long one request holds its share of an instance.
         slot_s = pd.step_s * region.traffic.output_tokens / pd.batch_size
         instances = pd.num_instances - num_prefill[pd.name]
         found.append(Resource("decode", pd.name, instances, part * slot_s, part))

@@ -1,9 +1,9 @@
 """Quantities that grow with the prompt: prefill time and KVCache size as curves over its length.
 
-A `Curve` is piecewise quadratic, so that its mean over a distribution follows exactly from the
+A `Curve` is piecewise quadratic, so its mean over a distribution follows exactly from the
 distribution's first two moments. It comes from known coefficients, from a least-squares fit, or
-from straight lines between measured points. Lengths are tokens; values are seconds or bytes, as
-the caller says.
+from straight lines between measured points. Lengths are tokens; values are seconds or bytes,
+depending on the caller.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from scheduler.planning.lengths import Floats, Lengths
 
 
 class CurveError(ValueError):
-    """Points that no sensible curve goes through; the message names the value and the way out."""
+    """No sensible curve goes through the points. The message names the value and the way out."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Curve:
     coefficients: Floats
     """Shape (num_pieces, 3)."""
     starts: Floats
-    """Where pieces begin, ascending, the first at 0. The last goes on for ever."""
+    """Where the pieces begin, ascending; the first begins at 0 and the last has no end."""
 
     @classmethod
     def quadratic(cls, constant: float, linear: float = 0.0, square: float = 0.0) -> Curve:
@@ -43,7 +43,7 @@ class Curve:
         return value
 
     def sum_to(self, lengths: Lengths, tokens: ArrayLike) -> Floats:
-        """E[y(L); L <= x] for each x: what prompts up to x ask for, per prompt of any length."""
+        """E[y(L); L <= x] for each x: what prompts up to x need, per prompt of any length."""
         at = np.atleast_1d(np.asarray(tokens, np.float64))
         total = np.zeros(len(at))
         ends = np.append(self.starts[1:], np.inf)
@@ -64,7 +64,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class FittedCurve:
-    """A curve and how far it is from the points it was made from."""
+    """A curve, and how far it is from the points it was made from."""
 
     curve: Curve
     tokens: Floats
@@ -80,17 +80,19 @@ class FittedCurve:
 def fit_quadratic(points: Sequence[tuple[float, float]]) -> FittedCurve:
     """The quadratic with the least squared relative error.
 
-    Raises `CurveError` with fewer than 3 points, or when a coefficient comes out negative beyond
-    rounding: prefill work has a fixed part, a part per token and a part per pair of tokens, and
-    none of them can be below zero.
+    Raises `CurveError` with fewer than 3 points, or when a coefficient is negative beyond rounding.
+    Prefill work has a fixed part, a part per token and a part per pair of tokens, and none of them
+    can be below zero.
     """
     tokens, values = _checked(points)
     if len(tokens) < 3:
         raise CurveError(
             f"{len(tokens)} points do not fix a quadratic: give 3, or use `fit: interpolate`"
         )
+    # Lengths in units of the longest keep the three columns of similar size.
     scale = tokens[-1]
     rows = np.stack([np.ones(len(tokens)), tokens / scale, (tokens / scale) ** 2], axis=1)
+    # Divided by the value, so that the squares are those of relative errors.
     found = np.linalg.lstsq(rows / values[:, None], np.ones(len(tokens)), rcond=None)[0]
     names = ("fixed part", "part per token", "part per token squared")
     for name, value in zip(names, found, strict=True):
@@ -100,15 +102,16 @@ def fit_quadratic(points: Sequence[tuple[float, float]]) -> FittedCurve:
                 f"({value / scale ** names.index(name):.3g}): measure again, "
                 "or use `fit: interpolate`"
             )
+    # What is left below zero is rounding.
     found = np.maximum(found, 0)
     curve = Curve.quadratic(found[0], found[1] / scale, found[2] / scale**2)
     return FittedCurve(curve, tokens, values, "quadratic")
 
 
 def interpolate(points: Sequence[tuple[float, float]]) -> FittedCurve:
-    """Straight lines between the points, level below the first, the last line's slope above.
+    """Straight lines between the points: constant below the first, the last slope beyond the last.
 
-    Raises `CurveError` when a longer prompt is said to need less.
+    Raises `CurveError` if a longer prompt is said to need less.
     """
     tokens, values = _checked(points)
     if len(tokens) < 2:
@@ -122,6 +125,7 @@ def interpolate(points: Sequence[tuple[float, float]]) -> FittedCurve:
         )
     slopes = np.diff(values) / np.diff(tokens)
     pieces = np.stack([values[:-1] - slopes * tokens[:-1], slopes, np.zeros(len(slopes))], axis=1)
+    # Constant below the first point: a line extended to shorter prompts may fall below zero.
     coefficients = np.concatenate([[[values[0], 0.0, 0.0]], pieces])
     return FittedCurve(
         Curve(coefficients, np.concatenate([[0.0], tokens[:-1]])), tokens, values, "interpolate"

@@ -1,8 +1,8 @@
 """The best routing for given divisions of the PD clusters, and the best division within bounds.
 
-The planner's own searches (`pair_search`, `route_search`) with the division held or bounded, for a
-running region: its instances have roles already, and each role keeps at least one of those it has.
-Always in `exact` mode: a running system needs what hardware really sustains.
+These are the planner's own searches (`pair_search`, `route_search`) with the division fixed or
+bounded, for a running region: its instances have roles already, and each role keeps at least one.
+They always use `exact` mode, because a running system needs what hardware really sustains.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scheduler.planning.route_search import NoRouteError, search_routes
 from scheduler.planning.throughput import Mode
 
 Division = Mapping[str, int]
-"""N_p of each PD cluster by name; its other instances decode."""
+"""N_p of each PD cluster by name. Its other instances decode."""
 Bounds = Mapping[str, tuple[int, int]]
 """The least and the most N_p of each PD cluster."""
 
@@ -28,6 +28,7 @@ def best_at(region: Region, divisions: Sequence[Division]) -> Plan:
     """The plan with the highest throughput among these divisions. Raises `NoRouteError`."""
     if is_pair(region):
         pd = region.pd_clusters[0]
+        # The search over routes refuses this by itself; the search of a pair does not look.
         if pd.num_instances < 1:
             raise NoRouteError(f"{pd.name} has no instance: decode needs at least one")
         counts = [division[pd.name] for division in divisions]
@@ -41,8 +42,8 @@ def best_at(region: Region, divisions: Sequence[Division]) -> Plan:
 def best_within(region: Region, bounds: Bounds) -> Plan:
     """The plan with the highest throughput of any division within bounds. Raises `NoRouteError`.
 
-    One pair of clusters is searched exhaustively. Of several clusters, divisions next to the best
-    fractional one are tried: each N_p rounded to the nearest, and one at a time the other way.
+    For one pair of clusters the search is exhaustive. For several clusters it tries divisions next
+    to the best fractional one: each N_p rounded to the nearest, and one at a time the other way.
     """
     if is_pair(region):
         name = region.pd_clusters[0].name
@@ -55,13 +56,14 @@ def best_within(region: Region, bounds: Bounds) -> Plan:
         other = math.floor(n) if nearest[name] > n else math.ceil(n)
         tried.append({**nearest, name: other})
     inside = [{name: int(np.clip(n, *bounds[name])) for name, n in d.items()} for d in tried]
+    # Bounds may make several of them equal.
     return best_at(region, [d for i, d in enumerate(inside) if d not in inside[:i]])
 
 
 def thresholds_of(plan: Plan) -> dict[str, float]:
-    """t of each prefill cluster: the longest prompts that the plan keeps from it.
+    """The threshold of each prefill cluster: the longest prompt that the plan keeps from it.
 
-    Where the plan sends it nothing, the longest prompt that there is.
+    Where the plan sends it nothing, that is the longest prompt there is.
     """
     sources = [cluster.name for cluster in plan.region.prefill_clusters]
     if plan.threshold_tokens is not None:
@@ -70,5 +72,6 @@ def thresholds_of(plan: Plan) -> dict[str, float]:
     for index, route in enumerate(plan.assignment.routes):
         ranges = plan.lengths_of(index) if route.link is not None else []
         if ranges:
+            # A cluster may have several links; the shortest prompt over any of them counts.
             found[route.source.name] = min(found[route.source.name], ranges[0][0])
     return found

@@ -1,8 +1,8 @@
 """How long prompts are: distributions of uncached input lengths, seen through their moments.
 
-The throughput model needs no more of a distribution than P, E[L] and E[L^2] up to a length; the
-simulation draws samples. Lengths are tokens and may be fractional. No I/O, no clock; random draws
-come from a generator that the caller seeds.
+The throughput model needs only P, E[L] and E[L^2] of a distribution up to a length; simulation
+draws samples. Lengths are tokens and may be fractional. No I/O, no clock; random draws come from a
+generator that the caller seeds.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
 
+# The zeroth to the second: a curve is quadratic in the length.
 NUM_MOMENTS = 3
 
 
@@ -37,10 +38,10 @@ class Lengths(Protocol):
         """The lengths below which these shares of the prompts lie."""
 
     def sample(self, num: int, rng: np.random.Generator) -> Floats:
-        """`num` lengths."""
+        """`num` lengths drawn at random."""
 
     def scaled(self, factor: float) -> Lengths:
-        """Every length times `factor`."""
+        """The distribution with every length times `factor`."""
 
 
 def mean_tokens(lengths: Lengths) -> float:
@@ -52,7 +53,7 @@ def mean_tokens(lengths: Lengths) -> float:
 class LogNormalLengths:
     """ln L is normal with `mu` and `sigma`, truncated to [min_tokens, max_tokens] and renormalised.
 
-    The moments are closed forms: E[L^k; L <= x] of a log-normal is
+    The moments have closed forms: E[L^k; L <= x] of a log-normal distribution is
     exp(k mu + k^2 sigma^2 / 2) Phi((ln x - mu) / sigma - k sigma).
     """
 
@@ -91,6 +92,7 @@ class LogNormalLengths:
         wanted = np.clip(np.atleast_1d(np.asarray(shares, np.float64)), 0, 1)
         below = low + wanted * self._share_inside
         normal = NormalDist(self.mu, self.sigma)
+        # `inv_cdf` is undefined at 0 and 1.
         tokens = [math.exp(normal.inv_cdf(min(max(p, 1e-300), 1 - 1e-16))) for p in below]
         return np.clip(tokens, self.min_tokens, self.max_tokens)
 
@@ -98,6 +100,8 @@ class LogNormalLengths:
         drawn = np.empty(0)
         while len(drawn) < num:
             missing = num - len(drawn)
+            # Rejection: draw as many as are likely needed with those outside the bounds, and some
+            # more.
             more = rng.lognormal(self.mu, self.sigma, int(1.1 * missing / self._share_inside) + 16)
             kept = more[(more >= self.min_tokens) & (more <= self.max_tokens)]
             drawn = np.concatenate([drawn, kept[:missing]])
@@ -128,7 +132,7 @@ class EmpiricalLengths:
     tokens: Floats
     """Ascending, above 0."""
     weights: Floats
-    """As many, above 0, of any sum."""
+    """One for each length, above 0, with any sum."""
     _cumulative: Floats = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -138,12 +142,13 @@ class EmpiricalLengths:
             raise ValueError("lengths must ascend and, like their weights, be above 0")
         shares = self.weights / self.weights.sum()
         powers = np.stack([shares * self.tokens**k for k in range(NUM_MOMENTS)])
+        # A leading column of zeros is for lengths below the shortest.
         sums = np.concatenate([np.zeros((NUM_MOMENTS, 1)), np.cumsum(powers, axis=1)], axis=1)
         object.__setattr__(self, "_cumulative", sums)
 
     @classmethod
     def of(cls, tokens: ArrayLike, weights: ArrayLike | None = None) -> EmpiricalLengths:
-        """Lengths in any order. Those of 0 (all of the prompt is cached) are left out."""
+        """Lengths in any order. Lengths of 0 (all of the prompt is cached) are left out."""
         values = np.atleast_1d(np.asarray(tokens, np.float64))
         each = np.ones(len(values)) if weights is None else np.asarray(weights, np.float64)
         kept = (values > 0) & (each > 0)
@@ -164,6 +169,7 @@ class EmpiricalLengths:
 
     def quantile(self, shares: ArrayLike) -> Floats:
         wanted = np.clip(np.atleast_1d(np.asarray(shares, np.float64)), 0, 1)
+        # Sums of shares may be above a wanted share by rounding only.
         at = np.searchsorted(self._cumulative[0, 1:], wanted - 1e-12)
         found: Floats = self.tokens[np.minimum(at, len(self.tokens) - 1)]
         return found

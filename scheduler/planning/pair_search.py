@@ -1,9 +1,9 @@
 """The best threshold and split for one prefill cluster and one PD cluster, by exhaustive search.
 
-The paper's search (section 4.2): every threshold of a grid with every division of the PD cluster's
-instances, all at once with numpy; then a finer grid of thresholds around the best. The corners are
-part of it: N_p = 0 with t = 0 is the naive deployment that offloads everything, t = longest prompt
-is a PD cluster on its own.
+This is the search of the paper (section 4.2): every threshold of a grid with every division of the
+PD cluster's instances, all at once with numpy; then a finer grid of thresholds around the best. The
+corners are part of it: N_p = 0 with t = 0 is the naive deployment that offloads everything, and t =
+longest prompt is a PD cluster on its own.
 """
 
 from __future__ import annotations
@@ -48,17 +48,18 @@ class PairSearch:
 
     @property
     def best(self) -> tuple[int, int]:
-        """Row and column of the highest throughput; the highest threshold among equals.
+        """Row and column of the highest throughput; of equals, the one with the highest threshold.
 
-        Among equals because what need not cross the link should not.
+        A higher threshold sends less over the link for the same throughput.
         """
         top = self.system_rps.max()
+        # Rounding must not decide between equal plans.
         rows, columns = np.nonzero(self.system_rps >= top * (1 - 1e-9))
         return int(rows[-1]), int(columns[-1])
 
 
 def pair_of(region: Region) -> tuple[PrefillClusterModel | None, PdClusterModel, Link | None]:
-    """The region's only clusters; ValueError when it has more than one of a kind."""
+    """The region's only clusters and their link; ValueError if it has more than one of a kind."""
     if len(region.pd_clusters) != 1 or len(region.prefill_clusters) > 1:
         raise ValueError("not one prefill cluster and one PD cluster")
     pd = region.pd_clusters[0]
@@ -71,12 +72,13 @@ def pair_of(region: Region) -> tuple[PrefillClusterModel | None, PdClusterModel,
 def search_pair(
     region: Region, mode: Mode, thresholds: ArrayLike, num_prefill: ArrayLike
 ) -> PairSearch:
-    """Throughput over a grid: `thresholds` in tokens, ascending; `num_prefill` instances."""
+    """Throughput over a grid of `thresholds` (tokens, ascending) and `num_prefill` instances."""
     source, pd, link = pair_of(region)
     lengths = region.traffic.lengths
     split = Split.at(lengths, thresholds)
     columns = np.atleast_1d(np.asarray(num_prefill, float))
     remote = prefill_cluster_rps(
+        # Without a link the prefill cluster cannot take part.
         source.num_instances if source and link else 0,
         offloaded_mean(mode, source.prefill if source else pd.prefill, lengths, split),
         link.bytes_per_s if link else 0,
@@ -104,19 +106,22 @@ def best_of_pair(
     thresholds: ArrayLike | None = None,
     num_prefill: ArrayLike | None = None,
 ) -> tuple[float, float, float]:
-    """(threshold in tokens, N_p, requests/s) of the best plan; what is given is not searched.
+    """(threshold in tokens, N_p, requests/s) of the best plan. Given values are not searched.
 
-    N_p runs over whole numbers from 0, and one instance at least decodes.
+    N_p runs over whole numbers from 0, and at least one instance decodes.
     """
     _, pd, _ = pair_of(region)
     splits = np.arange(pd.num_instances) if num_prefill is None else np.atleast_1d(num_prefill)
     grid = threshold_grid(region) if thresholds is None else np.atleast_1d(thresholds)
     found = search_pair(region, mode, grid, splits)
     row, column = found.best
+    # One prefill term of equation 6 rises with t and the other falls (3.4.2), so the best
+    # threshold lies between the neighbours of the best row.
     for _ in range(_REFINEMENTS if thresholds is None else 0):
         finer = np.linspace(grid[max(row - 1, 0)], grid[min(row + 1, len(grid) - 1)], 101)
         grid = np.unique(finer)
         found = search_pair(region, mode, grid, found.num_prefill[column : column + 1])
         row, column = found.best
+    # With all prompts offloaded, any threshold below the shortest is the same; 0 says it plainly.
     threshold = 0.0 if found.split.offload_fraction[row] >= 1 else float(grid[row])
     return threshold, float(found.num_prefill[column]), float(found.system_rps[row, column])

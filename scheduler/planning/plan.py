@@ -1,7 +1,7 @@
 """A plan: who prefills what, how instances are divided, and what follows from it.
 
-Everything is worked out from an assignment and the region; both modes of the throughput model
-apply to the same plan. Rates are requests/s of the whole region unless a name says otherwise.
+Everything follows from an assignment and the region. Both modes of the throughput model apply to
+the same plan. Rates are requests/s of the whole region unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from scheduler.planning.route_search import search_routes
 from scheduler.planning.throughput import Mode
 
 BINDS_WITHIN = 0.01
-"""Parts this close to the first one that is full are said to bind with it."""
+"""Parts that are full within this share above the first full one count as bottlenecks, too."""
 
 SHARED_STEP = 0.01
-"""Instances; how finely a pair's instances are divided where they may share roles."""
+"""How finely a pair's instances are divided where they may share roles, instances."""
 
 
 @dataclass(frozen=True)
 class Ttft:
-    """Time to first token of an otherwise empty region, s."""
+    """Time to first token of an otherwise empty region, seconds."""
 
     mean_s: float
     p90_s: float
@@ -58,18 +58,18 @@ class Plan:
         return resources_of(self.region, self.assignment, self.num_prefill, mode)
 
     def system_rps(self, mode: Mode) -> float:
-        """Lambda_max."""
+        """Lambda_max of the paper."""
         return highest_rps(self.resources(mode))
 
     def bottlenecks(self, mode: Mode) -> list[Resource]:
-        """What is full at Lambda_max."""
+        """The parts that are full at Lambda_max."""
         resources = self.resources(mode)
         top = highest_rps(resources)
         return [r for r in resources if r.system_rps <= top * (1 + BINDS_WITHIN)]
 
     @property
     def offload_fraction(self) -> float:
-        """Share of requests that a prefill cluster prefills."""
+        """The share of requests that a prefill cluster prefills."""
         return sum(self.assignment.share(r) for r, _ in self._remote)
 
     @property
@@ -81,13 +81,15 @@ class Plan:
         return total / share if share > 0 else 0.0
 
     def link_bytes_per_s(self, mode: Mode, rate_rps: float) -> dict[str, float]:
-        """Mean egress over each link at this rate."""
+        """The mean egress over each link at this rate, bytes/s."""
         return {
             part.name: part.need * rate_rps for part in self.resources(mode) if part.kind == "link"
         }
 
     def cost_per_hour(self, rate_rps: float) -> float:
-        """Instances by the hour, and the KVCache that crosses links at this rate."""
+        """The price of all instances, and of the KVCache that crosses links at this rate, per
+        hour.
+        """
         instances = sum(c.num_instances * c.price_per_instance_hour for c in self.region.clusters)
         prices = {link.name: link.price_per_gb for link in self.region.links}
         egress = self.link_bytes_per_s(Mode.EXACT, rate_rps)
@@ -96,8 +98,10 @@ class Plan:
         )
 
     def empty_ttft(self) -> Ttft:
-        """TTFT without any queue or overlap, the paper's way: the mean of T(L), and T at the P90
-        length; a request that crosses a link adds its KVCache at the link's rate.
+        """TTFT without any queue or overlap, as in the paper.
+
+        The mean is that of T(L), and P90 is T at the P90 length. A request that crosses a link adds
+        the time for its KVCache at the link's rate.
         """
         lengths = self.region.traffic.lengths
         mean_s = 0.0
@@ -107,6 +111,7 @@ class Plan:
                 kv_bytes = self.assignment.need(index, self.region.kv.size, lengths, Mode.EXACT)
                 mean_s += kv_bytes / route.link.bytes_per_s
         length = float(lengths.quantile([0.9])[0])
+        # Routes may share this class; P90 follows the one that takes most of it.
         at = int(np.searchsorted(self.assignment.classes.edges, length)) - 1
         route = self.assignment.routes[int(np.argmax(self.assignment.flow[:, at]))]
         p90_s = float(route.source.prefill(length))
@@ -115,9 +120,10 @@ class Plan:
         return Ttft(mean_s, p90_s)
 
     def lengths_of(self, route: int) -> list[tuple[float, float]]:
-        """The ranges of prompt lengths, (from, to], of which most take this route."""
+        """The ranges of prompt lengths, (from, to], most of whose requests take this route."""
         flow, edges = self.assignment.flow, self.assignment.classes.edges
         mine = flow.argmax(axis=0) == route
+        # Where no request is, argmax names the first route.
         mine &= flow[route] > 0
         ranges: list[tuple[float, float]] = []
         for c in np.flatnonzero(mine):
@@ -129,18 +135,20 @@ class Plan:
         return ranges
 
     def routes_at(self, tokens: Floats, draws: Floats) -> NDArray[np.intp]:
-        """The route that each prompt takes; `draws` in [0, 1) decide where a class is divided."""
+        """The route of each prompt. `draws` in [0, 1) decide where a class is divided."""
         edges = self.assignment.classes.edges
         classes = np.clip(np.searchsorted(edges, tokens) - 1, 0, len(edges) - 2)
         upto = np.cumsum(self.assignment.fractions, axis=0)[:, classes]
         taken: NDArray[np.intp] = (draws[None, :] >= upto).sum(axis=0)
+        # Rounding may leave the sum of the parts just below 1.
         return np.minimum(taken, len(upto) - 1)
 
     def kept_in(self, region: Region) -> Plan:
-        """The same routing and division in a region that has changed, as if nobody re-planned."""
+        """This plan's routing and division in a region that has changed, without a new plan."""
         old = self.assignment
         classes = Classes.at(region.traffic.lengths, old.classes.edges)
         middles = (classes.edges[:-1] + classes.edges[1:]) / 2
+        # A new class lies within one old class; its middle says which.
         at = np.clip(
             np.searchsorted(old.classes.edges, middles) - 1, 0, len(old.classes.shares) - 1
         )
@@ -161,12 +169,13 @@ def is_pair(region: Region) -> bool:
 
 
 def threshold_plan(region: Region, threshold_tokens: float, num_prefill: float) -> Plan:
-    """The plan that offloads what is longer than the threshold; for a pair of clusters."""
+    """The plan that offloads prompts longer than the threshold, for a pair of clusters."""
     routes = tuple(routes_of(region))
     longest = region.traffic.lengths.max_tokens
     classes = Classes.at(region.traffic.lengths, [threshold_tokens])
     flow: Floats = np.zeros((len(routes), len(classes.shares)))
     remote = classes.edges[1:] > threshold_tokens
+    # Only the local route exists, so nothing can be offloaded.
     if len(routes) == 1:
         remote[:] = False
     flow[0, ~remote] = classes.shares[~remote]
@@ -183,9 +192,9 @@ def threshold_plan(region: Region, threshold_tokens: float, num_prefill: float) 
 def best_plan(region: Region, mode: Mode, *, whole: bool = True) -> Plan:
     """The plan with the highest throughput.
 
-    `whole`: an instance is for prefill or for decode; else instances share roles. Several clusters
-    of a kind are always planned in `exact` mode. Raises `route_search.NoRouteError` when nothing
-    can be served.
+    With `whole`, an instance is for prefill or for decode; otherwise instances share roles. Several
+    clusters of a kind are always planned in `exact` mode. Raises `route_search.NoRouteError` if
+    nothing can be served.
     """
     if is_pair(region):
         instances = region.pd_clusters[0].num_instances

@@ -2,7 +2,7 @@
 
 A trace names each block of a prompt by an id that stands for the whole prefix up to and including
 that block (the Mooncake trace format). The cache keeps the most recently used blocks. Sizes are
-blocks and tokens; bytes and machines are not known here.
+blocks and tokens; this file knows no bytes and no machines.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class TracePrompt:
 def cached_tokens(
     prompts: Iterable[TracePrompt], block_tokens: int, cache_blocks: int | None
 ) -> list[int]:
-    """Tokens at the start of each prompt, in order, that are cached when it arrives.
+    """The number of cached tokens at the start of each prompt when it arrives, in order.
 
-    Whole leading blocks only, and never the last token of a prompt, which has to be computed for
-    an answer. `cache_blocks` None: nothing is ever evicted; 0: no cache.
+    Only whole leading blocks count, and never the last token of a prompt, which must be computed
+    for an answer. `cache_blocks` None: nothing is ever evicted; 0: no cache.
     """
     recent: dict[int, None] = {}  # least recently used first
     found: list[int] = []
@@ -38,7 +38,7 @@ def cached_tokens(
                 break
             num_hit += 1
         found.append(max(0, min(num_hit * block_tokens, prompt.input_tokens - 1)))
-        # From the end: a prefix outlives what hangs on it.
+        # The last block first, so that it is evicted before the blocks it depends on.
         for block in reversed(prompt.block_ids):
             recent.pop(block, None)
             recent[block] = None

@@ -1,6 +1,6 @@
 """What a plan is made for: clusters with their profiles, the links between them, the traffic.
 
-Values only. Prices are in any one currency. Knows no files, no engines and no search.
+These are values only. Prices are in any one currency. They know no files, engines or search.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class PdClusterModel:
     prefill: Curve
     """Prefill time over the prompt length, s."""
     batch_size: int
-    """Decode slots of an instance: requests that decode at once within the SLO."""
+    """Decode slots of an instance: requests that can decode at once within the SLO."""
     step_s: float
-    """One decode step of a full batch."""
+    """The time of one decode step of a full batch, s."""
     price_per_instance_hour: float = 0.0
     decode_memory_bytes: float | None = None
-    """KVCache that one decode instance has room for, landings included; None: no limit."""
+    """The KVCache that one decode instance has room for, landings included; None: no limit."""
 
 
 Cluster = PrefillClusterModel | PdClusterModel
@@ -51,7 +51,7 @@ class Link:
     bytes_per_s: float
     rtt_s: float = 0.0
     price_per_gb: float = 0.0
-    """For 10^9 bytes."""
+    """The price of 10^9 bytes."""
 
     @property
     def name(self) -> str:
@@ -74,7 +74,7 @@ class Traffic:
     lengths: Lengths
     output_tokens: float
     input_tokens: float
-    """Mean length of whole prompts, cached part included; only prices need it."""
+    """Mean length of whole prompts with their cached part. Only prices need it."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Region:
 
     @property
     def clusters(self) -> tuple[Cluster, ...]:
-        """Everything that can prefill: prefill clusters first."""
+        """All clusters that can prefill; prefill clusters first."""
         return (*self.prefill_clusters, *self.pd_clusters)
 
     def link(self, source: str, target: str) -> Link | None:

@@ -1,10 +1,10 @@
 """The best flow of every length class over any number of clusters and links.
 
-For a fixed division of each PD cluster the best flow is a linear program: classes of prompts over
-routes, every prefill cluster, link and decode pool a capacity, the common rate to be maximised.
-Its dual prices say what one more unit of each capacity is worth, so each class ends on the route
-whose marginal cost is lowest. Divisions are tried around the best fractional one, which is a
-linear program as well. Always in `exact` mode; needs scipy (extra `plan`).
+For a fixed division of each PD cluster the best flow is a linear program: classes of prompts are
+spread over routes, every prefill cluster, link and decode pool has a capacity, and the common rate
+is maximised. Its dual prices say what one more unit of each capacity is worth, so each class takes
+the route with the lowest marginal cost. Divisions are tried around the best fractional one, which
+is a linear program as well. The mode is always `exact`. Needs scipy (extra `plan`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from scheduler.planning.region_model import Region
 
 NUM_CLASSES = 200
 MAX_DIVISIONS = 16
-"""Tried one by one; of more only those next to the best fractional one."""
+"""Up to this many divisions are all tried; of more, only those next to the best fractional one."""
 _ROUNDING = 1e-9
 _NO_FLOW = 1e-12
-"""Share of all requests; less is the solver's rounding."""
+"""A share of all requests. A smaller flow is the solver's rounding."""
 _TASTE = 1e-6
-"""Seconds per request; far below what a request costs, far above what a solver rounds."""
+"""The weight of preferences among equal plans, seconds per request: far below the cost of a
+request, far above the solver's rounding.
+"""
 
 
 class NoRouteError(ValueError):
-    """The region cannot serve anything; the message says what is missing."""
+    """The region cannot serve anything. The message says what is missing."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,10 @@ class RouteSearch:
 def search_routes(
     region: Region, *, whole: bool = True, divisions: Sequence[Mapping[str, float]] = ()
 ) -> RouteSearch:
-    """The plan with the highest rate that all prompts can be served at.
+    """The plan with the highest rate at which all prompts can be served.
 
-    `whole`: instances are not shared between roles. `divisions`: N_p by PD cluster; where given,
-    one of these is chosen, the first among equals. Raises `NoRouteError` when no instance could
+    With `whole`, instances are not shared between roles. `divisions` are N_p by PD cluster; where
+    given, one of them is chosen, the first among equals. Raises `NoRouteError` if no instance could
     decode or prefill.
     """
     routes = tuple(routes_of(region))
@@ -63,7 +65,7 @@ def search_routes(
         divisions = _divisions_near(region, relaxed.num_prefill)
     found = [program.solve(division) for division in divisions]
     best = max(plan.system_rps for plan in found)
-    # The solver's last digits must not choose between equal divisions.
+    # The last digits of the solver must not choose between equal divisions.
     return next(plan for plan in found if plan.system_rps >= best * (1 - _ROUNDING))
 
 
@@ -73,20 +75,21 @@ def _divisions_near(region: Region, relaxed: Mapping[str, float]) -> list[dict[s
     every = [range(size + 1) for size in sizes.values()]
     if np.prod([len(options) for options in every]) > MAX_DIVISIONS:
         every = [
+            # One further than both roundings: the best whole division need not be one of them.
             range(max(0, int(relaxed[name]) - 1), min(size, int(relaxed[name]) + 2) + 1)
             for name, size in sizes.items()
         ]
     return [
         dict(zip(sizes, map(float, division), strict=True))
         for division in itertools.product(*every)
-        # Some PD cluster must keep an instance that decodes.
+        # At least one PD cluster must keep an instance that decodes.
         if any(n < size for n, size in zip(division, sizes.values(), strict=True))
     ]
 
 
 @dataclass(frozen=True)
 class _Limit:
-    """One part of the region: what a unit of flow of each class asks of it, by route."""
+    """One part of the region, and what a unit of flow of each class needs of it, by route."""
 
     kind: str
     """prefill (of a prefill cluster), link, local (prefill of a PD cluster) or decode."""
@@ -98,10 +101,10 @@ class _Limit:
 class _Program:
     """The linear program of one region.
 
-    Variables: the flow of each class over each route, route by route; then U = 1 / rate, which is
-    minimised; then, where the division is free, U N_p of each PD cluster (times U, or it would not
-    be linear). Constraints: each class goes somewhere, and no part is asked for more than U times
-    its capacity.
+    The variables are the flow of each class over each route, route by route; then U = 1 / rate,
+    which is minimised; then, where the division is free, U N_p of each PD cluster (N_p alone would
+    make the constraints quadratic). The constraints: each class goes somewhere, and no part is used
+    for more than U times its capacity.
     """
 
     def __init__(self, region: Region, routes: Sequence[Route]) -> None:
@@ -110,11 +113,12 @@ class _Program:
         self._classes = Classes.even(region.traffic.lengths, NUM_CLASSES)
         self._num_classes = len(self._classes.shares)
         self._slowness = len(routes) * self._num_classes
-        """Index of U."""
+        """The index of U."""
         self._limits = self._limits_of_parts()
 
     def solve(self, division: Mapping[str, float] | None) -> RouteSearch:
-        """The best flow for this division of the PD clusters; None: for the best one."""
+        """The best flow for this division of the PD clusters; None: for the best division."""
+        # Imported here, since only regions with several clusters need scipy.
         from scipy.optimize import linprog
 
         pds = self._region.pd_clusters
@@ -131,7 +135,7 @@ class _Program:
             method="highs",
         )
         shape = (len(self._routes), self._num_classes)
-        # This division leaves no instance for something that every prompt needs.
+        # Infeasible: this division leaves no instance for something that every prompt needs.
         if result.status != 0:
             nothing = Assignment(self._classes, self._routes, np.zeros(shape))
             return RouteSearch(nothing, dict(division or {}), 0.0)
@@ -166,8 +170,9 @@ class _Program:
         return list(found.values())
 
     def _limit_rows(self, division: Mapping[str, float] | None, free: Mapping[str, int]) -> Any:
-        """A row a part: flow times need, less U times its capacity, is at most 0. The row of a PD
-        cluster's decode keeps its N_p to the instances that it has, too.
+        """One row for each part: flow times need, less U times its capacity, is at most 0.
+
+        The row of a PD cluster's decode also keeps its N_p to the instances that it has.
         """
         from scipy.sparse import lil_matrix
 
@@ -183,11 +188,12 @@ class _Program:
                 capacity -= num_prefill
             rows[row, self._slowness] = -capacity
             if limit.kind in ("local", "decode") and limit.name in free:
+                # The variable is U N_p: what the cluster's prefill gains by it, its decode loses.
                 rows[row, free[limit.name]] = 1 if limit.kind == "decode" else -1
         return rows.tocsr()
 
     def _balance_rows(self, num_free: int) -> Any:
-        """A row a class: its flow over all routes, which is its share."""
+        """One row for each class: its flows over all routes add up to its share."""
         from scipy.sparse import lil_matrix
 
         rows = lil_matrix((self._num_classes, self._slowness + 1 + num_free))
@@ -196,11 +202,14 @@ class _Program:
         return rows.tocsr()
 
     def _cost(self, num_free: int) -> Floats:
-        """U; and among equal plans the one that sends least, in few ranges of lengths a route."""
+        """U, and as preferences among equal plans: little over links, and few ranges of
+        lengths a route.
+        """
         longer = np.cumsum(self._classes.shares)
         cost = np.zeros(self._slowness + 1 + num_free)
         cost[self._slowness] = 1
         for index, route in enumerate(self._routes):
+            # The second term gives the longer prompts to later routes, so that each has few ranges.
             taste = float(route.link is not None) - index * longer / len(self._routes)
             cost[index * self._num_classes : (index + 1) * self._num_classes] = _TASTE * taste
         return cost

@@ -1,7 +1,7 @@
 """The throughput model of a PrfaaS region: what each role sustains and which one binds.
 
-Equations 1-6 of the paper (Prefill-as-a-Service, section 3.4) as pure functions over numpy arrays
-that broadcast against each other. Its symbols appear here and nowhere else:
+Equations 1-6 of the paper (Prefill-as-a-Service, section 3.4) are pure functions over numpy arrays
+that broadcast against each other. The paper's symbols appear here and nowhere else:
 
     symbol              here
     Lambda_max          system_rps                 requests/s that the region sustains
@@ -19,9 +19,9 @@ that broadcast against each other. Its symbols appear here and nowhere else:
     BS_max, T_decode    batch_size, step_s         requests, s
     N, P (equation 2)   num_gpus, gpus_per_instance
 
-Two modes. `paper` puts the mean length into the curves, T(E[L]), as the paper does; `exact` takes
-the mean over the lengths, E[T(L)], which is what hardware has to do. T is convex, so `paper`
-promises a few percent more than can be sustained.
+There are two modes. `paper` puts the mean length into the curves, T(E[L]), as the paper does.
+`exact` takes the mean over the lengths, E[T(L)], which is the work that hardware has to do. T is
+convex, so `paper` promises a few percent more than can be sustained.
 
 A prompt of exactly t tokens stays local. Nothing here searches, simulates or reads files.
 """
@@ -39,7 +39,7 @@ from scheduler.planning.lengths import Floats, Lengths
 
 
 class Mode(StrEnum):
-    """How prompts of many lengths are put into one number."""
+    """How prompts of many lengths become one number."""
 
     PAPER = "paper"
     EXACT = "exact"
@@ -62,7 +62,9 @@ def cluster_egress_bytes_per_s(
 def prefill_cluster_rps(
     num_prfaas: ArrayLike, prefill_s: ArrayLike, link_bytes_per_s: ArrayLike, kv_bytes: ArrayLike
 ) -> Floats:
-    """Equation 3: the slower of prefilling and sending, layer-wise overlapped, requests/s."""
+    """Equation 3: the slower of prefilling and sending, which overlap layer by layer,
+    requests/s.
+    """
     return np.minimum(_per(num_prfaas, prefill_s), _per(link_bytes_per_s, kv_bytes))
 
 
@@ -84,6 +86,7 @@ def system_rps(
 ) -> Floats:
     """Equation 6: the slowest stage, given the fraction of requests that is offloaded."""
     share = np.asarray(offload, np.float64)
+    # A prefill stage sees its share of the requests only, while every request is decoded.
     prefill = np.minimum(_per(prefill_cluster, share), _per(pd_prefill, 1 - share))
     slowest: Floats = np.minimum(prefill, np.asarray(pd_decode, np.float64))
     return slowest
@@ -91,7 +94,7 @@ def system_rps(
 
 @dataclass(frozen=True)
 class Split:
-    """A distribution of lengths cut at thresholds; every array has one entry a threshold."""
+    """A distribution of lengths divided at thresholds. Every array has one entry per threshold."""
 
     threshold_tokens: Floats
     offload_fraction: Floats
@@ -115,6 +118,7 @@ def offloaded_mean(mode: Mode, curve: Curve, lengths: Lengths, split: Split) -> 
     """What an offloaded request needs of `curve` on average; 0 where nothing is offloaded."""
     if mode is Mode.PAPER:
         return np.where(split.offload_fraction > 0, curve(split.mean_offloaded_tokens), 0.0)
+    # E[curve(L); L > t], which the division by P(L > t) makes conditional.
     longer = curve.mean(lengths) - curve.sum_to(lengths, split.threshold_tokens)
     return mean_of(longer, split.offload_fraction)
 
@@ -128,7 +132,7 @@ def local_mean(mode: Mode, curve: Curve, lengths: Lengths, split: Split) -> Floa
 
 
 def _per(capacity: ArrayLike, need: ArrayLike) -> Floats:
-    """capacity / need; without any need there is no limit, whatever the capacity."""
+    """capacity / need. Without any need there is no limit, whatever the capacity."""
     have = np.asarray(capacity, np.float64)
     wanted = np.asarray(need, np.float64)
     rates = np.full(np.broadcast_shapes(have.shape, wanted.shape), np.inf)
@@ -137,11 +141,12 @@ def _per(capacity: ArrayLike, need: ArrayLike) -> Floats:
 
 
 def mean_of(total: Floats, share: Floats) -> Floats:
-    """total / share where there is a share, else 0; rounding never makes a mean of nothing."""
+    """total / share, or 0 where the share is 0 but for rounding."""
+    # Where only rounding is left of the share, the quotient would be noise.
     real = _share(share) > 0
     return np.divide(total, share, out=np.zeros(len(share)), where=real)
 
 
 def _share(share: Floats) -> Floats:
-    """The share with what is only rounding set to 0."""
+    """The share, with mere rounding set to 0."""
     return np.where(share > 1e-12, share, 0.0)

@@ -1,7 +1,8 @@
-"""The prefix cache of one cluster over the time of a replay: the most recently used blocks.
+"""The prefix cache of one cluster during a replay: the most recently used blocks.
 
-The rule of `scheduler.planning.prefix_reuse`, asked and filled at different moments. A block's id
-stands for the whole prefix up to it. Knows no bytes and no tiers.
+It has the rule of `scheduler.planning.prefix_reuse`, with look-ups and additions at different
+times. The id of a block stands for the whole prefix up to it. This file knows no bytes and no
+tiers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class ReplayCache:
         return len(self._recent)
 
     def hit_tokens(self, blocks: Sequence[int], num_tokens: int) -> int:
-        """Cached tokens at the start of a prompt; never its last one, which must be computed."""
+        """Cached tokens at the start of a prompt; never its last token, which must be computed."""
         recent, num_hit = self._recent, 0
         for block in blocks:
             if block not in recent:
@@ -35,9 +36,9 @@ class ReplayCache:
         return max(0, min(num_hit * self._block_tokens, num_tokens - 1))
 
     def add(self, blocks: Sequence[int]) -> None:
-        """A prompt was computed here, or its KVCache landed."""
+        """Add the blocks of a prompt that was computed here or whose KVCache landed."""
         recent = self._recent
-        # From the end: a prefix outlives what hangs on it.
+        # The last block first, so that it is evicted before the blocks it depends on.
         for block in reversed(blocks):
             recent.pop(block, None)
             recent[block] = None

@@ -1,24 +1,23 @@
-"""Who decides in a replay where a request is prefilled and whether it is let in.
+"""The deciders of a replay: where a request is prefilled, and whether it is admitted.
 
-`StaticDecider` is the paper's threshold. `LiveDecider` drives the object that a gateway runs,
-`scheduler.live.core.LiveScheduler`: it tells it what happens to links and requests, asks it for
-routes and admission, and lets it see the stations as they are (`scheduler.replay.station_views`).
-`OracleDecider` shows it links as they will be, and t follows their rates by the plan.
+`Decider` drives the object that a gateway runs, `scheduler.live.core.LiveScheduler`: it tells it
+what happens to links and requests, asks it for routes and admission, and lets it see the stations
+as they are (`scheduler.replay.station_views`). `StaticDecider` routes by the paper's threshold
+alone. `OracleDecider` shows links as they will be, and t follows their rates by the plan.
 
-They know stations, pools and watched links; nothing of a replay's own events.
+Deciders know stations, pools and watched links, but not the events of a replay.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
-from netmon.estimate import LinkCondition
-from netmon.region_link import LinkView
 from scheduler.live.admission import AdmissionConfig, AdmissionPolicy, admit_decode
-from scheduler.live.core import Event, LiveScheduler
+from scheduler.live.core import Event, LiveScheduler, R
 from scheduler.live.events import (
     AdmissionOver,
     AdmitAsked,
@@ -36,120 +35,55 @@ from scheduler.live.feedback import (
     Prefilled,
     RequestArrived,
 )
+from scheduler.live.long_term.loop import LongTermConfig
+from scheduler.live.long_term.model_plan import ThresholdPlan
 from scheduler.live.settings import LiveSettings, RoutingPolicy
 from scheduler.planning.pair_search import best_of_pair
 from scheduler.planning.plan import is_pair
 from scheduler.planning.throughput import Mode
 from scheduler.replay.jobs import Job
-from scheduler.replay.model import Policy, ReplayModel, Routing
+from scheduler.replay.model import MODEL, Policy, ReplayModel, Routing
 from scheduler.replay.station_views import Parts, StationViews
 from scheduler.routing.decision import HAND_OFF, RequestShape
 from scheduler.routing.prediction import PrefillTask, transfer_tail_s
 from scheduler.routing.queue_order import OrderConfig
 from scheduler.routing.threshold import ThresholdConfig
 
-MODEL: Final = "replayed"
-"""The served name of the one model that all requests are for."""
 _LOOK_S: Final = 0.2
-"""Thresholds follow links at most so often while no request asks."""
+"""The least time between two looks at links while no request asks."""
 _FOLLOWS_NO_LINK: Final = ThresholdConfig(rising_factor=1.0, congested_factor=1.0, max_factor=1.0)
 
 
 class Decider:
-    """One policy at work. It is told how requests go; a policy that learns nothing ignores it."""
-
-    def __init__(self, parts: Parts, thresholds: dict[str, float]) -> None:
-        self.thresholds = thresholds
-        """The plan's t of each prefill cluster by name."""
-        self._parts = parts
-
-    def place(self, job: Job, kv_bytes: float, now_s: float) -> bool:
-        """Write into the job where it goes and what is cached there; False: refused."""
-        raise NotImplementedError
-
-    def believed_s(self, job: Job) -> float:
-        """How long its prefill should take at its place."""
-        profile = self._parts.stations[job.place].profile
-        return profile.prefill_s(job.num_tokens, job.cached_tokens)
-
-    def tail_s(self, job: Job, now_s: float) -> float | None:
-        """From now, when its prefill begins, how long its transfer should go on after it."""
-        return None
-
-    def landed(self, job: Job, now_s: float) -> bool:
-        """Its KVCache has landed: whether it may decode; False: refused after all."""
-        return True
-
-    def given_up(self, job: Job, now_s: float) -> None:
-        """Its KVCache did not land in time."""
-
-    def decoding(self, job: Job, now_s: float) -> None:
-        """It has a decode slot; its first token is one step away."""
-
-    def done(self, job: Job, now_s: float) -> None:
-        """Its last token is there."""
-
-    def over(self, job: Job, now_s: float) -> None:
-        """It was let in, and nobody will serve it any more."""
-
-    def present_thresholds(self) -> list[float]:
-        """t of each prefill cluster as it is now, for the record."""
-        return [self.thresholds[station.name] for station in self._parts.stations[1:]]
-
-    def gives_up(self, link: LinkView) -> bool:
-        """Whether transfers that wait for this link should be prefilled at home instead."""
-        return False
-
-    def looked(self, now_s: float) -> None:
-        """Links were just sampled, or the plan has changed."""
-
-    def plan_sends(self, bytes_per_s: float) -> None:
-        """What the plan in force sends over each link at its capacity."""
-
-
-class StaticDecider(Decider):
-    """More than t uncached goes to the prefill cluster that has least to compute and to do."""
-
-    def place(self, job: Job, kv_bytes: float, now_s: float) -> bool:
-        stations, hits = self._parts.stations, self._parts.hits(job)
-        uncached = job.num_tokens - hits[0]
-        best, least = 0, (0, 0.0)
-        for index in range(1, len(stations)):
-            station = stations[index]
-            if uncached > self.thresholds[station.name]:
-                busy = (station.num_queued + station.num_running) / max(1, station.num_usable)
-                cost = job.num_tokens - hits[index], busy
-                if best == 0 or cost < least:
-                    best, least = index, cost
-        job.place, job.cached_tokens = best, hits[best]
-        return True
-
-
-class LiveDecider(Decider):
-    """The live scheduler, told what a gateway would tell it. See the module text."""
+    """Runs the live scheduler, and tells it what a gateway would tell it."""
 
     def __init__(
-        self, parts: Parts, model: ReplayModel, policy: Policy, thresholds: dict[str, float]
+        self, parts: Parts, model: ReplayModel, policy: Policy, planned: ThresholdPlan
     ) -> None:
-        super().__init__(parts, thresholds)
+        """The thresholds of `planned` hold until the long-term loop plans anew, if the policy has
+        one.
+        """
         pd, *others = (station.name for station in parts.stations)
         self.live = LiveScheduler(_settings(policy, pd, tuple(others)), StationViews(parts))
+        self._parts = parts
         self._admission = policy.admission
         self._kv = model.region.kv
         self._targets = [HAND_OFF, *others]
-        """What the live scheduler calls each station."""
+        """The live scheduler's name of each station."""
         self._places = {name: place for place, name in enumerate(self._targets)}
-        self._planned_bytes_per_s = 0.0
-        self._told_plan: tuple[dict[str, float], float] | None = None
         self._looked_s = -1.0
         known = self.live.knowledge(MODEL)
         for target, station in zip(self._targets, parts.stations, strict=True):
             # The profiles of the plan: a gateway that has been running for a while knows as much.
             known.believe(target, station.profile)
+        for cluster, tokens in planned.tokens.items():
+            sends = planned.sends.get(cluster, 0.0)
+            self.live.take(ThresholdPlanned(cluster, tokens, sends), 0.0)
 
     def place(self, job: Job, kv_bytes: float, now_s: float) -> bool:
+        """Write into the job where it goes and what is cached there. False: refused."""
         hits = self._parts.hits(job)
-        self._hear_links(now_s)
+        self.hear_links(now_s)
         decision = self.live.take(RouteAsked(MODEL, self._shape(job, hits)), now_s)
         predicted = decision.predicted
         if self._admission is not None:
@@ -163,27 +97,35 @@ class LiveDecider(Decider):
             job.move_tokens = decision.move.saved_tokens
             job.cached_tokens += job.move_tokens
         job.predicted = predicted
-        self._tell(RequestArrived(MODEL, job.num_tokens, hits[0]), now_s)
-        if hits[0]:
-            kv_bytes += self._kv.fixed_bytes - float(self._kv.size(hits[0]))
+        self._begun(job, hits[0], kv_bytes, now_s)
+        return True
+
+    def _begun(self, job: Job, home_tokens: int, kv_bytes: float, now_s: float) -> None:
+        """Tell that the request goes to its place. `home_tokens` are cached in the PD cluster."""
+        self.tell(RequestArrived(MODEL, job.num_tokens, home_tokens), now_s)
+        # What the PD cluster has cached is not sent. `size` includes the fixed bytes, which are
+        # sent in any case.
+        if home_tokens:
+            kv_bytes += self._kv.fixed_bytes - float(self._kv.size(home_tokens))
         leg = LegBegun(
             transfer_id=str(job.index),
             model=MODEL,
-            place=self._targets[place],
+            place=self._targets[job.place],
             num_tokens=job.num_tokens,
             uncached_tokens=job.num_tokens - job.cached_tokens,
-            landing_cached_tokens=hits[0],
+            landing_cached_tokens=home_tokens,
             nbytes=int(kv_bytes),
-            lands_s=0.0 if predicted is None else predicted.landed_s,
+            lands_s=0.0 if job.predicted is None else job.predicted.landed_s,
         )
-        self._tell(leg, now_s)
-        return True
+        self.tell(leg, now_s)
 
     def believed_s(self, job: Job) -> float:
+        """How long the job's prefill should take at its place."""
         profile = self.live.knowledge(MODEL).prefill(self._targets[job.place])
         return profile.prefill_s(job.num_tokens, job.cached_tokens)
 
     def tail_s(self, job: Job, now_s: float) -> float | None:
+        """How long the job's transfer should go on after a prefill that begins now."""
         watch = self._parts.watches[job.place]
         if watch is None:
             return None
@@ -191,6 +133,7 @@ class LiveDecider(Decider):
         return transfer_tail_s(watch.view(now_s), 0.0, job.believed_s, task)
 
     def landed(self, job: Job, now_s: float) -> bool:
+        """The job's KVCache has landed. Returns whether it may decode; False: refused after all."""
         prefilled = Prefilled(
             model=MODEL,
             place=self._targets[job.place],
@@ -200,8 +143,8 @@ class LiveDecider(Decider):
             tail_s=now_s - job.prefill_end_s,
             seconds=job.service_s,
         )
-        self._tell(prefilled, now_s)
-        self._tell(LegOver(str(job.index)), now_s)
+        self.tell(prefilled, now_s)
+        self.tell(LegOver(str(job.index)), now_s)
         admission = self._admission
         if admission is None or admission.policy is not AdmissionPolicy.AT_DECODE:
             return True
@@ -211,67 +154,61 @@ class LiveDecider(Decider):
         return False
 
     def given_up(self, job: Job, now_s: float) -> None:
-        self._tell(LegOver(str(job.index)), now_s)
+        """The job's KVCache did not land in time."""
+        self.tell(LegOver(str(job.index)), now_s)
 
     def decoding(self, job: Job, now_s: float) -> None:
-        # What was predicted of a route says nothing of one that failed and was prefilled again.
+        """The job has a decode slot, and its first token is one step away."""
+        # The prediction was for the first route, which failed; another prefill replaced it.
         if job.predicted is None or job.fell_back:
             return
-        # Told a step early, as the step's time is known. Who waited for a slot met a full engine.
+        # Told a step early, as the step's time is known. A request that waited for a slot met full
+        # engines.
         ttft_s, was_full = now_s + job.step_s - job.arrival_s, now_s > job.landed_s
         target = self._targets[job.place]
-        self._tell(FirstToken(MODEL, target, job.predicted, ttft_s, was_full), now_s)
+        self.tell(FirstToken(MODEL, target, job.predicted, ttft_s, was_full), now_s)
 
     def done(self, job: Job, now_s: float) -> None:
+        """The job has its last token."""
         seconds = max(0.0, now_s - job.slot_s - job.step_s)
-        self._tell(AnswerDecoded(MODEL, job.output_tokens, seconds), now_s)
+        self.tell(AnswerDecoded(MODEL, job.output_tokens, seconds), now_s)
         self.over(job, now_s)
 
     def over(self, job: Job, now_s: float) -> None:
-        self._tell(LegAnswered(str(job.index)), now_s)
+        """An admitted job is over: served, refused after all, or lost."""
+        self.tell(LegAnswered(str(job.index)), now_s)
         if self._admission is not None:
-            self._tell(AdmissionOver(job.index), now_s)
+            self.tell(AdmissionOver(job.index), now_s)
 
     def present_thresholds(self) -> list[float]:
+        """The present t of each prefill cluster, for the time series."""
         found = {item.cluster: item.tokens for item in self.live.thresholds.overview()}
         return [found[name] for name in self._targets[1:]]
 
-    def gives_up(self, link: LinkView) -> bool:
-        return link.state is LinkCondition.DOWN
-
     def looked(self, now_s: float) -> None:
-        self._tell_plan(now_s)
+        """Links were just sampled: let thresholds follow them."""
         if now_s - self._looked_s >= _LOOK_S:
             self._looked_s = now_s
-            self._hear_links(now_s)
+            self.hear_links(now_s)
             self.live.take(ThresholdsAsked(), now_s)
 
-    def plan_sends(self, bytes_per_s: float) -> None:
-        self._planned_bytes_per_s = bytes_per_s
-
-    def _tell_plan(self, now_s: float) -> None:
-        tokens = {name: self._plan_tokens(name, now_s) for name in self._targets[1:]}
-        plan = tokens, self._planned_bytes_per_s
-        if plan != self._told_plan:
-            self._told_plan = plan
-            for name in tokens:
-                self._tell(ThresholdPlanned(name, tokens[name], self._planned_bytes_per_s), now_s)
-
-    def _plan_tokens(self, cluster: str, now_s: float) -> float:
-        return self.thresholds[cluster]
-
-    def _tell(self, event: Event[Any], now_s: float) -> None:
-        self.live.take(event, now_s)
-
-    def _hear_links(self, now_s: float) -> None:
-        """Hand over what has changed, as a gateway does before a question."""
+    def hear_links(self, now_s: float) -> None:
+        """Pass on the changed views of links, as a gateway does before it asks for a decision."""
         pd = self.live.settings.pd
         for station, watch in zip(self._parts.stations, self._parts.watches, strict=True):
             if watch is None:
                 continue
             view, heard = watch.view(now_s), self.live.links.get((station.name, pd))
             if view is not heard and view != heard:
-                self._tell(LinkHeard(station.name, pd, view), now_s)
+                self.tell(LinkHeard(station.name, pd, view), now_s)
+
+    def tell(self, event: Event[Any], now_s: float) -> None:
+        """Tell the live scheduler what happened."""
+        self.live.take(event, now_s)
+
+    def plan(self, event: Event[R], now_s: float) -> R:
+        """Pass on an event of the long-term loop, which may set t."""
+        return self.live.take(event, now_s)
 
     def _shape(self, job: Job, hits: list[int]) -> RequestShape:
         if self._parts.caches is None:
@@ -286,55 +223,105 @@ class LiveDecider(Decider):
         )
 
 
-class OracleDecider(LiveDecider):
-    """The live scheduler with links as they will be, and the best t for the lowest rate to come."""
+class StaticDecider(Decider):
+    """The paper's rule: a prompt with more than t uncached tokens goes to a prefill cluster.
+
+    Of several, to the one with the fewest tokens to compute for it, then to the least busy.
+    """
 
     def __init__(
-        self, parts: Parts, model: ReplayModel, policy: Policy, thresholds: dict[str, float]
+        self, parts: Parts, model: ReplayModel, policy: Policy, planned: ThresholdPlan
     ) -> None:
-        super().__init__(parts, model, replace(policy, threshold=_FOLLOWS_NO_LINK), thresholds)
-        self._model = model
+        super().__init__(parts, model, replace(policy, admission=None), planned)
+
+    def place(self, job: Job, kv_bytes: float, now_s: float) -> bool:
+        stations, hits = self._parts.stations, self._parts.hits(job)
+        uncached = job.num_tokens - hits[0]
+        best, least = 0, (0, 0.0)
+        for index in range(1, len(stations)):
+            station = stations[index]
+            if uncached > self.live.thresholds.plan_tokens(station.name):
+                busy = (station.num_queued + station.num_running) / max(1, station.num_usable)
+                cost = job.num_tokens - hits[index], busy
+                if best == 0 or cost < least:
+                    best, least = index, cost
+        job.place, job.cached_tokens = best, hits[best]
+        self._begun(job, hits[0], kv_bytes, now_s)
+        return True
+
+    def looked(self, now_s: float) -> None:
+        """t follows no link."""
+
+    def tell(self, event: Event[Any], now_s: float) -> None:
+        # Only plans use what is learnt here, and learning would take most of the run time.
+        if self.live.plans:
+            super().tell(event, now_s)
+
+
+class OracleDecider(Decider):
+    """Runs the live scheduler with links as they will be, and with the best t for them."""
+
+    def __init__(
+        self, parts: Parts, model: ReplayModel, policy: Policy, planned: ThresholdPlan
+    ) -> None:
+        super().__init__(parts, model, replace(policy, threshold=_FOLLOWS_NO_LINK), planned)
+        self._region = model.region
         self._num_prefill = float(len(parts.stations[0].instances))
         self._best: dict[float, float] = {}
+        self._planned = dict(planned.tokens)
 
-    def _plan_tokens(self, cluster: str, now_s: float) -> float:
-        region, watch = self._model.region, self._parts.watches[1]
-        if watch is None or not is_pair(region):
-            return self.thresholds[cluster]
-        rate = watch.view(now_s).available_bytes_per_s or 0.0
+    def looked(self, now_s: float) -> None:
+        self._set(self._foreseen(now_s), now_s)
+        super().looked(now_s)
+
+    def plan(self, event: Event[R], now_s: float) -> R:
+        # Plans do not know what is foreseen, so they must find the t that they set themselves.
+        self._set(self._planned, now_s)
+        answer = super().plan(event, now_s)
+        self._planned = dict(self.live.thresholds.base_tokens())
+        self._set(self._foreseen(now_s), now_s)
+        return answer
+
+    def _set(self, thresholds: Mapping[str, float], now_s: float) -> None:
+        for cluster, tokens in thresholds.items():
+            if tokens != self.live.thresholds.plan_tokens(cluster):
+                self.tell(ThresholdPlanned(cluster, tokens, 0.0), now_s)
+
+    def _foreseen(self, now_s: float) -> Mapping[str, float]:
+        region, watches = self._region, self._parts.watches[1:]
+        # The search for the best t is for one prefill cluster and one PD cluster.
+        if not is_pair(region) or not watches or watches[0] is None:
+            return self._planned
+        rate = watches[0].view(now_s).available_bytes_per_s or 0.0
+        # The plan was made for this rate, so its t is the best one already.
         if rate >= region.links[0].bytes_per_s:
-            return self.thresholds[cluster]
-        found = self._best.get(rate)
-        if found is None:
-            found = self._best[rate] = self._solve(rate)
-        return found
+            return self._planned
+        # A schedule has few rates, and a search takes long.
+        if rate not in self._best:
+            self._best[rate] = self._solve(rate)
+        return {region.prefill_clusters[0].name: self._best[rate]}
 
     def _solve(self, rate: float) -> float:
-        region = self._model.region
+        region = self._region
         if rate <= 0:
+            # Nothing crosses a link that is down, and no prompt is longer than this t.
             return region.traffic.lengths.max_tokens
-        link = replace(region.links[0], bytes_per_s=rate)
-        there = replace(region, links=(link,))
+        there = replace(region, links=(replace(region.links[0], bytes_per_s=rate),))
         tokens, _, _ = best_of_pair(there, Mode.EXACT, num_prefill=np.array([self._num_prefill]))
         return tokens
 
 
-def decider_of(
-    parts: Parts, model: ReplayModel, policy: Policy, thresholds: dict[str, float]
-) -> Decider:
+def decider_of(parts: Parts, model: ReplayModel, policy: Policy, planned: ThresholdPlan) -> Decider:
     """The policy's decider."""
-    if policy.routing is Routing.STATIC:
-        return StaticDecider(parts, thresholds)
-    if policy.routing is Routing.ORACLE:
-        return OracleDecider(parts, model, policy, thresholds)
-    return LiveDecider(parts, model, policy, thresholds)
+    kinds = {Routing.STATIC: StaticDecider, Routing.ORACLE: OracleDecider, Routing.ROUTER: Decider}
+    return kinds[policy.routing](parts, model, policy, planned)
 
 
 def _settings(policy: Policy, pd: str, prefill_clusters: tuple[str, ...]) -> LiveSettings:
     return LiveSettings(
         pd=pd,
         prefill_clusters=prefill_clusters,
-        # The plan's t of each cluster is told before the first request.
+        # The plan's t of each cluster is told at once.
         threshold_tokens=0.0,
         hand_off_tokens=1,
         routing=RoutingPolicy(margin_s=policy.margin_s, margin_share=policy.margin_share),
@@ -342,4 +329,6 @@ def _settings(policy: Policy, pd: str, prefill_clusters: tuple[str, ...]) -> Liv
         order=policy.order or OrderConfig(),
         refuses_load=policy.admission is not None,
         admission=policy.admission or AdmissionConfig(),
+        models=() if policy.long_term is None else (MODEL,),
+        long_term=policy.long_term or LongTermConfig(),
     )

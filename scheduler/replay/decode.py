@@ -5,7 +5,7 @@ all batches are full. Every step of an instance gives one token to each of its r
 kept as one number per instance, the steps done so far, so that a change of the batch touches none
 of its requests.
 
-Knows no prefill and no policy.
+This file knows no prefill and no policy.
 """
 
 from __future__ import annotations
@@ -14,15 +14,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import pairwise
+from typing import ClassVar
 
+from scheduler.live.long_term.conversion import PdRole
 from scheduler.replay.jobs import Job
 
+# Steps are sums of floats, so a request may miss its last step by a rounding error.
 _ROUNDING_STEPS = 1e-6
 
 
 def step_table(points: Sequence[tuple[int, float]]) -> tuple[float, ...]:
-    """Step time by batch size, from 0 to the largest of the (batch, seconds) points: straight
-    lines between them, level below the first.
+    """Step time by batch size, from 0 to the largest of the (batch, seconds) points.
+
+    It is linear between points, and constant below the first.
     """
     known = sorted(points)
     if not known or known[0][0] < 1 or known[0][1] <= 0:
@@ -37,25 +41,38 @@ def step_table(points: Sequence[tuple[int, float]]) -> tuple[float, ...]:
 
 
 class DecodeInstance:
-    """One engine. Requests in it are ordered by the step that is their last."""
+    """One engine. Its requests are in the order of their last steps. `role_epoch` is the epoch of
+    the order that gave it its role.
+    """
 
-    __slots__ = ("at_s", "is_usable", "name", "running", "steps", "version")
+    __slots__ = ("at_s", "is_usable", "name", "role_epoch", "running", "steps", "version")
+    role: ClassVar[PdRole] = "decode"
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, role_epoch: int = 0) -> None:
         self.name = name
+        self.role_epoch = role_epoch
         self.is_usable = True
         self.running: list[tuple[float, int, Job]] = []
         self.steps = 0.0
         self.at_s = 0.0
         self.version = 0
-        """Of the one pending event; older ones are void."""
+        """The version of the only pending event. Events with older versions are void."""
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.running)
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens that it has still to generate."""
+        return int(sum(last - self.steps for last, _, _ in self.running))
 
 
 class DecodePool:
     """The decode instances of a region in virtual time.
 
-    `schedule` is called with (time, instance, version) to be called back: `ended` with
-    these. `begun` is called with each request that gets a slot, and when.
+    It calls `schedule` with (time, instance, version); at that time `ended` must be called with the
+    instance and the version. It calls `begun` with each request that gets a slot, and the time.
     """
 
     def __init__(
@@ -67,28 +84,28 @@ class DecodePool:
         *,
         begun: Callable[[Job, float], None],
     ) -> None:
-        """`slots_per_instance` keep the objective; an engine runs up to `len(step_s) - 1`."""
+        """With `slots_per_instance` requests the objective holds; at most `len(step_s) - 1` run."""
         self.instances = list(instances)
         self.slots_per_instance = slots_per_instance
         self.waiting: deque[Job] = deque()
         self.num_running = 0
         self.busy_s = 0.0
-        """Seconds of slots in use, of requests that ended."""
+        """The sum of the times that ended requests had a slot."""
         self._step_s = step_s
         self._most = len(step_s) - 1
         self._is_level = len(set(step_s[1:])) == 1
         self._schedule = schedule
         self._begun = begun
         self.slots_total = 0
-        """Of the usable instances, within the objective; see `recount`."""
+        """The slots of the usable instances within the objective, as of the last `recount`."""
         self.recount()
 
     def recount(self) -> None:
-        """Instances came, went, or may be used again, or no more."""
+        """Count the slots again, after an instance came, went or changed `is_usable`."""
         self.slots_total = self.slots_per_instance * sum(i.is_usable for i in self.instances)
 
     def land(self, job: Job, now_s: float) -> None:
-        """The request can decode: it begins, or waits."""
+        """The request can decode: it gets a slot, or waits for one."""
         instance = self._least_full()
         if instance is None:
             self.waiting.append(job)
@@ -96,8 +113,8 @@ class DecodePool:
             self._begin(instance, job, now_s)
 
     def ended(self, instance: DecodeInstance, version: int, now_s: float) -> list[Job]:
-        """The requests that have had their last token; empty for a void event. Those that wait
-        take their places.
+        """Take out the requests that have their last token; none for a void event. Waiting requests
+        take their slots.
         """
         if version != instance.version:
             return []
@@ -134,6 +151,8 @@ class DecodePool:
         job.step_s = self._step_s[len(instance.running)]
         self.num_running += 1
         self._begun(job, now_s)
+        # If every batch has the same step time, a new request changes no other's end: the pending
+        # event holds unless the new one ends first.
         if not self._is_level or instance.running[0][2] is job:
             self._reschedule(instance)
 

@@ -1,9 +1,9 @@
-"""A region in virtual time: requests through the scheduler's own decisions and modelled hardware.
+"""A region in virtual time: the scheduler's own code decides, and the hardware is a model.
 
 The model is that of `scheduler.planning.load.queueing`, event by event, with what that one leaves
 out: decisions that look at the present state, queues that are not first come, first served, links
 that change, batches whose step time grows, caches, instances that change their role, refusals. With
-a static threshold, first come, first served and a constant link the two give the same timeline.
+a static threshold, first come, first served and a constant link both give the same timeline.
 
     arrival -> [refused] -> queue -> prefill, emitting KVCache -> landed -> slot -> done
                               ^                                     |
@@ -12,7 +12,7 @@ a static threshold, first come, first served and a constant link the two give th
 At one instant, things that end come before things that begin, and arrivals last. Deterministic:
 the same model, workload, policy and seed give the same outcome.
 
-No I/O, no clock. It may not know why a decision was taken.
+No I/O, no clock. The driver does not know the reasons of a decision.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from typing import Any
 
 import numpy as np
 
+from scheduler.live.long_term.model_plan import ThresholdPlan, sends_of
 from scheduler.planning.division_search import thresholds_of
 from scheduler.planning.plan import Plan, best_plan, is_pair, threshold_plan
 from scheduler.planning.region_model import Cluster
 from scheduler.planning.throughput import Mode
 from scheduler.replay.caching import ReplayCache
-from scheduler.replay.deciding import Decider, decider_of
+from scheduler.replay.deciding import decider_of
 from scheduler.replay.decode import DecodeInstance, DecodePool, step_table
 from scheduler.replay.jobs import Fate, Job
 from scheduler.replay.model import Policy, ReplayModel
@@ -40,10 +41,9 @@ from scheduler.replay.results import Outcome, Series
 from scheduler.replay.station_views import Parts
 from scheduler.replay.transfers import Transfers
 from scheduler.replay.workload import Workload
-from scheduler.routing.prediction import ProfileCorrection
 from scheduler.routing.profiles import PrefillProfile
 
-_DECODE_END, _PREFILL_END, _LANDED, _GIVEN_UP, _RELABELLED, _SAMPLE, _RECORD, _PERIOD = range(8)
+_DECODE_END, _PREFILL_END, _LANDED, _GIVEN_UP, _RELABELLED, _SAMPLE, _RECORD, _LOOK = range(8)
 """Kinds of events, in their order at one instant."""
 
 
@@ -57,13 +57,13 @@ def replay(
 ) -> Outcome:
     """Play the whole workload to its end. `num_points` is about the length of the time series.
 
-    ValueError where the policy leaves nobody to prefill or to decode.
+    ValueError if the policy leaves no instance to prefill or to decode.
     """
     return _Driver(model, workload, policy, seed, num_points).run()
 
 
 def starting_plan(model: ReplayModel, policy: Policy) -> Plan:
-    """The plan that a policy starts with: the best one where it names no other."""
+    """The plan that a policy starts with: the best one unless the policy names another."""
     region = model.region
     if policy.thresholds is None and policy.num_prefill is None:
         return best_plan(region, Mode.EXACT)
@@ -82,7 +82,7 @@ def starting_plan(model: ReplayModel, policy: Policy) -> Plan:
 
 
 class _Driver:
-    """One replay. Good for one `run`."""
+    """One replay. `run` may be called once."""
 
     def __init__(
         self, model: ReplayModel, workload: Workload, policy: Policy, seed: int, num_points: int
@@ -105,33 +105,21 @@ class _Driver:
             give_up_later=partial(self._push, _GIVEN_UP),
         )
         self._caches = self._caches_of()
-        thresholds = dict(policy.thresholds or thresholds_of(plan))
         parts = Parts(self._stations, self._pool, self._caches, self._transfers.watches)
-        self._decider: Decider = decider_of(parts, model, policy, thresholds)
-        planned = plan.link_bytes_per_s(Mode.EXACT, plan.system_rps(Mode.EXACT))
-        self._decider.plan_sends(max(planned.values(), default=0.0))
+        planned = ThresholdPlan(policy.thresholds or thresholds_of(plan), sends_of(plan))
+        self._decider = decider_of(parts, model, policy, planned)
         self._rebalancer: Rebalancer | None = None
-        self._period_s = math.inf
         if policy.long_term is not None:
-            self._period_s = policy.long_term.period_s
             self._rebalancer = Rebalancer(
-                model,
-                policy,
-                policy.long_term,
-                self._decider,
-                self._stations,
-                self._pool,
-                self._relabel_later,
+                policy, policy.long_term.period_s, self._decider, parts, self._relabel_later
             )
         jitter = model.prefill_jitter
         self._jitter: list[float] | None = None
         if jitter:
+            # A random stream of its own: jitter changes nothing else. The mean of the factors is 1.
             rng = np.random.default_rng((seed, 99))
             drawn = rng.lognormal(-(jitter**2) / 2, jitter, len(workload))
             self._jitter = drawn.tolist()
-        # The long timescale multiplies the plan's profiles by how far engines are off.
-        learns = self._rebalancer is not None and bool(jitter or model.prefill_factors)
-        self._corrections = [ProfileCorrection() for _ in self._stations] if learns else None
         self._kv_bytes = model.region.kv.size(np.array(workload.prompt_tokens, float)).tolist()
         self._series = Series()
         self._record_s = max(1.0, self._span_s / num_points)
@@ -166,6 +154,8 @@ class _Driver:
         instances = [DecodeInstance(f"{pd.name}-{num_prefill + i}") for i in range(num_decode)]
         points = self._model.decode_steps or ((pd.batch_size, pd.step_s),)
         if points[-1][0] < pd.batch_size:
+            # Measured steps may end below the batch of the plan, whose step time is the last point
+            # then. A larger batch never takes less time, whatever the plan says.
             points = (*points, (pd.batch_size, max(pd.step_s, points[-1][1])))
         return DecodePool(
             instances,
@@ -195,12 +185,12 @@ class _Driver:
             self._relabelled,
             self._sample,
             self._record,
-            self._period,
+            self._look,
         )
         self._push(_SAMPLE, 0.0)
         self._push(_RECORD, 0.0)
         if self._rebalancer is not None:
-            self._push(_PERIOD, self._period_s)
+            self._push(_LOOK, self._rebalancer.look_s)
         arrivals_s, num = self._workload.arrivals_s, len(self._workload)
         events, arrive = self._events, self._arrive
         index, next_s, now_s = 0, arrivals_s[0], 0.0
@@ -211,6 +201,8 @@ class _Driver:
                 next_s = arrivals_s[index] if index < num else math.inf
             else:
                 now_s, kind, _, first, second = heappop(events)
+                # Events of the clock repeat for ever. They end with the last request, or the loop
+                # would not.
                 if kind >= _SAMPLE and index >= num and not self._num_open:
                     continue
                 handlers[kind](first, second, now_s)
@@ -231,11 +223,7 @@ class _Driver:
         self._jobs.append(job)
         if workload.block_ids is not None:
             job.blocks = workload.block_ids[index]
-        is_admitted = self._decider.place(job, self._kv_bytes[index], now_s)
-        if self._rebalancer is not None:
-            cached = job.cached_tokens if is_admitted else 0
-            self._rebalancer.meter.arrived(job.num_tokens, cached, now_s)
-        if not is_admitted:
+        if not self._decider.place(job, self._kv_bytes[index], now_s):
             job.fate = Fate.REFUSED
             self._num_refused += 1
             return
@@ -245,7 +233,7 @@ class _Driver:
         self._enter(job, now_s)
 
     def _enter(self, job: Job, now_s: float) -> None:
-        """Into the queue of its station, or past it."""
+        """Begin the job's prefill at once if an instance is free. Otherwise it waits."""
         station = self._stations[job.place]
         job.believed_s = self._decider.believed_s(job)
         job.service_s = station.real_s(job.num_tokens, job.cached_tokens)
@@ -261,6 +249,7 @@ class _Driver:
         if job.place:
             cached, transfers = 0, self._transfers
             if self._caches is not None:
+                # Asked now and not at arrival: while it waited, others may have filled the cache.
                 cached = self._caches[0].hit_tokens(job.blocks, job.num_tokens)
             transfers.begin(job, self._kv_bytes[job.index], cached, now_s)
             if transfers.is_tracked:
@@ -273,11 +262,6 @@ class _Driver:
         job.prefill_end_s = now_s
         if self._caches is not None:
             self._caches[job.place].add(job.blocks)
-        if self._corrections is not None:
-            correction = self._corrections[job.place]
-            profile_s = station.profile.prefill_s(job.num_tokens, job.cached_tokens)
-            correction.observe(profile_s, job.service_s)
-            station.believed = station.profile.corrected(correction.factor)
         if job.place:
             self._transfers.emitted(job, now_s)
         else:
@@ -293,7 +277,7 @@ class _Driver:
             self._began(*begun, now_s)
 
     def _given_up(self, job: Job, version: int, now_s: float) -> None:
-        """The PD cluster prefills it itself, if it can; what was not sent yet never is."""
+        """The PD cluster prefills it itself, if it can. Its unsent bytes are never sent."""
         if version != job.landing_version:
             return
         self._transfers.give_up(job, now_s)
@@ -301,6 +285,7 @@ class _Driver:
         self._wasted_s += job.service_s
         job.fell_back = True
         job.landing_version += 1
+        # No instance of the PD cluster prefills, so none can take over.
         if not self._stations[0].num_usable:
             self._decider.over(job, now_s)
             job.fate = Fate.LOST
@@ -332,8 +317,6 @@ class _Driver:
             job.fate = Fate.DONE
             self._num_open -= 1
             self._decider.done(job, now_s)
-            if self._rebalancer is not None:
-                self._rebalancer.meter.finished(job.output_tokens, now_s)
         if not instance.is_usable and not instance.running and self._rebalancer is not None:
             self._rebalancer.idle(instance, now_s)
             self._refill(now_s)
@@ -341,35 +324,28 @@ class _Driver:
     # ---- what happens by the clock
 
     def _sample(self, _: None, __: None, now_s: float) -> None:
-        for job in self._transfers.sample(now_s, self._decider.gives_up):
+        for job in self._transfers.sample(now_s):
             self._given_up(job, job.landing_version, now_s)
         self._decider.looked(now_s)
-        if self._rebalancer is not None:
-            self._transfers.show_rates(self._rebalancer.rates, now_s)
         self._push(_SAMPLE, now_s + self._transfers.sample_s)
 
-    def _period(self, _: None, __: None, now_s: float) -> None:
+    def _look(self, _: None, __: None, now_s: float) -> None:
         assert self._rebalancer is not None
-        self._rebalancer.step(now_s)
-        self._decider.looked(now_s)
+        self._rebalancer.look(now_s)
         self._refill(now_s)
-        self._push(_PERIOD, now_s + self._period_s)
+        self._push(_LOOK, now_s + self._rebalancer.look_s)
 
     def _relabelled(self, name: str, epoch: int, now_s: float) -> None:
         assert self._rebalancer is not None
         self._rebalancer.relabelled(name, epoch, now_s)
-        self._decider.looked(now_s)
         self._refill(now_s)
 
     def _refill(self, now_s: float) -> None:
-        """Instances may have come back to work."""
+        """Let waiting requests begin on instances that may have become usable."""
         self._start(self._stations[0], now_s)
         self._pool.fill(now_s)
 
     def _record(self, _: None, __: None, now_s: float) -> None:
-        if self._rebalancer is not None:
-            self._rebalancer.tick(now_s)
-            self._refill(now_s)
         if now_s <= self._span_s:
             self._series.add(now_s, dict(self._row(now_s)))
         self._push(_RECORD, now_s + self._record_s)

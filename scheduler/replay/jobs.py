@@ -16,16 +16,17 @@ class Fate(IntEnum):
     OPEN = 0
     DONE = 1
     REFUSED = 2
-    """Before anything was computed."""
+    """Refused before anything was computed."""
     REFUSED_LATE = 3
-    """After its prefill, which was in vain."""
+    """Refused after its prefill, which was in vain."""
     LOST = 4
-    """Its KVCache never landed and nobody else could prefill it."""
+    """Its KVCache never landed, and no other instance could prefill it."""
 
 
 class Job:
-    """Times are on the replay's clock, `NEVER` until they are known."""
+    """A request. Times are on the replay's clock, `NEVER` until they are known."""
 
+    # There is one for each request of a replay, so slots save much memory.
     __slots__ = (
         "arrival_s",
         "believed_s",
@@ -63,38 +64,38 @@ class Job:
         self.output_tokens = output_tokens
         self.blocks: Sequence[int] = ()
         self.place = 0
-        """The station: 0 is the PD cluster's, then the prefill clusters'."""
+        """The station: 0 is the PD cluster's, the others are the prefill clusters'."""
         self.instance = ""
-        """That prefills it."""
+        """The instance that prefills it."""
         self.cached_tokens = 0
         self.believed_s = 0.0
-        """Prefill as it was predicted when the place was known."""
+        """The time of its prefill as predicted when its place was known, seconds."""
         self.service_s = 0.0
-        """Prefill as it really is."""
+        """The real time of its prefill, seconds."""
         self.token_bytes = 0.0
         self.fixed_bytes = 0.0
         self.emit_bytes_per_s = 0.0
         self.emitted_bytes = 0.0
-        """What its link had been given altogether when its last byte was emitted."""
+        """The bytes that its link had been given altogether when its last byte was emitted."""
         self.landing_version = 0
-        """Of the one pending event of its landing; older ones are void."""
+        """The version of its only valid landing event; events with older versions are ignored."""
         self.move_from = 0
-        """The station whose cached prefix is fetched for it; 0: none is."""
+        """The station from which a cached prefix is fetched for it; 0: none."""
         self.move_tokens = 0
         self.move_s = 0.0
-        """When the fetched prefix is there."""
+        """The time at which the fetched prefix is there."""
         self.start_s = NEVER
         self.prefill_end_s = NEVER
         self.landed_s = NEVER
         self.slot_s = NEVER
         self.done_s = NEVER
         self.step_s = 0.0
-        """Its first decode step."""
+        """The time of its first decode step, seconds."""
         self.predicted: Prediction | None = None
         self.fate = Fate.OPEN
         self.fell_back = False
 
     @property
     def predicted_ttft_s(self) -> float:
-        """`NEVER` where nothing was predicted."""
+        """The predicted TTFT; `NEVER` if nothing was predicted."""
         return NEVER if self.predicted is None else self.predicted.ttft_s

@@ -1,11 +1,12 @@
 """Links that change while the replay runs: a schedule of rates, and the fluid queue before it.
 
-A link sends first whatever was emitted first, at the rate of the moment while there is anything to
-send (`scheduler.planning.load.queueing`, rule 2). So when a transfer has landed is known as soon as
-all of it was emitted: what comes later cannot delay it. Loss lowers the rate by what is sent again,
-and by more where the congestion control gives way to it; other traffic takes its bytes first.
+A link sends first what was emitted first, at its present rate while there is anything to send
+(`scheduler.planning.load.queueing`, rule 2). So the landing time of a transfer is known once all of
+it was emitted, because later bytes cannot delay it. Loss lowers the rate by what is sent again, and
+by more if the congestion control reduces its rate because of it. Other traffic takes its bytes
+first.
 
-Knows no requests and nobody who watches.
+This file knows no requests and no observers.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkChange:
-    """From `at_s` on the link is like this; what is None stays as it was.
+    """The state of a link from `at_s` on. What is None stays as it was.
 
-    `rate_factor` is what random loss leaves of the rate beyond what is sent again: 1 for BBR, which
-    does not give way to it.
+    `rate_factor` is the part of the rate that is left under random loss, besides what is sent
+    again. It is 1 for BBR, which does not reduce its rate because of loss.
     """
 
     at_s: float
@@ -42,7 +43,7 @@ class LinkChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherTraffic:
-    """Somebody else sends so many bytes/s over the link from `from_s` until `until_s`."""
+    """Other senders use `bytes_per_s` of the link from `from_s` until `until_s`."""
 
     from_s: float
     until_s: float
@@ -58,7 +59,7 @@ class OtherTraffic:
 
 @dataclass(frozen=True)
 class RateSchedule:
-    """What a link carries over time: piece i holds from `times_s[i]` on, until the next begins.
+    """What a link carries over time: piece i holds from `times_s[i]` until the next piece begins.
 
     `rates` are what its transfers get together, bytes/s; 0 is an outage.
     """
@@ -68,7 +69,7 @@ class RateSchedule:
     rates: Sequence[float]
     losses: Sequence[float]
     base_bytes_per_s: float = field(init=False)
-    """At the start."""
+    """The rate at the start."""
     is_constant: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,9 +88,10 @@ class RateSchedule:
         others: Iterable[OtherTraffic] = (),
         outages: Iterable[tuple[float, float]] = (),
     ) -> RateSchedule:
-        """A link of this rate, its changes, other traffic on it, and (from, until) of its outages.
+        """A link with this rate, its changes, other traffic on it, and its outages as (from,
+        until).
 
-        What others leave is at least a hundredth: fair sharing never takes everything.
+        Other traffic leaves at least a hundredth of the rate: fair sharing never takes everything.
         """
         steps = sorted(changes, key=lambda change: change.at_s)
         taken, cuts = list(others), list(outages)
@@ -106,26 +108,26 @@ class RateSchedule:
         return cls(tuple(times), tuple(rates), tuple(losses))
 
     def rate_at(self, at_s: float) -> float:
-        """Bytes/s at one moment; before 0 as at 0."""
+        """The rate at one moment, bytes/s; before 0 it is that at 0."""
         return self.rates[max(0, bisect_right(self.times_s, at_s) - 1)]
 
     def loss_at(self, at_s: float) -> float:
         return self.losses[max(0, bisect_right(self.times_s, at_s) - 1)]
 
     def lowest(self, from_s: float, until_s: float) -> float:
-        """The least rate of a span."""
+        """The lowest rate in a span, bytes/s."""
         first = max(0, bisect_right(self.times_s, from_s) - 1)
         last = max(first, bisect_right(self.times_s, until_s) - 1)
         return min(self.rates[first : last + 1])
 
     def since_change_s(self, at_s: float) -> float:
-        """How long the present piece has lasted; infinite in the first."""
+        """How long the present piece has lasted; infinite in the first piece."""
         piece = bisect_right(self.times_s, at_s) - 1
         return at_s - self.times_s[piece] if piece > 0 else math.inf
 
 
 class ReplayLink:
-    """The fluid queue of one link, moved on from event to event. Time must not go back."""
+    """The fluid queue of one link, updated from event to event. Time must not go back."""
 
     __slots__ = (
         "_clock_s",
@@ -142,41 +144,45 @@ class ReplayLink:
     def __init__(self, schedule: RateSchedule, delay_s: float = 0.0) -> None:
         self.schedule = schedule
         self.delay_s = delay_s
-        """How long a byte is under way."""
+        """How long a byte is in flight, seconds."""
         self.inflow = 0.0
         """What prefills emit now, bytes/s."""
         self.expected_inflow = 0.0
-        """The same with what they emit at their ends spread over them."""
+        """The same, with what they emit at their ends spread over them, bytes/s."""
         self.backlog_bytes = 0.0
         self.sent_bytes = 0.0
         self.skipped_bytes = 0.0
-        """Of transfers that were given up, never sent."""
+        """Bytes of transfers that were given up and never sent."""
         self._clock_s = 0.0
         self._piece = 0
 
     @property
     def rate(self) -> float:
-        """Bytes/s at the time that it was last moved on to."""
+        """The rate at the time of the last update, bytes/s."""
         return self.schedule.rates[self._piece]
 
     def advance(self, now_s: float) -> None:
-        """Let time pass."""
+        """Let time pass until `now_s`."""
         if now_s <= self._clock_s:
             return
         times, rates = self.schedule.times_s, self.schedule.rates
+        # The rate changes within the span, so each piece is worked out by itself.
         while self._piece + 1 < len(times) and times[self._piece + 1] <= now_s:
             self._flow(times[self._piece + 1], rates[self._piece])
             self._piece += 1
         self._flow(now_s, rates[self._piece])
 
     def change(self, now_s: float, inflow_change: float, burst_bytes: float = 0.0) -> None:
-        """Change the rate at which KVCache is emitted from now on, and emit so much at once."""
+        """Change the rate at which KVCache is emitted from now on, and emit `burst_bytes` at
+        once.
+        """
         self.advance(now_s)
+        # Sums of floats may end a little below 0.
         self.inflow = max(0.0, self.inflow + inflow_change)
         self.backlog_bytes += burst_bytes
 
     def skip(self, now_s: float, num_bytes: float) -> None:
-        """So much of what waits need not be sent: its transfer was given up."""
+        """Drop `num_bytes` from the queue, because their transfer was given up."""
         self.advance(now_s)
         skipped = min(self.backlog_bytes, num_bytes)
         self.backlog_bytes -= skipped
@@ -184,11 +190,13 @@ class ReplayLink:
 
     @property
     def emitted_bytes(self) -> float:
-        """So far. Whoever notes it when its last byte was emitted can ask when that lands."""
+        """All bytes emitted so far. With this value at its last byte, `landed_s` says when a
+        transfer lands.
+        """
         return self.sent_bytes + self.skipped_bytes + self.backlog_bytes
 
     def landed_s(self, emitted_bytes: float) -> float:
-        """When the first so many of all bytes emitted have arrived; infinite if they never do."""
+        """When the first `emitted_bytes` of all have arrived; infinite if they never do."""
         left = emitted_bytes - self.sent_bytes - self.skipped_bytes
         at_s = self._clock_s
         times, rates = self.schedule.times_s, self.schedule.rates

@@ -1,6 +1,6 @@
-"""What a replay is told: the region as it really is, what is promised, and the policy that runs it.
+"""The inputs of a replay: the region as it really is, the objectives, and the policy that runs it.
 
-Values only; `scheduler.replay.driver` says what becomes of them.
+Values only; `scheduler.replay.driver` uses them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 
 from netmon.monitor import MonitorConfig
 from scheduler.live.admission import AdmissionConfig
@@ -20,21 +21,24 @@ from scheduler.routing.candidates import MARGIN_S, MARGIN_SHARE
 from scheduler.routing.queue_order import OrderConfig
 from scheduler.routing.threshold import ThresholdConfig
 
+MODEL: Final = "replayed"
+"""The served name of the one model that all requests are for."""
+
 
 class Routing(StrEnum):
-    """Who decides where a request is prefilled."""
+    """What decides where a request is prefilled."""
 
     STATIC = "static"
-    """One threshold for ever, whatever the queues and the link do: the paper's model."""
+    """The threshold of the plan, whatever the queues and the links do: the paper's model."""
     ROUTER = "router"
-    """The short-term core and the threshold's rule, with links as they are measured."""
+    """The live scheduler's router, whose threshold follows links as they are measured."""
     ORACLE = "oracle"
-    """The same router, which knows the links' schedules and has the best t for every rate."""
+    """The same router, but it knows the links' schedules, and has the best t for every rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """What a request must keep to count: time to first token, and mean time per further token."""
+    """The objectives of a request: time to first token, and mean time per further token."""
 
     ttft_s: float = 30.0
     tbt_s: float = 0.1
@@ -48,28 +52,28 @@ class Slo:
 class ReplayModel:
     """A region with one PD cluster, over time.
 
-    `region` holds the believed profiles, the links' rates at the start and the traffic that plans
-    are made for.
+    `region` has the profiles that the scheduler believes, the links' rates at the start, and the
+    traffic of the plans.
     """
 
     region: Region
     slo: Slo = field(default_factory=Slo)
     schedules: Mapping[str, RateSchedule] = field(default_factory=dict)
-    """By `Link.name`; a link that is left out never changes."""
+    """The schedule of each link by `Link.name`. A link without one never changes."""
     decode_steps: tuple[tuple[int, float], ...] = ()
-    """(batch, seconds of a step), ascending, of one decode instance; empty: that of the region,
-    at any batch. An engine runs up to the largest batch named here, at least the region's."""
+    """(batch, seconds of a step) of one decode instance, ascending. Empty: the region's step time
+    at any batch. An engine runs up to the largest of these batches, or the region's if larger."""
     cache_blocks: Mapping[str, int] | None = None
-    """Prefix cache by cluster, blocks of the workload; None: nothing is ever cached."""
+    """Size of the prefix cache of each cluster, blocks of the workload. None: nothing is cached."""
     prefill_factors: Mapping[str, float] = field(default_factory=dict)
-    """Real over believed prefill time, by cluster."""
+    """Real prefill time / believed prefill time, by cluster."""
     prefill_jitter: float = 0.0
-    """Deviation of the logarithm of real prefill times."""
+    """Standard deviation of the logarithm of real prefill times."""
     transfer_timeout_s: float = 30.0
-    """From the end of a prefill: KVCache that has not landed by then is given up, and the PD
-    cluster prefills the request itself. What was emitted is still sent."""
+    """How long after its prefill a request's KVCache may land. Later it is given up, and the PD
+    cluster prefills the request itself. Bytes that were not sent by then never are."""
     relabel_s: float = 1.0
-    """From the end of an instance's drain until it has its new role."""
+    """The time from the end of an instance's drain until it has its new role."""
 
     def __post_init__(self) -> None:
         if len(self.region.pd_clusters) != 1:
@@ -93,7 +97,7 @@ class ReplayModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Everything that decides. What is None is left out, or taken from the region's best plan."""
+    """Everything that decides. A part that is None is left out, or taken from the best plan."""
 
     name: str = "router"
     routing: Routing = Routing.ROUTER
@@ -102,7 +106,7 @@ class Policy:
     num_prefill: int | None = None
     """Instances of the PD cluster that prefill at the start."""
     order: OrderConfig | None = field(default_factory=OrderConfig)
-    """Of waiting prefills; None: first come, first served."""
+    """The order of waiting prefills. None: first come, first served."""
     margin_s: float = MARGIN_S
     margin_share: float = MARGIN_SHARE
     threshold: ThresholdConfig = field(default_factory=ThresholdConfig)
@@ -110,4 +114,4 @@ class Policy:
     long_term: LongTermConfig | None = None
     conversion: ConversionConfig = field(default_factory=ConversionConfig)
     monitor: MonitorConfig | None = field(default_factory=MonitorConfig)
-    """How links with a schedule are watched; None: as they are, late by a sample."""
+    """The monitor of links with a schedule. None: routing sees the true rate, late by a sample."""

@@ -1,33 +1,49 @@
 """The prefill instances of one cluster and the queue that they share.
 
-An instance computes one prompt at a time. Knows no links and no policy but the queue's order.
+An instance computes one prompt at a time. This file knows no links, and only the queue
+order of the policy.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from typing import ClassVar
 
+from scheduler.live.long_term.conversion import PdRole
 from scheduler.replay.jobs import Job
 from scheduler.routing.profiles import PrefillProfile
 from scheduler.routing.queue_order import OrderConfig, QueueOrder, WaitingJob
 
 
 class PrefillInstance:
-    """One instance. `until_s` is when its prefill should be over, as predicted."""
+    """One instance. `until_s` is the predicted end of its prefill. `role_epoch` is the epoch of the
+    order that gave it its role.
+    """
 
-    __slots__ = ("is_usable", "job", "name", "until_s")
+    __slots__ = ("is_usable", "job", "name", "role_epoch", "until_s")
+    role: ClassVar[PdRole] = "prefill"
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, role_epoch: int = 0) -> None:
         self.name = name
+        self.role_epoch = role_epoch
         self.is_usable = True
         self.job: Job | None = None
         self.until_s = 0.0
         """0 while it has no job."""
 
+    @property
+    def num_requests(self) -> int:
+        return int(self.job is not None)
+
+    @property
+    def num_tokens(self) -> int:
+        """The prompt tokens that it is computing."""
+        return 0 if self.job is None else self.job.num_tokens
+
 
 class PrefillStation:
-    """The prefill instances of one cluster in virtual time. `profile` is the plan's, `factor` what
-    the truth is times that.
+    """The prefill instances of one cluster in virtual time. `profile` is the plan's; real prefills
+    take `factor` times as long.
     """
 
     def __init__(
@@ -41,8 +57,6 @@ class PrefillStation:
         self.name = name
         self.profile = profile
         self.factor = factor
-        self.believed = profile
-        """The profile as measurement corrected it, for the long timescale."""
         self.instances = [PrefillInstance(f"{name}-{i}") for i in range(num_instances)]
         self.busy_s = 0.0
         """Real seconds of all prefills that were started."""
@@ -56,11 +70,11 @@ class PrefillStation:
         return len(self._queue) if self._order is None else len(self._waiting)
 
     def real_s(self, num_tokens: int, cached_tokens: int) -> float:
-        """How long a prefill takes here, but for jitter."""
+        """How long a prefill really takes here, before jitter."""
         return self.profile.prefill_s(num_tokens, cached_tokens) * self.factor
 
     def push(self, job: Job) -> None:
-        """Let a job wait."""
+        """Put a job into the queue."""
         if self._order is None:
             self._queue.append(job)
             return
@@ -69,7 +83,7 @@ class PrefillStation:
         self._order.add(WaitingJob(job.index, 0, uncached, job.arrival_s))
 
     def start(self, now_s: float) -> tuple[PrefillInstance, Job] | None:
-        """The next prefill to begin, if one waits and an instance is free; it occupies it."""
+        """Begin the next prefill, if one waits and an instance is free."""
         if not (self._queue or self._waiting):
             return None
         instance = self._free()
@@ -79,7 +93,7 @@ class PrefillStation:
         return (instance, job) if self._begin(instance, job, now_s) else None
 
     def start_at_once(self, job: Job, now_s: float) -> PrefillInstance | None:
-        """Begin without waiting, if nobody waits and an instance is free."""
+        """Begin the job's prefill now, if no job waits and an instance is free."""
         if self._queue or self._waiting:
             return None
         instance = self._free()
@@ -88,13 +102,13 @@ class PrefillStation:
         return instance
 
     def finish(self, instance: PrefillInstance) -> None:
-        """Its prefill is over."""
+        """The instance's prefill is over."""
         instance.job = None
         instance.until_s = 0.0
         self.num_running -= 1
 
     def queued_s(self, uncached_tokens: int, now_s: float) -> float:
-        """Believed seconds of the waiting work that would start before a new job of this length."""
+        """Predicted seconds of the waiting prefills that would begin before a new one."""
         if self._order is None:
             return sum(job.believed_s for job in self._queue)
         if not self._waiting:
@@ -105,7 +119,7 @@ class PrefillStation:
         return sum([waiting[job.key].believed_s for job in ahead])
 
     def free_s(self, now_s: float) -> tuple[float, ...]:
-        """From now until each usable instance should be free, ascending."""
+        """How long until each usable instance should be free, ascending."""
         found = [
             instance.until_s - now_s if instance.until_s > now_s else 0.0
             for instance in self.instances
@@ -133,6 +147,7 @@ class PrefillStation:
         return self._waiting.pop(chosen.key)
 
     def _begin(self, instance: PrefillInstance, job: Job, now_s: float) -> bool:
+        # The instance waits for a cached prefix that is still being moved to it.
         begin_s = max(now_s, job.move_s)
         job.start_s = begin_s
         job.instance = instance.name

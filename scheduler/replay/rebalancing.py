@@ -1,18 +1,20 @@
-"""The long timescale in a replay: measured traffic in, a new t out, and instances that convert.
+"""The long-term loop in a replay: the shell of `scheduler.live.long_term.events`.
 
-Plays the shell of the long-term loop's `model_plan` and `conversion`: it asks the plan every period
-and performs a conversion's effects on the replay's instances. A drain takes until the instance's
-last request is over, the new role `relabel_s` longer. Knows no requests' fates.
+It does what a gateway does: it tells the live scheduler reports and links, asks for the plans of
+every period, and performs the orders of a conversion on the replay's instances. A drain ends with
+the instance's last request, and the new role comes `relabel_s` later. It decides nothing, and does
+not know what becomes of requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from scheduler.live.learning.measured_traffic import TrafficMeter
+from scheduler.live.events import ReportHeard
 from scheduler.live.long_term.conversion import (
     ConversionOutcome,
     ConversionPhase,
+    ConversionWish,
     Converter,
     Drain,
     Effect,
@@ -21,120 +23,94 @@ from scheduler.live.long_term.conversion import (
     RoleView,
     SetRole,
 )
-from scheduler.live.long_term.loop import LongTermConfig
-from scheduler.live.long_term.model_plan import ModelPlan, ThresholdPlan
-from scheduler.live.long_term.running_region import Modelled
-from scheduler.planning.allocation import Allocation, Corrections
+from scheduler.live.long_term.events import (
+    LOOK_S,
+    ConversionAnswered,
+    ConversionEnded,
+    PeriodLook,
+    PeriodOver,
+    PlansAsked,
+    PlanStep,
+)
 from scheduler.replay.deciding import Decider
-from scheduler.replay.decode import DecodeInstance, DecodePool
-from scheduler.replay.model import Policy, ReplayModel
-from scheduler.replay.prefill import PrefillInstance, PrefillStation
+from scheduler.replay.decode import DecodeInstance
+from scheduler.replay.model import Policy
+from scheduler.replay.prefill import PrefillInstance
 from scheduler.replay.results import ReplayedRoleChange
-
-
-class LinkRates:
-    """The mean rate of a link over a period, as it was seen."""
-
-    def __init__(self, configured_bytes_per_s: float) -> None:
-        self._configured = configured_bytes_per_s
-        self._sum = 0.0
-        self._num = 0
-
-    def see(self, bytes_per_s: float, *, is_floor: bool) -> None:
-        """One sample. A floor below what the link should carry says nothing against it."""
-        self._sum += max(bytes_per_s, self._configured) if is_floor else bytes_per_s
-        self._num += 1
-
-    def take(self) -> float:
-        """The mean since the last call."""
-        mean = self._sum / self._num if self._num else self._configured
-        self._sum, self._num = 0.0, 0
-        return mean
+from scheduler.replay.station_views import Parts, reports
 
 
 class Rebalancer:
     """Converts instances in virtual time.
 
-    `schedule` is called with (now, instance, epoch) and calls `relabelled` when the order has come
-    through. After each call instances may have come back to work.
+    It calls `schedule` with (now, instance, epoch); `relabelled` must be called with them once the
+    instance has its new role. After each call of a method instances may be usable again.
     """
 
     def __init__(
         self,
-        model: ReplayModel,
         policy: Policy,
-        config: LongTermConfig,
+        period_s: float,
         decider: Decider,
-        stations: list[PrefillStation],
-        pool: DecodePool,
+        parts: Parts,
         schedule: Callable[[float, str, int], None],
     ) -> None:
+        self.look_s = min(LOOK_S, period_s)
+        """`look` must be called this often."""
         self.role_changes: list[ReplayedRoleChange] = []
         self.told: list[str] = []
-        self.meter = TrafficMeter()
-        self.rates = {link.name: LinkRates(link.bytes_per_s) for link in model.region.links}
-        self._model = model
         self._decider = decider
-        self._stations = stations
-        self._pool = pool
+        self._parts = parts
+        self._home, self._pool = parts.stations[0], parts.pool
         self._schedule = schedule
-        self._config = config
-        self._plan = ModelPlan()
+        self._period_s = self._next_s = period_s
         self._converter = Converter(policy.conversion)
-        self._epochs: dict[str, int] = {}
 
-    def step(self, now_s: float) -> None:
-        """A period is over."""
-        name = self._model.pd.name
-        corrections = Corrections(
-            prefill_factors={s.name: s.believed.factor for s in self._stations},
-            link_bytes_per_s={link: rates.take() for link, rates in self.rates.items()},
-        )
-        current = Allocation(
-            thresholds=dict(self._decider.thresholds),
-            num_prefill={name: len(self._stations[0].instances) + self._coming("prefill")},
-            num_decode={name: len(self._pool.instances) + self._coming("decode")},
-            converting=frozenset({name} if self._converter.current else ()),
-        )
-        self.meter.forget_before_change(now_s)
-        self._plan.ask(
-            Modelled(self._model.region, current),
-            self.meter.measured(now_s),
-            self._config,
-            now_s,
-            corrections,
-        )
-        decision = self._plan.decide()
-        assert decision is not None
-        self.told.append(f"{now_s:.0f} s: {decision}")
-        self._adopt(self._plan.to_set())
-        for wish in decision.conversions:
-            effects = self._converter.start(wish, self._roles(), now_s).effects
-            drained = [effect.instance for effect in effects if isinstance(effect, Drain)]
-            self._adopt(self._plan.answered(wish, drained[0] if drained else ""))
-            self._perform(effects, now_s)
-
-    def tick(self, now_s: float) -> None:
-        """Time passed."""
+    def look(self, now_s: float) -> None:
+        """Time passed: tell reports and links, and plan if a period is over."""
         self._perform(self._converter.tick(now_s), now_s)
+        for report in reports(self._parts):
+            self._decider.tell(ReportHeard(report.name, report, now_s), now_s)
+        self._decider.hear_links(now_s)
+        if now_s < self._next_s:
+            self._decider.plan(PeriodLook(), now_s)
+            return
+        self._next_s = now_s + self._period_s
+        current = self._converter.current
+        self._decider.plan(PeriodOver(current, current is not None), now_s)
+        for step in self._decider.plan(PlansAsked(), now_s):
+            self.told.append(f"{now_s:.0f} s: {_in_words(step)}")
+            for wish in step.conversions:
+                self._convert(wish, now_s)
 
     def idle(self, instance: PrefillInstance | DecodeInstance, now_s: float) -> None:
-        """The instance has nothing left to do."""
+        """The instance's last request is over."""
         if not instance.is_usable:
             self._perform(self._converter.drained(instance.name, now_s), now_s)
 
     def relabelled(self, name: str, epoch: int, now_s: float) -> None:
-        """The order came through."""
+        """The instance has its new role, unless the order is void by now."""
         current = self._converter.current
         if current is None or (current.epoch, current.phase) != (
             epoch,
             ConversionPhase.RELABELLING,
         ):
             return
-        self._epochs[name] = epoch
-        self._swap(name)
+        self._swap(name, epoch)
         self.role_changes.append(ReplayedRoleChange(now_s, name, current.wish.to_role))
         self._perform(self._converter.relabelled(name, epoch, now_s), now_s)
+
+    def _convert(self, wish: ConversionWish, now_s: float) -> None:
+        roles = [
+            RoleView(i.name, i.role, i.role_epoch, i.is_usable, i.num_requests, i.num_tokens)
+            for i in self._instances()
+        ]
+        effects = self._converter.start(wish, roles, now_s).effects
+        drained = [effect.instance for effect in effects if isinstance(effect, Drain)]
+        # Before the effects: an idle instance drains at once, and the live scheduler must know of
+        # the conversion before its end.
+        self._decider.plan(ConversionAnswered(wish, drained[0] if drained else ""), now_s)
+        self._perform(effects, now_s)
 
     def _perform(self, effects: Iterable[Effect], now_s: float) -> None:
         for effect in effects:
@@ -143,9 +119,11 @@ class Rebalancer:
                     instance = self._instance(name)
                     instance.is_usable = False
                     self._pool.recount()
-                    if not _is_busy(instance):
+                    if not instance.num_requests:
                         self._perform(self._converter.drained(name, now_s), now_s)
                 case SetRole(name, change):
+                    # Without a conversion, this undoes one that failed. Here the instance still has
+                    # its old role then.
                     if self._converter.current is not None:
                         self._schedule(now_s, name, change.epoch)
                 case Resume(name):
@@ -154,74 +132,34 @@ class Rebalancer:
                 case Ended(name, wish, outcome, detail):
                     self.told.append(f"{now_s:.0f} s: {name} {outcome}: {detail}")
                     is_converted = outcome is ConversionOutcome.CONVERTED
-                    planned = self._plan.ended(wish, name, now_s, is_converted=is_converted)
-                    self._adopt(planned)
+                    self._decider.plan(ConversionEnded(wish, name, is_converted), now_s)
 
-    def _adopt(self, planned: ThresholdPlan | None) -> None:
-        if planned is not None:
-            self._decider.thresholds.update(planned.tokens)
-            self._decider.plan_sends(max(planned.sends.values(), default=0.0))
-
-    def _coming(self, role: str) -> int:
-        """How many more of a role there will be when the conversion that runs is done."""
-        current = self._converter.current
-        if current is None or current.phase is ConversionPhase.DWELLING:
-            return 0
-        return 1 if current.wish.to_role == role else -1
-
-    def _roles(self) -> list[RoleView]:
-        found = []
-        for prefill in self._stations[0].instances:
-            job = prefill.job
-            tokens = 0 if job is None else job.num_tokens
-            found.append(
-                RoleView(
-                    prefill.name,
-                    "prefill",
-                    self._epochs.get(prefill.name, 0),
-                    prefill.is_usable,
-                    int(job is not None),
-                    tokens,
-                )
-            )
-        for decode in self._pool.instances:
-            left = sum(last - decode.steps for last, _, _ in decode.running)
-            found.append(
-                RoleView(
-                    decode.name,
-                    "decode",
-                    self._epochs.get(decode.name, 0),
-                    decode.is_usable,
-                    len(decode.running),
-                    int(left),
-                )
-            )
-        return found
+    def _instances(self) -> list[PrefillInstance | DecodeInstance]:
+        """All instances of the PD cluster."""
+        return [*self._home.instances, *self._pool.instances]
 
     def _instance(self, name: str) -> PrefillInstance | DecodeInstance:
-        both: list[PrefillInstance | DecodeInstance] = [
-            *self._stations[0].instances,
-            *self._pool.instances,
-        ]
-        return next(instance for instance in both if instance.name == name)
+        return next(instance for instance in self._instances() if instance.name == name)
 
-    def _swap(self, name: str) -> None:
-        """Give an idle instance its other role; not usable yet."""
+    def _swap(self, name: str, epoch: int) -> None:
+        """Give an idle instance its other role. `Resume` makes it usable."""
         instance = self._instance(name)
         new: PrefillInstance | DecodeInstance
         if isinstance(instance, PrefillInstance):
-            self._stations[0].instances.remove(instance)
-            new = DecodeInstance(name)
+            self._home.instances.remove(instance)
+            new = DecodeInstance(name, epoch)
             self._pool.instances.append(new)
         else:
             self._pool.instances.remove(instance)
-            new = PrefillInstance(name)
-            self._stations[0].instances.append(new)
+            new = PrefillInstance(name, epoch)
+            self._home.instances.append(new)
         new.is_usable = False
         self._pool.recount()
 
 
-def _is_busy(instance: PrefillInstance | DecodeInstance) -> bool:
-    if isinstance(instance, PrefillInstance):
-        return instance.job is not None
-    return bool(instance.running)
+def _in_words(step: PlanStep) -> str:
+    numbers = "".join(f"; {key}={value:.4g}" for key, value in step.numbers.items())
+    if step.conversions:
+        wishes = ", ".join(f"{w.cluster}: {w.from_role} to {w.to_role}" for w in step.conversions)
+        return f"convert {wishes}{numbers}"
+    return f"no conversion because {step.unknown or step.reason}{numbers}"

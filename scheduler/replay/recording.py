@@ -1,13 +1,13 @@
 """Recordings of a live scheduler: their format, and playing one to the same object again.
 
-A recording file is self-contained. It begins with a `Header`, which holds the scheduler as it was
-then, and goes on with an `Entry` for each event and its answer. Every frame is a little-endian
+A recording file is self-contained. It begins with a `Header`, which holds the scheduler's state at
+that time, and goes on with an `Entry` for each event and its answer. Every frame is a little-endian
 32-bit length and that many bytes of msgpack. Where events are lost, a `Gap` says how many, and a
-new file begins with the scheduler as it is after them.
+new file begins with the state of the scheduler after them.
 
-Playing makes the scheduler of the header take the events: its answers must equal those that were
-written, number by number, because an answer depends on nothing but the events before it. Does not
-know files.
+Playing lets the scheduler of the header take the events. Its answers must equal the recorded ones,
+number by number, because an answer depends on nothing but the events before it. This file does not
+know how files are named or rotated.
 """
 
 from __future__ import annotations
@@ -32,17 +32,20 @@ from scheduler.live.long_term.events import PlanDecisionEvent, PlanEvent
 from scheduler.live.settings import LiveSettings
 
 FORMAT: Final = 2
+# A longer frame is no recording, so it must not make the reader allocate its length.
 LENGTH: Final = struct.Struct("<I")
 MAX_FRAME_BYTES: Final = 1 << 30
 
 
 class RecordingError(ValueError):
-    """What was read is no recording that this version can play; the message says why."""
+    """This version cannot play what was read; the message says why."""
 
 
 class Header(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """`state` is the scheduler before the first entry, `settings` what it was set to, `version`
-    that of the program and `started_at` the wall clock, seconds since 1970. Files have it packed.
+    """The start of a file.
+
+    `state` is the scheduler before the first entry, `settings` its settings, `version` that of the
+    program, and `started_at` the wall clock in seconds since 1970. In files it is packed.
     """
 
     format: int
@@ -52,12 +55,12 @@ class Header(msgspec.Struct, frozen=True, tag=True, array_like=True):
     state: bytes
 
     def packed(self) -> Header:
-        """With the state compressed, which is mostly zeros: empty counts of traffic."""
+        """The header with its state compressed. It is mostly zeros: empty counts of traffic."""
         return msgspec.structs.replace(self, state=zlib.compress(self.state, 1))
 
 
 class Entry(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """An event, when it was taken and what it was answered."""
+    """An event, when it was taken, and its answer."""
 
     now_s: float
     event: DecisionEvent | FactEvent | FeedbackEvent | PlanEvent
@@ -65,7 +68,9 @@ class Entry(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Gap(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """So many events were taken before this and are in no file: what the recorder had to drop."""
+    """`num_lost` events were taken before this and are in no file: the recorder had to drop
+    them.
+    """
 
     num_lost: int
 
@@ -84,26 +89,27 @@ _frames: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Header | Entry
 
 
 def frame_of(value: Header | Gap) -> bytes:
-    """The frame of what is no event."""
+    """The frame of a header or a gap."""
     return _framed(_encoder.encode(value))
 
 
 def entry_frame(event: Event[Any], answer: object, now_s: float) -> bytes:
     """The frame of one event and its answer."""
+    # Written as msgspec would encode an `Entry`, without making one: this runs at every event.
     return _framed(_encoder.encode(("Entry", now_s, event, answer)))
 
 
 def header_of(live: LiveScheduler, version: str, started_at: float) -> Header:
-    """The start of a file, not packed: the scheduler as it is now."""
+    """The header of a new file, not packed: the scheduler as it is now."""
     written = io.BytesIO()
     _StatePickler(written, pickle.HIGHEST_PROTOCOL).dump(live)
     return Header(FORMAT, version, started_at, live.settings, written.getvalue())
 
 
 def frames_in(stream: io.BufferedIOBase) -> Iterator[Frame]:
-    """All whole frames of a file. One that was cut off at its end, by a crash, is left out.
+    """All whole frames of a file. A frame that a crash cut off at the end is left out.
 
-    Raises `RecordingError` for what no recorder wrote.
+    Raises `RecordingError` for bytes that no recorder wrote.
     """
     while len(head := stream.read(LENGTH.size)) == LENGTH.size:
         (nbytes,) = LENGTH.unpack(head)
@@ -119,12 +125,14 @@ def frames_in(stream: io.BufferedIOBase) -> Iterator[Frame]:
 
 
 def scheduler_of(header: Header) -> LiveScheduler:
-    """The scheduler that a packed header holds. Raises `RecordingError`."""
+    """The scheduler in a packed header. Raises `RecordingError`."""
     if header.format != FORMAT:
         raise RecordingError(f"format {header.format}; this version reads format {FORMAT}")
     try:
+        # Bounded, since a small file could unpack to more than the memory there is.
         state = zlib.decompressobj().decompress(header.state, MAX_FRAME_BYTES)
         found = _StateUnpickler(io.BytesIO(state)).load()
+    # Unpickling the state of another version may raise anything.
     except Exception as error:
         message = f"written by version {header.version}, whose state cannot be read: {error}"
         raise RecordingError(message) from error
@@ -135,7 +143,7 @@ def scheduler_of(header: Header) -> LiveScheduler:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A field of an answer that is not what was recorded. `number` counts events from 1."""
+    """A field of an answer that differs from the recorded one. `number` counts events from 1."""
 
     number: int
     now_s: float
@@ -147,8 +155,9 @@ class Difference:
 
 @dataclass(slots=True)
 class Played:
-    """What came of one or more files. `outcomes` counts the answers to each kind of question, as
-    (recorded, replayed), in words.
+    """The result of one or more files.
+
+    `outcomes` counts the answers to each kind of question as pairs (recorded, replayed), in words.
     """
 
     num_events: int = 0
@@ -159,7 +168,7 @@ class Played:
 
 
 def play(live: LiveScheduler, frames: Iterable[Frame], played: Played) -> None:
-    """Let `live` take all events of one file, and note in `played` what it answers."""
+    """Let `live` take all events of one file, and note its answers in `played`."""
     for frame in frames:
         if isinstance(frame, Gap):
             played.num_lost += frame.num_lost
@@ -173,6 +182,7 @@ def _play_one(live: LiveScheduler, entry: Entry, played: Played) -> None:
     name = type(event).__name__
     answer = _encoder.encode(live.take(event, entry.now_s))
     recorded = bytes(entry.answer)
+    # Most events are no decisions and equal: comparing their bytes is enough.
     is_decision = isinstance(event, DecisionEvent | PlanDecisionEvent)
     if not is_decision and answer == recorded:
         return
@@ -218,7 +228,7 @@ def _in_words(answer: Any) -> str:
 
 
 def _item_in_words(item: dict[str, Any]) -> str:
-    """A threshold, or the step of a plan."""
+    """A threshold, or the step of a plan, in words."""
     if "tokens" in item:
         return f"{item['cluster']} {item['tokens']:.0f}"
     return f"{item['model']} ({item['reason']})"
@@ -229,7 +239,7 @@ def _framed(body: bytes) -> bytes:
 
 
 def frozen_mapping(values: dict[str, Any]) -> MappingProxyType[str, Any]:
-    """A read-only mapping, which cannot be pickled by itself."""
+    """A read-only mapping. `MappingProxyType` itself cannot be pickled."""
     return MappingProxyType(values)
 
 
@@ -241,8 +251,9 @@ class _StatePickler(pickle.Pickler):
 
 
 class _StateUnpickler(pickle.Unpickler):
-    """Makes objects of this program's value classes and nothing else: a recording may come from
-    somebody else's machine.
+    """Makes objects of this program's value classes and nothing else.
+
+    A recording may come from another person's machine, and a pickle may name any function.
     """
 
     _PACKAGES: Final = ("scheduler.", "netmon.")
@@ -268,6 +279,8 @@ class _StateUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module.startswith(self._PACKAGES) and "." not in name:
             found = super().find_class(module, name)
+            # A name in our packages may still be an imported function or a class of another
+            # package.
             if isinstance(found, type) and found.__module__.startswith(self._PACKAGES):
                 return found
         raise pickle.UnpicklingError(f"{module}.{name} is no part of a scheduler's state")

@@ -1,6 +1,6 @@
-"""What came of a replay: every request's times, the state of the region over time, and a summary.
+"""The result of a replay: every request's times, the state of the region over time, and a summary.
 
-Knows how to add up, not what should come out.
+It knows how to add up, not what the result should be.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from scheduler.replay.jobs import Fate, Job
 from scheduler.replay.model import Slo
 
 LATE_RATIO = 2.0
-"""A transfer older than so many times its predicted time is late."""
+"""A transfer is late when it is older than this many times its predicted time."""
 LATE_GRACE_S = 3.0
-"""After a link has changed nobody can know yet."""
+"""The time after a change of a link in which the scheduler cannot know of it yet, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedRoleChange:
-    """An instance of the PD cluster has another role."""
+    """An instance of the PD cluster got another role."""
 
     at_s: float
     instance: str
@@ -33,9 +33,10 @@ class ReplayedRoleChange:
 
 @dataclass(slots=True)
 class Lateness:
-    """Ages of the oldest transfers over their predicted times, sample by sample, outside of the
-    grace. A late transfer that began before the end of the grace was predicted when nobody could
-    know; the others are `num_foreseeable`.
+    """Ages of the oldest transfers over their predicted times, sample by sample, after the grace.
+
+    A late transfer that began before the end of the grace was predicted before the scheduler could
+    know of the change. `num_foreseeable` counts the others.
     """
 
     num_seen: int = 0
@@ -44,7 +45,7 @@ class Lateness:
     worst: float = 0.0
 
     def see(self, age_s: float, expected_s: float, since_change_s: float) -> None:
-        """The oldest transfer of a link that last changed so long ago."""
+        """Note the oldest transfer of a link that last changed `since_change_s` ago."""
         if since_change_s <= LATE_GRACE_S:
             return
         ratio = age_s / expected_s
@@ -57,7 +58,7 @@ class Lateness:
 
 @dataclass(slots=True)
 class Series:
-    """Values at the times `at_s`, by name. All lists have one length."""
+    """Values at the times `at_s`, by name. All lists have the same length."""
 
     at_s: list[float] = field(default_factory=list)
     values: dict[str, list[float]] = field(default_factory=dict)
@@ -73,7 +74,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Percentiles of a time in seconds; nan where there is nothing."""
+    """Mean and percentiles of a time in seconds; nan if there are no values."""
 
     mean_s: float
     p50_s: float
@@ -90,45 +91,45 @@ class Percentiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The requests that arrived within a span. Rates are per second of it."""
+    """The requests that arrived within a span. Rates are per second of the span."""
 
     num_requests: int
     num_done: int
     num_good: int
-    """Done, and both objectives kept."""
+    """Requests that were done and kept both objectives."""
     num_refused: int
     num_refused_late: int
     num_lost: int
     num_fell_back: int
-    """Their KVCache did not land in time and the PD cluster prefilled them again."""
+    """Requests whose KVCache did not land in time, so that the PD cluster prefilled them again."""
     num_remote: int
     offered_rps: float
     goodput_rps: float
     ttft: Percentiles
     tbt: Percentiles
     prediction_error: float
-    """Median of |predicted - real| / real TTFT; nan where nothing was predicted."""
+    """Median of |predicted - real| / real TTFT; nan if nothing was predicted."""
 
     @property
     def good_share(self) -> float:
-        """Share of all requests that kept the objectives."""
+        """The share of all requests that kept the objectives."""
         return self.num_good / self.num_requests if self.num_requests else math.nan
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Outcome:
-    """All that a replay leaves behind. Arrays have an entry a request, in order of arrival."""
+    """Everything that a replay leaves. Arrays have one entry per request, in order of arrival."""
 
     slo: Slo
     jobs: Sequence[Job]
     series: Series
     span_s: float
-    """Time from 0 until the last arrival."""
+    """The time from 0 until the last arrival, seconds."""
     egress_bytes: dict[str, float]
-    """Over each link, by name, until the end."""
+    """The bytes sent over each link until the end, by its name."""
     prefill_busy_s: float
     wasted_prefill_s: float
-    """Of requests that were refused after it, or prefilled again."""
+    """The prefill time of requests that were refused after it or prefilled again."""
     role_changes: Sequence[ReplayedRoleChange]
     rebalances: Sequence[str]
     """What the long timescale said, step by step."""
@@ -154,15 +155,17 @@ class Outcome:
 
     @property
     def wasted_share(self) -> float:
-        """Share of all prefill time that was in vain."""
+        """The share of all prefill time that was in vain."""
         return self.wasted_prefill_s / self.prefill_busy_s if self.prefill_busy_s else 0.0
 
     def summary(self, from_s: float = 0.0, until_s: float = math.inf) -> Summary:
-        """Of what arrived from `from_s` on and before `until_s`."""
+        """The summary of the requests that arrived from `from_s` on and before `until_s`."""
         at = (self.arrival_s >= from_s) & (self.arrival_s < until_s)
         fate, ttft_s, tbt_s = self.fate[at], self.ttft_s[at], self.tbt_s[at]
         done = fate == Fate.DONE
+        # nan compares as false, without a warning: requests that were not done are not good.
         with np.errstate(invalid="ignore"):
+            # A constant step may equal the objective but for rounding.
             good = done & (ttft_s <= self.slo.ttft_s) & (tbt_s <= self.slo.tbt_s * (1 + 1e-9))
         chosen = [self.jobs[i] for i in np.flatnonzero(at)]
         predicted = np.array([job.predicted_ttft_s for job in chosen])

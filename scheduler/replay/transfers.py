@@ -1,24 +1,23 @@
-"""The KVCache of a replay on its way: every link, what crosses it, and what is noted of it.
+"""The KVCache transfers of a replay: the links, what crosses them, and their statistics.
 
-A transfer begins with its prefill and emits while that lasts; what does not grow with the tokens is
-emitted at its end. From then on it is foreseen when it lands, or that it is given up before.
-Stations are told apart by their place; place 0, the PD cluster's own, has no link.
+A transfer begins with its prefill and emits while that lasts. The bytes whose number does not grow
+with the tokens are emitted at its end. Then it is known when it will land, or that it will be given
+up before. A station is named by its place (index); place 0, the PD cluster's own, has no link.
 
-Knows no decisions and no queue of events: it calls whoever waits for a landing.
+This file knows no decisions and no queue of events: it has callbacks for landings.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Final
 
-from netmon.region_link import LinkView
+from netmon.estimate import LinkCondition
 from scheduler.replay.jobs import Job
 from scheduler.replay.links import RateSchedule, ReplayLink
 from scheduler.replay.model import Policy, ReplayModel, Routing
 from scheduler.replay.prefill import PrefillStation
-from scheduler.replay.rebalancing import LinkRates
 from scheduler.replay.results import Lateness
 from scheduler.replay.watching import (
     SAMPLE_S,
@@ -32,16 +31,16 @@ from scheduler.replay.watching import (
 _INSTANT_S: Final = 1e-6
 """A shorter prefill emits everything at its end."""
 _SLOW_SAMPLE_S: Final = 1.0
-"""How often links that nobody monitors are looked at."""
+"""The time between samples of links without a monitor."""
 _STILL_SAMPLE_S: Final = 30.0
-"""The same where no link ever changes."""
+"""The same if no link ever changes."""
 
 
 class Transfers:
     """The transfers of a replay. `home` is the station of place 0.
 
-    `land_later` and `give_up_later` are called with (when, job, its landing version): the event is
-    void where the job has another version by then.
+    It calls `land_later` and `give_up_later` with (time, job, landing version). The event is void
+    if the job has another version by then.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Transfers:
         give_up_later: Callable[[float, Job, int], None],
     ) -> None:
         self.watches: list[WatchedLink | None] = [None]
-        """By place."""
+        """The watched link of each place."""
         self.lateness = Lateness()
         self._kv = model.region.kv
         self._timeout_s = model.transfer_timeout_s
@@ -69,15 +68,16 @@ class Transfers:
             self._links[place], watch = _link_of(model, policy, name)
             self.watches.append(watch)
         self.sample_s = self._sample_s()
-        """How often `sample` is to be called."""
+        """`sample` must be called this often."""
         self.is_tracked = policy.routing is not Routing.STATIC and any(
             not link.schedule.is_constant for link in self._links.values()
         )
-        """Whether `expect` is to be called."""
+        """Whether `expect` must be called."""
         self._expected: dict[int, dict[int, tuple[float, float]]] = {p: {} for p in self._links}
-        """Of each place: when its unfinished transfers began, and how long they should take."""
+        """For each place and unfinished transfer: when it began, and how long it should take."""
         self._awaiting: dict[int, dict[int, Job]] = {place: {} for place in self._links}
-        """Of each place: whose prefill is over and whose KVCache has not landed."""
+        """For each place: the jobs whose prefill is over and whose KVCache has not landed."""
+        self._sees_outages = policy.routing is not Routing.STATIC
         self._worst_late = 0.0
         self._sent_recorded = dict.fromkeys(self._links, 0.0)
 
@@ -91,16 +91,17 @@ class Transfers:
     # ---- one transfer
 
     def fetch(self, job: Job, now_s: float) -> None:
-        """A cached prefix from a prefill cluster crosses its link before the prefill can begin."""
+        """Send a cached prefix from a prefill cluster. The prefill begins after it has landed."""
         link = self._links[job.move_from]
         link.change(now_s, 0.0, float(self._kv.size(job.move_tokens)))
         job.move_s = link.landed_s(link.emitted_bytes)
 
     def begin(self, job: Job, kv_bytes: float, cached_tokens: int, now_s: float) -> None:
-        """Its prefill begins. What the PD cluster has cached need not be sent."""
+        """The job's prefill begins. What the PD cluster has cached is not sent."""
         job.fixed_bytes = min(self._kv.fixed_bytes, kv_bytes)
         job.token_bytes = kv_bytes - job.fixed_bytes
         if cached_tokens:
+            # Both sizes include the fixed bytes, so the difference does not.
             job.token_bytes = max(0.0, kv_bytes - float(self._kv.size(cached_tokens)))
         lasts = job.service_s >= _INSTANT_S
         job.emit_bytes_per_s = job.token_bytes / job.service_s if lasts else 0.0
@@ -109,12 +110,12 @@ class Transfers:
         link.expected_inflow += _mean_emission(job)
 
     def expect(self, job: Job, tail_s: float | None, now_s: float) -> None:
-        """It has begun, and should go on for `tail_s` after its prefill; None: nobody knows."""
+        """Note the predicted end of a transfer: `tail_s` after its prefill; None: unknown."""
         if tail_s is not None:
             self._expected[job.place][job.index] = now_s, job.believed_s + tail_s
 
     def emitted(self, job: Job, now_s: float) -> None:
-        """Its prefill is over: all of it has been emitted."""
+        """The job's prefill is over, and all of its KVCache has been emitted."""
         link = self._links[job.place]
         burst = job.fixed_bytes if job.emit_bytes_per_s else job.fixed_bytes + job.token_bytes
         link.change(now_s, -job.emit_bytes_per_s, burst)
@@ -124,12 +125,12 @@ class Transfers:
         self._foresee(job, link)
 
     def forget(self, job: Job) -> None:
-        """It need not be awaited any longer."""
+        """The job's transfer is over."""
         self._expected[job.place].pop(job.index, None)
         del self._awaiting[job.place][job.index]
 
     def give_up(self, job: Job, now_s: float) -> None:
-        """What was not sent yet never is; those behind it land sooner."""
+        """Drop the job's unsent bytes. Later transfers land sooner then."""
         self.forget(job)
         link = self._links[job.place]
         link.advance(now_s)
@@ -139,10 +140,11 @@ class Transfers:
             self._foresee(other, link)
 
     def _foresee(self, job: Job, link: ReplayLink) -> None:
-        """When it has landed, or when it is given up."""
+        """Schedule the landing of the job, or that it is given up."""
         landed_s = link.landed_s(job.emitted_bytes)
         limit_s = job.prefill_end_s + self._timeout_s
         job.landing_version += 1
+        # If no instance of the PD cluster prefills, giving up would lose the request.
         waits = landed_s < math.inf and not self._home.num_usable
         if landed_s <= limit_s or waits:
             self._land_later(landed_s, job, job.landing_version)
@@ -151,13 +153,19 @@ class Transfers:
 
     # ---- all links
 
-    def sample(self, now_s: float, gives_up: Callable[[LinkView], bool]) -> Iterator[Job]:
-        """Sample every link; yields whose transfers are to be given up, link by link."""
+    def sample(self, now_s: float) -> Iterator[Job]:
+        """Sample every link. Yields the jobs whose transfers must be given up because their link is
+        down; in a gateway these would be failed transfers. A static policy looks at no link, and
+        waits for the timeout.
+        """
         for place in self._links:
             watch = self._watch(place)
             self._see_oldest(place, now_s)
             watch.sample(now_s)
-            if self._awaiting[place] and gives_up(watch.view(now_s)):
+            if not (self._sees_outages and self._awaiting[place]):
+                continue
+            if watch.view(now_s).state is LinkCondition.DOWN:
+                # A copy: the caller gives jobs up between two of them.
                 yield from list(self._awaiting[place].values())
 
     def _watch(self, place: int) -> WatchedLink:
@@ -166,10 +174,11 @@ class Transfers:
         return watch
 
     def _see_oldest(self, place: int, now_s: float) -> None:
-        """Note the age of a link's oldest transfer against its predicted time."""
+        """Compare the age of a link's oldest transfer with its predicted time."""
         transfers = self._expected[place]
         if not transfers:
             return
+        # A dict keeps the order of insertion, so its first transfer is the oldest.
         began_s, expected_s = next(iter(transfers.values()))
         age_s = now_s - began_s
         if expected_s > 0:
@@ -177,17 +186,8 @@ class Transfers:
             since_change_s = self._links[place].schedule.since_change_s(now_s)
             self.lateness.see(age_s, expected_s, since_change_s)
 
-    def show_rates(self, rates: Mapping[str, LinkRates], now_s: float) -> None:
-        """Add what is seen of each link to its mean, by the link's name."""
-        for place, name in enumerate(self._link_names, 1):
-            watch, mean = self._watch(place), rates[name]
-            seen = watch.view(now_s)
-            if seen.available_bytes_per_s is not None:
-                is_floor = isinstance(watch, MonitoredLink) and watch.is_floor
-                mean.see(seen.available_bytes_per_s, is_floor=is_floor)
-
     def row(self, now_s: float, passed_s: float) -> Iterator[tuple[str, float]]:
-        """The values of the time series, `passed_s` after the last."""
+        """The values of the time series, `passed_s` after the previous row."""
         for place, link in self._links.items():
             name = self._names[place - 1]
             link.advance(now_s)
@@ -203,7 +203,7 @@ class Transfers:
         self._worst_late = 0.0
 
     def egress_bytes(self, now_s: float) -> dict[str, float]:
-        """What each link has sent, by its name."""
+        """The bytes that each link has sent, by its name."""
         for link in self._links.values():
             link.advance(now_s)
         sent = [link.sent_bytes for link in self._links.values()]
@@ -211,7 +211,7 @@ class Transfers:
 
 
 def _link_of(model: ReplayModel, policy: Policy, name: str) -> tuple[ReplayLink, WatchedLink]:
-    """The link from one prefill cluster, and what the policy sees of it."""
+    """The link from one prefill cluster, and how the policy sees it."""
     spec = model.region.link(name, model.pd.name)
     if spec is None:
         raise ValueError(f"no link from {name} to {model.pd.name}; add one")
@@ -227,5 +227,5 @@ def _link_of(model: ReplayModel, policy: Policy, name: str) -> tuple[ReplayLink,
 
 
 def _mean_emission(job: Job) -> float:
-    """Bytes/s over its prefill, what it emits at the end included."""
+    """Mean bytes/s over the job's prefill, with the bytes that are emitted at its end."""
     return (job.token_bytes + job.fixed_bytes) / max(_INSTANT_S, job.service_s)

@@ -1,12 +1,12 @@
-"""What routing sees of a modelled link: through the monitor's own eyes, or more cheaply.
+"""What routing sees of a modelled link: the estimate of a real monitor, or something cheaper.
 
-`MonitoredLink` reads the link as a sampler would (counters of a sender and of one connection that
-stands for all of them) and feeds `netmon.monitor`, probes included; what routing gets is an
-estimate as old as the last sample. `DirectLink` passes on the true rate, late by a fixed lag, and
-costs next to nothing; `StillLink` is for links that never change. `ForeseenLink` is for a policy
-that knows the schedule.
+`MonitoredLink` reads the link as a sampler would, that is the counters of a sender and of one
+connection that stands for all, and feeds `netmon.monitor`, also with probes. Routing gets an
+estimate as old as the last sample. `DirectLink` shows the true rate, late by a fixed lag, and costs
+next to nothing. `StillLink` is for links that never change. `ForeseenLink` is for a policy that
+knows the schedule.
 
-Knows no requests and no decisions.
+This file knows no requests and no decisions.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from scheduler.replay.links import ReplayLink
 
 SAMPLE_S: Final = 0.25
 _BUFFER_S: Final = 0.05
-"""What the bottleneck buffers, as time at the link's rate at the start."""
+"""The size of the bottleneck's buffer, as seconds at the link's rate at the start."""
 _PROBE_EVERY_S: Final = 1.0
 _LEAST_RTT_S: Final = 0.001
 
 
 class WatchedLink(Protocol):
-    """Whoever watches one link."""
+    """One link as routing sees it."""
 
     def sample(self, now_s: float) -> None:
-        """Time for a sample."""
+        """Take a sample."""
 
     def view(self, now_s: float) -> LinkView:
-        """What routing gets to see now."""
+        """The present view for routing."""
 
 
 class _TrueLink:
-    """The link itself; nothing is measured."""
+    """Shows the model of the link itself; nothing is measured."""
 
     def __init__(self, link: ReplayLink, rtt_s: float) -> None:
         self._link = link
@@ -58,7 +58,7 @@ class _TrueLink:
 
 
 class DirectLink(_TrueLink):
-    """The true link, its rate late by `lag_s`."""
+    """Shows the true link, but with the rate of `lag_s` ago."""
 
     def __init__(self, link: ReplayLink, rtt_s: float, lag_s: float = SAMPLE_S) -> None:
         super().__init__(link, rtt_s)
@@ -71,7 +71,7 @@ class DirectLink(_TrueLink):
 
 
 class StillLink:
-    """A link that never changes: there is nothing to sample."""
+    """Shows a link that never changes, so that there is nothing to sample."""
 
     def __init__(self, link: ReplayLink, rtt_s: float) -> None:
         self._link = link
@@ -85,6 +85,7 @@ class StillLink:
         link, seen = self._link, self._seen
         link.advance(now_s)
         backlog, inflow = link.backlog_bytes, link.expected_inflow
+        # An equal view stays the same object, which the decider compares first.
         if (seen.backlog_bytes, seen.inflow_bytes_per_s) != (backlog, inflow):
             seen = self._seen = LinkView(
                 available_bytes_per_s=seen.available_bytes_per_s,
@@ -96,7 +97,7 @@ class StillLink:
 
 
 class ForeseenLink(_TrueLink):
-    """The true link at its worst within the next `horizon_s`."""
+    """Shows the true link with its lowest rate within the next `horizon_s`."""
 
     def __init__(self, link: ReplayLink, rtt_s: float, horizon_s: float = 10.0) -> None:
         super().__init__(link, rtt_s)
@@ -109,7 +110,7 @@ class ForeseenLink(_TrueLink):
 
 
 class MonitoredLink:
-    """A sampler of the model and the monitor that it feeds."""
+    """A sampler of the modelled link, and the monitor that it feeds."""
 
     def __init__(
         self, name: str, link: ReplayLink, rtt_s: float, config: MonitorConfig | None = None
@@ -137,13 +138,9 @@ class MonitoredLink:
         report = self._monitor.report(now_s)
         self._estimate, self.condition = report.estimate, report.condition
 
-    @property
-    def is_floor(self) -> bool:
-        """Whether the link may well carry more than is known of it."""
-        return self._estimate is None or self._estimate.is_floor
-
     def view(self, now_s: float) -> LinkView:
         estimate, inflow = self._estimate, self._link.expected_inflow
+        # Before the first measurement the rate is unknown.
         if estimate is None or estimate.age_s is None:
             return LinkView(rtt_s=self._rtt_s, inflow_bytes_per_s=inflow)
         self._link.advance(now_s)
@@ -158,15 +155,16 @@ class MonitoredLink:
         )
 
     def _count(self, now_s: float) -> None:
-        """Move the counters on from the last sample."""
+        """Advance the counters from the last sample."""
         link, passed_s = self._link, now_s - self._sampled_s
         link.advance(now_s)
         carried = link.sent_bytes - self._acked_bytes
         rate, loss = link.rate, link.schedule.loss_at(now_s)
         self._acked_bytes = link.sent_bytes
+        # At a loss rate p, each delivered byte is sent 1 / (1 - p) times on average.
         self._resent_bytes += carried * loss / (1 - loss)
         if rate < self._rate:
-            # What the path held and holds no longer is lost, once.
+            # The slower path has room for fewer bytes. The rest is lost and sent again, once.
             held = min(link.backlog_bytes, self._window(self._rate))
             self._resent_bytes += max(0.0, held - self._window(rate))
         self._rate = rate
@@ -177,11 +175,13 @@ class MonitoredLink:
         self._sampled_s = now_s
 
     def _window(self, rate: float) -> float:
+        """Bytes that the path has room for: in flight, and in the bottleneck's buffer."""
         return rate * self._rtt_s + self._buffer_bytes
 
     def _read(self) -> LinkSample:
         link, rate = self._link, self._rate
         in_flight = min(link.backlog_bytes, self._window(rate))
+        # Bytes beyond rate * RTT stand in the buffer, and add their time to the RTT.
         standing = max(0.0, in_flight - rate * self._rtt_s)
         rtt_s = self._rtt_s + (standing / rate if rate > 0 else 0.0)
         connection = TcpInfo(
@@ -200,7 +200,7 @@ class MonitoredLink:
         )
 
     def _probe(self, now_s: float) -> None:
-        """A probe of an idle link, over at once: it is a few megabytes."""
+        """Probe an idle link. The probe takes no virtual time, as it is only a few megabytes."""
         size = self._monitor.due_probe_bytes(now_s)
         if size is not None and self._rate > 0:
             duration_s = size / self._rate + self._rtt_s

@@ -1,6 +1,7 @@
-"""The requests of a replay, in the order in which they arrive: drawn at random, or from a trace.
+"""The requests of a replay, in the order of their arrival: drawn at random, or from a trace.
 
-Plain lists, because the replay reads them one by one. Knows no clusters and no policy.
+They are plain lists, because the replay reads them one by one. This file knows no clusters and no
+policy.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from scheduler.planning.prefix_reuse import TracePrompt
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Workload:
-    """One entry a request. `block_ids` None: no prompt shares a prefix with another."""
+    """One entry per request. `block_ids` None: no prompt shares a prefix with another one."""
 
     arrivals_s: Sequence[float]
     """Ascending, on the clock of the replay."""
     prompt_tokens: Sequence[int]
     output_tokens: Sequence[int]
     block_ids: Sequence[Sequence[int]] | None = None
-    """See `scheduler.planning.prefix_reuse`."""
+    """The blocks of each prompt, as in `scheduler.planning.prefix_reuse.TracePrompt`."""
     block_tokens: int = 512
 
     def __post_init__(self) -> None:
@@ -47,8 +48,8 @@ class Workload:
 class Phase:
     """Traffic of one kind for some time: Poisson arrivals, lengths drawn independently.
 
-    `output_sigma` is the deviation of the logarithm of output lengths around a log-normal with the
-    mean `output_tokens`; 0: all are alike.
+    Output lengths are log-normal with the mean `output_tokens`; `output_sigma` is the standard
+    deviation of their logarithm. 0: all have the same length.
     """
 
     duration_s: float
@@ -66,14 +67,16 @@ class Phase:
 
 
 def drawn(phases: Iterable[Phase], seed: int) -> Workload:
-    """One phase after the other. The same seed draws the same quantiles of lengths whatever the
-    rate, so that loads can be compared.
+    """The requests of one phase after the other.
+
+    The same seed draws the same quantiles of lengths at any rate, so that loads can be compared.
     """
     arrivals: list[float] = []
     prompts: list[int] = []
     outputs: list[int] = []
     begin_s = 0.0
     for number, phase in enumerate(phases):
+        # One stream for each quantity, so that more arrivals do not shift the lengths.
         rngs = [np.random.default_rng((seed, number, stream)) for stream in range(3)]
         times = _arrivals(phase, rngs[0])
         num = len(times)
@@ -86,13 +89,14 @@ def drawn(phases: Iterable[Phase], seed: int) -> Workload:
 
 
 def traced(prompts: Sequence[TracePrompt], block_tokens: int, speed: float = 1.0) -> Workload:
-    """A trace, `speed` times as fast as it was recorded."""
+    """A trace, played `speed` times as fast as it was recorded."""
     if not 0 < speed < math.inf:
         raise ValueError(f"speed is {speed!r}; it must be above 0")
     ordered = sorted(prompts, key=lambda prompt: prompt.arrival_s)
     return Workload(
         arrivals_s=[prompt.arrival_s / speed for prompt in ordered],
         prompt_tokens=[prompt.input_tokens for prompt in ordered],
+        # A replay's decode needs a token to end with.
         output_tokens=[max(1, prompt.output_tokens) for prompt in ordered],
         block_ids=[prompt.block_ids for prompt in ordered],
         block_tokens=block_tokens,
@@ -103,6 +107,7 @@ def _arrivals(phase: Phase, rng: np.random.Generator) -> list[float]:
     times: list[float] = []
     most = phase.rate_rps * phase.duration_s
     while not times or times[-1] < phase.duration_s:
+        # The expected number and four standard deviations: one round is nearly always enough.
         num = int(most - len(times) + 4 * math.sqrt(most)) + 16
         after = times[-1] if times else 0.0
         times += (after + poisson_arrivals(phase.rate_rps, max(num, 16), rng)).tolist()
@@ -113,5 +118,6 @@ def _outputs(phase: Phase, num: int, rng: np.random.Generator) -> list[int]:
     if not phase.output_sigma:
         return [max(1, round(phase.output_tokens))] * num
     sigma = phase.output_sigma
+    # The mean of a log-normal is exp(mu + sigma^2 / 2).
     drawn_tokens = rng.lognormal(math.log(phase.output_tokens) - sigma**2 / 2, sigma, num)
     return [max(1, round(value)) for value in drawn_tokens.tolist()]

@@ -1,18 +1,19 @@
 """The places where one request could be prefilled, each with its prediction.
 
-For `scheduler.routing.short_term`: which places can be had now and if not why, what of the prompt
-is cached there, and whether a longer cached prefix is worth fetching from another cluster first.
+It answers three questions for `scheduler.routing.short_term`: which places are available and why
+others are not, what of the prompt each has cached, and whether it pays to fetch a longer cached
+prefix from another cluster first.
 
-The cache rule (PrfaaS 3.4.3), for a prompt computed on either side. A prefill cluster's link is
-abundant when it is clear and carries KVCache faster than all instances of the cluster would emit it
-for prompts like this one, with some room; then compute is what is scarce. Between clusters whose
-links are abundant the best cached prefix moves to where the prompt is computed, when the first
-token comes sooner by that. Otherwise every cluster has its own cache alone.
+The cache rule (PrfaaS 3.4.3) holds for a prompt computed on either side. The link of a prefill
+cluster is abundant when it is clear and carries KVCache with some room faster than all instances of
+the cluster would emit it for prompts like this one; compute is then the scarce resource. Between
+clusters with abundant links, the best cached prefix moves to where the prompt is computed, if that
+makes the first token come sooner. Otherwise each cluster's cache counts alone.
 
 Only measured rates count. Where nobody knows what the link in the needed direction carries, the
-move begins and the request does not wait for it: that measures the link for later requests.
+move begins and the request does not wait for it. Later requests then know the rate.
 
-Knows no thresholds and takes no decision.
+This file knows no thresholds and takes no decision.
 """
 
 from __future__ import annotations
@@ -39,14 +40,16 @@ from scheduler.routing.profiles import KvProfile
 from scheduler.routing.views import ClusterView, RegionSnapshot
 
 MOVE_ROUND_TRIPS: Final = 4
-"""Memory at the destination, the order to the source, opening, the last acknowledgement."""
+"""The round trips of a move beyond its bytes: reserving memory at the destination, the order to the
+source, opening the transfer, and the last acknowledgement.
+"""
 
 MAX_MOVE_S: Final = 10.0
-"""No request waits longer for a cached prefix."""
+"""The longest that a request waits for a cached prefix, seconds."""
 MIN_MOVE_SAVING_S: Final = 0.1
-"""A cached prefix is not moved for less."""
+"""A cached prefix moves only if it makes the first token come sooner by at least this, seconds."""
 ABUNDANCE: Final = 1.25
-"""Link rate over the cluster's KVCache emission from which on bandwidth is abundant."""
+"""Bandwidth is abundant from this ratio of link rate to the cluster's KVCache emission on."""
 
 MARGIN_S: Final = 1.0
 MARGIN_SHARE: Final = 0.45
@@ -66,26 +69,26 @@ class RouteLimits:
     max_tail_s: float = 20.0
     """A link that would take longer after the prefill keeps the prompt local, seconds."""
     max_link_age_s: float = 5.0
-    """A link that nobody has reported for so long keeps prompts local, seconds."""
+    """A link without a report for this long keeps prompts local, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteConfig(RouteLimits):
-    """What routing knows of the model and how bold it is.
+    """What routing knows of the model, and its limits.
 
-    Prompts with more than `hand_off_tokens` uncached use the PD cluster's prefill instances.
+    Prompts with more than `hand_off_tokens` uncached tokens use the PD cluster's prefill instances.
     `overhead_s` is measured fixed time by target (`scheduler.routing.prediction.OverheadMeter`).
     """
 
     kv: KvProfile
-    hand_off_tokens: int = 1
+    hand_off_tokens: int
     is_known: bool = True
-    """Whether prefill times and `kv` were measured: no prefix is moved for a guess."""
+    """Whether prefill times and `kv` were measured. No prefix moves because of a guess."""
     overhead_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
         least = min(self.margin_s, self.margin_share, self.hand_off_tokens)
-        # One look at all of them, since every route makes one.
+        # One comparison for all of them on the usual path: every route makes a configuration.
         if least >= 0 and min(self.max_link_age_s, self.max_tail_s) > 0:
             return
         for name in ("margin_s", "margin_share", "hand_off_tokens"):
@@ -97,7 +100,7 @@ class RouteConfig(RouteLimits):
 
 
 class Candidate(NamedTuple):
-    """One place. `cached_tokens` need not be computed there once `move`, if it pays, is over."""
+    """One place. It need not compute `cached_tokens`, which include those of a `move` that pays."""
 
     target: str
     cluster: ClusterView
@@ -107,7 +110,9 @@ class Candidate(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """What a candidate is made for. No cache comes from clusters in `excluded`."""
+    """The arguments shared by all candidates of one request. Clusters in `excluded` send no
+    cache.
+    """
 
     request: RequestShape
     snapshot: RegionSnapshot
@@ -125,7 +130,10 @@ def obstacle(
     """Why a prefill cluster cannot take this request now, or None when it can."""
     link = cluster.link
     if not cluster.is_healthy or not cluster.free_s:
+        # `free_s` is empty when every instance is down or draining, also while the front still
+        # answers.
         return Reason.PREFILL_UNHEALTHY
+    # `age_s` is the age of the link's view at `taken_s`.
     if link is None or link.age_s + now_s - snapshot.taken_s > config.max_link_age_s:
         return Reason.LINK_STALE
     if link.state is LinkCondition.DOWN or link.available_bytes_per_s == 0:
@@ -138,13 +146,15 @@ def obstacle(
 
 
 def has_landing_room(request: RequestShape, snapshot: RegionSnapshot, kv: KvProfile) -> bool:
-    """Whether the KVCache of the prompt fits where it would land now, as far as known."""
+    """Whether the KVCache of the prompt fits into the landing memory, as far as that is known."""
     room_bytes = snapshot.landing_room_bytes
+    # Every landing takes memory, so a full arena (0) has no room even where nothing is known of
+    # sizes.
     return room_bytes is None or room_bytes >= max(1.0, sum(wire_bytes(request, kv)))
 
 
 def wants_hand_off(request: RequestShape, snapshot: RegionSnapshot, config: RouteConfig) -> bool:
-    """Whether a prefill instance of the PD cluster would compute it if there is landing room."""
+    """Whether a prefill instance of the PD cluster should compute it, landing room permitting."""
     prefill = snapshot.local
     return (
         request.local_uncached_tokens > config.hand_off_tokens
@@ -155,10 +165,7 @@ def wants_hand_off(request: RequestShape, snapshot: RegionSnapshot, config: Rout
 
 
 def wire_bytes(request: RequestShape, kv: KvProfile) -> tuple[float, float]:
-    """(bytes emitted while it is computed, bytes at the end) of what has to be sent."""
-    if request.transfer_bytes is not None:
-        fixed = min(kv.fixed_bytes, request.transfer_bytes)
-        return request.transfer_bytes - fixed, fixed
+    """What the transfer sends: (bytes during the prefill, bytes when it has ended)."""
     missing = max(0, request.num_prompt_tokens - request.landing_cached_tokens)
     return kv.token_bytes * missing, kv.fixed_bytes
 
@@ -169,8 +176,11 @@ def local_candidate(
     config: RouteConfig,
     excluded: Set[str] = frozenset(),
 ) -> Candidate:
-    """The PD cluster. Its prefill instances if it has any that can be used and enough is uncached;
-    else one engine, where prefilling holds up decoding. No cache comes from clusters in `excluded`.
+    """The PD cluster as a candidate.
+
+    That is its prefill instances, if one is usable and enough of the prompt is uncached. Otherwise
+    it is one engine, whose prefill delays the decodes that run there. No cache comes from clusters
+    in `excluded`.
     """
     cluster, target = _local_place(request, snapshot, config)
     num_tokens = request.num_prompt_tokens
@@ -185,7 +195,7 @@ def remote_candidate(
     config: RouteConfig,
     excluded: Set[str] = frozenset(),
 ) -> Candidate:
-    """A prefill cluster that can take the request."""
+    """A prefill cluster that can take the request, as a candidate."""
     num_tokens = request.num_prompt_tokens
     cached_tokens = min(request.prefill_cached_tokens.get(cluster.name, 0), num_tokens)
     task = PrefillTask(num_tokens, cached_tokens, *wire_bytes(request, config.kv))
@@ -199,10 +209,11 @@ def is_abundant(request: RequestShape, cluster: ClusterView, config: RouteConfig
     if link is None or link.state is not LinkCondition.CLEAR:
         return False
     rate = link.available_bytes_per_s
-    # Nobody has asked a quiet link for more than it carried: nothing says that it limits.
+    # Nobody asked this link for more than it carried, so its rate is no limit that was observed.
     if rate is None or link.is_floor:
         return not link.backlog_bytes
     own = request.prefill_cached_tokens.get(cluster.name, 0)
+    # PrfaaS equation 2 for this prompt: all instances emit its KVCache once per prefill time.
     prefill_s = cluster.prefill.prefill_s(request.num_prompt_tokens, own)
     emitted = len(cluster.free_s) * sum(wire_bytes(request, config.kv))
     return rate > 0 and rate * prefill_s >= ABUNDANCE * emitted
@@ -211,12 +222,15 @@ def is_abundant(request: RequestShape, cluster: ClusterView, config: RouteConfig
 def _with_best_cache(
     task: PrefillTask, target: str, cluster: ClusterView, asked: _Asked
 ) -> Candidate:
-    """The place with the cache that makes the first token come first: its own, or one that moves
-    there. Without a move, the reason is that of the longest prefix elsewhere.
+    """The place with the cache that makes its first token come first: its own or one that moves.
+
+    Without a move, `move` has the reason of the longest prefix elsewhere.
     """
     overhead_s = asked.config.overhead_s.get(target, 0.0)
     prediction = predict(task, cluster, asked.snapshot.decode, overhead_s)
     own = Candidate(target, cluster, prediction, task.cached_tokens)
+    if not asked.request.sendable_tokens:
+        return own
     others = [
         _with_cache_of(source, min(sendable, task.num_tokens), own, task, asked)
         for source, sendable in asked.request.sendable_tokens.items()
@@ -235,7 +249,7 @@ def _by_first_token(candidate: Candidate) -> tuple[bool, float, int]:
 def _with_cache_of(
     source: str, num_tokens: int, own: Candidate, task: PrefillTask, asked: _Asked
 ) -> Candidate:
-    """The place once `source` has sent it the prefix, if that pays; else as it is, with why not."""
+    """The place after `source` has sent it the prefix if that pays; else the place with why not."""
     cluster, before = own.cluster, own.prediction
     saved_tokens = num_tokens - own.cached_tokens
     nbytes = asked.config.kv.size_bytes(saved_tokens)
@@ -250,16 +264,19 @@ def _with_cache_of(
         moved = task._replace(cached_tokens=num_tokens, move_s=move_s)
         return predict(moved, cluster, asked.snapshot.decode, before.overhead_s)
 
+    # The order of the reasons: what forbids a move at all, what no link could mend, then the
+    # link.
     moved = after(seconds)
     if link is None:
         reason = MoveReason.NO_AGENT
     elif (against := _move_obstacle(source, cluster.name, link, asked)) is not None:
         reason = against
-    # A place that cannot serve gains nothing by a cache.
+    # Even a move that takes no time must pay. It never does at a place that cannot serve (inf).
     elif not after(0.0).ttft_s <= latest_s < math.inf:
         reason = MoveReason.NOTHING_SAVED
     elif rate and seconds <= MAX_MOVE_S and moved.ttft_s <= latest_s:
         reason = MoveReason.PAYS
+    # A floor may be far below what the link carries. A trial move measures it, one per pair.
     elif not rate or link.is_floor:
         is_moving = (source, cluster.name) in asked.snapshot.moving
         reason = MoveReason.LINK_BEING_MEASURED if is_moving else MoveReason.LINK_RATE_UNKNOWN
@@ -279,14 +296,15 @@ def _with_cache_of(
 
 
 def _move_obstacle(source: str, target: str, link: LinkView, asked: _Asked) -> MoveReason | None:
-    """Why no cached prefix may move between these clusters, whatever it would save."""
+    """Why no cached prefix may move between these clusters, whatever it would save, or None."""
     request, snapshot, config, _ = asked
     pair = source, target
     if not config.is_known:
         return MoveReason.PREFILL_RATE_UNKNOWN
     if link.state is not LinkCondition.CLEAR or link.age_s > config.max_link_age_s:
         return MoveReason.LINK_NOT_CLEAR
-    # The paper's bandwidth is that by which prefill clusters send KVCache to the PD cluster.
+    # The paper's bandwidth is the one from a prefill cluster to the PD cluster. Both directions of
+    # a move, and moves between two prefill clusters, are judged by the links of these clusters.
     ends = [item for item in snapshot.prefill_clusters if item.name in pair]
     if not all(is_abundant(request, end, config) for end in ends):
         return MoveReason.BANDWIDTH_SCARCE

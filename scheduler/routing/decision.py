@@ -1,19 +1,20 @@
-"""Words of routing: what a request is like, where it can go and why, and what a decision says.
+"""The terms of routing: what a request needs, where it can go and why, and what a decision says.
 
-Some requests must be served whole by one engine whatever the region looks like (several prompts or
-choices, prompt logprobs, echo, beam search, multimodal parts, embeddings, nothing to hand over):
-they go `direct`. Of all others `scheduler.routing.short_term` decides. Pure. This file does not
-know HTTP, engines, token ids, clocks or what a landing is made of.
+Some requests must be served whole by one engine, whatever the state of the region: several prompts
+or choices, prompt logprobs, echo, beam search, multimodal parts, embeddings, nothing to hand over.
+Their route is `direct`. `scheduler.routing.short_term` decides about all others. This file is pure
+and knows no HTTP, engines, token ids, clocks or what a landing is made of.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Final, Literal
+
+import msgspec
 
 Route = Literal["prefill_cluster", "local", "direct"]
 Number = int | float
@@ -25,7 +26,7 @@ HAND_OFF: Final = "hand_off"
 """Target: a prefill instance of the PD cluster prefills, a decode instance decodes."""
 
 MIN_HAND_OFF_TOKENS: Final = 2
-"""The last prompt token is always recomputed where decoding happens: one token leaves nothing."""
+"""The decoding engine always recomputes the last prompt token, so one token leaves nothing."""
 
 
 class Reason(StrEnum):
@@ -33,7 +34,7 @@ class Reason(StrEnum):
 
     ABOVE_THRESHOLD = "above_threshold"
     BELOW_THRESHOLD = "below_threshold"
-    # Against the threshold: the other side is predicted to be clearly sooner.
+    # The other side is predicted to be clearly sooner than the side that the threshold gives.
     REMOTE_SOONER = "remote_sooner"
     LOCAL_SOONER = "local_sooner"
     # One engine must serve it whole.
@@ -48,7 +49,7 @@ class Reason(StrEnum):
     UNUSUAL_BODY = "unusual_body"
     RENDER_REFUSED = "render_refused"
     RENDER_UNAVAILABLE = "render_unavailable"
-    # Long enough, but not now.
+    # Above the threshold, but not possible at this moment.
     NO_PREFILL_CLUSTER = "no_prefill_cluster"
     PREFILL_UNHEALTHY = "prefill_cluster_unhealthy"
     PREFILL_QUEUE_FULL = "prefill_queue_full"
@@ -57,14 +58,15 @@ class Reason(StrEnum):
     LINK_CONGESTED = "link_congested"
     LINK_DOWN = "link_down"
     LINK_STALE = "link_stale"
-    # Tried, and it did not work.
+    # A route was tried and failed.
     RESERVE_FAILED = "reserve_failed"
     PREFILL_FAILED = "prefill_failed"
     DECODE_FAILED = "decode_engine_failed"
 
 
 class MoveReason(StrEnum):
-    """Why a cached prefix of another cluster is brought to where a prompt is computed, or is not.
+    """Why a cached prefix of another cluster moves to where a prompt is computed, or does not.
+
     Values are stable: they are metric labels.
     """
 
@@ -83,12 +85,12 @@ class MoveReason(StrEnum):
     TOO_LONG = "too_long"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheMove:
+class CacheMove(msgspec.Struct, frozen=True, kw_only=True):
     """A cached prefix that another cluster could send to where a prompt is computed.
 
-    `source` is that cluster, "" if none has more. Its prefix has `num_tokens`, `saved_tokens` more
-    than the place itself. Those take about `nbytes` and, where the link's rate is known, `seconds`.
+    `source` is that cluster, "" if none has a longer prefix. Its prefix has `num_tokens`,
+    `saved_tokens` more than the place has itself. They take about `nbytes` and, where the rate of
+    the link is known, `seconds`.
     """
 
     reason: MoveReason
@@ -118,18 +120,16 @@ class CacheMove:
 NO_MOVE: Final = CacheMove(reason=MoveReason.NOTHING_SAVED)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestShape:
+class RequestShape(msgspec.Struct, frozen=True, kw_only=True):
     """What routing needs to know of a request.
 
-    `num_prompt_tokens` is exact when `is_exact`, otherwise what is likely before rendering; then
-    `bound_tokens` is an upper bound of it, None where none is known (media).
-    `transfer_bytes` is what its KVCache takes on the wire, None when the size is not known.
-    `local_cached_tokens` is the longest prefix that one node of the PD cluster can resume,
-    `prefill_cached_tokens` the same by prefill cluster, both 0 where nothing is known.
-    `landing_cached_tokens` need not be sent, because the node that decodes has their KVCache.
-    `sendable_tokens` is the longest prefix that a node of each cluster could send to another
-    cluster, by cluster and with the PD cluster's; clusters without any may be left out.
+    `num_prompt_tokens` is exact if `is_exact`. Otherwise it is an estimate before rendering, and
+    `bound_tokens` is an upper bound, None where no bound is known (media).
+    `local_cached_tokens` is the longest prefix that one node of the PD cluster can resume, and
+    `prefill_cached_tokens` the same for each prefill cluster; both are 0 where nothing is known.
+    `landing_cached_tokens` are not sent, because the node that decodes has their KVCache.
+    `sendable_tokens` is the longest prefix that a node of each cluster, the PD cluster included,
+    could send to another cluster. Clusters that could send nothing may be left out.
     """
 
     num_prompt_tokens: int
@@ -143,11 +143,10 @@ class RequestShape:
     is_multimodal: bool = False
     has_prompt_embeds: bool = False
     is_unusual: bool = False
-    transfer_bytes: int | None = None
     local_cached_tokens: int = 0
-    prefill_cached_tokens: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    prefill_cached_tokens: Mapping[str, int] = MappingProxyType({})
     landing_cached_tokens: int = 0
-    sendable_tokens: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    sendable_tokens: Mapping[str, int] = MappingProxyType({})
 
     def __post_init__(self) -> None:
         if self.num_prompt_tokens < 0:
@@ -155,37 +154,36 @@ class RequestShape:
 
     @property
     def at_most_tokens(self) -> float:
-        """The most that the prompt can hold; infinite where no bound is known."""
+        """The most tokens that the prompt can have; infinite where no bound is known."""
         if self.is_exact:
             return self.num_prompt_tokens
         return math.inf if self.bound_tokens is None else self.bound_tokens
 
     @property
     def local_uncached_tokens(self) -> int:
-        """What the PD cluster would have to compute."""
+        """The tokens that the PD cluster would have to compute."""
         return max(0, self.num_prompt_tokens - self.local_cached_tokens)
 
     def prefill_uncached_tokens(self, cluster: str) -> int:
-        """What that prefill cluster would have to compute."""
+        """The tokens that this prefill cluster would have to compute."""
         return max(0, self.num_prompt_tokens - self.prefill_cached_tokens.get(cluster, 0))
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """One routing result.
 
-    `target` is the prefill cluster's name, `ONE_ENGINE` or `HAND_OFF`. `numbers` hold what the
-    reason rests on, for the log, the response header and the request's record.
+    `target` is the name of the prefill cluster, `ONE_ENGINE` or `HAND_OFF`. `numbers` are the
+    values that the reason rests on, for the log, the response header and the request's record.
     """
 
     route: Route
     target: str
     reason: Reason
-    numbers: Mapping[str, Number] = field(default_factory=lambda: MappingProxyType({}))
+    numbers: Mapping[str, Number] = MappingProxyType({})
 
     @property
     def needs_landing(self) -> bool:
-        """Whether KVCache will be moved, so that memory must be reserved for it first."""
+        """Whether KVCache is sent, so that memory must be reserved for it first."""
         return self.target != ONE_ENGINE
 
     def __str__(self) -> str:
@@ -196,13 +194,14 @@ class Decision:
 def fall_back(failed: Decision, reason: Reason) -> Decision:
     """The route after `failed` did not work out: one engine of the PD cluster does all the work.
 
-    Also the name for a request whose KVCache did not arrive and whose decode engine prefilled it.
+    It also names the outcome of a request whose KVCache did not arrive, so that its decode engine
+    prefilled it.
     """
     return Decision("local", ONE_ENGINE, reason, failed.numbers)
 
 
 def one_engine(shape: RequestShape, reason: Reason) -> Decision:
-    """Serve it whole on one engine for a `reason` found outside of routing (no rendering)."""
+    """Serve it whole on one engine, for a `reason` found outside of routing (no rendering)."""
     return Decision("direct", ONE_ENGINE, reason, _prompt_numbers(shape))
 
 

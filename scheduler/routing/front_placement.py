@@ -1,11 +1,12 @@
 """Where a front starts a prefill: `instance_choice` with work counted in uncached tokens.
 
-A front knows how many tokens it gave to each instance, and no prefill rates. Tokens may stand for
-time here: only loads and lengths of one cluster are compared, and its instances are alike, so that
-all of them take the same time for a token and it cancels out. The score keeps its meaning: match
-weight x hit share - uncached tokens ahead / tokens of the prompt.
+A front knows how many tokens it gave to each instance, and no prefill rates. Tokens can stand for
+time here: the choice only compares loads and lengths within one cluster, whose instances are alike,
+so the time per token cancels out. The score keeps its meaning:
 
-Pure. Knows no queue, no health and no bounds: who is asked about has room.
+    match weight x hit share - uncached tokens ahead / tokens of the prompt
+
+Pure. It knows no queue, no health and no bounds: the caller names only instances with room.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ _SAID: Final = {
     "holder_wait_s": "holder_tokens_ahead",
     "instances": "instances",
 }
-"""What a reason says of a choice's numbers. Its seconds are tokens here."""
+"""Names for a choice's numbers in a reason. What the choice calls seconds are tokens here."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLoad:
-    """An instance with room for one more prefill: `uncached_tokens` and `num_jobs` it has now.
+    """An instance with room for one more prefill, and what it has: `uncached_tokens`, `num_jobs`.
 
-    `node` is another name that cached prefixes may be known by.
+    `node` is another name by which its cached prefixes may be known.
     """
 
     name: str
@@ -42,7 +43,7 @@ class TokenLoad:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The instance, what it has to compute of the prompt, and why it was chosen."""
+    """The chosen instance, how much of the prompt it has to compute, and why it was chosen."""
 
     instance: str
     uncached_tokens: int
@@ -52,10 +53,10 @@ class Placement:
 def place_prefill(
     candidates: Sequence[TokenLoad], num_tokens: int, cached_tokens: Mapping[str, int]
 ) -> Placement:
-    """Choose among `candidates`, of which there must be one, for a prompt of `num_tokens`.
+    """Choose one of `candidates` for a prompt of `num_tokens`. ValueError if there are none.
 
     `cached_tokens` is by instance or node name. Of candidates that are alike in everything the
-    first given is taken, so that a caller can let them take turns.
+    first one is taken, so that a caller can let them take turns by the order it gives.
     """
     views = [
         InstanceView(
@@ -69,6 +70,7 @@ def place_prefill(
     choice = choose_instance(views, num_tokens, num_tokens, cached_tokens)
     if choice.instance is None:
         raise ValueError("no candidates; place a prefill only where an instance has room")
+    # `choose_instance` breaks ties by name, which would give every idle moment to one instance.
     likes = {item.name: _likeness(item, num_tokens, cached_tokens) for item in candidates}
     name = next(item.name for item in candidates if likes[item.name] == likes[choice.instance])
     said = (

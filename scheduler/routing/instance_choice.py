@@ -2,12 +2,12 @@
 
     score = match weight x hit share - normalised load
 
-The hit share is the part of the prompt that the instance has cached; the load is the work ahead of
-the request there, normalised by what this prompt takes to prefill from its first token. With a
-weight of 1 the best score is about the earliest end of the prefill; a greater weight spends a
+The hit share is the part of the prompt that the instance has cached. The load is the work ahead of
+the request, in units of the time that this prompt takes to prefill from its first token. With a
+weight of 1 the best score is about the earliest end of the prefill. A greater weight accepts a
 little waiting to save compute.
 
-Pure. Knows no queue order, no links and no bytes.
+Pure. It knows no queue order, no links and no bytes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 
 from scheduler.routing.views import InstanceView
 
+# Above 1, since compute that a cache hit saves is also saved for the requests behind this one.
 MATCH_WEIGHT: Final = 1.25
 _NO_HITS: Mapping[str, int] = MappingProxyType({})
 
@@ -30,9 +31,9 @@ class ChoiceReason(StrEnum):
     CACHED = "cached"
     """It has the longest cached prefix."""
     LEAST_LOADED = "least_loaded"
-    """Nobody has anything of the prompt."""
+    """No instance has anything of the prompt."""
     HOLDER_BUSY = "holder_busy"
-    """Another one has a longer prefix, and too much to do."""
+    """Another instance has a longer prefix, and too much work ahead."""
     NO_INSTANCE = "no_instance"
 
 
@@ -50,7 +51,7 @@ class Choice:
 
 
 class _Scored(NamedTuple):
-    """One usable instance with what its place in the order rests on."""
+    """One usable instance with the values that decide its rank."""
 
     name: str
     score: float
@@ -60,7 +61,7 @@ class _Scored(NamedTuple):
 
     @property
     def rank(self) -> tuple[float, int, str]:
-        """The lowest wins."""
+        """The lowest wins. The name comes last, so that the choice is the same each time."""
         return -self.score, self.num_requests, self.name
 
 
@@ -73,10 +74,10 @@ def choose_instance(
     prefill_s: float,
     hits: Mapping[str, int] = _NO_HITS,
 ) -> Choice:
-    """Place a prompt of `num_tokens` that takes `prefill_s` from its first token.
+    """Choose an instance for a prompt of `num_tokens` that takes `prefill_s` from its first token.
 
     `hits` gives cached tokens by instance or node name. Equal scores go to the instance with the
-    fewest requests, then by name: the same input gives the same choice.
+    fewest requests, then by name, so that the same input gives the same choice.
     """
     best = holder = _NOBODY
     num_usable = 0
@@ -114,6 +115,6 @@ def choose_instance(
 
 
 def _hit(hits: Mapping[str, int], instance: InstanceView) -> int:
-    """The longest that is known of it under either name."""
+    """The longest prefix known under either name of the instance."""
     by_name = hits.get(instance.name, 0)
     return max(by_name, hits.get(instance.node, 0)) if instance.node else by_name

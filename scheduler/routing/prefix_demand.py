@@ -1,9 +1,9 @@
-"""Which cached prefixes requests resume from, how often lately, in bounded memory.
+"""Which cached prefixes requests have lately resumed from, and how often, in bounded memory.
 
-Counts decay by half every `half_life_s`. Of many prefixes the most frequent are kept by the
-space-saving rule (Metwally, Agrawal, El Abbadi 2005): a new one takes the place of the least
-frequent and inherits its count as a possible error, so that a count is never too small and the
-error says by how much it may be too large. Pure; does not know nodes or what is done about it.
+Counts decay by half every `half_life_s`. The space-saving rule (Metwally, Agrawal, El Abbadi 2005)
+keeps the most frequent of many prefixes: a new one takes the place of the least frequent and
+inherits its count as a possible error. A count is therefore never too small, and the error says by
+how much it may be too large. Pure. It knows no nodes and does not know what follows from demand.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from typing import Final
 
 from kvmanager.hashing import KEY_BYTES, split_keys
 
+# Weights are rescaled this early so that old counts stay exact beside new ones in a double
+# (2**53).
 _MAX_WEIGHT: Final = 2.0**40
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
     """A prefix that requests resume from: the joined keys of its blocks, and the root key before
-    them (`kvmanager.hashing`). `model` names the model they belong to.
+    them (`kvmanager.hashing`). `model` names the model of the KVCache.
     """
 
     model: str
@@ -33,7 +35,7 @@ class CachedPrefix:
 
     @property
     def key(self) -> bytes:
-        """The last block's, which names the whole prefix."""
+        """The key of the last block, which names the whole prefix."""
         return self.keys[-KEY_BYTES:]
 
     @property
@@ -42,13 +44,13 @@ class CachedPrefix:
 
     @property
     def block_keys(self) -> list[bytes]:
-        """One for each block."""
+        """The keys, one for each block."""
         return split_keys(self.keys)
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """How often a prefix was resumed lately, at least."""
+    """How often a prefix was resumed lately, at the least."""
 
     prefix: CachedPrefix
     per_s: float
@@ -76,7 +78,7 @@ class DemandTracker:
         return len(self._counters)
 
     def observe(self, prefix: CachedPrefix, now_s: float) -> None:
-        """A request resumes from `prefix`."""
+        """Count a request that resumes from `prefix`."""
         weight = self._weight(now_s)
         counter = self._counters.get(prefix.key)
         if counter is not None:
@@ -90,8 +92,8 @@ class DemandTracker:
         self._counters[prefix.key] = _Counter(prefix, inherited + weight, inherited)
 
     def hottest(self, limit: int, now_s: float) -> list[Demand]:
-        """The prefixes with the highest sure rates, highest first."""
-        # A steady rate r adds up to r * half-life / ln 2.
+        """The prefixes with the highest rates, less their possible errors, highest first."""
+        # A steady rate r accumulates a decayed count of r * half-life / ln 2.
         per_count = math.log(2) / (self._half_life_s * self._weight(now_s))
         demands = [
             Demand(counter.prefix, (counter.count - counter.error) * per_count)
@@ -101,7 +103,10 @@ class DemandTracker:
         return demands[:limit]
 
     def _weight(self, now_s: float) -> float:
-        """What a request now counts: growing instead of making all others smaller."""
+        """What a request counts now.
+
+        Weights grow with time, which has the effect of decay without touching all counters.
+        """
         if self._origin_s is None:
             self._origin_s = now_s
         age = (now_s - self._origin_s) / self._half_life_s

@@ -1,8 +1,8 @@
 """Prefill time and KVCache size of one prompt as plain numbers, for decisions made per request.
 
-The same curves as `scheduler.planning.curves`, evaluated in plain Python: a value in about a
-microsecond. A profile also carries what measurement taught since: a factor on the time, and fixed
-seconds that the curve does not contain. Knows no queue and no link.
+These are the curves of `scheduler.planning.curves`, evaluated in plain Python, at about a
+microsecond a value. A profile also carries what measurement has taught since: a factor on the time.
+This file knows no queue and no link.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 
 from scheduler.planning.curves import Curve
@@ -21,24 +22,19 @@ class PrefillProfile:
     """Seconds that one instance needs to prefill a prompt of which a part is cached."""
 
     starts: tuple[float, ...]
-    """Where the curve's pieces begin, tokens, ascending, the first at 0."""
+    """Where the pieces of the curve begin, tokens, ascending; the first begins at 0."""
     coefficients: tuple[tuple[float, float, float], ...]
-    """Of each piece: constant, per token, per token squared."""
+    """For each piece: constant in s, s per token, s per token squared."""
     factor: float = 1.0
-    """Measured over predicted time (`scheduler.routing.prediction.ProfileCorrection`)."""
-    overhead_s: float = 0.0
-    """Fixed time of every request beyond the curve, not scaled by `factor`."""
+    """Measured over predicted time."""
 
     def __post_init__(self) -> None:
         if not self.starts or len(self.starts) != len(self.coefficients):
             raise ValueError(
                 f"{len(self.starts)} pieces with {len(self.coefficients)} triples of coefficients"
             )
-        if not (self.factor > 0 and self.overhead_s >= 0):
-            raise ValueError(
-                f"factor {self.factor!r} must be above 0, overhead_s {self.overhead_s!r} "
-                "must not be negative"
-            )
+        if not self.factor > 0:
+            raise ValueError(f"factor {self.factor!r} must be above 0")
 
     @classmethod
     def of(cls, curve: Curve) -> PrefillProfile:
@@ -48,23 +44,24 @@ class PrefillProfile:
             tuple((float(a), float(b), float(c)) for a, b, c in curve.coefficients),
         )
 
-    def corrected(self, factor: float, overhead_s: float = 0.0) -> PrefillProfile:
-        """The same curve with another factor and overhead."""
-        return replace(self, factor=factor, overhead_s=overhead_s)
+    def corrected(self, factor: float) -> PrefillProfile:
+        """The same curve with another factor."""
+        return replace(self, factor=factor)
 
     def curve(self) -> Curve:
-        """The corrected curve without the overhead, as the planner takes it."""
+        """The corrected curve, as the planner takes it."""
         return Curve(np.array(self.coefficients), np.array(self.starts)).scaled(self.factor)
 
     def prefill_s(self, num_tokens: int, cached_tokens: int = 0) -> float:
-        """T(n) less what the cached tokens would have taken beyond the fixed part: T(n) - (T(c) -
-        T(0)). The fixed part is due however much is cached. Never below that part.
+        """T(n) - (T(c) - T(0)): T of the whole prompt less what the cached tokens would have added.
+
+        The fixed part T(0) is due however much is cached, so the result is never below it.
         """
         whole_s = self._at(num_tokens)
         if cached_tokens > 0:
             fixed_s = self.coefficients[0][0]
             whole_s = max(fixed_s, whole_s - self._at(min(cached_tokens, num_tokens)) + fixed_s)
-        return whole_s * self.factor + self.overhead_s
+        return whole_s * self.factor
 
     def _at(self, num_tokens: int) -> float:
         piece = bisect_right(self.starts, num_tokens) - 1 if len(self.starts) > 1 else 0
@@ -72,9 +69,8 @@ class PrefillProfile:
         return constant + num_tokens * (linear + num_tokens * square)
 
 
-@dataclass(frozen=True, slots=True)
-class KvProfile:
-    """Bytes of a prompt's KVCache: so many whatever its length, and so many for each token."""
+class KvProfile(msgspec.Struct, frozen=True):
+    """Bytes of a prompt's KVCache: fixed ones whatever its length, and some for each token."""
 
     fixed_bytes: float
     token_bytes: float
@@ -90,9 +86,9 @@ class KvProfile:
         return cls(kv.fixed_bytes, max(0.0, size - kv.fixed_bytes) / at_tokens)
 
     def token_part_bytes(self, num_tokens: int) -> float:
-        """What is emitted while these tokens are computed."""
+        """The bytes emitted while these tokens are computed."""
         return self.token_bytes * num_tokens
 
     def size_bytes(self, num_tokens: int) -> float:
-        """All of it."""
+        """All bytes of a prompt of this length."""
         return self.fixed_bytes + self.token_bytes * num_tokens

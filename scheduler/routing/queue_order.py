@@ -1,23 +1,25 @@
 """The order in which waiting prefill jobs start.
 
-Jobs wait in lanes, one for each priority class and length bucket. Rules:
+Jobs wait in lanes, one for each pair of priority class and length bucket. Rules:
 
-1. Within a lane the job with the lowest rank is first: `submitted_s + uncached_tokens /
-   ageing_tokens_per_s`. That is fewest uncached tokens first with ageing, in one number that never
-   changes: of two jobs the shorter is first unless the longer has waited longer by what the
-   difference in tokens is worth. A job is only passed by shorter ones that came at most
-   `uncached_tokens / ageing_tokens_per_s` after it. Tokens count for no more than `max_length_s`.
-2. A job is due `patience_s` for its own and for each more urgent class after its rank. Whatever is
-   due goes before all that is not, by the time since which it is due, whatever class or bucket. So
-   no job waits for ever: once due, only jobs that were due before it are started.
-3. Else the lowest priority value (the most urgent class) goes first.
-4. Within a class the buckets share: each counts the uncached tokens that it started, divided by its
-   share, and the one that is least ahead goes next. Long prompts keep their share and never more
-   while shorter ones wait, so that they do not hold those up; a lane that was empty starts level
-   with the others and cannot save up.
+1. Within a lane the job with the lowest rank is first, where the rank is `submitted_s +
+   uncached_tokens / ageing_tokens_per_s`. This is "fewest uncached tokens first" with ageing, in
+   one number that never changes: the shorter of two jobs goes first, unless the longer one has
+   waited longer by what the difference in tokens is worth. Only shorter jobs that came at most
+   `uncached_tokens / ageing_tokens_per_s` later can pass a job. The length counts for no more than
+   `max_length_s`.
+2. A job is due `patience_s` after its rank, plus another `patience_s` for each more urgent class.
+   Jobs that are due go before all others, in the order in which they became due, whatever their
+   class or bucket. So no job waits for ever: once it is due, only jobs that were due earlier start
+   before it.
+3. Otherwise the lowest priority value, the most urgent class, goes first.
+4. Within a class the buckets share. Each counts the uncached tokens that it has started, divided by
+   its share, and the bucket with the lowest count goes next. Long prompts thus get their share, and
+   no more while shorter ones wait. A lane that was empty starts level with the others: it cannot
+   save up its share.
 
-Pure: time is an argument. It may not know instances, engines or why a job exists. What cannot start
-now (no instance may take it) is passed over by asking with `may_start`.
+Pure: time is an argument. This file may not know instances, engines or why a job exists. A caller
+passes over jobs that cannot start now (no instance may take them) by asking with `may_start`.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Generic, NamedTuple, TypeVar
 
+import msgspec
+
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 
@@ -35,17 +39,17 @@ NUM_CLASSES: Final = 3
 
 
 def priority_class(priority: int) -> int:
-    """The class of a priority as vLLM has it: any integer, 0 if a client says nothing, the lower
-    the earlier. Below 0 is urgent (0), 0 is normal (1), above 0 is background (2).
+    """The class of a priority. vLLM accepts any integer, the lower the earlier, 0 by default.
 
-    Few classes, because what is in the last one is due only after `patience_s` for each of them.
+    Below 0 is urgent (0), 0 is normal (1), above 0 is background (2). There are few classes,
+    because a job is due only after `patience_s` for its own and for each more urgent class.
     """
     return 1 + (priority > 0) - (priority < 0)
 
 
 @dataclass(frozen=True, slots=True)
 class LengthBucket:
-    """Jobs with up to `max_tokens` uncached (and more than the bucket before), and their share."""
+    """Jobs with at most `max_tokens` uncached tokens, above the bucket before, and their share."""
 
     max_tokens: float
     share: float
@@ -56,23 +60,24 @@ DEFAULT_BUCKETS = (
     LengthBucket(256 * 1024, 0.25),
     LengthBucket(math.inf, 0.15),
 )
-"""Up to 64K tokens, up to 256K, longer. Shares are of the uncached tokens started."""
+"""Up to 64K tokens, up to 256K, longer. A share is a part of the uncached tokens started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderConfig:
-    """How long jobs are patient, and who shares with whom."""
+    """How long jobs wait for others, and how length buckets share the cluster."""
 
     buckets: tuple[LengthBucket, ...] = DEFAULT_BUCKETS
     ageing_tokens_per_s: float = 32768.0
     """How many uncached tokens a second of waiting is worth: a prompt that is longer by so many
     starts first if it has waited longer by a second. About what a cluster prefills in a second;
-    with less, long prompts wait too long at high load.
+    with a lower value, long prompts wait too long at high load.
     """
     patience_s: float = 30.0
     """How long a job may be passed by others, for each class of priority, seconds."""
     max_length_s: float = math.inf
-    """Of jobs for which length makes more of a difference, the one that came first is first."""
+    """The most that length counts, seconds. Beyond it the job that came first is first."""
+    # Worked out once: each look at the queue asks for the bucket of every job ahead.
     _edges: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -96,11 +101,11 @@ class OrderConfig:
         return bisect_left(self._edges, uncached_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class WaitingJob(Generic[KeyT]):
-    """A job as its order sees it. `key` is unique; a lower `priority` is more urgent, 0 the most.
+class WaitingJob(msgspec.Struct, Generic[KeyT], frozen=True):
+    """A job as its order sees it. `key` is unique. The lower `priority`, the more urgent; 0 is
+    most.
 
-    A job that is tried again keeps its `submitted_s`, and with it its place.
+    A job that is tried again keeps its `submitted_s`, and so its place.
     """
 
     key: KeyT
@@ -117,8 +122,9 @@ class WaitingJob(Generic[KeyT]):
 
 
 class _Place(NamedTuple, Generic[KeyT]):
-    """Where a job stands: in its lane by rank, equal ranks by arrival. Compares like that, because
-    no two have one `order`.
+    """The place of a job in its lane: by rank, then by arrival.
+
+    No two places have the same `order`, so a comparison never reaches `job`.
     """
 
     rank_s: float
@@ -127,7 +133,7 @@ class _Place(NamedTuple, Generic[KeyT]):
 
 
 class _Lane(Generic[KeyT]):
-    """The jobs of one class and bucket, by rank, and the tokens started per share."""
+    """The jobs of one class and bucket by rank, and the tokens started divided by the share."""
 
     __slots__ = ("bucket", "places", "priority", "served", "share")
 
@@ -144,10 +150,10 @@ class _Lane(Generic[KeyT]):
 
 
 class QueueOrder(Generic[KeyT]):
-    """Waiting jobs in their order. See the module text. Single-threaded.
+    """Waiting jobs, in the order of the rules above. Single-threaded.
 
-    `add` and `remove` a job as it comes and goes; `next` says which starts, without starting it;
-    `started` takes it away and counts it against its bucket's share.
+    `add` and `remove` a job as it comes and goes. `next` says which job starts, without starting
+    it; `started` takes the job away and counts it against the share of its bucket.
     """
 
     def __init__(self, config: OrderConfig | None = None) -> None:
@@ -169,16 +175,16 @@ class QueueOrder(Generic[KeyT]):
         return sum(place.job.uncached_tokens for place in self._places.values())
 
     def rank_s(self, job: WaitingJob[KeyT]) -> float:
-        """Rule 1: the lower the earlier, within a lane. On the clock of `submitted_s`."""
+        """Rule 1: within a lane the lower rank is earlier. It is on the clock of `submitted_s`."""
         length_s = job.uncached_tokens / self._config.ageing_tokens_per_s
         return job.submitted_s + min(length_s, self._config.max_length_s)
 
     def due_s(self, job: WaitingJob[KeyT]) -> float:
-        """Rule 2: from then on only what was due before goes first."""
+        """Rule 2: from this time on, only jobs that were due earlier go before it."""
         return self.rank_s(job) + self._config.patience_s * (job.priority + 1)
 
     def add(self, job: WaitingJob[KeyT]) -> None:
-        """ValueError for a job that waits already."""
+        """Let a job wait. ValueError if it waits already."""
         if job.key in self._places:
             raise ValueError(f"job {job.key} waits already")
         self._num_added += 1
@@ -186,12 +192,12 @@ class QueueOrder(Generic[KeyT]):
         self._places[job.key] = place
         lane = self._lane(job)
         if not lane.places:
-            # An empty lane has saved up nothing: it would hold up the others to catch up.
+            # An empty lane must not save up its share: it would hold up the others to catch up.
             lane.served = max(lane.served, self._level.get(job.priority, 0.0))
         insort(lane.places, place)
 
     def remove(self, key: KeyT) -> bool:
-        """Forget a job that will not start; False for one that does not wait."""
+        """Forget a job that will not start. False if it does not wait."""
         place = self._places.pop(key, None)
         if place is None:
             return False
@@ -200,17 +206,19 @@ class QueueOrder(Generic[KeyT]):
         return True
 
     def started(self, key: KeyT) -> None:
-        """The job was given to an instance. KeyError for one that does not wait."""
+        """Take away a job that was given to an instance. KeyError if it does not wait."""
         job = self._places[key].job
         self.remove(key)
         lane = self._lane(job)
+        # The level before this job: a lane that wakes up starts where the last one served stood.
         self._level[job.priority] = max(self._level.get(job.priority, 0.0), lane.served)
+        # A job with everything cached still occupies an instance, so it counts as one token.
         lane.served += max(1, job.uncached_tokens) / lane.share
 
     def next(
         self, now_s: float, may_start: Callable[[KeyT], bool] | None = None
     ) -> WaitingJob[KeyT] | None:
-        """Which job starts next, of those that `may_start`; None when there is none."""
+        """The job that starts next among those that `may_start`, or None."""
         heads = [(lane, place) for lane in self._lanes.values() if (place := lane.first(may_start))]
         if not heads:
             return None
@@ -221,9 +229,11 @@ class QueueOrder(Generic[KeyT]):
         return place.job
 
     def ahead_of(self, job: WaitingJob[KeyT], now_s: float) -> Iterator[WaitingJob[KeyT]]:
-        """The waiting jobs that will start before `job` (which may wait or be about to), if nothing
-        else comes: what its predicted wait adds up. Shares between buckets are taken as even
-        progress: of another bucket goes first what its share carries until the job's turn.
+        """The waiting jobs that will start before `job`, if no other job comes.
+
+        `job` may wait already or be about to. Its predicted wait is their sum. Buckets are taken to
+        progress evenly by their shares: as many tokens of another bucket go first as its share
+        carries until the turn of `job`.
         """
         mine, rank_s, tokens = self._config.bucket_of(job.uncached_tokens), self.rank_s(job), 0
         same = self._in(job.priority, mine)
@@ -239,13 +249,15 @@ class QueueOrder(Generic[KeyT]):
     def _ahead_elsewhere(
         self, job: WaitingJob[KeyT], mine: int, tokens: int, now_s: float
     ) -> Iterator[WaitingJob[KeyT]]:
-        """In other lanes than its own, where `tokens` go before it."""
+        """The jobs of other lanes that go first. In the job's own lane, `tokens` go before it."""
         due_s = self.due_s(job)
         if job.key not in self._places:
             tokens += job.uncached_tokens
         for lane in self._lanes.values():
             if not lane.places or (lane.priority, lane.bucket) == (job.priority, mine):
                 continue
+            # A more urgent class goes first whole, a less urgent one only with jobs that are due
+            # earlier.
             budget = math.inf if lane.priority < job.priority else 0.0
             if lane.priority == job.priority:
                 budget = tokens * lane.share / self._config.buckets[mine].share

@@ -1,8 +1,9 @@
-"""Which cached prefixes get another copy in their cluster, ahead of need, and which copies go.
+"""Which cached prefixes get another copy in their cluster ahead of need, and which copies go.
 
-Prefixes that many requests resume from get copies, within a budget of bytes; copies that few ask
-for are dropped. Everything has a reason, also doing nothing. Pure. Does not know how bytes move,
-nor clocks. What one request gets from another cluster is decided in `scheduler.routing.candidates`.
+Prefixes that many requests resume from get copies, within a budget of bytes. Copies that few
+requests use are dropped. Every result has a reason, also doing nothing. Pure: it does not know how
+bytes move, and reads no clock. `scheduler.routing.candidates` decides what a single request fetches
+from another cluster.
 """
 
 from __future__ import annotations
@@ -10,18 +11,32 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kvmanager.pool.shape import CacheShape
 from scheduler.routing.prefix_demand import CachedPrefix, Demand
 
 BlockPart = tuple[int, int]
+"""(index of the block, index of its part)."""
 
 NodeName = tuple[str, str]
 """(cluster, node)."""
 
+MIN_PER_S: Final = 0.05
+"""Requests a second for a prefix from which on it gets a copy."""
+REQUESTS_PER_COPY_PER_S: Final = 0.5
+"""One more copy for each so many requests a second beyond the first copy."""
+MAX_COPIES: Final = 3
+"""Copies of a prefix in one cluster."""
+MAX_REPLICATIONS: Final = 2
+"""Moves ahead of need that may run at a time."""
+KEEP_PER_S: Final = 0.25 * MIN_PER_S
+"""A copy stays while its prefix is used as often. It is below `MIN_PER_S`, so that a rate around
+`MIN_PER_S` does not make and drop copies by turns."""
+
 
 class ByteBudget:
-    """Bytes that may be sent ahead of need: `per_s` of them, saved up to `burst_bytes`."""
+    """Bytes that may be sent ahead of need: a token bucket of `per_s` and `burst_bytes`."""
 
     def __init__(self, per_s: float, burst_bytes: float) -> None:
         if per_s <= 0 or burst_bytes <= 0:
@@ -32,14 +47,14 @@ class ByteBudget:
         self._at_s: float | None = None
 
     def available_bytes(self, now_s: float) -> int:
-        """May be negative after a `spend` of more than there was."""
+        """What may be sent now. Negative after `spend` took more than there was."""
         if self._at_s is not None:
             self._bytes = min(self._burst_bytes, self._bytes + (now_s - self._at_s) * self._per_s)
         self._at_s = now_s
         return math.floor(self._bytes)
 
     def spend(self, nbytes: int) -> None:
-        """These bytes are sent."""
+        """Count bytes that are sent."""
         self._bytes -= nbytes
 
 
@@ -59,7 +74,7 @@ class NodeLoad:
 
 @dataclass(frozen=True, slots=True)
 class HotPrefix:
-    """A prefix in demand, what its blocks consist of, and how many of its blocks each node can
+    """A prefix in demand, the composition of its blocks, and how many of its blocks each node can
     resume from its own pool.
     """
 
@@ -69,22 +84,11 @@ class HotPrefix:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicationLimits:
-    """`per_copy_per_s`: one more copy for each so many requests a second beyond the first."""
-
-    min_per_s: float = 0.05
-    per_copy_per_s: float = 0.5
-    max_copies: int = 3
-    max_moves: int = 2
-    keep_share: float = 0.25
-    """A copy is kept while its prefix is asked for at this share of `min_per_s`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicationState:
-    """What is under way and remembered: `moving` and `barred` (failed lately) are (key of the
-    prefix, destination), `replicas` are copies that were made by plan, `budget_bytes` what may be
-    sent now.
+    """What is under way and remembered.
+
+    `moving` and `barred` (failed lately) are pairs of a prefix's key and a destination. `replicas`
+    are the copies that a plan made. `budget_bytes` may be sent now.
     """
 
     budget_bytes: int
@@ -108,7 +112,7 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Demote:
-    """Drop a copy, but for the first blocks, which another prefix in demand shares."""
+    """Drop a copy, except its first `keep_blocks`, which another prefix in demand shares."""
 
     prefix: CachedPrefix
     cluster: str
@@ -119,7 +123,7 @@ class Demote:
 
 @dataclass(frozen=True, slots=True)
 class ReplicationPlan:
-    """What to do now; `notes` say why not more."""
+    """What to do now. `notes` say why it is not more."""
 
     replicate: tuple[Replicate, ...] = ()
     demote: tuple[Demote, ...] = ()
@@ -130,42 +134,40 @@ def plan_replication(
     hot: Sequence[HotPrefix],
     nodes: Sequence[NodeLoad],
     state: ReplicationState,
-    limits: ReplicationLimits,
 ) -> ReplicationPlan:
-    """Copies to make for the prefixes in `hot` (hottest first), and replicas of these to drop.
+    """Copies to make for the prefixes in `hot` (hottest first), and copies of them to drop.
 
-    Only inside a cluster: between clusters a prefix moves when a request makes it pay.
+    It plans only inside clusters. Between clusters a prefix moves when it pays for one request.
     """
-    planner = _Planner(state, limits)
+    planner = _Planner(state)
     for prefix in hot:
         for cluster in sorted({node.cluster for node in nodes}):
             planner.consider(prefix, [node for node in nodes if node.cluster == cluster])
-    demote = tuple(_demotions(hot, state, limits))
+    demote = tuple(_demotions(hot, state))
     notes = planner.notes or ([] if hot else ["nothing is in demand"])
     return ReplicationPlan(tuple(planner.replicate), demote, tuple(notes))
 
 
 class _Planner:
-    """Collects what fits the limits."""
+    """Collects the copies that fit the limits."""
 
-    def __init__(self, state: ReplicationState, limits: ReplicationLimits) -> None:
+    def __init__(self, state: ReplicationState) -> None:
         self.replicate: list[Replicate] = []
         self.notes: list[str] = []
         self._state = state
-        self._limits = limits
         self._left_bytes = state.budget_bytes
         self._load: dict[NodeName, int] = {}
 
     def consider(self, hot: HotPrefix, nodes: Sequence[NodeLoad]) -> None:
-        """One more copy of this prefix in one cluster, or a note why not."""
+        """Plan one more copy of this prefix in one cluster, or note why not."""
         prefix, per_s = hot.demand.prefix, hot.demand.per_s
         cluster = nodes[0].cluster
         holders = [node for node in nodes if self._holds(hot, node)]
         coming = [node for node in nodes if (prefix.key, node.name) in self._state.moving]
         wanted = self._num_copies(per_s, len(nodes))
         why_not = ""
-        if per_s < self._limits.min_per_s:
-            why_not = f"{per_s:.3g} requests/s are fewer than {self._limits.min_per_s:.3g}"
+        if per_s < MIN_PER_S:
+            why_not = f"{per_s:.3g} requests/s are fewer than {MIN_PER_S:.3g}"
         elif not holders:
             why_not = "no node there has it"
         elif len(holders) + len(coming) >= wanted:
@@ -185,8 +187,8 @@ class _Planner:
         nbytes = sum(hot.shape.parts[part].nbytes for _, part in parts)
         if not takers or not sources:
             self._note(prefix, cluster, "no healthy node to send it from or to")
-        elif len(self._state.moving) + len(self.replicate) >= self._limits.max_moves:
-            self._note(prefix, cluster, f"{self._limits.max_moves} moves run already")
+        elif len(self._state.moving) + len(self.replicate) >= MAX_REPLICATIONS:
+            self._note(prefix, cluster, f"{MAX_REPLICATIONS} moves run already")
         elif nbytes > self._left_bytes:
             self._note(prefix, cluster, f"{nbytes} bytes, {max(0, self._left_bytes)} may be sent")
         else:
@@ -200,12 +202,12 @@ class _Planner:
             )
 
     def _busy(self, node: NodeLoad) -> tuple[float, str]:
-        """A move that was just planned counts as a request."""
+        """The load, where each move that was just planned counts as a request."""
         return node.load + self._load.get(node.name, 0), node.node
 
     def _num_copies(self, per_s: float, num_nodes: int) -> int:
-        more = math.ceil(per_s / self._limits.per_copy_per_s)
-        return max(1, min(1 + more, num_nodes, self._limits.max_copies))
+        more = math.ceil(per_s / REQUESTS_PER_COPY_PER_S)
+        return max(1, min(1 + more, num_nodes, MAX_COPIES))
 
     def _holds(self, hot: HotPrefix, node: NodeLoad) -> bool:
         return hot.usable_blocks.get(node.name, 0) >= hot.demand.prefix.num_blocks
@@ -217,14 +219,12 @@ class _Planner:
         self.notes.append(f"{prefix.key.hex()[:12]} in {cluster}: {why_not}")
 
 
-def _demotions(
-    hot: Sequence[HotPrefix], state: ReplicationState, limits: ReplicationLimits
-) -> Iterable[Demote]:
-    """Copies whose prefix is asked for no more; one that another node has not is kept."""
+def _demotions(hot: Sequence[HotPrefix], state: ReplicationState) -> Iterable[Demote]:
+    """Copies whose prefix is hardly used any more. The only copy in a cluster stays."""
     by_key = {prefix.demand.prefix.key: prefix for prefix in hot}
     for prefix, (cluster, node) in state.replicas:
         known = by_key.get(prefix.key)
-        if known is None or known.demand.per_s >= limits.keep_share * limits.min_per_s:
+        if known is None or known.demand.per_s >= KEEP_PER_S:
             continue
         others = [
             other
@@ -233,18 +233,15 @@ def _demotions(
         ]
         if others:
             reason = f"{known.demand.per_s:.3g} requests/s, {len(others)} other copies"
-            yield Demote(prefix, cluster, node, _shared_blocks(prefix, hot, limits), reason)
+            yield Demote(prefix, cluster, node, _shared_blocks(prefix, hot), reason)
 
 
-def _shared_blocks(
-    prefix: CachedPrefix, hot: Sequence[HotPrefix], limits: ReplicationLimits
-) -> int:
-    """How many leading blocks another prefix has that is still asked for."""
+def _shared_blocks(prefix: CachedPrefix, hot: Sequence[HotPrefix]) -> int:
+    """How many leading blocks it shares with another prefix that is still in use."""
     wanted = [
         other.demand.prefix
         for other in hot
-        if other.demand.per_s >= limits.keep_share * limits.min_per_s
-        and other.demand.prefix.root == prefix.root
+        if other.demand.per_s >= KEEP_PER_S and other.demand.prefix.root == prefix.root
     ]
     return max((_num_common(prefix.block_keys, other.block_keys) for other in wanted), default=0)
 

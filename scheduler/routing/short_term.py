@@ -1,37 +1,36 @@
-"""Where one request is prefilled, given what the region looks like now (the short timescale).
+"""Where one request is prefilled, given the present state of the region (the short timescale).
 
-States: none. A request, a snapshot of the region and a configuration go in, a `RouteDecision` comes
-out: a target, a reason, the predictions for both sides and the numbers they rest on. The same input
-gives the same output; live traffic and replay call it alike.
+There are no states: a request, a snapshot of the region and a configuration go in, and a
+`RouteDecision` comes out, with a target, a reason, the predictions for both sides and the numbers
+they rest on. The same input gives the same output, for live traffic and for replay.
 
 Rules, first match wins:
 
-1. What one engine must serve whole goes `direct` (the rules of `scheduler.routing.decision`).
-2. A prefill cluster is out of the question when it failed this request, is unhealthy, takes no
-   jobs, or there is no room for the KVCache to land; and when its link is down, was not looked at
-   lately, or would carry it far too late. What is left are the candidates. Without any the request
-   stays local.
-3. The threshold t of each candidate gives the request its side: more than t uncached tokens, at the
-   PD cluster and after a cached prefix was moved there if that pays (`candidates`), belongs
-   to the prefill cluster that is predicted to be first; anything else is local.
-4. It leaves that side when the other side's first token is predicted sooner by more than a margin,
-   a fixed part and a share of the prediction. Towards a prefill cluster only over a link that is up
-   and whose rate was measured: its backlog and its present rate are part of the prediction then.
+1. A request that one engine must serve whole goes `direct` (`one_engine_reason`).
+2. A prefill cluster is left out when it failed this request, is unhealthy or takes no jobs, when no
+   memory is free for the KVCache to land in, and when its link is down, was not reported lately or
+   would deliver far too late. The others are the candidates. Without any, the request stays local.
+3. The threshold t of each candidate gives the request its side. A prompt with more than t uncached
+   tokens belongs to the prefill cluster that is predicted to be first; any other prompt is local.
+   Uncached are the tokens that the PD cluster would compute, after a cached prefix was moved there
+   if that pays (`scheduler.routing.candidates`).
+4. The request leaves its side when the other side's first token is predicted sooner by more than a
+   margin: a fixed part and a share of the prediction. It leaves for a prefill cluster only over a
+   link that is up and has a measured rate, so that the prediction contains its backlog and rate.
 
-Why both t and predictions. t keeps each side to what it does best and is what the plan balances;
-predicted finish alone would let every queue drag short prompts over the link and long ones away
-from it. The margin lets waiting count only where it is worth the compute that is lost.
+Why both t and predictions: t gives each side the work that it does best, and it is what the plan
+balances. Predictions alone would let every queue drag short prompts over the link, and long ones
+away from it. With the margin, waiting counts only where it is worth the compute that is lost.
 
 `route` does not raise: views check themselves when they are made, and a place that cannot serve has
-an infinite prediction. No I/O, no clock. This file does not know HTTP, engines, token ids or what
-an instance is; the instance within the cluster is `scheduler.routing.instance_choice`'s.
+an infinite prediction. No I/O, no clock. This file knows no HTTP, engines, token ids or what an
+instance is. `scheduler.routing.instance_choice` chooses the instance within the cluster.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -72,15 +71,16 @@ OBSTACLES: Final = (
     Reason.PREFILL_UNHEALTHY,
     Reason.PREFILL_FAILED,
 )
-"""With several clusters out of the question, the reason of the one that was nearest to serving."""
+"""If several clusters are left out, the reason of the one that was nearest to serving is given.
+The order is from nearest to farthest.
+"""
 
 
-@dataclass(frozen=True, slots=True)
-class RouteDecision(Decision):
+class RouteDecision(Decision, frozen=True):
     """A routing result with the predictions it was taken from.
 
-    `local` is None only for `direct`, `remote` (of the best candidate) wherever there is none.
-    `move`: the cached prefix of another cluster that comes to the target first, or why none does.
+    `local` is None only for `direct`, `remote` (of the best candidate) where there is no candidate.
+    `move` is the cached prefix that comes to the target first, or why none does.
     """
 
     local: Prediction | None = None
@@ -94,7 +94,7 @@ class RouteDecision(Decision):
 
 
 class _Chosen(NamedTuple):
-    """The place that `_choose` took, why, and the best of each side."""
+    """The place that `_choose` took, why, and the best candidate of each side."""
 
     taken: Candidate
     reason: Reason
@@ -110,7 +110,7 @@ def route(
     *,
     excluded: Set[str] = NONE_EXCLUDED,
 ) -> RouteDecision:
-    """Route one request, passing over the clusters in `excluded` (they failed this request).
+    """Route one request. Clusters in `excluded` failed this request and are passed over.
 
     `now_s` is on the clock of `snapshot.taken_s`.
     """
@@ -119,7 +119,8 @@ def route(
         direct = one_engine(request, whole)
         return RouteDecision(direct.route, direct.target, direct.reason, direct.numbers)
     chosen = _choose(request, snapshot, config, now_s, excluded=excluded)
-    # The plan's t may have sent it away: then what raised t is the reason, not its length.
+    # The plan may mean a prompt for a prefill cluster that the raised t keeps back. Then the cause
+    # of the raise is the reason, not the prompt's length.
     if chosen.reason is Reason.BELOW_THRESHOLD:
         uncached = request.num_prompt_tokens - chosen.local.cached_tokens
         meant = [c for c in snapshot.prefill_clusters if _is_above_plan(c, uncached)]
@@ -150,7 +151,7 @@ def _choose(
     remotes: list[Candidate] = []
     for cluster in usable:
         remote = remote_candidate(request, cluster, snapshot, config, excluded)
-        # A transfer that goes on for longer is given up in the end, and its prefill was in vain.
+        # The gateway gives up a transfer that goes on for longer, and its prefill would be in vain.
         if remote.prediction.tail_s <= config.max_tail_s:
             remotes.append(remote)
         else:
@@ -159,7 +160,7 @@ def _choose(
     meant = [remote for remote in remotes if uncached > remote.cluster.threshold_tokens]
     if meant:
         return _from_remote(local, _soonest(meant), config)
-    # An obstacle is a reason only for prompts that its cluster would have taken.
+    # An obstacle is a reason only for prompts that t would have given to its cluster.
     kept_by = [reason for cluster, reason in obstacles if uncached > cluster.threshold_tokens]
     reason = next((r for r in OBSTACLES if r in kept_by), None)
     if reason is None and _lacks_room_for_hand_off(request, snapshot, config):
@@ -211,13 +212,14 @@ def _kept_back(
     reasons = {
         _obstacle(request, cluster, snapshot, config, now_s, excluded=excluded) for cluster in meant
     }
+    # A cluster without an obstacle kept the prompt back only because its link raised t.
     if None in reasons:
         return Reason.LINK_CONGESTED
     return next(reason for reason in OBSTACLES if reason in reasons)
 
 
 def _from_remote(local: Candidate, remote: Candidate, config: RouteConfig) -> _Chosen:
-    """t says that this prefill cluster takes it: unless the PD cluster is clearly sooner."""
+    """The prompt belongs to this prefill cluster, unless the PD cluster is clearly sooner."""
     if _is_clearly_sooner(local, remote, config):
         return _Chosen(local, Reason.LOCAL_SOONER, local, remote)
     return _Chosen(remote, Reason.ABOVE_THRESHOLD, local, remote)
@@ -226,7 +228,7 @@ def _from_remote(local: Candidate, remote: Candidate, config: RouteConfig) -> _C
 def _from_local(
     local: Candidate, remotes: Sequence[Candidate], config: RouteConfig, reason: Reason
 ) -> _Chosen:
-    """It belongs to the PD cluster for `reason`: unless a prefill cluster is clearly sooner."""
+    """The prompt is local for `reason`, unless a prefill cluster is clearly sooner."""
     if not remotes:
         return _Chosen(local, reason, local, None)
     inviting = [r for r in remotes if _is_inviting(r.cluster)]
@@ -238,21 +240,22 @@ def _from_local(
 
 
 def _soonest(candidates: Sequence[Candidate]) -> Candidate:
-    """Whose first token is predicted first."""
+    """The candidate whose first token is predicted first."""
     return min(candidates, key=_first)
 
 
 def _first(candidate: Candidate) -> tuple[float, str]:
+    # The name decides between equals, so that the same input gives the same route.
     return candidate.prediction.ttft_s, candidate.target
 
 
 def _is_inviting(cluster: ClusterView) -> bool:
-    """Whether more than t asks for may be sent over its link: a guess must not fill it up."""
+    """Whether a prompt below t may go over its link. A rate that is a guess must not fill it up."""
     return cluster.link is not None and cluster.link.available_bytes_per_s is not None
 
 
 def _is_clearly_sooner(other: Candidate, own: Candidate, config: RouteConfig) -> bool:
-    """Whether leaving `own` gains more than the margin; any finite time is less than none."""
+    """Whether leaving `own` gains more than the margin. Any finite time beats an infinite one."""
     other_s, own_s = other.prediction.ttft_s, own.prediction.ttft_s
     if own_s == math.inf:
         return other_s < math.inf

@@ -1,33 +1,35 @@
 """The routing threshold t of one link between two solutions of the plan.
 
-The plan gives a base t. What the link does now multiplies it by a factor of 1 or more:
+The plan gives a base t. The present state of the link multiplies it by a factor of 1 or more:
 
-- The target factor is the greater of what the link's state asks for and of planned over available
-  rate, where that was measured: a link that carries half of what the plan sends over it shall carry
-  half. That nobody asked for more than was carried says nothing.
-- Upwards at once: queues build up within seconds. Downwards slowly, exponentially in the logarithm
-  with a time constant, so that a link which has just recovered is not filled again at once.
-- Never above `max_factor`. A link that is down has it. A view that is too old asks for nothing and
-  lets nothing fall: t stays where it was.
+- The target factor is the greater of two: what the link's state asks for, and the planned rate over
+  the available one, where that was measured. A link that carries half of what the plan sends over
+  it should be given half. A rate that is only a floor says nothing.
+- The factor rises at once, because queues build up within seconds. It falls slowly, exponentially
+  in its logarithm with a time constant, so that a link that has just recovered is not filled at
+  once.
+- It never exceeds `max_factor`, which is the factor of a link that is down. A view that is too old
+  asks for nothing and lets nothing fall: t stays where it was.
 
 A slower link or a worse state never lowers t, whatever came before (PrfaaS 3.4.3: "bandwidth- and
-cache-aware routing"). Pure; time is an argument. Knows no requests and no queues.
+cache-aware routing"). Pure; time is an argument. This file knows no requests and no queues.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
+
+import msgspec
 
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
 
 
 class ThresholdReason(StrEnum):
-    """What t rests on. Values are stable: they are metric labels."""
+    """What t is based on. Values are stable: they are metric labels."""
 
     PLAN = "plan"
     STATE = "link_state"
@@ -42,15 +44,15 @@ class ThresholdConfig:
     """How t follows a link. Factors multiply the plan's t."""
 
     rising_factor: float = 1.1
-    """What the threshold is multiplied by while a link is about to be congested."""
+    """The factor on the threshold while a link is about to be congested."""
     congested_factor: float = 1.5
-    """What the threshold is multiplied by while a link is congested."""
+    """The factor on the threshold while a link is congested."""
     max_factor: float = 16.0
-    """Most that the threshold is multiplied by, whatever the link does."""
+    """The highest factor on the threshold, whatever the link does."""
     return_s: float = 10.0
     """Time constant with which the threshold falls back when a link is well again, seconds."""
     max_age_s: float = 5.0
-    """An older view of the link says nothing."""
+    """A view of the link that is older than this is not used, seconds."""
 
     def __post_init__(self) -> None:
         factors = (1.0, self.rising_factor, self.congested_factor, self.max_factor)
@@ -63,20 +65,42 @@ class ThresholdConfig:
             raise ValueError(f"return_s {self.return_s:g} and max_age_s must be above 0")
 
 
-@dataclass(frozen=True, slots=True)
-class Threshold:
-    """t now, and why. `numbers` hold what the reason rests on."""
+class Threshold(msgspec.Struct, frozen=True):
+    """t now, and why. `target_factor` and `planned_bytes_per_s` are None where the link's state is
+    too old to ask for anything.
+    """
 
-    tokens: float
+    plan_tokens: float
+    factor: float
     reason: ThresholdReason
-    numbers: Mapping[str, int | float] = field(default_factory=lambda: MappingProxyType({}))
+    link: LinkView
+    target_factor: float | None = None
+    planned_bytes_per_s: float | None = None
+
+    @property
+    def tokens(self) -> float:
+        """t itself."""
+        return self.plan_tokens * self.factor
+
+    @property
+    def numbers(self) -> Mapping[str, float]:
+        """What the reason rests on."""
+        found = {
+            "plan_tokens": self.plan_tokens,
+            "factor": self.factor,
+            "target_factor": self.target_factor,
+            "planned_bytes_per_s": self.planned_bytes_per_s,
+            "available_bytes_per_s": self.link.available_bytes_per_s,
+            "link_age_s": self.link.age_s,
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
     def __str__(self) -> str:
         return str(self.reason) + "".join(f"; {key}={value}" for key, value in self.numbers.items())
 
 
 class ThresholdController:
-    """t of one link. Single-threaded; time must not go back (if it does, it stands still)."""
+    """t of one link. Single-threaded. If time goes back, it stands still here."""
 
     def __init__(self, config: ThresholdConfig | None = None) -> None:
         self._config = config or ThresholdConfig()
@@ -85,36 +109,36 @@ class ThresholdController:
 
     @property
     def factor(self) -> float:
-        """What the plan's t is multiplied by, as of the last update."""
+        """The factor on the plan's t, as of the last update."""
         return self._factor
 
     def update(
         self, base_tokens: float, link: LinkView, planned_bytes_per_s: float, now_s: float
     ) -> Threshold:
-        """t for a link as it is seen now.
+        """t for the present view of a link.
 
-        `base_tokens` is the plan's t, `planned_bytes_per_s` what the plan sends over the link at
-        the load it is meant for (0: not known, then only the state counts).
+        `base_tokens` is the plan's t. `planned_bytes_per_s` is what the plan sends over the link at
+        the load it is meant for; 0 means unknown, and then only the link's state counts.
         """
         elapsed_s = 0.0 if self._at_s is None else max(0.0, now_s - self._at_s)
         self._at_s = now_s if self._at_s is None else max(now_s, self._at_s)
-        # What is not seen can neither raise t nor let it fall.
+        # An unknown state can neither raise t nor let it fall.
         if link.age_s > self._config.max_age_s:
-            return self._threshold(base_tokens, ThresholdReason.LINK_STALE, link)
+            return Threshold(base_tokens, self._factor, ThresholdReason.LINK_STALE, link)
         target, reason = self._target(link, planned_bytes_per_s)
-        # In the logarithm: half the way back from 16 is 4, not 8.
+        # Linear in the logarithm: half of the way back from 16 is 4, not 8.
         left = math.exp(-elapsed_s / self._config.return_s)
         returning = target * (self._factor / target) ** left if self._factor > target else target
-        # The exponential never arrives: a thousandth is near enough.
+        # The exponential never reaches its target; within a thousandth it has arrived.
         if returning > target * 1.001:
             reason = ThresholdReason.RETURNING
         else:
             returning = target
         self._factor = returning
-        return self._threshold(base_tokens, reason, link, target, planned_bytes_per_s)
+        return Threshold(base_tokens, returning, reason, link, target, planned_bytes_per_s)
 
     def _target(self, link: LinkView, planned_bytes_per_s: float) -> tuple[float, ThresholdReason]:
-        """The factor that the link asks for by itself."""
+        """The factor that the present view of the link asks for, without history."""
         config = self._config
         available = link.available_bytes_per_s
         if link.state is LinkCondition.DOWN or available == 0:
@@ -124,7 +148,8 @@ class ThresholdController:
             by_state = config.rising_factor
         elif link.state is LinkCondition.CONGESTED:
             by_state = config.congested_factor
-        # A floor says what was asked of the link, which is little just when t is high.
+        # A floor is the rate that was asked of the link. That is low just when t is high, so t
+        # would keep itself up.
         by_rate = 1.0
         if available and not link.is_floor:
             by_rate = planned_bytes_per_s / available
@@ -132,21 +157,3 @@ class ThresholdController:
             return 1.0, ThresholdReason.PLAN
         reason = ThresholdReason.RATE if by_rate > by_state else ThresholdReason.STATE
         return min(max(by_state, by_rate), config.max_factor), reason
-
-    def _threshold(
-        self,
-        base_tokens: float,
-        reason: ThresholdReason,
-        link: LinkView,
-        target: float | None = None,
-        planned_bytes_per_s: float | None = None,
-    ) -> Threshold:
-        numbers: dict[str, int | float] = {"plan_tokens": base_tokens, "factor": self._factor}
-        if target is not None:
-            numbers["target_factor"] = target
-        if planned_bytes_per_s is not None:
-            numbers["planned_bytes_per_s"] = planned_bytes_per_s
-        if link.available_bytes_per_s is not None:
-            numbers["available_bytes_per_s"] = link.available_bytes_per_s
-        numbers["link_age_s"] = link.age_s
-        return Threshold(base_tokens * self._factor, reason, MappingProxyType(numbers))

@@ -1,25 +1,25 @@
 """A region at one moment as the scheduler's decisions see it: instances, clusters.
 
-Values that shells fill from reports and measurements. Work is given in predicted seconds of one
-instance. Knows neither how anything was measured nor what is decided from it.
+Shells fill these values from reports and measurements. Work is given in predicted seconds of one
+instance. This file knows neither how anything was measured nor what is decided from it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
 from types import MappingProxyType
+
+import msgspec
 
 from netmon.region_link import LinkView
 from scheduler.routing.profiles import PrefillProfile
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InstanceView:
-    """One engine. `node` is another name that cached prefixes may be known by.
+class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine. `node` is another name by which its cached prefixes may be known.
 
-    `running_s` is what remains of the prefills it runs: until a new one given to it would begin.
+    `running_s` is the time until it has finished the prefills it runs, when a new one could begin.
     """
 
     name: str
@@ -33,17 +33,16 @@ class InstanceView:
         _check("num_requests", self.num_requests)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeView:
+class DecodeView(msgspec.Struct, frozen=True, kw_only=True):
     """The decode side of a PD cluster as one pool of slots.
 
     A slot is a place in a batch that keeps the time per token within its objective. `decode_s` is
-    how long a request decodes on average (None: no answer has ended yet, so nobody knows) and
-    `step_s` one step. `left_s` are the predicted times until each running decode ends, ascending,
-    where output lengths are known. None where they are not: then slots fall free evenly, one per
-    `decode_s` / slots, which holds whatever the lengths are like, while "average less what it has
-    had" would say 0 for all that last longer. `landing_s` are the predicted times until each
-    request now in prefill can decode, ascending; `landing_kv_bytes` is what they take together.
+    how long a request decodes on average, None until the first answer has ended; `step_s` is the
+    time of one step. Nobody knows how long an answer will be, so slots fall free evenly, one per
+    `decode_s` / slots. That holds for any distribution of lengths, while "the average less the
+    time so far" would give 0 for every decode that lasts longer than the average. `landing_s` are
+    the predicted times until each request now in prefill can decode, ascending, and
+    `landing_kv_bytes` is the KV memory that these requests will take together.
     """
 
     slots_total: int
@@ -51,43 +50,44 @@ class DecodeView:
     num_waiting: int = 0
     decode_s: float | None = None
     step_s: float = 0.0
-    left_s: tuple[float, ...] | None = None
     landing_s: tuple[float, ...] = ()
     kv_bytes: float = 0.0
     kv_total_bytes: float | None = None
     landing_kv_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        counts = self.slots_total, self.slots_used, self.num_waiting
-        values = (*counts, self.step_s, self.decode_s or 0.0, self.kv_bytes, self.landing_kv_bytes)
-        if not (min(values) >= 0 and sum(values) < math.inf):
-            for name in ("slots_total", "slots_used", "num_waiting", "step_s"):
-                _check(name, getattr(self, name))
-            _check("decode_s", self.decode_s or 0.0)
-            for name in ("kv_bytes", "landing_kv_bytes"):
-                _check(name, getattr(self, name))
-        if self.left_s is not None and len(self.left_s) != self.slots_used:
-            raise ValueError(
-                f"left_s has {len(self.left_s)} times for {self.slots_used} used slots; "
-                "give one for each, or None"
-            )
+        # A view is made for every route: one comparison usually, names only for the message.
+        # One look at all of them, since every route makes one.
+        if (
+            self.slots_total >= 0
+            and self.slots_used >= 0
+            and self.num_waiting >= 0
+            and 0 <= self.step_s < math.inf
+            and 0 <= (self.decode_s or 0.0) < math.inf
+            and 0 <= self.kv_bytes < math.inf
+            and 0 <= self.landing_kv_bytes < math.inf
+        ):
+            return
+        for name in ("slots_total", "slots_used", "num_waiting", "step_s"):
+            _check(name, getattr(self, name))
+        _check("decode_s", self.decode_s or 0.0)
+        for name in ("kv_bytes", "landing_kv_bytes"):
+            _check(name, getattr(self, name))
 
     @property
     def is_empty(self) -> bool:
-        """Nothing decodes, waits for it, or is on its way."""
+        """Whether nothing decodes, waits to decode or is on its way here."""
         return not (self.slots_used or self.num_waiting or self.landing_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterView:
+class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     """A prefill cluster, or the prefill side of the PD cluster.
 
-    `instances` may be left out where `free_s` is given.
-    `queued_s` of work wait in the common queue, ahead of a new request. `link` leads to the PD
-    cluster, None inside of it. `links_in` lead here from the clusters whose cached prefixes
-    can be received, by their names. `threshold_tokens`: prompts with more uncached are meant for
-    this cluster.
-    `plan_threshold_tokens`: the same if its link were well; None where that is not told apart.
+    `instances` may be left out where `free_s` is given. `queued_s` is the work in the common queue
+    ahead of a new request. `link` leads to the PD cluster; it is None inside of it. `links_in` lead
+    here from the clusters whose cached prefixes can be received, by their names. Prompts with more
+    than `threshold_tokens` uncached tokens are meant for this cluster. `plan_threshold_tokens` is
+    the threshold while the link is well, None where the two are not told apart.
     """
 
     name: str
@@ -98,37 +98,40 @@ class ClusterView:
     max_queued: int | None = None
     queued_s: float = 0.0
     link: LinkView | None = None
-    links_in: Mapping[str, LinkView] = field(default_factory=lambda: MappingProxyType({}))
+    links_in: Mapping[str, LinkView] = MappingProxyType({})
     threshold_tokens: float = 0.0
     plan_threshold_tokens: float | None = None
-    free_s: tuple[float, ...] = field(default=(), repr=False)
-    """From now until each usable instance is done with what it has, ascending. That of `instances`
-    where there are any, worked out once, because every route asks for it."""
+    free_s: tuple[float, ...] = ()
+    """The times until each usable instance has finished what it has, ascending. Computed once from
+    `instances`, where there are any, because every route needs it.
+    """
 
     def __post_init__(self) -> None:
-        values = self.num_queued, self.queued_s, self.threshold_tokens
-        if not (min(values) >= 0 and sum(values) < math.inf):
+        if not (
+            self.num_queued >= 0
+            and 0 <= self.queued_s < math.inf
+            and 0 <= self.threshold_tokens < math.inf
+        ):
             for name in ("num_queued", "queued_s", "threshold_tokens"):
                 _check(name, getattr(self, name))
         if self.instances:
             found = sorted(item.running_s for item in self.instances if item.is_usable)
-            object.__setattr__(self, "free_s", tuple(found))
+            msgspec.structs.force_setattr(self, "free_s", tuple(found))
 
     @property
     def takes_jobs(self) -> bool:
-        """Whether one more job fits its queue."""
+        """Whether its queue has room for one more job."""
         return self.max_queued is None or self.num_queued < self.max_queued
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegionSnapshot:
+class RegionSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """All that a route may depend on besides the request, as it was at `taken_s`.
 
-    `local` are the prefill instances of the PD cluster (none: its decode engines prefill),
-    `engines` those that can serve a request whole. `landing_room_bytes` is what one more landing
-    can take in the PD cluster; None: not known. `moving` are the pairs of clusters (from, to)
-    between which a cached prefix is under way, and `failed_moves` those between which a move failed
-    lately.
+    `local` is the prefill side of the PD cluster; if it has no instances, the decode engines
+    prefill. `engines` are the instances that can serve a request whole. `landing_room_bytes` is the
+    largest landing that fits in the PD cluster, None while that is not known. `moving` are the
+    pairs of clusters (from, to) between which a cached prefix is under way, `failed_moves` those
+    between which a move has failed lately.
     """
 
     taken_s: float

@@ -60,7 +60,6 @@ def decode_pool(draw: random.Random) -> DecodeView:
         slots_used=95,
         decode_s=25.6,
         step_s=0.025,
-        left_s=tuple(sorted(draw.uniform(0, 25.6) for _ in range(95))),
         landing_s=tuple(sorted(draw.uniform(0, 20) for _ in range(30))),
         kv_bytes=80e9,
         kv_total_bytes=200e9,
@@ -87,7 +86,7 @@ def decisions(num_clusters: int, num_instances: int) -> dict[str, Callable[[], o
             for i in range(num_clusters - 1)
         ),
     )
-    config = RouteConfig(kv=KvProfile.of(KV, 32_000))
+    config = RouteConfig(kv=KvProfile.of(KV, 32_000), hand_off_tokens=1)
     names = [c.name for c in snapshot.prefill_clusters]
     shapes = itertools.cycle(
         [

@@ -266,8 +266,10 @@ def main() -> None:
         "cpus": os.cpu_count(),
         "raw": [{**asdict(item), "prompt": len(item.prompt)} for item in measured],
     }
-    columns = ("gbps", "num_tokens", "prfaas_ttft_ms", "nixl_ttft_ms", "ratio", "alone_prfaas_ms")
-    columns += ("alone_nixl_ms", "emitted_gbps", "same_text", "prfaas_failed", "nixl_failed")
+    columns = (
+        *("gbps", "num_tokens", "prfaas_ttft_ms", "nixl_ttft_ms", "ratio", "alone_prfaas_ms"),
+        *("alone_nixl_ms", "emitted_gbps", "same_text", "prfaas_failed", "nixl_failed"),
+    )
     print("  ".join(columns))
     for cell in result["cells"]:
         print("  ".join(f"{cell.get(column, '-')!s:>{len(column)}}" for column in columns))

@@ -157,7 +157,7 @@ def measure(part: str, arguments: argparse.Namespace) -> Any:
 def made_up_trace(folder: str) -> Path:
     """Turns of a few conversations, in Mooncake's format."""
     path = Path(folder) / "trace.jsonl"
-    lines = []
+    lines: list[str] = []
     for turn in range(6):
         for conversation in range(5):
             num_blocks = 3 * (turn + 1)

@@ -113,7 +113,7 @@ class DeadSsd(SsdStore):
 def measure_pool(num_blocks: int, folder: Path) -> list[Row]:
     """A prompt of 500 blocks beside many others, all on an SSD of which nothing can be read."""
     arena_blocks = 2 * LONG_CHAIN + 10
-    config = AgentConfig(
+    config = AgentConfig.of(
         arena_dir=folder,
         arena_gib=arena_blocks * BLOCK / (1 << 30),
         block_bytes=BLOCK,

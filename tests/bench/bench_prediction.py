@@ -79,7 +79,8 @@ async def _ask(
 
 async def drive(url: str, model: str, traffic: Traffic) -> list[dict[str, Any]]:
     """Ask a region; the records of all requests, in the order in which they were sent."""
-    gaps, ids = random.Random(1), []
+    gaps = random.Random(1)
+    ids: list[str] = []
     timeout = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         tasks = []

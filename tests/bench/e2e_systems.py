@@ -32,7 +32,7 @@ from deploy.region.spec.region import RegionSpec
 from prfaas.engines.access import EngineAccess
 from prfaas.engines.client import EngineHttp
 from prfaas.engines.command import EngineSpec
-from prfaas.engines.supervisor import Supervisor, engine_process
+from prfaas.engines.supervision.supervisor import Supervisor, engine_process
 
 MODEL = "mimo-v2-bench"
 CHUNK_TOKENS = 1024

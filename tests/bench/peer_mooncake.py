@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mooncake.engine import TransferEngine  # type: ignore[import-untyped]
+from mooncake.engine import TransferEngine
 from peer_end import Job, Place, block_offsets
 
 MAX_BATCH = 2048

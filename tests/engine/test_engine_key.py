@@ -78,7 +78,7 @@ async def test_engines_listen_on_loopback_only(region: RunningRegion) -> None:
     listening = [
         connection.laddr.ip.removeprefix("::ffff:")  # an IPv4 address of an IPv6 socket
         for connection in psutil.net_connections("tcp")
-        if connection.pid in pids and connection.status == psutil.CONN_LISTEN
+        if connection.pid in pids and connection.status == psutil.CONN_LISTEN and connection.laddr
     ]
     assert listening
     assert all(ipaddress.ip_address(ip).is_loopback for ip in listening), listening

@@ -205,8 +205,8 @@ async def test_benches_of_a_region_run_on_this_one(served: Served, tmp_path: Pat
     """At their smallest size, and each keeps all of its rows."""
     region = served.region
     asking = ("--gateway", region.gateway_url)
-    alone = ("--engine", region.engine("a1-prefill").address)
-    alone += ("--engine-key", str(region.directory.engine_key))
+    key = str(region.directory.engine_key)
+    alone = ("--engine", region.engine("a1-prefill").address, "--engine-key", key)
     await asyncio.to_thread(run_smoke, "e2e", tmp_path, *asking, *alone)
     await asyncio.to_thread(run_smoke, "prediction", tmp_path, *asking)
     await everything_is_given_back(region)

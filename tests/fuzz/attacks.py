@@ -28,11 +28,10 @@ from transport.interfaces import TransferState
 from transport.receiving.incoming_transfer import IncomingTransfer
 from transport.receiving.reception import Reception
 from transport.sending.outgoing import OutgoingState
+from transport.wire.frame_reader import FrameReader, Step
 from transport.wire.frames import (
     MAX_CONTROL_BYTES,
-    FrameReader,
     FrameType,
-    Step,
     decode_open,
     decode_ranges,
     decode_reason,

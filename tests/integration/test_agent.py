@@ -232,8 +232,8 @@ def test_cancel_reaches_both_engines(pair: Pair) -> None:
     pair.consumer.client.watch(bytes.fromhex(landing.transfer_id))
     outbox = pair.sender.open_outbox(landing, NUM_TOKENS)
     pair.producer.client.attach(bytes.fromhex(landing.transfer_id), outbox.attempt)
-    # A sender that comes only after the end hears of no landing, whatever ended it.
-    wait_until(lambda: pair.receiver.status().num_received_connections > 0)
+    # A sender that opens its transfer only after the end hears of no landing, whatever ended it.
+    wait_until(lambda: pair.receiver.status().num_landings.get("receiving") == 1)
     cancel = Cancel(landing.transfer_id, "client gone")
     assert pair.receiver.call("Cancel", cancel, CancelReply).cancelled
     assert not pair.receiver.call("Cancel", cancel, CancelReply).cancelled

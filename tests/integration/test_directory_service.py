@@ -18,7 +18,6 @@ from kvmanager.agent.messages import SERVICE as AGENT_SERVICE
 from kvmanager.agent.messages import CacheFeed as FeedReply
 from kvmanager.agent.messages import WatchCache
 from kvmanager.directory.embedded import EmbeddedDirectory
-from kvmanager.directory.feed_client import FollowTiming
 from kvmanager.directory.messages import SERVICE, Hit, Match, MatchReply, NodeName, ResumeRule
 from kvmanager.directory.reader import DirectoryReader
 from kvmanager.directory.remote import RemoteDirectory
@@ -26,7 +25,6 @@ from kvmanager.directory.service import DirectoryService
 from kvmanager.hashing import block_keys, root_key
 from transport.rpc import Method, RpcClient, RpcError, RpcServer
 
-TIMING = FollowTiming(poll_s=0.2, batch_s=0.01, retry_s=0.02, max_retry_s=0.05, forget_s=0.5)
 KEYS = block_keys(range(100), 1, root_key(b"model"))
 RULE = ResumeRule(has_kv=True, window_reach=0, has_state=False)
 NODE = NodeName("pd", "n0")
@@ -77,7 +75,7 @@ async def agent() -> AsyncIterator[FollowedAgent]:
 
 async def until(directory: DirectoryReader, num_blocks: int) -> None:
     """Wait until exactly that many leading blocks of the prompt are known."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while True:
             found = await directory.match(RULE, KEYS)
             if sum(node.engine.kv_blocks for node in found) == num_blocks:
@@ -87,7 +85,7 @@ async def until(directory: DirectoryReader, num_blocks: int) -> None:
 
 async def test_follows_changes_pages_and_a_restart(agent: FollowedAgent) -> None:
     agent.holds(0, 100)
-    directory = EmbeddedDirectory(AgentClient, timing=TIMING)
+    directory = EmbeddedDirectory(AgentClient, forget_s=0.5)
     await directory.follow({NODE: f"127.0.0.1:{agent.port}"})
     await until(directory, 100)
     agent.holds(60, 100, kinds=0)
@@ -104,7 +102,7 @@ async def test_an_agent_that_dies_is_forgotten_and_known_again_when_it_is_back()
     fake = FollowedAgent()
     server = await fake.start()
     fake.holds(0, 50)
-    directory = EmbeddedDirectory(AgentClient, timing=TIMING)
+    directory = EmbeddedDirectory(AgentClient, forget_s=0.5)
     await directory.follow({NODE: f"127.0.0.1:{fake.port}"})
     await until(directory, 50)
     await server.stop(grace_s=0)
@@ -118,7 +116,7 @@ async def test_an_agent_that_dies_is_forgotten_and_known_again_when_it_is_back()
 
 async def test_the_service_answers_as_the_directory_does(agent: FollowedAgent) -> None:
     agent.holds(0, 33)
-    directory = EmbeddedDirectory(AgentClient, timing=TIMING)
+    directory = EmbeddedDirectory(AgentClient, forget_s=0.5)
     await directory.follow({NODE: f"127.0.0.1:{agent.port}"})
     server = RpcServer("127.0.0.1:0", {SERVICE: DirectoryService(directory).methods()})
     target = f"127.0.0.1:{await server.start()}"

@@ -31,6 +31,8 @@ from kvmanager.agent.probe_messages import (
 )
 from transport.rpc import RpcError
 
+pytestmark = pytest.mark.slow
+
 GIB = 1 << 30
 RING_MIB = 32
 

@@ -149,7 +149,7 @@ def events() -> Events:
 
 @pytest.fixture
 def client(agent: StandIn, events: Events) -> Iterator[EngineClient]:
-    engine = EngineClient(agent.path, HELLO, events)
+    engine = EngineClient(agent.path, HELLO)
     yield engine
     engine.close()
     assert "prfaas-engine-client" not in {thread.name for thread in threading.enumerate()}
@@ -163,7 +163,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
 
 
 def connect(agent: StandIn, client: EngineClient, events: Events) -> Peer:
-    client.start()
+    client.start(events)
     peer = agent.accept()
     assert peer.welcome() == HELLO
     assert events.next() == ("connected", agent.arena.epoch)
@@ -241,7 +241,7 @@ def test_the_arena_of_an_agent_that_is_gone_is_let_go_once(
 def test_events_behind_the_welcome_are_not_lost(
     agent: StandIn, client: EngineClient, events: Events
 ) -> None:
-    client.start()
+    client.start(events)
     peer = agent.accept()
     peer.read()
     arena = agent.arena
@@ -256,7 +256,7 @@ def test_without_an_agent_everything_answers_false_until_one_comes(
 ) -> None:
     agent.listener.close()  # type: ignore[union-attr]
     agent.path.unlink()
-    client.start()
+    client.start(events)
     assert not client.attach(TID, 7)
     assert not client.ready(TID, 7, [(0, 1)])
     with pytest.raises(Empty):
@@ -299,7 +299,7 @@ def test_restarted_agent_with_a_new_arena_is_found(
 def test_bad_greetings_are_retried(
     agent: StandIn, client: EngineClient, events: Events, frame: bytes
 ) -> None:
-    client.start()
+    client.start(events)
     bad = agent.accept()
     bad.read()
     bad.connection.sendall(frame)
@@ -313,7 +313,7 @@ def test_bad_greetings_are_retried(
 def test_other_version_is_not_connected(
     agent: StandIn, client: EngineClient, events: Events
 ) -> None:
-    client.start()
+    client.start(events)
     peer = agent.accept()
     peer.welcome(version=99)
     assert peer.connection.recv(1) == b""
@@ -425,12 +425,15 @@ def test_close_disconnects_and_may_be_called_from_a_callback(
     assert events.next() == ("disconnected",)
     assert peer.connection.recv(1) == b""
     peer.close()
-    client.start()
+    client.start(events)
     assert not client.connected
 
 
-def test_close_during_the_handshake_is_prompt(agent: StandIn, client: EngineClient) -> None:
-    client.start()
+@pytest.mark.alone
+def test_close_during_the_handshake_is_prompt(
+    agent: StandIn, client: EngineClient, events: Events
+) -> None:
+    client.start(events)
     peer = agent.accept()
     peer.read()
     began_s = time.monotonic()

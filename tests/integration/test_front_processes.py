@@ -16,14 +16,17 @@ from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
 from deploy.cli import app
+from local_pd.messages import ReserveRequest
 from local_pd.remote import RemotePdCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.errors import EngineStartFailed
-from prfaas.engines.instances import InstancesConfig, InstanceSpec
-from prfaas.engines.restart import RestartConfig
-from prfaas.engines.supervisor import SupervisorConfig
+from prfaas.engines.health import ProbeTiming
+from prfaas.engines.instance import InstanceSpec
+from prfaas.engines.instances import InstancesConfig
 from prfaas.metrics import PrefillMetrics
 from prfaas.remote import RemotePrefillCluster
+
+pytestmark = pytest.mark.slow
 
 ROOT = str(Path(__file__).resolve().parents[2])
 MODULES = {"prefill": ("prfaas.cli", "prefill_command"), "pd": ("local_pd.cli", "pd_command")}
@@ -104,7 +107,13 @@ async def test_the_pd_front_as_a_process(tmp_path: Path) -> None:
     config = write_config(tmp_path / "front.yaml", engine, agent, "both")
     async with front_process("pd", config) as (target, _):
         front = RemotePdCluster("c", target, has_prefill_instances=False)
-        slot = await front.reserve(8, prefill_job(1).landing.token_digest, "r1")
+        slot = await front.reserve(
+            ReserveRequest(
+                num_tokens=8,
+                token_digest=prefill_job(1).landing.token_digest,
+                request_id="r1",
+            )
+        )
         assert slot.engine_url == engine.url
         await front.release(slot, "done")
         assert not agent.landings
@@ -189,12 +198,8 @@ def supervised(tmp_path: Path, agent: FakeAgent, port: int, *args: str) -> Embed
     )
     config = PrefillClusterConfig(
         instances=InstancesConfig(
-            probe_interval_s=0.1,
-            start_probe_interval_s=0.05,
+            probes=ProbeTiming(interval_s=0.1, start_interval_s=0.05),
             log_dir=tmp_path / "logs",
-            supervisor=SupervisorConfig(
-                restart=RestartConfig(initial_backoff_s=0.1), start_probe_interval_s=0.05
-            ),
         )
     )
     metrics = PrefillMetrics(CollectorRegistry())

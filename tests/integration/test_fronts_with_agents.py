@@ -24,11 +24,13 @@ from prometheus_client import CollectorRegistry
 from deploy.gateway.grants import granted_job, reservation_grant
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.errors import NoLandingRoom
-from local_pd.messages import DecodeSlot
+from local_pd.messages import DecodeSlot, ReserveRequest
 from local_pd.metrics import PdMetrics
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.errors import PrefillFailed
-from prfaas.engines.instances import InstancesConfig, InstanceSpec
+from prfaas.engines.health import ProbeTiming
+from prfaas.engines.instance import InstanceSpec
+from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.prefill_run import RunnerConfig
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.metrics import PrefillMetrics
@@ -36,7 +38,7 @@ from transport import Identity, RegionKey, Role
 from transport.grants import Granter
 from transport.region_key import new_key
 
-PROBING = InstancesConfig(probe_interval_s=0.2, start_probe_interval_s=0.1, poll_load=True)
+PROBING = InstancesConfig(probes=ProbeTiming(interval_s=0.2, start_interval_s=0.1), poll_load=True)
 RUNNER = RunnerConfig(await_slice_s=0.5)
 NUM_TOKENS = 200
 
@@ -80,7 +82,10 @@ class Region:
         """A slot for the job of `begin`."""
         digest = prefill_job(7, num_tokens=NUM_TOKENS).landing.token_digest
         grant = reservation_grant(self.granter, NUM_TOKENS, digest, b"")
-        return await self.pd.reserve(NUM_TOKENS, digest, "r7", grant=grant)
+        request = ReserveRequest(
+            num_tokens=NUM_TOKENS, token_digest=digest, request_id="r7", grant=grant
+        )
+        return await self.pd.reserve(request)
 
     async def submit(self, job: PrefillJob) -> PrefillResult:
         return await self.prefill.submit(job)

@@ -23,7 +23,6 @@ from typer.testing import CliRunner, Result
 
 from deploy.cli import app
 from deploy.region.launch.launcher import (
-    LaunchConfig,
     ProcessProgress,
     RegionStartFailed,
     RunningRegion,
@@ -34,19 +33,15 @@ from deploy.region.spec.region import RegionSpec
 from kvmanager.agent.client import AgentClient
 from kvmanager.config_files.problems import FileError
 from prfaas.engines.errors import EngineStartFailed
-from prfaas.engines.restart import RestartConfig
-from prfaas.engines.supervisor import ProcessState
+from prfaas.engines.supervision.supervisor import ProcessState
 from transport.identity import ROLES
 from transport.rpc import RpcError
 from transport.wire.frames import FrameType
 from transport.wire.handshake import MAGIC, own_hello
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = LaunchConfig(
-    engine_start_timeout_s=20.0,
-    settle_timeout_s=20.0,
-    restart=RestartConfig(initial_backoff_s=0.1, max_backoff_s=0.2),
-)
 
 # Takes the place of vLLM's API server: found first on PYTHONPATH. Like it, it has a child; like our
 # connector, it stays connected to the node agent.
@@ -196,7 +191,7 @@ async def test_a_region_starts_is_watched_and_leaves_nothing(
     dummy_vllm: Path, run_dir: Path
 ) -> None:
     seen: list[ProcessProgress] = []
-    region = RunningRegion(spec(dummy_vllm), run_dir, config=QUICK, on_progress=seen.append)
+    region = RunningRegion(spec(dummy_vllm), run_dir, on_progress=seen.append)
     async with region:
         names = [process.name for process in region.processes]
         assert names == [
@@ -258,7 +253,7 @@ async def test_what_crosses_the_link_of_a_region_with_tls_is_encrypted(
 ) -> None:
     files = make_certificate(tmp_path)
     wanted = spec(dummy_vllm, security={"tls": files})
-    async with RunningRegion(wanted, run_dir, config=QUICK) as region:
+    async with RunningRegion(wanted, run_dir) as region:
         state = read_state(run_dir)
         assert state is not None
         status = await region_status(state)
@@ -336,13 +331,13 @@ def make_certificate(folder: Path) -> dict[str, str]:
 async def test_processes_can_be_killed_frozen_and_come_back(
     dummy_vllm: Path, run_dir: Path
 ) -> None:
-    async with RunningRegion(spec(dummy_vllm), run_dir, config=QUICK) as region:
+    async with RunningRegion(spec(dummy_vllm), run_dir) as region:
         engine = region.engine("b1-decode")
         pids = engine.pids
         assert len(pids) == 2
         await engine.kill()
         assert not [pid for pid in pids if lives(pid)]
-        await engine.wait_restarted(10.0)
+        await engine.wait_restarted(60.0)
         assert engine.num_restarts == 1
         assert not set(pids) & set(engine.pids)
 
@@ -353,7 +348,7 @@ async def test_processes_can_be_killed_frozen_and_come_back(
         with pytest.raises(EngineStartFailed):
             await agent.wait_restarted(0.1)
         agent.start()
-        await agent.wait_restarted(20.0)
+        await agent.wait_restarted(60.0)
 
         engine.suspend()
         frozen = psutil.Process(engine.pids[0])
@@ -368,7 +363,7 @@ async def test_an_engine_that_fails_to_start_is_shown_and_all_is_stopped(
 ) -> None:
     wrong = document(dummy_vllm)
     wrong["clusters"][1]["nodes"][0]["instances"][1]["env"] = {"DUMMY_FAILS": "1"}
-    region = RunningRegion(RegionSpec.model_validate(wrong), run_dir, config=QUICK)
+    region = RunningRegion(RegionSpec.model_validate(wrong), run_dir)
     with pytest.raises(RegionStartFailed, match="no such model: nonsense"):
         await region.start()
     assert read_state(run_dir) is None
@@ -401,7 +396,7 @@ async def test_cancelling_a_start_stops_everything(dummy_vllm: Path, run_dir: Pa
         if progress.kind == "engine":
             engines_start.set()
 
-    region = RunningRegion(spec(dummy_vllm), run_dir, config=QUICK, on_progress=on_progress)
+    region = RunningRegion(spec(dummy_vllm), run_dir, on_progress=on_progress)
     starting = asyncio.create_task(region.start())
     await asyncio.wait_for(engines_start.wait(), 20.0)
     starting.cancel()

@@ -101,6 +101,7 @@ def wait_for(
     return report
 
 
+@pytest.mark.alone
 def test_a_fall_of_the_rate_is_seen_and_its_return(
     agents: tuple[AgentProcess, AgentProcess],
 ) -> None:
@@ -147,6 +148,7 @@ def test_a_cut_link_is_down_and_comes_back_without_traffic(
         wait_for(sender, link, lambda report: report.condition == "clear", 15.0)
 
 
+@pytest.mark.alone
 def test_watching_waits_for_news(agents: tuple[AgentProcess, AgentProcess]) -> None:
     sender, receiver = agents
     feed = feed_of(sender)

@@ -48,6 +48,7 @@ def watched(loop_factory: Callable[[], Any], *steps: Callable[[], None]) -> Loop
 
 @LOOPS
 @pytest.mark.parametrize("culprit", [block_the_loop, compute_on_the_loop])
+@pytest.mark.alone
 def test_a_gap_of_our_own_is_found_and_its_place_logged(
     loop_factory: Callable[[], Any],
     culprit: Callable[[], None],

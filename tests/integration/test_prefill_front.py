@@ -20,7 +20,9 @@ from kvmanager.token_ids import TokenIds
 from prfaas.cluster import PrefillCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.errors import PrefillFailed, UnknownInstance
-from prfaas.engines.instances import InstancesConfig, InstanceSpec
+from prfaas.engines.health import ProbeTiming
+from prfaas.engines.instance import InstanceSpec
+from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.prefill_run import RunnerConfig
 from prfaas.jobs import PrefillResult
 from prfaas.metrics import PrefillMetrics
@@ -30,7 +32,7 @@ from prfaas.server import PrefillServer
 
 CONFIG = PrefillClusterConfig(
     queue=QueueConfig(max_queued=2),
-    instances=InstancesConfig(probe_interval_s=0.1, start_probe_interval_s=0.05),
+    instances=InstancesConfig(probes=ProbeTiming(interval_s=0.1, start_interval_s=0.05)),
     runner=RunnerConfig(await_slice_s=0.5, cleanup_timeout_s=1.0, stall_timeout_s=0.5),
 )
 
@@ -429,7 +431,7 @@ async def test_closing_ends_everything(rig: Rig) -> None:
 
 async def test_the_lease_of_a_long_prefill_is_renewed() -> None:
     async with make_rig("embedded", num_instances=1) as rig:
-        rig.embedded._runner._config = replace(CONFIG.runner, lease_s=0.15)
+        rig.embedded._runner._config = replace(CONFIG.runner, outbox_lease_s=0.15)
         rig.hold()
         task = asyncio.create_task(rig.front.submit(prefill_job(1)))
         await eventually(lambda: rig.agents[0].renewals >= 3)

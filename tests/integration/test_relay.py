@@ -107,6 +107,7 @@ def test_bytes_pass_unchanged_both_ways() -> None:
         wait_for(lambda: link.report().open_connections == 0)
 
 
+@pytest.mark.alone
 def test_round_trip_takes_the_rtt() -> None:
     with echo_server() as server, RelayProcess(server.to, rtt="60ms") as link:
         with connect(link) as client:
@@ -127,6 +128,7 @@ def test_round_trip_takes_the_rtt() -> None:
         assert 0.025 < first_out_s - first_in_s < 0.1
 
 
+@pytest.mark.alone
 def test_connecting_costs_a_round_trip() -> None:
     with echo_server() as server, RelayProcess(server.to, rtt="100ms") as link:
         started_s = time.monotonic()

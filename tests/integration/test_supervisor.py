@@ -13,11 +13,11 @@ import pytest
 from front_doubles import eventually
 
 from prfaas.engines.errors import EngineStartFailed
-from prfaas.engines.guard import live_session_members
-from prfaas.engines.process import ChildProcess, ProcessSpec
-from prfaas.engines.restart import RestartConfig
-from prfaas.engines.spawn import spawn
-from prfaas.engines.supervisor import (
+from prfaas.engines.health import ProbeTiming
+from prfaas.engines.supervision.guard import live_session_members
+from prfaas.engines.supervision.process import ChildProcess, ProcessSpec
+from prfaas.engines.supervision.spawn import spawn
+from prfaas.engines.supervision.supervisor import (
     ProcessState,
     Supervisor,
     SupervisorConfig,
@@ -59,11 +59,7 @@ async def always() -> bool:
     return True
 
 
-FAST = SupervisorConfig(
-    restart=RestartConfig(initial_backoff_s=0.05, max_backoff_s=0.2),
-    start_probe_interval_s=0.02,
-    probe_interval_s=0.05,
-)
+FAST = SupervisorConfig(probes=ProbeTiming(interval_s=0.05, start_interval_s=0.02))
 
 
 @pytest.mark.parametrize("mode", ["polite", "stubborn"])
@@ -106,7 +102,7 @@ async def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None
     code = f"""
 import asyncio, os, sys
 from pathlib import Path
-from prfaas.engines.process import ChildProcess, ProcessSpec
+from prfaas.engines.supervision.process import ChildProcess, ProcessSpec
 async def main():
     spec = ProcessSpec("dummy", [sys.executable, "-c", {FAMILY!r}, "stubborn"],
                        Path({str(tmp_path)!r}) / "dummy.log", os.environ, term_grace_s=0.3)
@@ -139,13 +135,13 @@ async def test_a_crashing_process_is_restarted_with_backoff(tmp_path: Path) -> N
         lambda event: events.append((time.monotonic(), event)),
     )
     supervisor.start()
-    await eventually(lambda: supervisor.num_restarts >= 4)
+    await eventually(lambda: supervisor.num_restarts >= 2)
     await supervisor.stop()
     starts = [when for when, event in events if event.state is ProcessState.STARTING]
     waits = [when for when, event in events if event.state is ProcessState.BACKOFF]
     delays = [start - wait for wait, start in zip(waits, starts[1:], strict=False)]
     # Jitter takes off up to half.
-    for delay, expected in zip(delays, [0.025, 0.05, 0.1], strict=False):
+    for delay, expected in zip(delays, [0.5, 1.0], strict=False):
         assert delay >= expected
     assert "ended with status 3" in next(
         event.reason for _, event in events if event.state is ProcessState.BACKOFF
@@ -194,37 +190,22 @@ async def test_a_process_killed_while_healthy_comes_back(tmp_path: Path) -> None
     await supervisor.stop()
 
 
-async def test_a_process_that_hangs_is_killed_and_restarted(tmp_path: Path) -> None:
+async def test_a_process_that_hangs_is_killed_and_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     healthy = True
 
     async def probe() -> bool:
         return healthy
 
-    config = SupervisorConfig(
-        restart=FAST.restart,
-        start_probe_interval_s=0.02,
-        probe_interval_s=0.05,
-        hang_timeout_s=0.3,
-    )
-    supervisor = Supervisor(process(tmp_path, "import time; time.sleep(60)"), probe, config)
+    monkeypatch.setattr("prfaas.engines.supervision.supervisor.HANG_TIMEOUT_S", 0.3)
+    supervisor = Supervisor(process(tmp_path, "import time; time.sleep(60)"), probe, FAST)
     supervisor.start()
     await supervisor.wait_healthy(30)
     healthy = False
     await eventually(lambda: supervisor.num_restarts == 1)
     healthy = True
     await supervisor.wait_healthy(30, patient=True)
-    await supervisor.stop()
-
-
-async def test_a_process_is_given_up_after_too_many_failures(tmp_path: Path) -> None:
-    config = SupervisorConfig(
-        restart=RestartConfig(initial_backoff_s=0.02, max_failures=2), start_probe_interval_s=0.02
-    )
-    supervisor = Supervisor(process(tmp_path, "raise SystemExit(3)"), never, config)
-    supervisor.start()
-    await eventually(lambda: supervisor.state is ProcessState.FAILED)
-    with pytest.raises(EngineStartFailed, match="status 3"):
-        await supervisor.wait_healthy(1, patient=True)
     await supervisor.stop()
 
 

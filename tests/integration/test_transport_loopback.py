@@ -130,6 +130,7 @@ def test_refusals_say_why(pair: LoopbackPair, change: dict[str, bytes], code: st
     assert error.code == code
 
 
+@pytest.mark.alone
 def test_cancel_is_acknowledged(pair: LoopbackPair) -> None:
     handle, _ = pair.begin(1, random_bytes(4 * MIB))
     handle.ready(0, 2 * MIB)
@@ -251,6 +252,7 @@ def test_idle_links_cost_nothing_and_are_closed() -> None:
         assert landed == b"again"
 
 
+@pytest.mark.alone
 def test_warm_connections_sleep(pair: LoopbackPair) -> None:
     pair.sender.warm(pair.endpoint)
     eventually(lambda: pair.sender.num_connections(pair.endpoint) == CONFIG.num_connections)
@@ -259,6 +261,7 @@ def test_warm_connections_sleep(pair: LoopbackPair) -> None:
     assert time.process_time() - before_s < 0.05
 
 
+@pytest.mark.alone
 def test_a_silent_stranger_is_shown_out(pair: LoopbackPair) -> None:
     address = ("127.0.0.1", pair.endpoint.port)
     with socket.create_connection(address, timeout=10) as sock:
@@ -284,6 +287,7 @@ def test_a_taken_port_is_a_local_error(pair: LoopbackPair) -> None:
         receiver.start()
 
 
+@pytest.mark.alone
 def test_a_receiver_of_another_version_fails_the_transfer_at_once(pair: LoopbackPair) -> None:
     def answer(listener: socket.socket) -> None:
         with suppress(OSError):  # the listener was closed

@@ -7,9 +7,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from steps import at_once
 
 from kvmanager.hashing import block_keys, root_key, token_digest
-from kvmanager.token_ids import STEP_TOKENS, TokenIds, at_once, in_turns, parsing, writing
+from kvmanager.token_ids import STEP_TOKENS, TokenIds, in_turns, parsing, writing
 
 LONG = list(range(150_000, 150_000 + 131_072))
 ids = st.lists(st.integers(0, 2**32 - 1), max_size=50)

@@ -35,7 +35,7 @@ def test_a_link_whose_senders_are_silent_says_so() -> None:
     link = link_of(path_report(available=50.0 * MB, full_age_s=0.2), now_s=10.0)
     assert "heard of" not in link.now(14.0, 4.0).reason
     silent = link.now(18.0, 8.0)
-    assert silent.reason == "none of its senders was heard of for 8.0 s"
+    assert silent.reason == "none of its senders has reported for 8.0 s"
     assert silent.age_s == 8.0
 
 

@@ -241,8 +241,8 @@ def test_an_engine_tells_nothing_to_a_socket_of_another_user(
         listener.listen()
         listener.settimeout(30)
         as_another_user()
-        engine = AgentConnection(tmp_path / "agent.sock", HELLO, UnusedEvents())
-        engine.start()
+        engine = AgentConnection(tmp_path / "agent.sock", HELLO)
+        engine.start(UnusedEvents())
         try:
             connection, _ = listener.accept()
             with connection:

@@ -234,7 +234,7 @@ class DrivenEngine:
         hello = EngineHello(
             instance, role, os.getpid(), layout.encode(), tp_rank, layout.tp_size, namespace
         )
-        self.client = EngineClient(agent.socket, hello, self)
+        self.client = EngineClient(agent.socket, hello)
 
     def on_connected(self, welcome: Welcome, arena: Arena) -> None:
         self.events.put(("connected", welcome.arena_epoch))
@@ -264,7 +264,7 @@ class DrivenEngine:
             raise AssertionError(f"no event within {timeout_s} s") from None
 
     def __enter__(self) -> Self:
-        self.client.start()
+        self.client.start(self)
         assert self.next()[0] == "connected"
         return self
 

@@ -162,7 +162,7 @@ def check_directory(kept: Any) -> None:
     assert size["match"].keys() == {"cached", "strange", "torn"}
     assert is_positive(*(found["p99_ms"] for found in size["match"].values())), size
     assert is_positive(*(size[part]["events_per_s"] for part in ("fill", "churn"))), size
-    assert kept["hashing"].keys() == {"list", "array"}
+    assert kept["hashing"].keys() == {"list", "packed"}
     assert kept["readers"].keys() == {"embedded", "gRPC", "Redis"}
     assert is_positive(*(found["p50_ms"] for found in kept["readers"].values())), kept["readers"]
 

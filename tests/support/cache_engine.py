@@ -81,9 +81,11 @@ class Engine:
         pages = CachePages(
             self.layout, self.shape, lambda group, tokens: (tokens - 1) // 16, [16] * 3
         )
-        chosen = {"namespace": NAMESPACE, "min_load_tokens": 1} | options
-        self.cache = CacheScheduler(self.shape, pages, PrefixCacheOptions(**chosen), self.event)
-        self.cache.connect(self.agent)  # type: ignore[arg-type]
+        chosen: dict[str, Any] = {"namespace": NAMESPACE, "min_load_tokens": 1} | options
+        client: Any = self.agent
+        self.cache = CacheScheduler(
+            self.shape, pages, PrefixCacheOptions(**chosen), self.event, client
+        )
         self.tables: list[list[int]] | None = tables_of(self.layout)
         self.offered: dict[tuple[int, int], int] = {}
 

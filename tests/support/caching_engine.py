@@ -63,6 +63,7 @@ class CachingEngine:
         assert self.scheduler.client.cache_find(next(self._handles), keys)
         name, found = self.scheduler.next()
         assert name == "found"
+        assert isinstance(found, CacheFound)
         return found
 
     def free(self, found: CacheFound) -> None:
@@ -74,6 +75,7 @@ class CachingEngine:
         )
         name, slots = self.scheduler.next()
         assert name == "slots"
+        assert isinstance(slots, CacheSlots)
         return slots
 
     def write(self, keys: Sequence[bytes], slots: CacheSlots, *, is_last: bool = True) -> None:

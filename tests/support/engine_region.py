@@ -29,7 +29,7 @@ from transport.rpc import RpcClient, RpcError
 
 RECURRENT = "qwen3-next-tiny"
 WINDOW = "mimo-v2-tiny"
-HEARD_LATELY_S = RoutingSection().max_link_age_s / 2
+HEARD_LATELY_S = RoutingSection.of().max_link_age_s / 2
 
 
 def model_dir(cache_dir: Path, name: str) -> Path:

@@ -22,7 +22,13 @@ from kvmanager.agent.grants import reservation
 from kvmanager.agent.messages import CacheModel
 from kvmanager.landing import ReservedLanding, consumer_params
 from local_pd.errors import NoInstance, NoLandingRoom, RoleRefused
-from local_pd.messages import DecodeSlot, DirectTarget, LandingReport
+from local_pd.messages import (
+    DecodeSlot,
+    DirectRequest,
+    DirectTarget,
+    LandingReport,
+    ReserveRequest,
+)
 from prfaas.engines.errors import PrefillFailed
 from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.live.long_term.conversion import RoleChange, RoleStatus
@@ -222,21 +228,11 @@ class FakePd:
     def has_prefill_instances(self) -> bool:
         return self.prefill is not None
 
-    async def reserve(
-        self,
-        num_tokens: int,
-        token_digest: str,
-        request_id: str,
-        model: str = "",
-        *,
-        block_keys: bytes = b"",
-        prefer_nodes: Sequence[str] = (),
-        tenant: str = "",
-        grant: bytes = b"",
-    ) -> DecodeSlot:
-        self.reserved_with.append((block_keys, tuple(prefer_nodes)))
-        self.tenants.append(tenant)
-        self.grants.append((reservation(num_tokens, token_digest, block_keys), grant))
+    async def reserve(self, request: ReserveRequest) -> DecodeSlot:
+        self.reserved_with.append((request.block_keys, request.prefer_nodes))
+        self.tenants.append(request.tenant)
+        granted = reservation(request.num_tokens, request.token_digest, request.block_keys)
+        self.grants.append((granted, request.grant))
         self.reserving.set()
         await self.reserve_gate.wait()
         if self.is_full:
@@ -249,13 +245,13 @@ class FakePd:
         landing = ReservedLanding(
             transfer_id=transfer_id,
             token="ab" * 32,
-            nbytes=(num_tokens - self.cached_tokens) * 512,
-            num_tokens=num_tokens,
+            nbytes=(request.num_tokens - self.cached_tokens) * 512,
+            num_tokens=request.num_tokens,
             cached_tokens=self.cached_tokens,
             host="127.0.0.1",
             port=7100,
             layout_fingerprint="cd" * 32,
-            token_digest=token_digest,
+            token_digest=request.token_digest,
         )
         return DecodeSlot(
             landing=landing,
@@ -294,17 +290,10 @@ class FakePd:
         self.released.append(transfer_id)
         self.engines[slot.instance].tell(transfer_id, "recomputed")
 
-    async def direct(
-        self,
-        request_id: str,
-        model: str = "",
-        exclude: Sequence[str] = (),
-        *,
-        prefer_nodes: Sequence[str] = (),
-    ) -> DirectTarget:
-        self.direct_preferences.append(tuple(prefer_nodes))
+    async def direct(self, request: DirectRequest) -> DirectTarget:
+        self.direct_preferences.append(request.prefer_nodes)
         usable = self._usable()
-        engine = next((item for item in usable if item.name not in exclude), usable[0])
+        engine = next((item for item in usable if item.name not in request.exclude), usable[0])
         return DirectTarget(instance=engine.name, engine_url=engine.url)
 
     async def prefill_locally(self, job: PrefillJob) -> PrefillResult:

@@ -15,11 +15,13 @@ from prometheus_client import CollectorRegistry
 from kvmanager.agent.messages import Reserve
 from local_pd.cluster import PdCluster
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
-from local_pd.messages import DecodeSlot
+from local_pd.messages import DecodeSlot, ReserveRequest
 from local_pd.metrics import PdMetrics
 from local_pd.remote import RemotePdCluster
 from local_pd.server import PdServer
-from prfaas.engines.instances import InstancesConfig, InstanceSpec
+from prfaas.engines.health import ProbeTiming
+from prfaas.engines.instance import InstanceSpec
+from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.prefill_run import RunnerConfig
 from prfaas.jobs import PrefillJob
 
@@ -28,7 +30,9 @@ ROLES = {"d0": "decode", "d1": "decode", "p0": "prefill"}
 CONFIG = PdClusterConfig(
     lease_s=10.0,
     drain_poll_interval_s=0.02,
-    instances=InstancesConfig(probe_interval_s=0.05, start_probe_interval_s=0.05, poll_load=True),
+    instances=InstancesConfig(
+        probes=ProbeTiming(interval_s=0.05, start_interval_s=0.05), poll_load=True
+    ),
     runner=RunnerConfig(await_slice_s=0.5, cleanup_timeout_s=1.0, stall_timeout_s=0.5),
 )
 
@@ -57,7 +61,9 @@ class PdRig:
 
     async def reserve(self) -> DecodeSlot:
         job = prefill_job(1)
-        return await self.front.reserve(8, job.landing.token_digest, "r1")
+        return await self.front.reserve(
+            ReserveRequest(num_tokens=8, token_digest=job.landing.token_digest, request_id="r1")
+        )
 
     async def awaited(self, slot: DecodeSlot, timeout_s: float = 20.0) -> tuple[str, str]:
         """How a landing ended, and why."""

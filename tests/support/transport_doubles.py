@@ -28,15 +28,7 @@ from transport.wire.frames import (
 )
 from transport.wire.handshake import VERSION, Hello, own_hello
 from transport.wire.receiver_session import ReceiverSession
-from transport.wire.sender_session import (
-    Acked,
-    CancelAcked,
-    Completed,
-    Opened,
-    SenderSession,
-    TransferFailed,
-    Welcomed,
-)
+from transport.wire.sender_session import Event, SenderSession, Welcomed
 
 SENDER_INSTANCE = b"S" * 16
 
@@ -322,22 +314,12 @@ class MemoryNetwork:
             if number in self.connections:
                 self.connections[number].to_sender += frame
 
-    def _handle(self, connection: MemoryConnection, event: object) -> None:
-        number, now_s = connection.number, self.now_s
-        match event:
-            case Welcomed(peer):
-                connection.established = True
-                self.core.connected(number, peer, now_s)
-            case Acked(transfer_id, ranges):
-                self.core.acked(number, transfer_id, ranges, now_s)
-            case Opened(transfer_id, ranges):
-                self.core.opened(number, transfer_id, ranges, now_s)
-            case Completed(transfer_id):
-                self.core.completed(number, transfer_id, now_s)
-            case TransferFailed(transfer_id, error):
-                self.core.refused(number, transfer_id, error, now_s)
-            case CancelAcked(transfer_id):
-                self.core.cancel_acked(number, transfer_id, now_s)
+    def _handle(self, connection: MemoryConnection, event: Event) -> None:
+        if isinstance(event, Welcomed):
+            connection.established = True
+            self.core.connected(connection.number, event.peer, self.now_s)
+        else:
+            self.core.handle(connection.number, event, self.now_s)
 
     def _perform(self) -> None:
         for effect in self.core.pop_effects():

@@ -1,29 +1,26 @@
-"""Which codec makes transfers over one link faster, decided while they run. Pure: time is given.
-
-What goes in: how fast the link took bytes while it had a backlog (`observe_sent`), what encoding
-cost and saved (`observe_encoded`, of samples and of chunks really sent), how many cores are idle
-(`observe_cpu`). What comes out: `choose` with numbers and a reason, and `wants_sample`.
+"""Chooses the codec that makes transfers over one link faster, while they run. Pure: time is an
+argument. It observes how fast the link takes bytes while it has a backlog, what encoding costs and
+saves, and how many cores are idle.
 
 Model. Encoding, sending and decoding overlap, so the slowest stage sets the time of a raw byte:
 
     seconds per raw byte = max(1 / (ratio x link), 1 / (encode x cores here), 1 / (decode x there))
 
-against 1 / link without a codec; speeds are raw bytes per CPU second. A codec is taken up when that
-time is at most `enter` of raw's and kept until it is more than `keep`.
+Without a codec it is 1 / link. Speeds are raw bytes per CPU second. The chooser takes up a codec
+whose time is at most `enter` of the time without one, and drops it above `keep` of that time.
 
-Rules that hold where the model does not:
+Three rules correct the model:
 
-- Guard. The speed of the receiver cannot be observed here: `decode_per_encode` and `decode_cores`
-  assume it. Raw bytes really sent are compared with the last rate without a codec, and a codec
-  that falls more than `guard_loss` short is dropped for a back-off that doubles each time.
-- Refresh. Under a codec the rate of the raw link is seen only from below. Every `refresh_every_s`
-  a moment without one measures it again.
-- Sampling. A sample that took c CPU seconds allows the next no sooner than 100 c later, which keeps
-  sampling at 1% of a core; while no codec comes near to paying, the interval doubles as well, and
-  a sample that differs from what was known starts it again.
+- Guard. The sender cannot observe the receiver's speed: `decode_per_encode` and `decode_cores`
+  assume it. So the raw bytes really sent are compared with the last rate without a codec. A codec
+  that falls short by more than `guard_loss` is dropped for a back-off that doubles each time.
+- Refresh. While a codec is in use, its wire bytes give only a lower bound of the link's rate. Every
+  `refresh_every_s` the link is measured for a moment without a codec.
+- Sampling. `sample_share` bounds the CPU time of samples. While no codec comes near to paying, the
+  interval between them doubles as well; a sample that differs from what was known starts it again.
 
 A link that slows down under a codec looks like a codec that fails; that costs one back-off without
-compression. A link that speeds up is found at the next refresh. Knows no socket, thread or clock.
+compression. The next refresh notices a link that has become faster.
 """
 
 from __future__ import annotations
@@ -35,12 +32,12 @@ from dataclasses import dataclass
 from transport.codec.codecs import Codec
 
 SAMPLE_BYTES = 64 * 1024
-"""Raw bytes that a sample encodes, the first of a chunk about to be sent."""
+"""Raw bytes that a sample encodes: the first ones of a chunk that is about to be sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecConfig:
-    """When a codec is worth it. Rates and bytes are per link, `cores` of this host."""
+    """When a codec is worth its cost. Rates and bytes are per link, `cores` are this host's."""
 
     enter: float = 0.95
     keep: float = 0.98
@@ -51,36 +48,38 @@ class CodecConfig:
     refresh_s: float = 0.2
     min_raw_s: float = 0.1
     min_raw_bytes: int = 8 * 1024 * 1024
-    """How long and how much the raw link must have been seen before any choice."""
+    """No codec is chosen before the link was observed without one for both of these."""
     min_samples: int = 3
     sample_share: float = 0.01
     """Share of one core's time that samples may take."""
     sample_first_s: float = 0.02
     sample_max_s: float = 10.0
-    """Interval between samples: doubles up to the latter while no codec comes near to paying."""
+    """The interval between samples doubles from `sample_first_s` to `sample_max_s` while no codec
+    comes near to paying.
+    """
     reserve_share: float = 0.1
     """Share of all cores that is left idle."""
     encode_threads: int = 8
     """Most chunks that are encoded at a time."""
     decode_per_encode: float = 1.2
-    """Decoding speed of one core there to encoding speed of one core here."""
+    """The receiver's decoding speed per core / this host's encoding speed per core."""
     decode_cores: float = 2.0
     """Cores that the receiver decodes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecChoice:
-    """What to send with, and why. Numbers are 0 where not known; rates are raw bytes a second."""
+    """The codec to send with, and why. Unknown numbers are 0; rates are raw bytes a second."""
 
     codec: Codec
     reason: str
     raw_bytes_per_s: float = 0.0
     """The link's rate without a codec."""
     expected_bytes_per_s: float = 0.0
-    """With `codec`."""
+    """The link's expected rate with `codec`."""
     ratio: float = 1.0
     encode_bytes_per_s: float = 0.0
-    """What one core encodes."""
+    """The encoding speed of one core."""
     cores_needed: float = 0.0
     cores_usable: float = 0.0
 
@@ -98,7 +97,7 @@ class _Speed:
 
     def observe(self, raw_bytes: int, payload_bytes: int, encode_s: float) -> None:
         self.num_samples += 1
-        # The second replaces the first, which also made contexts and tables.
+        # The second observation replaces the first, which also paid for making contexts and tables.
         weight = max(_SAMPLE_WEIGHT, 1 / max(1, self.num_samples - 1))
         share = min(1.0, payload_bytes / raw_bytes)
         self.wire_share += weight * (share - self.wire_share)
@@ -107,7 +106,7 @@ class _Speed:
 
 @dataclass(slots=True)
 class _Window:
-    """Raw bytes sent since a moment, to compare with raw's rate."""
+    """Raw bytes sent over a period, to compare with the rate without a codec."""
 
     elapsed_s: float = 0.0
     raw_bytes: int = 0
@@ -117,21 +116,22 @@ class _Window:
         self.raw_bytes += raw_bytes
 
 
-# A window is long enough that single chunks in flight do not decide.
+# The guard's window is so long that single chunks in flight do not decide.
 _WINDOW_S = 0.1
 _WINDOW_BYTES = 16 * 1024 * 1024
 _SAMPLE_WEIGHT = 0.2
+# A sample whose share of bytes is off by this much shows that the content has changed.
 _SURPRISE = 0.1
+# A sample that was asked for and never reported (its thread ended) delays the next by this long.
 _SAMPLE_LOST_S = 1.0
+# A codec within 2% of paying is sampled often, so that a small change is noticed soon.
 _NEAR = 1.02
 _RATE_MEMORY_S = 1.0
 _CPU_MEMORY_S = 2.0
 
 
 class CodecChooser:
-    """Chooses the codec of one link. Not thread-safe. Name FP8 in `candidates` only where loss is
-    allowed; RAW needs no naming.
-    """
+    """One link's codec. Not thread-safe. Name FP8 only where loss is allowed; RAW is implied."""
 
     def __init__(self, candidates: Sequence[Codec], config: CodecConfig, now_s: float) -> None:
         self._config = config
@@ -194,13 +194,11 @@ class CodecChooser:
         self._next_sample_s = now_s + wait_s
 
     def observe_cpu(self, idle_share: float, num_cores: int, *, now_s: float) -> None:
-        """`idle_share` (0 to 1) of the `num_cores` that this process may use was idle since the
-        last call.
-        """
+        """Since the last call, `idle_share` (0 to 1) of this process's `num_cores` was idle."""
         elapsed_s = now_s - self._cpu_s
         if elapsed_s <= 0:
             return
-        # What encoding takes now is not free, but it is there for encoding.
+        # Cores that encode now are not idle, but they are available for encoding.
         cores = min(num_cores, idle_share * num_cores + self._encode_s / elapsed_s)
         weight = 1.0 if self._idle_cores is None else 1 - math.exp(-elapsed_s / _CPU_MEMORY_S)
         self._idle_cores = (self._idle_cores or 0.0) * (1 - weight) + weight * cores
@@ -211,14 +209,14 @@ class CodecChooser:
     # --- answers
 
     def wants_sample(self, now_s: float) -> Codec | None:
-        """The codec of which a sample should be taken now, or None.
+        """The codec to take a sample with now, or None. Ask for each chunk.
 
-        Encode SAMPLE_BYTES of a chunk with it and report with `observe_sample`; what was encoded
-        need not be sent. To be asked for each chunk; one sample is wanted at a time.
+        Encode SAMPLE_BYTES of the chunk with it and report with `observe_sample`; the encoded bytes
+        need not be sent. One sample is wanted at a time.
         """
         if now_s < self._next_sample_s or not self._speeds:
             return None
-        # Chunks really sent say all about the codec in use.
+        # The chunks that are sent already measure the codec in use.
         others = [codec for codec in self._speeds if codec is not self._current]
         if not others or self._usable_cores() <= 0:
             return None
@@ -226,7 +224,7 @@ class CodecChooser:
         return min(others, key=lambda codec: self._speeds[codec].sampled_s)
 
     def choose(self, now_s: float) -> CodecChoice:
-        """What the next chunk is to be sent with. To be asked for each chunk."""
+        """The codec for the next chunk. Ask for each chunk."""
         if self._refreshing is not None:
             return self._refresh(now_s)
         if self._current is not Codec.RAW:
@@ -236,7 +234,7 @@ class CodecChooser:
         return self._enter(now_s)
 
     def _interval_after(self, surprise: float) -> float:
-        """Until the next sample, when the last one's share of bytes was `surprise` off."""
+        """Seconds until the next sample. `surprise`: the last sample's error in wire share."""
         config = self._config
         is_learning = any(speed.num_samples < config.min_samples for speed in self._speeds.values())
         if surprise > _SURPRISE or is_learning:
@@ -261,7 +259,8 @@ class CodecChooser:
         assert codec is not None
         seen = self._refresh_seen
         enough = seen.elapsed_s >= self._config.refresh_s / 2
-        # With nothing to send there is nothing to see: it ends anyway.
+        # A link with nothing to send measures nothing, so the refresh ends after four times its
+        # length in any case.
         if now_s - self._refreshed_s < self._config.refresh_s or (
             not enough and now_s - self._refreshed_s < 4 * self._config.refresh_s
         ):
@@ -284,20 +283,21 @@ class CodecChooser:
             return
         speed = self._speeds[self._current]
         lasted_s = now_s - self._since_s
-        # One that served well for long starts again from the first back-off.
+        # A codec that served well for long starts again with the first back-off.
         doubled_s = 0.0 if lasted_s > 4 * speed.backoff_s else 2 * speed.backoff_s
         speed.backoff_s = min(config.backoff_max_s, max(config.backoff_first_s, doubled_s))
         speed.barred_until_s = now_s + speed.backoff_s
         self._switch(Codec.RAW, now_s)
 
     def _keep(self, now_s: float) -> CodecChoice | None:
-        """The codec in use again, raw for a refresh, or None when it is given up."""
+        """The codec in use again, RAW for a refresh, or None when the codec in use is dropped."""
         codec = self._current
         expected = self._expected(codec)
         if expected * self._config.keep < self._raw_rate:
             self._switch(Codec.RAW, now_s)
             return None
         best = max(self._ready(now_s), key=self._expected, default=codec)
+        # The same margin as for taking up a codec, so that two similar ones do not take turns.
         if self._expected(best) * self._config.enter > expected:
             self._switch(best, now_s)
             return self._choice(best, f"faster than {codec.name}")
@@ -349,11 +349,12 @@ class CodecChooser:
         ]
 
     def _comes_near(self) -> bool:
-        """Whether some codec would at least gain a little."""
+        """Whether some codec would gain at least a little."""
         return any(self._expected(codec) >= _NEAR * self._raw_rate for codec in self._speeds)
 
     def _usable_cores(self) -> float:
         idle_cores = self._idle_cores or 0.0
+        # Engines and the agent's event loop share the host, so some idle time is left to them.
         free = idle_cores - self._config.reserve_share * self._num_cores
         return max(0.0, min(free, self._config.encode_threads))
 

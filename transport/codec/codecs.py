@@ -1,17 +1,17 @@
-"""Codecs of DATA payloads: one chunk of a transfer in, fewer bytes out, and back. Pure.
+"""Codecs of DATA payloads: they encode one chunk of a transfer into fewer bytes and back. Pure.
 
 Payload of the codecs other than RAW and FP8:
 
     element_bytes u8, then for each byte plane (see planes.py): packed u8, length u32;
     then the planes' bytes in that order, then the raw bytes after the last whole element
 
-A plane is packed (1: with the codec's LZ4 block or Zstandard frame) only where that saves at least
-1/32 of it, and stored (0) otherwise. LZ4 and ZSTD are the case of one plane. An FP8 payload is one
-byte for each bf16 element, then the odd byte if there is one. RAW is the bytes themselves.
+A plane is packed (1: an LZ4 block or a Zstandard frame, as the codec says) only where that saves at
+least 1/32 of it, and stored (0) otherwise. LZ4 and ZSTD have one plane. An FP8 payload is one byte
+for each bf16 element, then the odd byte if there is one. A RAW payload is the bytes themselves.
 
-A decoder here trusts nothing: lengths are checked before memory is reserved, and no more is
-reserved than a small multiple of the raw bytes which the caller expects. Knows nothing of frames;
-damage that yields a well-formed payload is found by the frame's checksum, not here.
+The decoder trusts nothing. It checks lengths before it reserves memory, and reserves no more than a
+small multiple of the raw bytes that the caller expects. Damage that yields a well-formed payload is
+left to the frame's checksum. Knows nothing of frames.
 
 Zstandard and LZ4 release the GIL, and contexts and scratch memory are kept for each thread: up to
 twice the largest chunk seen, plus 2 MiB.
@@ -37,11 +37,13 @@ _ELEMENT_BYTES = (1, 2, 4)
 _STORED, _PACKED = 0, 1
 _WINDOW_BYTES = 512 * 1024
 _DIRECT_VIEW_BYTES = 32 * 1024
-"""Below this a view is cheaper copied into one piece with its neighbours than worked on alone."""
+"""A smaller view is copied into one piece with its neighbours, which costs less than coding it
+alone.
+"""
 
 
 class CodecError(ValueError):
-    """A payload that no encoder of this module made for so many raw bytes."""
+    """The payload is malformed, or does not have the expected number of raw bytes."""
 
 
 class Codec(IntEnum):
@@ -64,7 +66,7 @@ class Codec(IntEnum):
 
 
 class _Scratch:
-    """What a thread keeps from chunk to chunk."""
+    """Contexts and buffers that a thread keeps from chunk to chunk."""
 
     def __init__(self) -> None:
         self.zstd = _compressor()
@@ -100,6 +102,7 @@ _local = threading.local()
 
 
 def _scratch() -> _Scratch:
+    # Zstandard contexts must not be used by two threads at once, so each thread has its own.
     kept: _Scratch | None = getattr(_local, "scratch", None)
     if kept is None:
         kept = _local.scratch = _Scratch()
@@ -190,7 +193,7 @@ def _encode_planes(
         fields.append(_PLANE.pack(_STORED if body is plane else _PACKED, body.size))
     tail = pieces[-1][pieces[-1].size - raw_bytes % num_planes :]
     parts = [np.frombuffer(b"".join(fields), np.uint8), *bodies, tail]
-    # NumPy copies without the GIL, which bytes.join keeps below 1 MiB.
+    # NumPy releases the GIL while it copies; bytes.join keeps it below 1 MiB.
     payload: Bytes = np.concatenate(parts)
     return payload.data
 
@@ -210,6 +213,7 @@ def _split(pieces: list[Bytes], num_planes: int, num_elements: int) -> list[Byte
 def _pack(codec: Codec, plane: Bytes) -> Bytes:
     """The compressed plane, or the plane itself where compression saves too little."""
     if codec is Codec.LZ4 or codec is Codec.LZ4_PLANES:
+        # The receiver knows the plane's length, so the block goes without a size of its own.
         packed = lz4.block.compress(plane.data, mode="fast", store_size=False)
     else:
         context = _scratch().zstd_planes if codec is Codec.ZSTD_PLANES else _scratch().zstd
@@ -258,7 +262,8 @@ def _unpack(codec: Codec, body: Bytes, plane_bytes: int) -> Bytes:
 
 
 def _unpack_zstd(body: Bytes, plane_bytes: int) -> bytes:
-    # The library reserves what the frame announces, whatever max_output_size says.
+    # The library reserves the size that the frame announces and ignores max_output_size, so a
+    # hostile frame could exhaust the memory.
     frame = zstandard.get_frame_parameters(body.data)
     if frame.content_size != plane_bytes:
         raise CodecError(

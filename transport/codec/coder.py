@@ -1,11 +1,13 @@
 """Codes the chunks of one link: the shell around `CodecChooser`, shared by the link's lanes.
 
-A fixed codec is used for every chunk it makes smaller; "auto" asks the chooser and feeds it with
-what coding costs, what the link takes, and how much CPU is idle. Knows no frame and no socket.
+A configured codec is used for every chunk that it makes smaller. With "auto" the chooser decides,
+and learns what coding costs, how fast the link takes bytes, and how much CPU is idle. Knows no
+frame and no socket.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -22,14 +24,16 @@ from transport.interfaces import Elements
 from transport.receiving.incoming import RAW_LENGTH
 from transport.wire.handshake import codec_feature
 
+logger = logging.getLogger("prfaas.transport")
+
 CANDIDATES = (Codec.ZSTD_PLANES, Codec.LZ4)
-"""What "auto" chooses among: the best for floating-point numbers, and the cheapest for padding."""
+"""The codecs of "auto": the best one for floating-point numbers, and the cheapest for padding."""
 CPU_SAMPLE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class CodedChunk:
-    """`payload` is None where the chunk is to be sent raw."""
+    """A chunk as it is to be sent; `payload` None: send the raw bytes."""
 
     codec: Codec
     payload: bytes | memoryview | None = None
@@ -46,15 +50,19 @@ def _timed_encode(
     codec: Codec, views: Sequence[memoryview], element_bytes: int
 ) -> tuple[bytes | memoryview, float]:
     """The payload, and the CPU seconds of this thread that it took."""
+    # CPU time of this thread alone: wall time would count waiting for a core as cost of the codec.
     begin_s = time.thread_time()
     payload = encode(codec, views, element_bytes)
     return payload, time.thread_time() - begin_s
 
 
 class LinkCoder:
-    """Codes the chunks of one link while a codec pays. Thread-safe; codes outside of the lock."""
+    """Codes the chunks of the link `name` while a codec pays. Thread-safe; codes outside of the
+    lock. At level DEBUG it logs each change of the codec, with the numbers that decided it.
+    """
 
-    def __init__(self, config: TransportConfig) -> None:
+    def __init__(self, config: TransportConfig, name: str) -> None:
+        self._name = name
         self._mode = config.codec
         self._lock = threading.Lock()
         self._chooser: CodecChooser | None = None
@@ -71,14 +79,14 @@ class LinkCoder:
 
     @property
     def codec_name(self) -> str:
-        """What the next chunk would be coded with; "raw" for nothing."""
+        """The codec that the next chunk would get; "raw" for none."""
         if self._chooser is None:
             return "raw" if self._mode == "none" else self._mode
         return "raw" if self._choice is None else self._choice.codec.name.lower()
 
     @property
     def reason(self) -> str:
-        """Why."""
+        """Why the link has this codec."""
         if self._chooser is None:
             return f'configured: codec "{self._mode}"'
         return "nothing was sent yet" if self._choice is None else self._choice.reason
@@ -89,6 +97,7 @@ class LinkCoder:
         """One chunk that begins at `offset` of its transfer, for a receiver with these features."""
         if not features & self._wanted_features:
             return RAW_CHUNK
+        # A chunk that begins within an element cannot be split into planes of elements.
         element_bytes = 1 if offset % elements.num_bytes else elements.num_bytes
         codec = self._codec(views, element_bytes)
         if codec is Codec.RAW or not features & codec_feature(codec):
@@ -100,6 +109,7 @@ class LinkCoder:
         if self._chooser is not None:
             with self._lock:
                 self._chooser.observe_encoded(codec, raw_bytes, payload_bytes, spent_s)
+        # A coded body has its raw length in front, which has to be saved as well.
         is_shorter = payload_bytes + RAW_LENGTH.size < raw_bytes
         return CodedChunk(codec, payload) if is_shorter else RAW_CHUNK
 
@@ -118,6 +128,7 @@ class LinkCoder:
             return
         with self._lock:
             sent, self._sent = self._sent, {}
+            # Only a link with a backlog at both ends of the period was limited by itself.
             last_s, self._tick_s = self._tick_s, now_s if is_backlogged else None
             if last_s is not None and is_backlogged and sent:
                 codec = max(sent, key=lambda key: sent[key])
@@ -126,7 +137,8 @@ class LinkCoder:
                 self._chooser.observe_sent(codec, raw, wire, now_s - last_s, now_s=now_s)
             if now_s - self._cpu_s >= CPU_SAMPLE_S:
                 self._cpu_s = now_s
-                with suppress(OSError):  # out of descriptors: what was measured last still holds
+                # psutil opens /proc/stat; without a free descriptor the last measurement holds.
+                with suppress(OSError):
                     self._observe_cpu(self._chooser, num_lanes, now_s)
 
     def _observe_cpu(self, chooser: CodecChooser, num_lanes: int, now_s: float) -> None:
@@ -143,11 +155,14 @@ class LinkCoder:
             return Codec[self._mode.upper()]
         now_s = time.monotonic()
         with self._lock:
-            self._choice = self._chooser.choose(now_s)
+            before, self._choice = self._choice, self._chooser.choose(now_s)
+            choice = self._choice
             wanted = self._chooser.wants_sample(now_s)
+        if before is None or before.codec is not choice.codec:
+            logger.debug("%s: %s", self._name, choice)
         if wanted is not None:
             self._sample(wanted, views, element_bytes)
-        return self._choice.codec
+        return choice.codec
 
     def _sample(self, codec: Codec, views: Sequence[memoryview], element_bytes: int) -> None:
         sample, missing = [], SAMPLE_BYTES

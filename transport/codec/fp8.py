@@ -36,8 +36,8 @@ def _look_up(
     indices: NDArray[np.unsignedinteger],
     out: NDArray[np.unsignedinteger],
 ) -> None:
-    # Blocks bound the memory of the indices, which NumPy widens to 8 bytes. No index can be out of
-    # the table; mode "clip" only spares take() a buffered copy of its output.
+    # Blocks bound the memory of the indices, which NumPy widens to 8 bytes. No index can lie
+    # outside the table; mode "clip" only spares take() a buffered copy of its output.
     for start in range(0, indices.size, BLOCK_ELEMENTS):
         end = start + BLOCK_ELEMENTS
         np.take(table, indices[start:end], out=out[start:end], mode="clip")
@@ -48,6 +48,7 @@ def _magnitudes() -> NDArray[np.float64]:
     codes = np.arange(_LARGEST + 1)
     exponents, mantissas = codes >> 3, codes & 7
     normal = (1 + mantissas / 8) * np.exp2(exponents - 7.0)
+    # Exponent 0 marks subnormals: no hidden 1, and steps of 2^-9.
     return np.where(exponents == 0, mantissas * 2.0**-9, normal)
 
 
@@ -67,6 +68,8 @@ def _codes_of_bf16() -> Bytes:
     magnitudes = _magnitudes()
     middles = (magnitudes[1:] + magnitudes[:-1]) / 2
     codes = np.searchsorted(middles, values)
+    # Round half to even, as OFP8 says: a value in the middle goes to the neighbour with the even
+    # code.
     at_middle = values == middles[np.minimum(codes, len(middles) - 1)]
     codes += at_middle & (codes % 2 == 1)
     half = np.where(is_nan, _NAN, codes).astype(np.uint8)

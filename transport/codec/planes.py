@@ -1,4 +1,4 @@
-"""Byte planes of floating-point elements: split into planes and joined again.
+"""Splits floating-point elements into byte planes and joins them again.
 
 The bytes of an element are separated by position, so that the ones which repeat (exponents) can be
 compressed apart from the ones which do not (mantissas). The sign bit of an IEEE layout shares its
@@ -23,7 +23,7 @@ Bytes = NDArray[np.uint8]
 Words = NDArray[np.unsignedinteger]
 
 BLOCK_ELEMENTS = 64 * 1024
-"""One pass works on so many elements at a time: its temporaries stay in the L2 cache."""
+"""Elements of one pass: few enough that its temporaries stay in the L2 cache."""
 
 _HALF = np.dtype("<u2")
 _WORDS: dict[int, np.dtype[np.unsignedinteger]] = {2: _HALF, 4: np.dtype("<u4")}
@@ -32,7 +32,7 @@ _local = threading.local()
 
 
 def _temporaries(like: Words) -> tuple[Words, Words]:
-    """Two arrays of the size and type of a block, which stay with the thread."""
+    """Two arrays of the size and type of `like`, in memory that the thread keeps."""
     memory: Bytes | None = getattr(_local, "memory", None)
     if memory is None:
         memory = _local.memory = np.empty((2, max(_WORDS) * BLOCK_ELEMENTS), np.uint8)
@@ -125,7 +125,7 @@ def _rotate_right(words: Words, sign: Words) -> None:
 
 
 def _narrow(words: Words, plane: Bytes) -> None:
-    """The lowest byte of each word."""
+    """Write the lowest byte of each word to `plane`."""
     np.copyto(plane, words, casting="unsafe")
 
 

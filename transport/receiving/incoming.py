@@ -1,8 +1,9 @@
-"""The DATA frame that one connection is reading: where its body goes, and what comes of it.
+"""The DATA frame that one connection is reading: where its body goes, and how it ends.
 
-A body that is not coded is read straight into its place under a claim (see `incoming_transfer`),
-or into scratch memory when parts of it are there already. A coded body is read into scratch memory,
-and claimed and decoded once its checksum held. Scratch memory: one frame, two for a coded repeat.
+A body that is not coded is read straight into its place under a claim (`incoming_transfer` has the
+rules), or into scratch memory when parts of it have arrived before. A coded body is read into
+scratch memory; once its checksum held, its range is claimed and the body decoded into it. Scratch
+memory holds one frame, or two while a coded body is repeated.
 
 Knows no other frame and no acknowledgement.
 """
@@ -19,7 +20,8 @@ from transport.errors import PeerError, TransportError
 from transport.interfaces import TransferState
 from transport.receiving.incoming_transfer import Destination, IncomingTransfer
 from transport.receiving.reception import Reception
-from transport.wire.frames import FrameHeader, FrameReader
+from transport.wire.frame_reader import FrameReader
+from transport.wire.frames import FrameHeader
 from transport.wire.handshake import takes_codec
 from transport.wire.ranges import Range
 
@@ -27,12 +29,12 @@ logger = logging.getLogger("prfaas.transport")
 
 SINK_BYTES = 64 * 1024
 RAW_LENGTH = struct.Struct("<I")
-"""In front of a coded payload: how many bytes it decodes to."""
+"""The field in front of a coded payload: the number of bytes that it decodes to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """`verified` is in place; `completed` when nothing of the transfer is missing any more."""
+    """The range `verified` is in place. `completed`: the transfer misses nothing any more."""
 
     transfer: IncomingTransfer
     verified: Range
@@ -41,13 +43,13 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Discarded:
-    """Nothing was written: the transfer has ended, or was not opened on this connection (None)."""
+    """Nothing was written, because the transfer has ended, or was not opened here (None)."""
 
     transfer: IncomingTransfer | None
 
 
 class IncomingData:
-    """Reads one connection's DATA frames: `begin` for a header, `finish` when its body is there."""
+    """Reads one connection's DATA frames: call `begin` for a header and `finish` after its body."""
 
     def __init__(self, connection: int, config: TransportConfig, reception: Reception) -> None:
         self._connection = connection
@@ -84,7 +86,7 @@ class IncomingData:
     def finish(
         self, reader: FrameReader, header: FrameHeader, now_s: float
     ) -> Verified | Discarded | None:
-        """The body is complete; None when the transfer failed over it and its sender was told.
+        """Verify and place the complete body. None: the transfer failed, and its sender was told.
 
         Raises PeerError when the connection must end.
         """
@@ -99,11 +101,12 @@ class IncomingData:
             return self._commit(transfer, (header.offset, header.end), scratch, now_s)
         finally:
             scratch = None
+            # Repeats are rare, so the frame of memory that one needs is not kept.
             if not header.codec and self._scratch.nbytes > SINK_BYTES:
-                self._scratch = memoryview(bytearray())  # repeats are rare: keep nothing for them
+                self._scratch = memoryview(bytearray())
 
     def forget(self) -> None:
-        """Let go of all memory; the connection is gone."""
+        """The connection is gone: drop all memory."""
         self._transfer = None
         self._scratch = memoryview(bytearray())
 
@@ -139,13 +142,15 @@ class IncomingData:
             decode(Codec(header.codec), payload, raw_bytes, views)
         except PeerError:
             raise
-        except CodecError as error:  # the claim ends with the connection, when no view is left
+        except CodecError as error:
+            # The claim is not given back here: views of the memory live until the connection ends.
             raise PeerError("protocol", f"coded DATA cannot be decoded: {error}") from error
         except Exception as error:
             transfer.abandon(self._connection)
             self._fail_for_space(transfer, error, now_s)
             return None
-        del placement, views  # whoever hears of the end of a transfer may want its memory back
+        # `commit` may complete the transfer, after which no view of its memory may be left.
+        del placement, views
         return self._commit(transfer, (header.offset, end), scratch, now_s)
 
     def _commit(

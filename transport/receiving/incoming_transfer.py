@@ -1,21 +1,21 @@
 """One incoming transfer: which bytes are verified, which connection may write where, how it ends.
 
-States: OPEN -> COMPLETE when the last byte is verified and, where the sender promised one, its
-digest agreed; OPEN -> FAILED | CANCELLED by `end`. Only in OPEN are claims given out. Rules that
+States: OPEN -> COMPLETE when the last byte is verified and, if the sender promised a digest, the
+digest agreed; OPEN -> FAILED | CANCELLED by `end`. Claims are given out only in OPEN. These rules
 hold at every step (`check_invariants`):
 
-- Memory is written only under a claim: before a DATA body is read, its connection claims the
+- Memory is written only under a claim: before a connection reads a DATA body, it claims the
   unverified part of the range. Claims of different connections never overlap each other, and never
   overlap verified bytes. So a verified byte is never written again, whatever a late, duplicate or
   damaged frame says.
-- A frame that is wholly unclaimed and unverified is read straight into its place (DIRECT). One that
-  repeats verified bytes is read into scratch memory, and what was missing is copied after its
-  checksum held (SCRATCH).
-- A range claimed by another connection is a CONFLICT: its frame is awaited, or that connection is
-  closed and its claim awaited, before the claim passes on.
-- After the end, once no claim is left, nothing writes: the ByteSpace is let go of.
+- A frame whose range is wholly unclaimed and unverified is read straight into its place (DIRECT). A
+  frame that repeats verified bytes is read into scratch memory, and the missing bytes are copied
+  after its checksum held (SCRATCH).
+- A range that another connection has claimed is a CONFLICT. The caller waits for that connection's
+  frame, or closes the connection and waits for its claim, and then claims again.
+- After the end, once no claim is left, nothing writes, and the ByteSpace is released.
 
-A monitor: methods take one lock and may be called from any thread; only `wait_quiet`,
+This is a monitor: methods take one lock and may be called from any thread. Only `wait_quiet`,
 `wait_claimable` and `wait_settled` block. Knows no frame, no socket and no clock.
 """
 
@@ -33,7 +33,7 @@ from transport.wire.ranges import IntervalSet, Range, overlap
 
 
 class Destination(Enum):
-    """Where the body of a DATA frame has to go."""
+    """The place to which the body of a DATA frame has to go."""
 
     DIRECT = "direct"
     SCRATCH = "scratch"
@@ -71,17 +71,17 @@ class IncomingTransfer:
         self.failure: tuple[str, str] = ("", "")
         """(code, message) told to the sender once the state is FAILED or CANCELLED."""
         self.attached: set[int] = set()
-        """Connections that opened it; guarded by the `IncomingTransfers` that it belongs to."""
+        """Connections that opened it. The lock of `IncomingTransfers` guards the set."""
         self._space: ByteSpace | None = space
         self._max_ranges = max_ranges
         self._verified = IntervalSet()
-        self._final_bytes: int | None = None  # verified, once nobody asks which
+        self._final_bytes: int | None = None  # verified bytes, once the ranges are forgotten
         self._claims: dict[int, list[Range]] = {}
         self._received_again_bytes = 0
         self.wants_digest = wants_digest
-        self._digest: bytes | None = None  # as the sender says
-        self._is_judged = False  # somebody completes it, or has
-        self._is_being_judged = False  # and may be reading the memory
+        self._digest: bytes | None = None  # as the sender computed it
+        self._is_judged = False  # a thread has taken on `judge`, so no other may
+        self._is_being_judged = False  # that thread may be reading the memory now
         self._settled = False
         self._changed = threading.Condition()
 
@@ -98,17 +98,19 @@ class IncomingTransfer:
         return self._received_again_bytes
 
     def claim(self, connection: int, start: int, end: int) -> ClaimAnswer:
-        """Ask to write [start, end). Every DIRECT or SCRATCH must end in `commit` or `abandon`.
+        """Ask to write [start, end). The caller must end DIRECT and SCRATCH with `commit` or
+        `abandon`.
 
-        Raises PeerError("protocol") for a range outside the transfer, and what the ByteSpace
-        raises.
+        Raises PeerError("protocol") for a range outside the transfer. Exceptions of the ByteSpace
+        pass through.
         """
         if end > self.nbytes:
             raise PeerError(
                 "protocol", f"DATA up to byte {end} of a transfer that has {self.nbytes}"
             )
         with self._changed:
-            # The sender has not heard of the end yet: its frame is read to keep the stream in step.
+            # The sender has not heard of the end yet. Its frame must still be read, because the
+            # next frame begins behind it.
             if self.state is not TransferState.OPEN or self._space is None:
                 return ClaimAnswer(Destination.DISCARD)
             missing = self._verified.gaps(start, end)
@@ -124,12 +126,12 @@ class IncomingTransfer:
             return placement
 
     def commit(self, connection: int, start: int, end: int, scratch: memoryview | None) -> bool:
-        """The claimed frame [start, end) arrived and its checksum held; `scratch` has it if not
-        DIRECT.
+        """Count [start, end) as verified: the claimed frame arrived and its checksum held.
+        `scratch` holds the frame unless it was DIRECT.
 
-        True when nothing is missing any more: the caller then calls `judge`, and nobody else does.
-        False also when it had ended in between, in which case nothing counts. Raises
-        PeerError("fragmented") at the limit of separate ranges.
+        True when nothing is missing any more; the caller must then call `judge`, and nobody else
+        does. False otherwise, and also when the transfer has ended in between; then nothing is
+        counted. Raises PeerError("fragmented") at the limit of separate ranges.
         """
         with self._changed:
             missing = self._claims.pop(connection, [])
@@ -138,7 +140,7 @@ class IncomingTransfer:
                     return False
                 if scratch is not None:
                     self._copy(missing, start, scratch)
-                # What was not missing is verified: one range, however many gaps it fills.
+                # The parts that were not missing are verified, so all of [start, end) is now.
                 gained = self._verified.add(start, end) if missing else 0
                 self._received_again_bytes += end - start - gained
                 if len(self._verified) > self._max_ranges:
@@ -149,21 +151,24 @@ class IncomingTransfer:
                 self._changed.notify_all()
 
     def expect_digest(self, digest: bytes) -> bool:
-        """The sender's digest of the whole; True when nothing is missing any more, as `commit`."""
+        """Take the sender's digest of the whole transfer. The result is that of `commit`."""
         with self._changed:
             self._digest = digest
             return self._may_judge()
 
     def is_all_there(self) -> bool:
-        """As `commit` for a transfer of no bytes, which may be complete at once."""
+        """As `commit`, for a transfer of 0 bytes, which no DATA frame completes."""
         with self._changed:
             return not self.nbytes and self._may_judge()
 
     def judge(self) -> bool:
-        """Compare the digest, if one was promised, and complete the transfer; False when it differs
-        (the transfer is still open: the caller ends it) or when it had ended in between.
+        """Compare the digest, if the sender promised one, and complete the transfer.
+
+        False when the digests differ (the transfer stays open, and the caller must end it) or when
+        the transfer has ended in between.
         """
-        # Read without the lock: a digest of gigabytes takes seconds, and acknowledgements wait.
+        # Without the lock: the digest of gigabytes takes seconds, for which other connections'
+        # claims and acknowledgements would wait.
         space = self._space
         agrees = True
         try:
@@ -198,14 +203,16 @@ class IncomingTransfer:
         return True
 
     def abandon(self, connection: int) -> None:
-        """The connection will write no more: its claim, if any, is given back."""
+        """The connection will not write any more: give back its claim, if it has one."""
         with self._changed:
             self._claims.pop(connection, None)
             self._release_space()
             self._changed.notify_all()
 
     def end(self, state: TransferState, code: str, message: str) -> bool:
-        """Give out no more claims, for this reason. False when the transfer had ended before."""
+        """End the transfer for this reason: no more claims are given out. False when it has ended
+        before.
+        """
         with self._changed:
             if self.state is not TransferState.OPEN:
                 return False
@@ -216,8 +223,8 @@ class IncomingTransfer:
             return True
 
     def wait_quiet(self, timeout_s: float | None) -> frozenset[int]:
-        """Wait until no claim is left and nobody reads the memory; returns the connections that
-        hold a claim at the timeout.
+        """Wait until no claim is left and nobody reads the memory. Returns the connections that
+        still hold a claim at the timeout.
         """
         with self._changed:
             self._changed.wait_for(
@@ -227,7 +234,7 @@ class IncomingTransfer:
             return frozenset(self._claims)
 
     def settle(self) -> None:
-        """The end has been told on this side: from now on the sender may know."""
+        """The registry knows of the end, so the sender may be told from now on."""
         with self._changed:
             self._settled = True
             self._changed.notify_all()
@@ -277,4 +284,5 @@ class IncomingTransfer:
             self._space = None
             if self.state is not TransferState.COMPLETE and self._final_bytes is None:
                 self._final_bytes = self._verified.total
-                self._verified = IntervalSet()  # the end is remembered for long, its ranges not
+                # An ended transfer is remembered for tombstone_s, so its ranges are not kept.
+                self._verified = IntervalSet()

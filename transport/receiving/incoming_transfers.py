@@ -1,12 +1,12 @@
-"""All incoming transfers of one receiver: opened once however many connections ask, remembered
-after the end.
+"""All incoming transfers of one receiver. Each is opened once, however many connections ask for it,
+and remembered for a while after its end.
 
-An id is unknown -> pending (one connection asks the registry, others wait) -> known. The
+States of an id: unknown -> pending (one connection asks the registry, others wait) -> known. The
 `IncomingTransfer` stays for `tombstone_s` after its end, so that a sender that missed the answer
-gets the same one again. A `drop` while the registry is being asked wins: the transfer is born ended
-and its memory never touched.
+gets the same one again. A `drop` while the registry is being asked wins: the transfer has ended
+when it is created, and its memory is never touched.
 
-A monitor like `IncomingTransfer`; time is an argument. Knows no frame and no socket.
+This is a monitor like `IncomingTransfer`; time is an argument. Knows no frame and no socket.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transport.interfaces import ByteSpace, TransferState
 from transport.receiving.incoming_transfer import IncomingTransfer
 
 MAX_TOMBSTONES = 4096
+"""Ended transfers that are remembered at most, however short they lived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class OpenRequest:
     fingerprint: bytes
     nbytes: int
     digest: bool = False
-    """The sender promises a DIGEST: without it the transfer is not complete."""
+    """The sender promises a DIGEST, without which the transfer is not complete."""
 
 
 @dataclass(slots=True)
@@ -50,7 +51,7 @@ class IncomingTransfers:
         self._config = config
         self._transfers: dict[bytes, IncomingTransfer] = {}
         self._times: dict[bytes, _Times] = {}
-        self._pending: dict[bytes, bool] = {}  # id -> dropped meanwhile
+        self._pending: dict[bytes, bool] = {}  # id -> whether it was dropped meanwhile
         self._changed = threading.Condition()
 
     def find(self, transfer_id: bytes) -> IncomingTransfer | None:
@@ -69,7 +70,7 @@ class IncomingTransfers:
         return [transfer for transfer in transfers if transfer.state is TransferState.OPEN]
 
     def begin_open(self, request: OpenRequest) -> IncomingTransfer | None:
-        """The known transfer for this request, or None: the caller must ask the registry and then
+        """The known transfer for this request. With None the caller must ask the registry and then
         call `admit` or `reject`. Waits while another thread does so.
 
         Raises Refused("bad_token" | "mismatch") when the request contradicts the known transfer.
@@ -92,7 +93,8 @@ class IncomingTransfers:
         return transfer
 
     def admit(self, request: OpenRequest, space: ByteSpace, now_s: float) -> IncomingTransfer:
-        """The registry gave `space`; after a drop in between the transfer is already ended.
+        """The registry gave `space`: create the transfer. After a drop in between it has ended
+        already.
 
         Raises PeerError("mismatch") when the space has another size than the request.
         """
@@ -111,10 +113,12 @@ class IncomingTransfers:
         )
         with self._changed:
             dropped = self._pending.pop(request.transfer_id, False)
+            # It ages from now on: the connection that asked may be gone before it attaches.
             self._transfers[request.transfer_id] = transfer
             self._times[request.transfer_id] = _Times(now_s, orphaned_s=now_s)
             self._changed.notify_all()
-        # Kept as a tombstone, so that another OPEN of it is refused and not admitted anew.
+        # A dropped transfer stays as a tombstone, so that another OPEN of it is refused and not
+        # admitted again.
         if dropped:
             transfer.end(TransferState.FAILED, "dropped", "dropped by the receiver")
             transfer.settle()
@@ -128,14 +132,16 @@ class IncomingTransfers:
             self._changed.notify_all()
 
     def mark_dropped(self, transfer_id: bytes) -> IncomingTransfer | None:
-        """The transfer to end, or None; a transfer just being opened is remembered as dropped."""
+        """The transfer that the caller must end, or None. A pending transfer is marked, so that
+        `admit` ends it.
+        """
         with self._changed:
             if transfer_id in self._pending:
                 self._pending[transfer_id] = True
             return self._transfers.get(transfer_id)
 
     def attach(self, transfer: IncomingTransfer, connection: int) -> None:
-        """This connection opened the transfer and is told how it ends."""
+        """Note that this connection opened the transfer and must be told how it ends."""
         with self._changed:
             transfer.attached.add(connection)
             times = self._times.get(transfer.transfer_id)
@@ -143,7 +149,9 @@ class IncomingTransfers:
                 times.orphaned_s = None
 
     def detach(self, connection: int, now_s: float) -> None:
-        """The connection is gone: its claims are given back, transfers without one begin to age."""
+        """The connection is gone: give back its claims. Transfers that no connection serves begin
+        to age.
+        """
         with self._changed:
             transfers = [item for item in self._transfers.values() if connection in item.attached]
             for transfer in transfers:
@@ -164,7 +172,7 @@ class IncomingTransfers:
                 times.first_byte_s = now_s
 
     def ended(self, transfer_id: bytes, now_s: float) -> None:
-        """Start the tombstone's clock; the oldest tombstones beyond the limit go."""
+        """Note the transfer's end, and forget the oldest tombstones beyond the limit."""
         with self._changed:
             times = self._times.get(transfer_id)
             if times is None:
@@ -176,7 +184,7 @@ class IncomingTransfers:
                 self._forget(key)
 
     def expire(self, now_s: float) -> list[IncomingTransfer]:
-        """Forget old tombstones; returns open transfers that no connection served for
+        """Forget old tombstones. Returns the open transfers that no connection has served for
         idle_timeout_s.
         """
         idle: list[IncomingTransfer] = []

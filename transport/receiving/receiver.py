@@ -1,9 +1,9 @@
-"""Receives transfers: a listening socket and one thread per connection. Rules are `Reception`'s and
-the session's.
+"""Receives transfers with a listening socket and one thread per connection. The rules are in
+`Reception` and `ReceiverSession`.
 
 A connection's thread reads straight into the transfer's memory, verifies, and acknowledges when
-nothing more is waiting; announced data is waited for, a millisecond at most. Frames for the sender
-that other threads cause (a drop) go through the connection's outbox, which never blocks.
+nothing more is waiting. It waits for announced data for a millisecond at most. Frames that other
+threads cause (such as a drop) go through the connection's outbox, which never blocks.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ logger = logging.getLogger("prfaas.transport")
 
 MAX_OUTBOX_BYTES = 4 * 1024 * 1024
 MAX_STRANGER_OUTBOX_BYTES = 64 * 1024
-"""The same until the registry has accepted a transfer of the connection."""
+"""The outbox's limit until the registry has accepted a transfer of the connection. Until then the
+peer may be anybody.
+"""
 FAREWELL_S = 1.0
+"""Most seconds that a closing connection waits for the sender to read its ERROR."""
 MORE_S = 1e-3
-"""How long announced DATA is waited for before what came is acknowledged without it."""
+"""Most seconds to wait for announced DATA before an acknowledgement goes out without it."""
 
 
 class Receiver:
@@ -73,7 +76,7 @@ class Receiver:
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where it really listens; RuntimeError before `start` and after `close`."""
+        """The address with the real port. Raises RuntimeError before `start` and after `close`."""
         if self._listener is None:
             raise RuntimeError("the receiver is not listening")
         return Endpoint(self._bind.host, self._listener.getsockname()[1])
@@ -84,15 +87,15 @@ class Receiver:
             return len(self._connections)
 
     def drop(self, transfer_id: bytes, reason: str) -> None:
-        """Forget the transfer and tell the sender why. When it returns no thread writes into its
-        ByteSpace any more; takes at most drop_grace_s and the time a closed socket needs to wake
-        its thread. The registry is not called. Unknown and ended transfers are ignored; one just
-        being accepted is refused.
+        """Forget the transfer and tell the sender why. On return no thread writes into its
+        ByteSpace any more. That takes at most drop_grace_s plus the time that a closed socket needs
+        to wake its thread. The registry is not called. Unknown and ended transfers are ignored; a
+        transfer that is just being accepted is refused.
         """
         self._reception.drop(transfer_id, reason, time.monotonic())
 
     def progress(self, transfer_id: bytes) -> TransferProgress | None:
-        """None for a transfer that is unknown or was forgotten tombstone_s after its end."""
+        """A snapshot; None for a transfer that is unknown, or ended more than tombstone_s ago."""
         return self._reception.progress(transfer_id)
 
     def close(self, timeout_s: float = 2.0) -> None:
@@ -101,10 +104,13 @@ class Receiver:
             self._closing = True
             connections = list(self._connections.values())
         if self._listener is not None:
+            # On Linux only shutdown wakes a thread that is blocked in accept; close does not.
             with suppress(OSError):  # it may not be listening any more
-                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
+                self._listener.shutdown(socket.SHUT_RDWR)
         self._stirred.set()
-        self._reception.close(time.monotonic())  # while there are connections to say so on
+        # Before the connections are closed, so that senders are told. A transfer that opens
+        # meanwhile is caught by the second call below.
+        self._reception.close(time.monotonic())
         for connection in connections:
             connection.abort(LocalError("closed", "the receiver was closed"))
         deadline_s = time.monotonic() + timeout_s
@@ -117,7 +123,7 @@ class Receiver:
             self._listener = None
         self._reception.close(time.monotonic())
 
-    # Connections, for Reception.
+    # The interface `Connections`, which `Reception` calls.
 
     def abort(self, connections: Collection[int], error: TransportError) -> None:
         for connection in self._find(connections):
@@ -145,7 +151,8 @@ class Receiver:
                 if self._closing:
                     return
                 logger.error("cannot accept connections: %s", error.strerror or error)
-                time.sleep(0.1)  # out of descriptors: others must be closed first
+                # Mostly EMFILE: accept fails at once until a descriptor is closed elsewhere.
+                time.sleep(0.1)
                 continue
             self._admit(sock)
 
@@ -157,30 +164,31 @@ class Receiver:
                 self._connections[number] = connection
                 try:
                     connection.thread.start()
-                except RuntimeError as error:  # out of threads
+                except RuntimeError as error:  # the process has no room for another thread
                     logger.error("cannot serve a connection: %s", error)
                     del self._connections[number]
                 else:
                     self._stirred.set()
                     return
+        # With TLS the sender expects a handshake first and could not read the ERROR.
         if not self._closing and self._tls is None:
             message = f"the receiver serves {self._config.max_connections} connections already"
             try:
                 sock.send(encode_reason(FrameType.ERROR, "busy", message), socket.MSG_DONTWAIT)
                 sock.shutdown(socket.SHUT_WR)
             except OSError:
-                pass  # it is gone already
+                pass  # the peer has hung up already
         sock.close()
 
     def _watch(self) -> None:
-        """Timeouts of connections and transfers; sleeps for good while there are none."""
+        """Apply the timeouts of connections and transfers; sleep while there are none of either."""
         while not self._closing:
             with self._lock:
                 connections = list(self._connections.values())
             try:
                 self._apply_timeouts(connections, time.monotonic())
             except Exception:
-                # Without its timeouts a receiver would hold memory for ever: better log lines.
+                # The watchdog must survive: without timeouts a receiver would hold memory for ever.
                 logger.exception("watchdog of the receiver")
             active = bool(connections) or bool(self._reception.transfers.open_ones())
             self._stirred.wait(self._config.tick_s if active else None)
@@ -191,7 +199,7 @@ class Receiver:
             connection.tick(now_s)
         self._reception.expire(now_s)
 
-    # For connections.
+    # What a `_Connection` needs.
 
     @property
     def config(self) -> TransportConfig:
@@ -199,7 +207,7 @@ class Receiver:
 
     @property
     def tls(self) -> RegionTls | None:
-        """What a connection that begins now uses."""
+        """The TLS context for a connection that begins now, and its region."""
         return self._tls.current(time.monotonic()) if self._tls else None
 
     def session(self, number: int) -> ReceiverSession:
@@ -236,13 +244,13 @@ class _Connection:
         self._outbox_lock = threading.Lock()
 
     def abort(self, error: TransportError) -> None:
-        """End it from any thread; the first error counts."""
+        """End the connection, from any thread. The first error is the one reported."""
         if self._error is None:
             self._error = error
         self._owner.abort()
 
     def push(self, data: bytes) -> None:
-        """Send as far as the kernel takes it now, the rest later; an overfull outbox ends the
+        """Send what the kernel takes now, and keep the rest for later. An overfull outbox ends the
         connection.
         """
         with self._outbox_lock:
@@ -256,7 +264,7 @@ class _Connection:
                 self.abort(PeerError("protocol", "the sender does not read its acknowledgements"))
 
     def tick(self, now_s: float) -> None:
-        """Called by the watchdog: deadlines, and what was left in the outbox."""
+        """The watchdog calls this: apply deadlines, and send what is left in the outbox."""
         session, farewell_s = self._session, self._farewell_s
         deadline_s = session.deadline_s if session is not None else None
         if farewell_s is not None:
@@ -268,7 +276,9 @@ class _Connection:
 
     def _flush(self) -> None:
         while self._outbox and self._stream is not None:
-            with memoryview(self._outbox) as waiting:  # a copy would cost all of it per answer
+            # A view: a slice would copy all that waits for every answer. It must be released
+            # before the outbox can shrink.
+            with memoryview(self._outbox) as waiting:
                 count = self._stream.try_send(waiting)
             if not count:
                 return
@@ -278,6 +288,7 @@ class _Connection:
         session = self._session = self._receiver.session(self._number)
         error = self._error_of(session)
         session.close(time.monotonic())
+        # These three are how connections end in normal operation.
         if error.code not in ("lost", "closed", "idle"):
             logger.warning("connection %s closed: %s", self._number, error.message)
         if isinstance(error, PeerError) and self._error is None:
@@ -286,7 +297,9 @@ class _Connection:
         self._owner.close()
 
     def _error_of(self, session: ReceiverSession) -> TransportError:
-        """Serve until the end and return why; no view of any ByteSpace is left in the result."""
+        """Serve until the connection ends, and return why. The result holds no view of a
+        ByteSpace.
+        """
         try:
             stream = self._open_stream()
             while True:
@@ -312,6 +325,7 @@ class _Connection:
             stream = tls_handshake(wrapped, self._config.handshake_timeout_s)
             wrong = stream.wrong_peer(tls.region)
         self._owner = self._stream = stream
+        # An abort before the line above acted on the old owner, whose socket TLS has taken over.
         if self._error is not None:
             raise self._error
         if wrong is not None:
@@ -320,8 +334,8 @@ class _Connection:
         return stream
 
     def _serve(self, stream: Stream, session: ReceiverSession) -> None:
-        """Receive once; answer before waiting for bytes that are not there yet, and now and then
-        while they keep coming.
+        """Receive once. Answers go out before the thread sleeps for bytes, and when they are due
+        while bytes keep coming.
         """
         buffers = session.buffers()
         count = 0
@@ -333,7 +347,8 @@ class _Connection:
             session.flush_acks()
             self._push_outgoing(session)
             count = stream.receive(buffers, fill=session.in_body)
-        del buffers  # whoever hears of the end of a transfer may want its memory back
+        # `received` may end a transfer, after which no view of its memory may be left.
+        del buffers
         session.received(count, time.monotonic())
         if session.acks_due:
             session.flush_acks()
@@ -345,7 +360,9 @@ class _Connection:
             self.push(data)
 
     def _say_farewell(self) -> None:
-        """Let the ERROR arrive: closing with unread bytes would reset the connection."""
+        """Let the ERROR arrive before closing. A socket that is closed with unread bytes sends a
+        reset, and the peer's kernel then drops what it has not read yet (RFC 1122, 4.2.2.13).
+        """
         stream = self._stream
         if stream is None:
             return
@@ -360,7 +377,7 @@ class _Connection:
 
 
 def _silence(session: ReceiverSession | None) -> LinkError:
-    """What it means that a deadline has passed."""
+    """The error for a connection whose deadline has passed."""
     if session is None or not session.established:
         return LinkError("handshake_timeout", "the sender fell silent in the handshake")
     if session.in_frame:

@@ -1,12 +1,12 @@
 """The receiving side's rules across connections: open, place, complete, cancel, drop, expire.
 
-One `Reception` serves all connections of a receiver; `ReceiverSession` calls it with what arrived,
-the shell with `drop` and time. It tells the registry how transfers end and asks `Connections` to
-close or to tell others. An incoming transfer ends in this order: no new claims -> frames in flight
-finish, or their connection is closed -> the registry is told -> the sender is told. Whoever
-learns of the end may reuse the memory at once.
+One `Reception` serves all connections of a receiver. `ReceiverSession` calls it with what arrived,
+the shell calls it with drops and the time. It tells the registry how transfers end, and asks
+`Connections` to close connections or to send frames on them. An incoming transfer ends in this
+order: no new claims -> frames in flight finish, or their connection is closed -> the registry is
+told -> the sender is told. Whoever learns of the end may reuse the memory at once.
 
-Knows no socket; the only waiting is for claims of other threads to be given back.
+Knows no socket. It waits only for claims that other threads will give back.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ logger = logging.getLogger("prfaas.transport")
 
 
 class Connections(Protocol):
-    """What Reception needs from whoever owns the connections. Neither method blocks."""
+    """The owner of the connections, as `Reception` sees it. Neither method blocks."""
 
     def abort(self, connections: Collection[int], error: TransportError) -> None:
         """Make these connections stop reading at once; their sessions are closed soon after."""
         ...
 
     def tell(self, connections: Collection[int], frame: bytes) -> None:
-        """Send a frame on each of these connections, those already gone left out."""
+        """Send a frame on each of these connections that still exists."""
         ...
 
 
@@ -49,7 +49,7 @@ class Reception:
         self._connections = connections
 
     def open(self, connection: int, request: OpenRequest, now_s: float) -> IncomingTransfer:
-        """The transfer for an OPEN, new or known, open or ended; raises PeerError to refuse it."""
+        """The transfer for an OPEN: new or known, open or ended. Raises PeerError to refuse it."""
         transfer = self.transfers.begin_open(request)
         if transfer is None:
             transfer = self._ask_registry(request, now_s)
@@ -61,10 +61,12 @@ class Reception:
     def claim(
         self, connection: int, transfer: IncomingTransfer, start: int, end: int
     ) -> ClaimAnswer:
-        """Where [start, end) goes. Raises like `IncomingTransfer.claim`, and PeerError("busy").
+        """Claim [start, end) for this connection. Raises as `IncomingTransfer.claim` does, and
+        PeerError("busy").
 
-        Of two connections with the same range the sender has given up one, which may still have it
-        in its socket. Either way the rival's frame mostly ends soon; if not, it is stuck.
+        When two connections carry the same range, the sender has given up one of them, whose bytes
+        may still be on their way. The other connection's frame mostly ends soon; otherwise that
+        connection is stuck.
         """
         while True:
             placement = transfer.claim(connection, start, end)
@@ -74,19 +76,20 @@ class Reception:
             if transfer.wait_claimable(rivals, self._config.drop_grace_s):
                 continue
             message = "superseded: its data arrived again elsewhere"
-            # It neither finishes its frame nor fails: a dead connection holds the range.
+            # A rival that neither finishes its frame nor fails is a dead connection.
             self._connections.abort(rivals, LinkError("lost", message))
             if not transfer.wait_claimable(rivals, self._config.handshake_timeout_s):
                 raise PeerError("busy", "the range is still being written by another connection")
 
     def conclude(self, connection: int, transfer: IncomingTransfer, now_s: float) -> bool:
-        """Nothing is missing any more, as the caller was told by the transfer: judge it. True when
-        it is complete, which the caller's connection then tells its sender. The others are told as
-        well: the caller's may be dead by now, and they may have said that every byte is there.
+        """Complete a transfer in which nothing is missing, or fail it if its digest differs.
+
+        True when it is complete: the caller then tells the sender on its own connection. The other
+        connections are told here.
         """
         try:
             agrees = transfer.judge()
-        except Exception as error:  # of the ByteSpace
+        except Exception as error:  # the ByteSpace is the caller's code and may raise anything
             logger.error("ByteSpace of %s raised", transfer.transfer_id.hex(), exc_info=error)
             message = f"the receiver's memory could not be used: {type(error).__name__}"
             self.fail(transfer, PeerError("space", message), now_s)
@@ -98,32 +101,33 @@ class Reception:
         self.transfers.ended(transfer.transfer_id, now_s)
         try:
             self._registry.on_complete(transfer.transfer_id)
-        # The bytes are there, whatever the registry makes of it: the sender is told so.
+        # The bytes are in place even if the registry fails, so the sender is still told.
         except Exception:
             logger.exception("registry.on_complete raised for %s", transfer.transfer_id.hex())
         transfer.settle()
+        # The caller's connection may be dead by now, and the sender waits on the others as well.
         others = self.transfers.attached(transfer) - {connection}
         if others:
             self._connections.tell(others, _outcome_frame(transfer))
         return True
 
     def cancel(self, transfer: IncomingTransfer, reason: str, now_s: float) -> None:
-        """The sender asked for the end; on return nothing writes and the registry knows."""
+        """The sender cancels. On return nothing writes any more, and the registry knows."""
         self._end(transfer, TransferState.CANCELLED, PeerError("cancelled", reason), now_s)
 
     def fail(self, transfer: IncomingTransfer, error: TransportError, now_s: float) -> None:
-        """End it for `error`, tell the registry and the sender."""
+        """End the transfer for `error`, and tell the registry and the sender."""
         if self._end(transfer, TransferState.FAILED, error, now_s):
             self._tell_end(transfer)
 
     def drop(self, transfer_id: bytes, reason: str, now_s: float) -> None:
-        """As Receiver.drop: the registry is not told, the sender is."""
+        """As Receiver.drop: tell the sender and not the registry."""
         transfer = self.transfers.mark_dropped(transfer_id)
         if transfer is None:
             return
         ended_here = transfer.end(TransferState.FAILED, "dropped", reason)
         self._quiesce(transfer)
-        # Otherwise whoever ended it first settles it and tells the sender.
+        # Otherwise the thread that ended it first settles it and tells the sender.
         if ended_here:
             transfer.settle()
         self.transfers.ended(transfer_id, now_s)
@@ -131,18 +135,18 @@ class Reception:
             self._tell_end(transfer)
 
     def expire(self, now_s: float) -> None:
-        """Fail open transfers that no connection served for idle_timeout_s."""
+        """Fail the open transfers that no connection has served for idle_timeout_s."""
         for transfer in self.transfers.expire(now_s):
             message = f"no connection from the sender for {self._config.idle_timeout_s:g} s"
             self.fail(transfer, LinkError("idle", message), now_s)
 
     def close(self, now_s: float) -> None:
-        """Fail everything that is open now."""
+        """Fail all transfers that are open now."""
         for transfer in self.transfers.open_ones():
             self.fail(transfer, LocalError("closed", "the receiver was closed"), now_s)
 
     def outcome(self, transfer: IncomingTransfer) -> bytes:
-        """What the sender of an ended transfer is told, once this side has been."""
+        """The frame that tells the sender how a transfer ended, after the registry was told."""
         if not transfer.wait_settled(self._config.handshake_timeout_s):
             logger.warning("the registry takes long over the end of %s", transfer.transfer_id.hex())
         return _outcome_frame(transfer)
@@ -196,6 +200,8 @@ class Reception:
         return True
 
     def _quiesce(self, transfer: IncomingTransfer) -> None:
+        # A frame in flight mostly ends within the grace, and closing its connection would cost the
+        # other transfers on it a resend.
         holders = transfer.wait_quiet(self._config.drop_grace_s)
         if holders:
             self._connections.abort(

@@ -1,7 +1,7 @@
-"""Whose turn it is on a link, and how much: order, pacing, budgets and the size of frames.
+"""Chooses what a link sends next, and how much: order, pacing, budgets and the size of frames.
 
-Keeps who has DATA to send (`FairQueue`) and who has something else to say. Pure state, guarded by
-the link that owns it; time is an argument. Knows no connection.
+It keeps the transfers that have DATA to send (`FairQueue`), and those that have other frames to
+send. Pure state, guarded by the link that owns it; time is an argument. Knows no connection.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Dispatch:
         self.width = config.num_connections
         """Connections that carry DATA."""
         self.frame_bytes = config.frame_bytes
-        """Most payload of a frame; the configured size is the least."""
+        """Most payload of a frame. The configured size is the least."""
         self.has_budgets = config.pace_bytes_per_s > 0 or config.tenant_bytes_per_s > 0
-        """Whether pacing or budgets may hold back what could be sent."""
+        """Whether pacing or budgets may delay DATA that could be sent."""
         self._least_bytes = config.frame_bytes
         self._control: dict[bytes, OutgoingState] = {}
         self._queue: FairQueue[OutgoingState] = FairQueue(config.tenant_bytes_per_s)
@@ -38,7 +38,7 @@ class Dispatch:
         return len(self._queue) > 0
 
     def note(self, transfer: OutgoingState) -> None:
-        """Remember, or forget, that it has something to send."""
+        """Update whether this transfer has something to send."""
         spec = transfer.spec
         if transfer.has_control:
             self._control[spec.transfer_id] = transfer
@@ -50,19 +50,17 @@ class Dispatch:
             self._queue.leave(transfer, spec.priority, spec.tenant)
 
     def with_control(self) -> list[OutgoingState]:
-        """The transfers that have something besides DATA to send."""
+        """The transfers that have frames other than DATA to send."""
         return list(self._control.values()) if self._control else []
 
     def in_turn(self, now_s: float) -> Iterator[OutgoingState]:
-        """The transfers that may send DATA now, the one whose turn it is first."""
+        """The transfers that may send DATA now, in the order of their turns."""
         if self._pace.ready_at(now_s) <= now_s:
             for transfer, _, _ in self._queue.in_order(now_s):
                 yield transfer
 
     def delay_s(self, now_s: float) -> float | None:
-        """For how long pacing or budgets hold back what could be sent; None when nothing waits for
-        them.
-        """
+        """Seconds for which pacing or budgets still delay DATA; None when they delay nothing."""
         ready_at_s = self._queue.ready_at(now_s)
         if ready_at_s is None:
             return None
@@ -86,11 +84,11 @@ class Dispatch:
         return data
 
     def refund(self, num_bytes: int, now_s: float) -> None:
-        """Coding saved `num_bytes` of what was taken: pacing counts bytes on the wire."""
+        """Give `num_bytes` back to pacing, which coding saved: pacing counts bytes on the wire."""
         self._pace.spend(-num_bytes, now_s)
 
     def expects_more(self, transfer: OutgoingState, taken: Range) -> bool:
-        """Whether each connection may well get another chunk like this one at once."""
+        """Whether each connection will probably get another chunk like this one at once."""
         return not self.has_budgets and transfer.unsent.total >= self.width * (taken[1] - taken[0])
 
     def check_invariants(self, transfer: OutgoingState) -> None:
@@ -101,9 +99,11 @@ class Dispatch:
         assert is_queued == bool(transfer.unsent), "work nobody would find"
 
     def _frame_bytes_for(self, transfer: OutgoingState) -> int:
-        """Large frames cost less CPU. Small ones let others in between, and let the connections end
-        together: towards the end of what is ready each takes half of its share of the rest (guided
-        self-scheduling, Polychronopoulos and Kuck 1987).
+        """The size of the transfer's next frame.
+
+        Large frames cost less CPU. Small ones let other transfers in between, and let the
+        connections finish together: towards the end of the ready bytes each connection takes half
+        of its share of the rest (guided self-scheduling, Polychronopoulos and Kuck 1987).
         """
         least = self._least_bytes
         if len(self._queue) > 1:

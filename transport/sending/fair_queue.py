@@ -1,11 +1,12 @@
-"""Who sends next on a link: start-time fair queueing over priority classes, tenants and transfers.
+"""Start-time fair queueing (Goyal, Vin and Cheng 1996) on a link, over priority classes, tenants
+and transfers.
 
 Each level keeps a virtual time per member: bytes served, divided by the member's weight. The member
-that is furthest behind is served next; one that was idle joins at the time of the others, so that
-it can neither catch up on what it missed nor be made to wait for it. One that comes back before the
-others had as much still waits for them: else whoever has one frame at a time would always be next.
-Classes weigh 31 to 1: request KV takes all but a thirty-second part of a link that it fills, and
-background replication never starves.
+that is furthest behind is served next. A member that was idle joins at the time of the others, so
+that it can neither catch up on what it missed nor has to wait for it. A member that comes back
+before the others had as much still waits for them; otherwise a member that has one frame at a time
+would always be next. Classes weigh 31 to 1: request KV takes all but a thirty-second part of a link
+that it fills, and background replication never starves.
 
 Pure state; time is an argument. Knows no frame, no connection and no transfer beyond its key.
 """
@@ -20,13 +21,13 @@ from transport.interfaces import Priority
 CLASS_WEIGHTS = {Priority.REQUEST: 31.0, Priority.REPLICATION: 1.0}
 
 MAX_BUDGETS = 4096
-"""Tenants whose budgets are remembered."""
+"""Most tenants whose budgets are remembered."""
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 class TokenBucket:
-    """A byte rate with a burst. One send may overdraw it; the debt is then waited for.
+    """A byte rate with a burst. One send may overdraw it; the next send waits for the debt.
 
     `rate_bytes_per_s` 0 means no limit.
     """
@@ -38,7 +39,7 @@ class TokenBucket:
         self._at_s = 0.0
 
     def ready_at(self, now_s: float) -> float:
-        """When the next send is allowed: `now_s` or later."""
+        """The time of the next allowed send: `now_s` or later."""
         if not self.rate_bytes_per_s:
             return now_s
         self._refill(now_s)
@@ -60,7 +61,7 @@ class _Level(Generic[KeyT]):
 
     def __init__(self) -> None:
         self._times: dict[KeyT, float] = {}
-        self._left: dict[KeyT, float] = {}  # those who left with more than the others had
+        self._left: dict[KeyT, float] = {}  # members that left ahead of the others
         self._now = 0.0
 
     def __contains__(self, key: KeyT) -> bool:
@@ -82,7 +83,7 @@ class _Level(Generic[KeyT]):
             return
         self._left = {other: left for other, left in self._left.items() if left > self._now}
         if not self._times:
-            self._left.clear()  # nobody was waiting: all begin anew
+            self._left.clear()  # no other member had to wait, so nobody owes anything
         elif time > self._now:
             self._left[key] = time
 
@@ -101,9 +102,7 @@ class _Level(Generic[KeyT]):
 
 
 class FairQueue(Generic[KeyT]):
-    """Shares a link among classes, tenants and transfers. Keys are whatever the owner calls its
-    transfers.
-    """
+    """Shares a link among classes, tenants and transfers. The owner chooses the transfers' keys."""
 
     def __init__(self, tenant_bytes_per_s: float = 0.0) -> None:
         self._tenant_bytes_per_s = tenant_bytes_per_s
@@ -121,7 +120,7 @@ class FairQueue(Generic[KeyT]):
         return members is not None and key in members
 
     def join(self, key: KeyT, priority: Priority, tenant: str) -> None:
-        """It has something to send; nothing changes when it had."""
+        """Enter a transfer that has something to send. Does nothing if it is entered already."""
         members = self._members.setdefault((priority, tenant), _Level())
         if key in members:
             return
@@ -131,7 +130,7 @@ class FairQueue(Generic[KeyT]):
         self._classes.join(priority)
 
     def leave(self, key: KeyT, priority: Priority, tenant: str) -> None:
-        """It has nothing to send any more."""
+        """Remove a transfer that has nothing to send any more."""
         members = self._members.get((priority, tenant))
         if members is None or key not in members:
             return
@@ -145,7 +144,7 @@ class FairQueue(Generic[KeyT]):
             self._classes.leave(priority)
 
     def in_order(self, now_s: float) -> Iterator[tuple[KeyT, Priority, str]]:
-        """Who may send now, the one whose turn it is first; tenants in debt are left out."""
+        """The transfers that may send now, in turn. Tenants in debt are left out."""
         for priority in self._classes.in_order():
             for tenant in self._tenants[priority].in_order():
                 if self._ready_at(tenant, now_s) > now_s:
@@ -156,7 +155,7 @@ class FairQueue(Generic[KeyT]):
     def served(
         self, key: KeyT, priority: Priority, tenant: str, num_bytes: int, now_s: float
     ) -> None:
-        """It was given this much to send."""
+        """Note that a transfer was given this many bytes to send."""
         members = self._members.get((priority, tenant))
         if members is not None:
             members.serve(key, num_bytes)
@@ -166,8 +165,8 @@ class FairQueue(Generic[KeyT]):
             self._budget(tenant).spend(num_bytes, now_s)
 
     def ready_at(self, now_s: float) -> float | None:
-        """When the first tenant may send: `now_s`, later when all are in debt, None when nobody
-        has anything.
+        """The time at which the first tenant may send: `now_s`, or later when all are in debt; None
+        when none has anything to send.
         """
         tenants = {tenant for _, tenant in self._members}
         return min((self._ready_at(tenant, now_s) for tenant in tenants), default=None)
@@ -183,5 +182,5 @@ class FairQueue(Generic[KeyT]):
             if len(self._budgets) >= MAX_BUDGETS:
                 self._budgets.pop(next(iter(self._budgets)))  # the one unused for longest
             budget = TokenBucket(self._tenant_bytes_per_s)
-        self._budgets[tenant] = budget  # the last now
+        self._budgets[tenant] = budget  # at the end, so that the first is the one unused longest
         return budget

@@ -1,7 +1,7 @@
-"""A lane: the threads of one connection of a link, made anew whenever the connection is lost.
+"""A lane: the threads for one connection of a link, which is made again whenever it is lost.
 
 The writer thread lives as long as the link, a reader thread as long as the connection. They only
-move bytes; what to send and what answers mean is decided by `LinkCore`, behind `SenderLink`'s lock.
+move bytes. `LinkCore`, behind the lock of `SenderLink`, decides what to send and what answers mean.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ logger = logging.getLogger("prfaas.transport")
 
 READ_BYTES: Final = 64 * 1024
 MAX_TLS_BYTES = 256 * 1024**3
-"""A TLS connection is renewed after so many bytes: AES-GCM keys wear out at 2^24.5 full records
-(RFC 8446, 5.5), and OpenSSL does not change them by itself.
+"""A TLS connection is renewed after this many bytes: an AES-GCM key may encrypt at most 2^24.5 full
+records (RFC 8446, 5.5), and OpenSSL does not update it by itself.
 """
 
 
 class Lane:
-    """One connection after the other."""
+    """Keeps one connection at a time, and makes a new one when it is lost."""
 
     def __init__(self, link: SenderLink) -> None:
         self.connection = 0
         self.began_s = 0.0
-        """When its present connection was begun; guarded by the link's lock."""
+        """When the present connection was begun. The link's lock guards it."""
         self.error: TransportError | None = None
         self.stream: SocketOwner | None = None
         self.deadline_s: float | None = None
-        """When the handshake must be done; guarded by nothing, read by the watchdog."""
+        """The time by which the handshake must be done. The watchdog reads it without a lock."""
         self._link = link
         self._config = link.config
         self._with_sum = True
@@ -70,7 +70,7 @@ class Lane:
         self._backoff = Backoff(link.config.reconnect_first_s, link.config.reconnect_max_s)
 
     def abort(self, error: TransportError) -> None:
-        """End the present connection from any thread; the first error counts."""
+        """End the present connection, from any thread. The first error is the one reported."""
         if self.error is None:
             self.error = error
         stream = self.stream
@@ -91,7 +91,7 @@ class Lane:
                 self._serve(stream, session)
             except TransportError as error:
                 cause = self.error or bare(error)
-            except OSError as error:  # of a call that is not on a connected socket
+            except OSError as error:  # from socket() or an option; streams raise TransportError
                 cause = LocalError("internal", f"cannot make a connection: {error.strerror}")
             except Exception as error:
                 logger.exception("unexpected error on a connection to %s", self._link.endpoint)
@@ -159,13 +159,13 @@ class Lane:
         return stream
 
     def _own(self, owner: SocketOwner) -> None:
-        """From now on `abort` acts on this socket; raises if it was called before."""
+        """Make `abort` act on this socket from now on. Raises the error of an earlier `abort`."""
         self.stream = owner
         if self.error is not None:
             raise self.error
 
     def _serve(self, stream: Stream, session: SenderSession) -> None:
-        """Send until the connection ends; always raises."""
+        """Send until the connection ends. Always raises."""
         reader = threading.Thread(
             target=self._read,
             args=(stream, session),
@@ -191,8 +191,8 @@ class Lane:
             reader.join()
 
     def _send(self, stream: Stream, work: Work) -> Coded | None:
-        """Send one piece of work; None when its bytes could not be read. When it raises, and after,
-        nobody reads them any more.
+        """Send one piece of work. None: its bytes could not be read. When this has returned or
+        raised, the lane does not read the bytes any more.
         """
         control = self._control(work)
         buffers = list(control)
@@ -207,7 +207,8 @@ class Lane:
                     coded = self._add_data(buffers, work, *work.data)
             except Exception as error:
                 self._link.unreadable(work, error)
-                if control:  # counted as sent: without it the receiver would not know the rest
+                # The core counts these frames as sent, and later DATA needs the OPEN.
+                if control:
                     stream.send(control)
                 return None
             if buffers:

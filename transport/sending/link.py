@@ -1,49 +1,47 @@
-"""All transfers to one endpoint over all connections to it: who sends what next, and what must end.
+"""All transfers to one endpoint over all connections to it: what each connection sends next, and
+which transfers and connections must end.
 
-Work stealing: a connection whose socket has room asks `take`; it gets a cancel, an OPEN, a digest,
-or the next chunk of the transfer whose turn it is (`dispatch`), as far as pacing and budgets let
-it. Nothing is assigned to a connection before it asks, so a slow path holds nothing back but the
-one frame it has. The first frame a connection sends of a transfer is preceded by OPEN on the same
-connection. Only the `width` oldest connections carry DATA; the others wait, ready to step in.
+A connection whose socket has room asks `take`. It gets a cancel, an OPEN, a digest, or the next
+chunk of the transfer whose turn it is (`dispatch`), as far as pacing and budgets allow. Nothing is
+assigned to a connection before it asks (work stealing), so a slow path delays only the one frame
+that it has. An OPEN precedes the first frame of a transfer on each connection. Only the `width`
+oldest connections carry DATA; the others stand by.
 
-Events come in as method calls under the owner's lock; what must be done outside of the lock comes
-out of `pop_effects`. Time is an argument. This file knows no socket, no thread and no ByteSpace.
+Events are method calls under the owner's lock. `pop_effects` returns what must be done outside of
+the lock. Time is an argument. This file knows no socket, no thread and no ByteSpace.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, field
 
 from transport.codec.codecs import Codec
 from transport.config import TransportConfig
 from transport.errors import LinkError, LocalError, PeerError, TransportError
 from transport.interfaces import OutgoingSpec, TransferState
+from transport.sending.connections import LinkConnections
 from transport.sending.dispatch import Dispatch
 from transport.sending.link_state import Backlog
 from transport.sending.link_work import AbortConnection, Effect, TransferEnded, Work
 from transport.sending.outgoing import RAW_CODED, Coded, OutgoingState
 from transport.wire.handshake import Hello
 from transport.wire.ranges import Range
+from transport.wire.sender_session import (
+    Acked,
+    CancelAcked,
+    Completed,
+    Event,
+    Opened,
+    TransferFailed,
+    Welcomed,
+)
 
 logger = logging.getLogger("prfaas.transport")
 
 
-@dataclass(slots=True)
-class _Connection:
-    peer: Hello
-    progress_s: float
-    heard_s: float
-    """When the receiver last said something here."""
-    kernel_queue_bytes: int = 0
-    aborted: bool = False
-    in_flight: set[bytes] = field(default_factory=set)
-    """Transfers of which this connection has unacknowledged bytes."""
-
-
 class LinkCore:
-    """What a link knows of its transfers and connections, and what its lanes send next."""
+    """The state of a link's transfers and connections. It decides what lanes send next."""
 
     def __init__(self, config: TransportConfig, name: str) -> None:
         self._config = config
@@ -51,10 +49,10 @@ class LinkCore:
         self.dispatch = Dispatch(config)
         self.acked_bytes = 0
         self.trouble = ""
-        """Why no connection stands, once one was lost or could not be made."""
-        self._acked_s = -math.inf  # when anything was acknowledged last
+        """Why no connection stands, after one was lost or could not be made."""
+        self._acked_s = -math.inf  # when the receiver last acknowledged anything
         self._transfers: dict[bytes, OutgoingState] = {}
-        self._connections: dict[int, _Connection] = {}
+        self._connections = LinkConnections(config.ack_timeout_s)
         self._effects: list[Effect] = []
         self._last_error: TransportError | None = None
 
@@ -93,10 +91,12 @@ class LinkCore:
         return gained
 
     def cancel(self, transfer: OutgoingState, error: LocalError, now_s: float) -> None:
-        """Ask the receiver to end it; `error` comes with its answer, or after ack_timeout_s."""
+        """Ask the receiver to end the transfer. It ends with `error` when the receiver answers, or
+        after ack_timeout_s.
+        """
         if transfer.state is not TransferState.OPEN:
             return
-        # The receiver never heard of it: there is nothing to cancel there.
+        # The receiver has never heard of the transfer, so it need not be asked.
         if not transfer.announced and not transfer.opened:
             self._end(transfer, TransferState.CANCELLED, error, now_s)
             return
@@ -106,15 +106,15 @@ class LinkCore:
         self.dispatch.note(transfer)
 
     def connected(self, connection: int, peer: Hello, now_s: float) -> None:
-        """The handshake is done. Transfers of an earlier life of the receiver cannot go on."""
-        self._connections[connection] = _Connection(peer, now_s, now_s)
+        """The handshake is done. Transfers that the receiver held before it restarted fail."""
+        self._connections.add(connection, peer, now_s)
         self.trouble = ""
         for transfer in list(self._transfers.values()):
             known = transfer.receiver_instance
             # Another instance is another process: what the first one had received is gone.
             if known is None or known == peer.instance:
                 continue
-            # OPEN was on its way and is not answered: it may as well be meant for the new one.
+            # An OPEN that was not answered yet may just as well go to the new process.
             if not transfer.opened:
                 transfer.receiver_instance = None
             else:
@@ -122,9 +122,9 @@ class LinkCore:
                 self.fail(transfer, PeerError("receiver_restarted", message), now_s)
 
     def disconnected(self, connection: int, error: TransportError) -> None:
-        """The connection is gone, or never came up; its thread has let go of every ByteSpace."""
+        """The connection has ended, or never came up. Its thread holds no view of a ByteSpace."""
         self._last_error = error
-        self._connections.pop(connection, None)
+        self._connections.remove(connection)
         if not self._connections:
             self.trouble = error.message
         for transfer in list(self._transfers.values()):
@@ -132,10 +132,10 @@ class LinkCore:
             self.dispatch.note(transfer)
 
     def broken(self, error: TransportError, now_s: float, *, since_s: float = math.inf) -> None:
-        """No connection can work until somebody changes something: fail what is open at once.
+        """No connection can work until an operator changes something: fail open transfers at once.
 
-        `since_s`: when the connection that found it out was begun. The receiver may have been
-        replaced since; a transfer opened later waits for the answer to a later connection.
+        `since_s`: when the connection that showed this was begun. The receiver may have been
+        replaced since then, so a transfer that was opened later waits for a later connection.
         """
         for transfer in list(self._transfers.values()):
             if transfer.opened_s <= since_s:
@@ -147,11 +147,10 @@ class LinkCore:
             self._end(transfer, TransferState.FAILED, error, now_s)
 
     def take(self, connection: int, now_s: float) -> Work | None:
-        """What this connection sends next; None when there is nothing for it now (for how long at
-        most, `dispatch.delay_s` says). DATA and digests must end in `sent`.
+        """The next work of this connection; None when there is none now (`dispatch.delay_s` bounds
+        for how long). The caller must end DATA and digests with `sent`.
         """
-        state = self._connections.get(connection)
-        if state is None or state.aborted:
+        if not self._connections.may_send(connection):
             return None
         work = self._take_control(connection, now_s)
         if work is None and self.carries_data(connection):
@@ -161,14 +160,14 @@ class LinkCore:
     def _take_control(self, connection: int, now_s: float) -> Work | None:
         for transfer in self.dispatch.with_control():
             if transfer.needs_cancel:
-                # CANCEL must not come before the end of a frame that a lane still sends.
+                # A lane may still be sending a frame of it, and CANCEL must come after that.
                 if not transfer.pinned:
                     transfer.needs_cancel = False
                     self.dispatch.note(transfer)
                     return Work(transfer, self._announce(transfer, connection), cancels=True)
             elif transfer.needs_open:
                 opens = self._announce(transfer, connection)
-                # The first frame goes out with OPEN, in one write, unless another transfer is due.
+                # OPEN and the first frame share one write, unless another transfer is due.
                 data = None
                 turn = next(self.dispatch.in_turn(now_s), None)
                 if turn is transfer and self.carries_data(connection):
@@ -191,29 +190,23 @@ class LinkCore:
         return None
 
     def _take_of(self, transfer: OutgoingState, connection: int, now_s: float) -> Range | None:
-        state = self._connections[connection]
-        data = self.dispatch.take(transfer, connection, state.peer.max_frame_bytes, now_s)
+        max_frame_bytes = self._connections.peer(connection).max_frame_bytes
+        data = self.dispatch.take(transfer, connection, max_frame_bytes, now_s)
         if data is not None:
-            # An idle connection owes no acknowledgement: its silence counts from here on.
-            if not state.in_flight:
-                state.progress_s = now_s
-            state.in_flight.add(transfer.spec.transfer_id)
+            self._connections.took(connection, transfer, now_s)
         return data
 
     def carries_data(self, connection: int) -> bool:
         """Whether it is one of the `width` oldest connections."""
-        if len(self._connections) <= self.dispatch.width:
-            return True
-        # Connections are numbered as they are made, so the oldest ones come first.
-        return connection in sorted(self._connections)[: self.dispatch.width]
+        return self._connections.carries_data(connection, self.dispatch.width)
 
     def sent(
         self, connection: int, work: Work, now_s: float, *, whole: bool, coded: Coded = RAW_CODED
     ) -> None:
-        """The connection has let go of `work`; `whole` when the kernel took all of it."""
+        """The connection is done with `work`. `whole`: the kernel took all of it."""
         if work.data is not None:
             work.transfer.sent(connection, work.data, whole=whole, coded=coded)
-            # Pacing and budgets count what crosses the link: coding gives back what it has saved.
+            # Pacing counts bytes on the wire, so the bytes that coding saved are given back.
             if whole and coded.codec is not Codec.RAW:
                 self.dispatch.refund(work.data[1] - work.data[0] - coded.wire_bytes, now_s)
         if work.digests:
@@ -222,8 +215,24 @@ class LinkCore:
         if work.transfer.ended:
             self._report(work.transfer)
 
+    def handle(self, connection: int, event: Event, now_s: float) -> None:
+        """What the receiver said after the handshake; PeerError when it broke the rules."""
+        match event:
+            case Acked(transfer_id, ranges):
+                self.acked(connection, transfer_id, ranges, now_s)
+            case Opened(transfer_id, ranges):
+                self.opened(connection, transfer_id, ranges, now_s)
+            case Completed(transfer_id):
+                self.completed(connection, transfer_id, now_s)
+            case TransferFailed(transfer_id, error):
+                self.refused(connection, transfer_id, error, now_s)
+            case CancelAcked(transfer_id):
+                self.cancel_acked(connection, transfer_id, now_s)
+            case Welcomed():
+                raise PeerError("protocol", "a second WELCOME")
+
     def acked(self, connection: int, transfer_id: bytes, ranges: list[Range], now_s: float) -> None:
-        """ACK; raises PeerError("protocol") for bytes that were never offered."""
+        """Process an ACK. Raises PeerError("protocol") for bytes that were never sent."""
         transfer = self._heard_of(transfer_id, connection, now_s)
         if transfer is None:
             return
@@ -238,12 +247,14 @@ class LinkCore:
             self.acked_bytes += gained
             self._acked_s = now_s
         self.dispatch.note(transfer)
-        self._settle(transfer)
+        self._connections.settle(transfer)
 
     def opened(
         self, connection: int, transfer_id: bytes, ranges: list[Range], now_s: float
     ) -> None:
-        """OPENED with what the receiver has already; PeerError("protocol") if out of range."""
+        """Process OPENED with the ranges that the receiver has already. Raises
+        PeerError("protocol") for ranges beyond the transfer.
+        """
         transfer = self._heard_of(transfer_id, connection, now_s)
         if transfer is None:
             return
@@ -255,11 +266,13 @@ class LinkCore:
         transfer.progress_s = now_s
         transfer.ack(ranges, now_s)
         self.dispatch.note(transfer)
-        self._settle(transfer)
+        self._connections.settle(transfer)
 
     def _is_scattered(self, transfer: OutgoingState, ranges: list[Range], now_s: float) -> bool:
-        """Whether a receiver may not list so many ranges, which cost memory here; then it fails."""
-        # Twice a receiver's limit: a list may repeat what is known, and come in another order.
+        """Fail the transfer if the receiver lists more ranges than it may, which cost memory here.
+        Returns whether it did.
+        """
+        # Twice a receiver's limit, because lists may repeat known ranges and come in any order.
         limit = 2 * self._config.max_ranges_per_transfer
         if len(transfer.acked) + len(ranges) <= limit:
             return False
@@ -275,11 +288,11 @@ class LinkCore:
             self._end(transfer, TransferState.COMPLETE, None, now_s)
 
     def refused(self, connection: int, transfer_id: bytes, error: PeerError, now_s: float) -> None:
-        """FAIL: the receiver does not take the transfer, or no longer has it."""
+        """Process FAIL: the receiver does not take the transfer, or no longer has it."""
         transfer = self._heard_of(transfer_id, connection, now_s)
         if transfer is None or transfer.ended:
             return
-        # It fails there while it is being cancelled here: that is as good as an answer.
+        # The transfer failed there while it is being cancelled here, which also ends it.
         if transfer.state is TransferState.CANCELLING:
             self.cancel_acked(connection, transfer_id, now_s)
         else:
@@ -292,34 +305,26 @@ class LinkCore:
 
     def kernel_queue(self, connection: int, num_bytes: int, now_s: float) -> None:
         """How much the kernel still holds for this connection: any change is a sign of life."""
-        state = self._connections.get(connection)
-        if state is not None and state.kernel_queue_bytes != num_bytes:
-            state.kernel_queue_bytes = num_bytes
-            state.progress_s = now_s
+        self._connections.kernel_queue(connection, num_bytes, now_s)
 
     def expire(self, now_s: float) -> None:
         """Apply the timeouts; call it every config.tick_s while there are transfers."""
-        for connection, state in self._connections.items():
-            silent_s = now_s - state.progress_s
-            if silent_s >= self._config.ack_timeout_s and state.in_flight:
-                message = f"no acknowledgement for {self._config.ack_timeout_s:g} s"
-                self._abort(connection, LinkError("ack_timeout", message))
-                self._abort_unproven(state.progress_s)
+        for connection, why in self._connections.silent(now_s):
+            self._abort(connection, LinkError("ack_timeout", why))
         for transfer in list(self._transfers.values()):
             self._expire_transfer(transfer, now_s)
 
     def check_invariants(self) -> None:
         """Raise AssertionError when the books do not balance."""
-        for transfer_id, transfer in self._transfers.items():
+        for transfer in self._transfers.values():
             transfer.check_invariants()
             self.dispatch.check_invariants(transfer)
-            for connection, state in self._connections.items():
-                assert (transfer_id in state.in_flight) == transfer.is_in_flight(connection)
+            self._connections.check_invariants(transfer)
 
     def _expire_transfer(self, transfer: OutgoingState, now_s: float) -> None:
         if transfer.ended:
-            # Somebody still reads the ByteSpace. A healthy connection finishes its frame within the
-            # grace time; a stuck one is not waited for.
+            # A connection still reads the ByteSpace. A healthy one finishes its frame within the
+            # grace time; a stuck one is closed.
             if now_s - transfer.ended_s >= self._config.drop_grace_s:
                 for connection in transfer.pinned:
                     self._abort(connection, LinkError("lost", "its transfer ended in mid-frame"))
@@ -335,7 +340,7 @@ class LinkCore:
             self.fail(transfer, self._no_progress(), now_s)
 
     def _waits_its_turn(self, transfer: OutgoingState, now_s: float) -> bool:
-        """Whether only others that go first, or a budget, keep it from being sent."""
+        """Whether only a budget, or other transfers whose turn comes first, delay it."""
         if not transfer.is_only_queued:
             return False
         delay_s = self.dispatch.delay_s(now_s)
@@ -356,15 +361,8 @@ class LinkCore:
     ) -> None:
         transfer.turn(state, error, now_s)
         self.dispatch.note(transfer)
-        self._settle(transfer)
+        self._connections.settle(transfer)
         self._report(transfer)
-
-    def _settle(self, transfer: OutgoingState) -> None:
-        """Forget connections that have nothing of this transfer in flight any more."""
-        transfer_id = transfer.spec.transfer_id
-        for connection, state in self._connections.items():
-            if transfer.ended or not transfer.is_in_flight(connection):
-                state.in_flight.discard(transfer_id)
 
     def _report(self, transfer: OutgoingState) -> None:
         if transfer.ended and not transfer.pinned and not transfer.reported:
@@ -373,39 +371,26 @@ class LinkCore:
             self._effects.append(TransferEnded(transfer))
 
     def _announce(self, transfer: OutgoingState, connection: int) -> bool:
-        """Whether OPEN must be sent on this connection first; marks it as sent."""
+        """Whether OPEN must be sent first on this connection. Notes it as sent."""
         if connection in transfer.announced and not transfer.needs_open:
             return False
         transfer.announced.add(connection)
         transfer.needs_open = False
-        transfer.receiver_instance = self._connections[connection].peer.instance
+        transfer.receiver_instance = self._connections.peer(connection).instance
         return True
 
     def _abort(self, connection: int, error: TransportError) -> None:
-        state = self._connections.get(connection)
-        if state is not None and not state.aborted:
-            state.aborted = True
+        if self._connections.abort(connection):
             self._effects.append(AbortConnection(connection, error))
 
     def _leave(self, transfer: OutgoingState) -> None:
-        """Close the connections that announced a transfer which is about to end without the
-        receiver's word: while one of them lives the receiver would keep memory for it.
+        """Close the connections that announced a transfer that ends without the receiver's answer:
+        while one of them lives, the receiver keeps memory for the transfer.
         """
         for connection in transfer.announced:
             self._abort(connection, LinkError("lost", "its transfer ended without an answer"))
 
-    def _abort_unproven(self, since_s: float) -> None:
-        """Close idle connections on which nothing was heard since one that timed out began to wait:
-        what ended that one mostly ended them too, and each would cost a timeout to find out.
-        """
-        for connection, state in self._connections.items():
-            if not state.in_flight and state.heard_s <= since_s:
-                message = "idle since before another connection fell silent"
-                self._abort(connection, LinkError("ack_timeout", message))
-
     def _heard_of(self, transfer_id: bytes, connection: int, now_s: float) -> OutgoingState | None:
         """The receiver spoke of this transfer here; None: it is over, and nothing is to be done."""
-        state = self._connections.get(connection)
-        if state is not None:
-            state.progress_s = state.heard_s = now_s
+        self._connections.heard(connection, now_s)
         return self._transfers.get(transfer_id)

@@ -1,7 +1,8 @@
-"""Shows one link to its tuner and its coder at every tick: the shell around `LinkTuner`.
+"""Feeds one link's measurements to its tuner and its coder at every tick. It is the shell around
+`LinkTuner`.
 
-Reads TCP_INFO of the link's connections. Guarded by the link's lock where that is said; knows no
-frame and no transfer.
+It reads TCP_INFO of the link's connections. Each method says whether it needs the link's lock.
+Knows no frame and no transfer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from transport.sending.tuning import LinkTuner, TuningWindow
 from transport.sockets import SocketOwner
 
 Streams = Mapping[int, SocketOwner]
-"""By connection: those whose handshake is done."""
+"""The connections whose handshake is done, by number."""
 
 
 class LinkMeter:
@@ -26,7 +27,8 @@ class LinkMeter:
         self._coder = coder
         self._tuner = LinkTuner(config)
         self._infos: dict[int, TcpInfo] = {}
-        self._acked_wire_bytes = 0  # as the kernel counts: coding must not look like a faster link
+        # As the kernel counts them, so that coding does not look like a faster link.
+        self._acked_wire_bytes = 0
         self._grown_after: TuningWindow | None = None
 
     @property
@@ -38,14 +40,14 @@ class LinkMeter:
         return self._tuner.frame_bytes
 
     def tell_coder(self, *, is_backlogged: bool, now_s: float) -> None:
-        """Called without the lock. While connections are being tried, the link's rate says nothing
-        about codecs.
+        """Feed the coder; called without the lock. While the tuner tries numbers of connections,
+        the link's rate says nothing about codecs.
         """
         is_steady = is_backlogged and not self._tuner.is_searching
         self._coder.tick(is_backlogged=is_steady, num_lanes=self._tuner.width, now_s=now_s)
 
     def observe(self, infos: Mapping[int, TcpInfo], *, is_backlogged: bool, now_s: float) -> None:
-        """`infos` by connection; called with the lock."""
+        """Feed the tuner with `infos` by connection; called with the lock."""
         for number, info in infos.items():
             known = self._infos.get(number)
             self._acked_wire_bytes += info.acked_bytes - (known.acked_bytes if known else 0)
@@ -58,7 +60,7 @@ class LinkMeter:
         )
 
     def grow_buffers(self, streams: Streams) -> None:
-        """Grow send buffers if they were the limit, once for each window that says so; called
+        """Grow send buffers if they were the limit, once for each window that shows it. Called
         without the lock.
         """
         measured = self._tuner.measured
@@ -77,7 +79,7 @@ class LinkMeter:
         backlog: Backlog,
         trouble: str,
     ) -> LinkState:
-        """A snapshot, with what the kernel says now; called without the lock. `carrying`: the
+        """A snapshot with fresh numbers of the kernel; called without the lock. `carrying`: the
         connections that carry data.
         """
         now = {number: stream.tcp_info() for number, stream in streams.items()}

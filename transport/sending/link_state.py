@@ -1,4 +1,4 @@
-"""What a sender knows of one link: for diagnosis, metrics and schedulers. Knows no socket."""
+"""A sender's state of one link, for diagnosis, metrics and schedulers. Knows no socket."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from transport.sending.tuning import TuningWindow
 
 @dataclass(frozen=True, slots=True)
 class ConnectionState:
-    """One connection; those that do not carry data stand by."""
+    """One connection. Connections that do not carry data stand by."""
 
     number: int
-    """Given to no other connection of the same sender."""
+    """A number that no other connection of the same sender ever gets."""
     carries_data: bool
     info: TcpInfo
     congestion: str = ""
@@ -23,20 +23,20 @@ class ConnectionState:
     send_buffer_bytes: int = 0
     """SO_SNDBUF as the kernel has it now; 0 once the connection has ended."""
     is_open: bool = True
-    """False: it does not stand (any more), and this is what was last known of it."""
+    """False: the connection has ended, and these are its last known numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """What a link has to send."""
+    """The bytes and transfers that a link still has to send."""
 
     queued_bytes: int = 0
-    """Ready, and not yet handed to any connection; before coding."""
+    """Bytes before coding that are ready and not yet handed to any connection."""
     num_transfers: int = 0
-    """Transfers that are not over, those that wait to be filled included."""
+    """Transfers that are not over, including those that wait to be filled."""
     oldest_queued_s: float | None = None
-    """For how long, at most, a transfer has had bytes that are ready and not acknowledged, without
-    a break; None when none has.
+    """Longest time for which a transfer has had ready bytes without an acknowledgement, without a
+    break; None: no transfer has any.
     """
 
     @classmethod
@@ -65,15 +65,15 @@ class LinkState:
     measured: TuningWindow
     """The last window in which the link was backlogged; all zero before the first."""
     codec: str
-    """What the last chunk was to be coded with ("raw" for nothing), and why."""
+    """The codec chosen for the last chunk ("raw": none). `codec_reason` says why."""
     codec_reason: str
     acked_bytes: int
-    """Acknowledged since the link began, before coding. A link that is closed for want of transfers
-    and opened again begins at 0.
+    """Bytes before coding that were acknowledged since the link began. A link that was closed
+    without transfers and opened again begins at 0.
     """
     connections: list[ConnectionState] = field(default_factory=list)
     backlog: Backlog = Backlog()
     trouble: str = ""
-    """Why no connection stands, since the last one was lost or could not be made; "" while one
-    stands and while none was tried.
+    """Why no connection stands, after the last one was lost or could not be made; "" while one
+    stands, and before one was tried.
     """

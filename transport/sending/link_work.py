@@ -1,4 +1,4 @@
-"""What a link's connections are given to do, and what its owner must do for it. Plain data."""
+"""The work of a link's connections, and the effects that its owner must perform. Plain data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transport.wire.ranges import Range
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one connection sends next, in this order: OPEN, CANCEL, DIGEST, DATA."""
+    """The next frames of one connection, in this order: OPEN, CANCEL, DIGEST, DATA."""
 
     transfer: OutgoingState
     opens: bool
@@ -19,7 +19,7 @@ class Work:
     digests: bool = False
     data: Range | None = None
     more: bool = False
-    """Whether this connection will very likely get more DATA next."""
+    """Whether this connection will probably get more DATA next."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,9 @@
-"""One outgoing transfer: what is ready, under way on which connection, acknowledged, and how it
-ends.
+"""One outgoing transfer: its bytes that are ready, in flight and acknowledged, and its end.
 
-Bytes move between sets: ready -> unsent -> in flight on one connection -> acknowledged; a lost
-connection moves its part back to unsent. The transfer is complete only when the receiver says so.
-An end (success or not) is decided first and reported when no connection is pinned any more, that is
-when nobody reads the ByteSpace.
+Bytes move between sets: ready -> unsent -> in flight on one connection -> acknowledged. A lost
+connection moves its bytes back to unsent. The transfer is complete only when the receiver says so.
+An end (success or not) is decided first, and reported when no connection is pinned any more, so
+that nobody reads the ByteSpace.
 
 Pure state, guarded by the link that owns it; time is an argument. Knows no frame, no socket and no
 other transfer.
@@ -39,7 +38,7 @@ _ALLOWED = {
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """How a chunk was sent: bytes of its DATA body, and what it went through."""
+    """How a chunk was sent: the bytes of its DATA body, and its codec."""
 
     wire_bytes: int = 0
     codec: Codec = Codec.RAW
@@ -49,7 +48,7 @@ RAW_CODED = Coded()
 
 
 class OutgoingState:
-    """What of one transfer is ready, sent and acknowledged. All ranges lie in [0, nbytes)."""
+    """The ready, sent and acknowledged bytes of one transfer. All ranges lie in [0, nbytes)."""
 
     def __init__(self, spec: OutgoingSpec, nbytes: int, now_s: float) -> None:
         self.spec = spec
@@ -57,7 +56,7 @@ class OutgoingState:
         self.state = TransferState.OPEN
         self.error: TransportError | None = None
         self.reported = False
-        """Whether the end was handed out to be told to the listener."""
+        """Whether the end was passed on, so that the listener is told once."""
         self.unsent = IntervalSet()
         self.acked = IntervalSet()
         self.announced: set[int] = set()
@@ -67,9 +66,9 @@ class OutgoingState:
         self.needs_cancel = False
         self.receiver_instance: bytes | None = None
         self.progress_s = now_s
-        """When something last moved, or last became owed; a cancel restarts it."""
+        """When something last moved, or became due. A cancel restarts it."""
         self.owed_since_s: float | None = None
-        """Since then there have always been bytes that are ready and not acknowledged."""
+        """The time since which there have always been ready bytes without acknowledgement."""
         self.ended_s = now_s
         self._ready = IntervalSet()
         self._sent = IntervalSet()
@@ -93,7 +92,7 @@ class OutgoingState:
 
     @property
     def waits(self) -> bool:
-        """Whether the other side or the network owes us something, so that time counts."""
+        """Whether the transfer waits for the receiver or the network, so that timeouts run."""
         return self.state is TransferState.OPEN and (
             self.needs_open
             or not self.opened
@@ -104,7 +103,7 @@ class OutgoingState:
 
     @property
     def is_only_queued(self) -> bool:
-        """Whether the receiver takes it, nothing is under way, and there is something to send."""
+        """Whether the receiver takes it, there are bytes to send, and none are in flight."""
         return (
             self.state is TransferState.OPEN
             and self.opened
@@ -156,7 +155,7 @@ class OutgoingState:
         return taken
 
     def sent(self, connection: int, taken: Range, *, whole: bool, coded: Coded = RAW_CODED) -> None:
-        """The connection has stopped reading `taken`; `whole` when the kernel took all of it."""
+        """The connection has stopped reading `taken`. `whole`: the kernel took all of it."""
         self._pins.discard(connection)
         self._wire_bytes += coded.wire_bytes
         if coded.codec is not Codec.RAW:
@@ -171,7 +170,7 @@ class OutgoingState:
         self._pins.add(connection)
 
     def end_digest(self, connection: int, *, whole: bool) -> None:
-        """It reads no more; `whole` when the kernel took the frame."""
+        """The connection has stopped reading. `whole`: the kernel took the frame."""
         self._pins.discard(connection)
         if not whole and self._digest_connection == connection:
             self._digest_connection = None
@@ -180,7 +179,7 @@ class OutgoingState:
         return connection in self._in_flight
 
     def was_taken(self, start: int, end: int) -> bool:
-        """Whether all of [start, end) was ready once, as all that can be acknowledged was."""
+        """Whether all of [start, end) was ready once. Only such bytes can be acknowledged."""
         return self._ready.covers(start, end)
 
     def ack(self, ranges: list[Range], now_s: float) -> int:
@@ -200,7 +199,7 @@ class OutgoingState:
         return gained
 
     def lost(self, connection: int) -> None:
-        """The connection is gone: what it had in flight must be sent again, elsewhere."""
+        """The connection is gone: its bytes in flight must be sent again on another one."""
         for start, end in self._in_flight.pop(connection, ()):
             self._queue(start, end)
         if self._digest_connection == connection:

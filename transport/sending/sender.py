@@ -1,6 +1,6 @@
-"""Sends transfers: the public face of the sending side. Links are in `sender_link`.
+"""Sends transfers: the public interface of the sending side. Links are in `sender_link`.
 
-Knows no frame; what the bytes of a transfer mean is the ByteSpace owner's business.
+Knows no frame, and not what the bytes of a transfer mean.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from transport.tls import Rotating, client_tls
 logger = logging.getLogger("prfaas.transport")
 
 TUNE_S = 0.1
-"""How often a link with transfers is looked at by its tuner."""
+"""Time between two observations of a link with transfers by its tuner."""
 LINGER_S = 1.0
-"""For how long the watchdog goes on looking at a link that has become idle."""
+"""Time for which the watchdog still observes a link that has become idle."""
 
 
 class OutgoingTransfer:
@@ -54,14 +54,15 @@ class OutgoingTransfer:
         self._link.ready(self._transfer, offset, length)
 
     def cancel(self, reason: str) -> None:
-        """Ask for the end; `on_failed` with code "cancelled" follows once the receiver has let go,
-        at the latest after ack_timeout_s. If the transfer completes first, `on_complete` is called.
+        """Cancel the transfer. `on_failed` with code "cancelled" follows once the receiver has
+        stopped writing, at the latest after ack_timeout_s. If the transfer completes first,
+        `on_complete` is called.
         """
         self._link.cancel(self._transfer, reason)
 
     def wait_acked(self, num_bytes: int, timeout_s: float) -> bool:
-        """Wait until the receiver has acknowledged so many bytes; False when the transfer ended
-        without them, or at the timeout.
+        """Wait until the receiver has acknowledged this many bytes. False: the transfer ended
+        before, or the time is over.
         """
         return self._link.wait_acked(self._transfer, num_bytes, timeout_s)
 
@@ -83,12 +84,12 @@ class Sender:
         )
         self._tls = Rotating(config.tls, client_tls) if config.tls else None
         self._instance = os.urandom(16)
-        # Of all links, so that one which is closed and opened again uses none twice.
+        # Shared by all links, so that a link that is closed and opened again repeats no number.
         self._connection_numbers = itertools.count(1)
         self._links: dict[Endpoint, SenderLink] = {}
         self._lock = threading.Lock()
         self._stirred = threading.Event()
-        self._rests = True  # the watchdog will not look by itself before long
+        self._rests = True  # whether the watchdog sleeps for longer than a tick
         self._closed = False  # no more transfers
         self._stopped = False  # no more lanes
         self._watchdog = threading.Thread(
@@ -99,9 +100,9 @@ class Sender:
     def open(
         self, spec: OutgoingSpec, space: ByteSpace, listener: TransferListener
     ) -> OutgoingTransfer:
-        """Begin a transfer of `space.nbytes` bytes. Never waits for the network: whether the
-        receiver can be reached and takes it is told to the listener. Raises ValueError when the id
-        is in use, RuntimeError after close.
+        """Begin a transfer of `space.nbytes` bytes. Never waits for the network: the listener is
+        told whether the receiver can be reached and takes it. Raises ValueError when the id is in
+        use, RuntimeError after close.
         """
         with self._lock:
             link = self._link(spec.endpoint)
@@ -114,7 +115,7 @@ class Sender:
             self._link(endpoint).warm()
 
     def link_state(self, endpoint: Endpoint) -> LinkState | None:
-        """What is known of the link to this endpoint; None when there is none."""
+        """The state of the link to this endpoint; None when there is none."""
         with self._lock:
             link = self._links.get(endpoint)
         return link.state() if link else None
@@ -132,9 +133,9 @@ class Sender:
         return link.num_connections if link else 0
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Fail what is open with code "closed" and end all threads. When it returns, listeners were
-        told and no transport thread reads any ByteSpace, unless a warning was logged. Not to be
-        called by a listener.
+        """Fail open transfers with code "closed" and end all threads. On return, listeners were
+        told and no transport thread reads any ByteSpace, unless a warning was logged. A listener
+        must not call it.
         """
         with self._lock:
             self._closed = True
@@ -165,7 +166,7 @@ class Sender:
         return link
 
     def _watch(self) -> None:
-        """Timeouts of all links; sleeps for good while nothing runs."""
+        """Apply the timeouts of all links; sleep while nothing runs."""
         while True:
             stopped = self._stopped
             with self._lock:
@@ -178,19 +179,21 @@ class Sender:
                     if link.has_transfers:  # last: timeouts must not depend on it
                         link.tune(now_s)
                 except Exception:
-                    # Without its timeouts a sender would hang for ever: better a log line per tick.
+                    # The watchdog must survive: without timeouts a sender would hang for ever.
                     logger.exception("watchdog of the link to %s", link.endpoint)
             if stopped:
                 return
-            self._rests = True  # before looking: whoever begins something now is seen, or stirs
+            # Set before the pause is computed: a transfer that begins now is either seen there, or
+            # wakes this thread.
+            self._rests = True
             pause_s = self._pause_s(links, now_s)
             self._rests = pause_s is None or pause_s > self._config.tick_s
             self._stirred.wait(pause_s)
             self._stirred.clear()
 
     def _stir(self) -> None:
-        """Something begins: wake the watchdog, unless it looks soon anyway. A wake costs the thread
-        that begins a transfer more than the rest of its call.
+        """Wake the watchdog because a transfer begins, unless it wakes soon anyway. Waking it costs
+        the calling thread more than the rest of its call.
         """
         if self._rests:
             self._stirred.set()

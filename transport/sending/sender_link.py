@@ -1,8 +1,8 @@
 """One link of a sender: all transfers to an endpoint, and the lanes that carry them.
 
-The link owns the one lock that guards `LinkCore`, wakes lanes when there is work, and calls
-listeners, always without that lock: from the lanes' threads or the sender's watchdog. Knows no
-frame and no socket.
+The link owns the lock that guards `LinkCore`, and wakes lanes when there is work. It calls
+listeners without that lock, from the lanes' threads or the sender's watchdog. Knows no frame and no
+socket.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from transport.codec.coder import LinkCoder
 from transport.config import TlsFiles, TransportConfig
 from transport.endpoint import Endpoint
-from transport.errors import LinkError, LocalError, PeerError, TransportError
+from transport.errors import LinkError, LocalError, TransportError
 from transport.interfaces import ByteSpace, OutgoingSpec, TransferListener, TransferProgress
 from transport.sending.lane import Lane
 from transport.sending.link import LinkCore
@@ -26,19 +26,11 @@ from transport.sending.outgoing import RAW_CODED, Coded, OutgoingState
 from transport.sockets import SocketOwner
 from transport.tls import RegionTls, Rotating
 from transport.wire.handshake import Hello
-from transport.wire.sender_session import (
-    Acked,
-    CancelAcked,
-    Completed,
-    Event,
-    Opened,
-    TransferFailed,
-    Welcomed,
-)
+from transport.wire.sender_session import Event
 
 logger = logging.getLogger("prfaas.transport")
 
-# Nothing but a change of configuration or release helps against these, so transfers fail at once.
+# Only a change of configuration or release helps against these, so transfers fail at once.
 _HOPELESS = frozenset({"version", "tls"})
 
 
@@ -55,7 +47,9 @@ class SenderLink:
         numbers: Iterator[int],
         stir: Callable[[], None],
     ) -> None:
-        """`numbers` are for connections, rising. `stir` wakes the watchdog, which calls `tick`."""
+        """`numbers` gives rising numbers of connections. `stir` wakes the watchdog, which calls
+        `tick`.
+        """
         self.endpoint = endpoint
         self.config = config
         self.tls = tls
@@ -63,7 +57,7 @@ class SenderLink:
         self._stir = stir
         self.idle_since_s = time.monotonic()
         self._core = LinkCore(config, str(endpoint))
-        self.coder = LinkCoder(config)
+        self.coder = LinkCoder(config, str(endpoint))
         self._meter = LinkMeter(config, self.coder)
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
@@ -76,7 +70,7 @@ class SenderLink:
         self._numbers = numbers
         self._warm_until_s = 0.0
         self._closing = False
-        self._someone_paces = False  # a lane waits for a budget, on behalf of all
+        self._someone_paces = False  # whether a lane waits for a budget on behalf of all
         self._threads: list[threading.Thread] = []
         self._grow_to(config.num_connections)
 
@@ -146,12 +140,12 @@ class SenderLink:
         self.perform(effects)
 
     def tune(self, now_s: float) -> None:
-        """Show the link to its meter and do what it finds."""
+        """Feed the link's meter and apply what it finds."""
         with self._lock:
             streams = self._streams()
             is_backlogged = self._core.dispatch.is_backlogged
         self._meter.tell_coder(is_backlogged=is_backlogged, now_s=now_s)
-        # A system call for each connection: not with the lock that lanes and acknowledgements need.
+        # Each costs a system call, so they are read without the lock that lanes need.
         read = {number: stream.tcp_info() for number, stream in streams.items()}
         infos = {number: info for number, info in read.items() if info is not None}
         with self._lock:
@@ -165,7 +159,7 @@ class SenderLink:
         self._meter.grow_buffers(streams)
 
     def state(self) -> LinkState:
-        """What is known of this link now."""
+        """The present state of this link."""
         with self._lock:
             standing = self._core.connections()
             streams = {n: stream for n, stream in self._streams().items() if n in standing}
@@ -194,7 +188,7 @@ class SenderLink:
             thread = threading.Thread(target=Lane(self).run, name=name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError as error:  # out of threads; tried again at the next look
+            except RuntimeError as error:  # no more threads; `tune` tries again
                 logger.error("cannot add a connection to %s: %s", self.endpoint, error)
                 return
             self._threads.append(thread)
@@ -270,7 +264,7 @@ class SenderLink:
     def next_work(
         self, lane: Lane, done: Work | None, *, whole: bool = True, coded: Coded = RAW_CODED
     ) -> Work:
-        """Give back `done`, wait for the next; raises what ended the lane's connection."""
+        """End the work `done` and wait for the next. Raises the error that ended the connection."""
         while True:
             with self._lock:
                 if done is not None:
@@ -291,9 +285,10 @@ class SenderLink:
                 return work
 
     def _wait_for_work(self, lane: Lane, now_s: float) -> None:
-        """Sleep until somebody has work, or until pacing allows the next; one lane watches the
-        clock for all. `now_s` is when there was none: judged by a later clock, nothing might seem
-        worth waiting for. A lane that stands by sleeps apart: woken for work, it would not do it.
+        """Sleep until there is work, or until pacing allows more; one lane watches the clock for
+        all. `now_s` is the time at which there was no work: at a later time pacing might already
+        allow more, and the lane would not wait for a time. A standby lane sleeps on a condition of
+        its own, because it would take a wake-up for work and not do the work.
         """
         if not self._core.carries_data(lane.connection):
             self._standby.wait()
@@ -310,7 +305,7 @@ class SenderLink:
             self._work.notify()
 
     def sent(self, lane: Lane, work: Work, *, whole: bool = True, coded: Coded = RAW_CODED) -> None:
-        """The lane reads no bytes of `work` any more; `whole`: the kernel took all of it."""
+        """The lane has stopped reading the bytes of `work`. `whole`: the kernel took them all."""
         with self._lock:
             self._core.sent(lane.connection, work, time.monotonic(), whole=whole, coded=coded)
 
@@ -325,12 +320,12 @@ class SenderLink:
         return self._parties[transfer][0]
 
     def ended(self, connection: int, error: TransportError, *, in_handshake: bool) -> None:
-        """The lane's connection is closed and forgotten."""
+        """The lane's connection has been closed."""
         with self._lock:
             lane = self._lanes.pop(connection, None)
             self._core.disconnected(connection, error)
-            # Such a refusal does not mend by itself. It ends what was open when the connection was
-            # begun: what came later may be meant for a receiver that was set right.
+            # Such a refusal stays until somebody changes something. It ends the transfers that were
+            # open when the connection was begun; later ones may find a repaired receiver.
             if lane is not None and in_handshake and error.code in _HOPELESS:
                 self._core.broken(error, time.monotonic(), since_s=lane.began_s)
                 self._warm_until_s = 0.0
@@ -339,11 +334,11 @@ class SenderLink:
         self.perform(effects)
 
     def handle(self, lane: Lane, events: Iterable[Event]) -> None:
-        """What the receiver said on this lane; raises PeerError when it broke the rules."""
+        """Process the receiver's events on this lane. Raises PeerError when it broke the rules."""
         with self._lock:
             try:
                 for event in events:
-                    self._handle(lane.connection, event, time.monotonic())
+                    self._core.handle(lane.connection, event, time.monotonic())
             finally:
                 if self._num_waiting:
                     self._acked.notify_all()
@@ -356,24 +351,9 @@ class SenderLink:
             lane.abort(error)
             self._wake_lanes()
 
-    def _handle(self, connection: int, event: Event, now_s: float) -> None:
-        match event:
-            case Acked(transfer_id, ranges):
-                self._core.acked(connection, transfer_id, ranges, now_s)
-            case Opened(transfer_id, ranges):
-                self._core.opened(connection, transfer_id, ranges, now_s)
-            case Completed(transfer_id):
-                self._core.completed(connection, transfer_id, now_s)
-            case TransferFailed(transfer_id, error):
-                self._core.refused(connection, transfer_id, error, now_s)
-            case CancelAcked(transfer_id):
-                self._core.cancel_acked(connection, transfer_id, now_s)
-            case Welcomed():
-                raise PeerError("protocol", "a second WELCOME")
-
     def _pop_effects(self) -> list[Effect]:
-        """What the core decided; with the lock. One of it may be the end of a transfer, which
-        whoever sleeps in `wait_acked` has to see, whichever thread caused it.
+        """Take the core's effects; called with the lock. One may be the end of a transfer, for
+        which threads in `wait_acked` must wake up.
         """
         effects = self._core.pop_effects()
         if effects and self._num_waiting:
@@ -381,7 +361,7 @@ class SenderLink:
         return effects
 
     def perform(self, effects: list[Effect]) -> None:
-        """Do what the core decided; called without the lock."""
+        """Perform the core's effects; called without the lock."""
         for effect in effects:
             if isinstance(effect, AbortConnection):
                 with self._lock:
@@ -400,6 +380,6 @@ class SenderLink:
                 listener.on_complete(transfer_id)
             else:
                 listener.on_failed(transfer_id, transfer.error)
-        # A listener's mistake must not end this lane, which serves other transfers.
+        # A listener that raises must not end this thread, which serves other transfers.
         except Exception:
             logger.exception("listener raised for transfer %s", transfer_id.hex())

@@ -1,21 +1,21 @@
-"""How many connections one link should use, and how large its frames: found by measurement.
+"""Finds by measurement how many connections one link should use, and how large its frames.
 
-The tuner is shown the link at every tick (`observe`) and answers with `width` and `frame_bytes`.
-Only time in which the link was backlogged counts, summed up over transfers; the first moments of
-the link and after a change do not: new connections are in slow start. A *window* of such time gives
-one rate; it is as long as it takes to tell rates apart, where round trips are long or acknowledged
-frames are few.
+The tuner observes the link at every tick (`observe`) and sets `width` and `frame_bytes`. Only time
+in which the link was backlogged counts, summed up over transfers. The first moments of the link,
+and those after a change, do not count, because new connections are in slow start. A *window* of
+such time gives one rate. It is long enough to tell rates apart when round trips are long or
+acknowledged frames are few.
 
-    UP    the present width is doubled while that gains an eighth: connections that add less to the
+    UP    the present width is doubled while that gains an eighth; connections that add less to the
           rate only add to the tail of each transfer
-    DOWN  then halved while that loses less than a twentieth
-    HOLD  until round-trip time, loss or rate change for three windows on end (BBR alone makes one
-          in ten seconds slow, to probe), or the next look is due (1 minute of busy time, doubling
+    DOWN  then it is halved while that loses less than a twentieth
+    HOLD  until round-trip time, loss or rate change for three windows in a row (BBR alone makes one
+          in ten seconds slow, to probe), or the next search is due (1 minute of busy time, doubling
           to 16 while nothing is found)
 
-A trial that does clearly worse is broken off early. A link whose send buffers are the limit is not
-tried with fewer, nor one that loses packets without a queue to lose them in. On a path under 1 ms
-one connection with large frames is the place to begin: there CPU is the limit.
+A trial that does clearly worse is ended early. Fewer connections are not tried on a link whose send
+buffers are the limit, nor on one that loses packets without a queue. A path under 1 ms begins with
+one connection and large frames, because there CPU is the limit.
 
 Pure; time is an argument. Knows no socket. It also keeps what `LinkState` tells about the link.
 """
@@ -30,7 +30,7 @@ from netmon.tcp_info import TcpInfo, together
 from transport.config import KIB, MIB, NEAR_RTT_S, TransportConfig
 
 FAR_RTT_S = 2e-3
-"""A path is near below `NEAR_RTT_S`, far from here on, and in between what it was."""
+"""A path is near below `NEAR_RTT_S` and far from here on. In between it stays what it was."""
 NEAR_WIDTH = 1
 NEAR_FRAME_BYTES = MIB
 FRAME_S = 3e-3
@@ -38,8 +38,8 @@ FRAME_S = 3e-3
 MIN_WINDOW_S, MAX_WINDOW_S = 0.4, 3.0
 WINDOW_RTTS = 8
 WINDOW_FRAMES = 8
-"""Frames a connection should have acknowledged in a window: they are counted when they are whole,
-one more or less in a window is chance.
+"""Frames that a connection should have acknowledged in a window. Only whole frames count, so one
+more or less in a window is chance.
 """
 SETTLE_S, SETTLE_RTTS, START_RTTS = 0.2, 8, 16
 CHANGED_WINDOWS = 3
@@ -50,7 +50,7 @@ SHRINKABLE_LOSS = 5e-4
 LIMITED_SHARE = 0.1
 """Share of busy time above which a window or a buffer counts as a limit."""
 FULL_QUEUE_RTTS = 1.5
-"""Round trips of the empty path: one longer than this tells of a full queue."""
+"""In round trips of the empty path: a longer round trip shows a full queue."""
 FIRST_LOOK_S, LAST_LOOK_S = 60.0, 960.0
 
 
@@ -64,8 +64,8 @@ class TuningPhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TuningWindow:
-    """One window of a backlogged link. `carried` is what its connections count over the window,
-    added up; its round-trip time is their mean when the window ended.
+    """One window of a backlogged link. `carried` adds up the counters of its connections over the
+    window; its round-trip time is their mean at the end of the window.
     """
 
     rate_bytes_per_s: float = 0.0
@@ -73,8 +73,8 @@ class TuningWindow:
 
     @property
     def fills_queue(self) -> bool:
-        """Whether packets wait in the path so long that those which are lost are most likely lost
-        there, to too many connections.
+        """Whether packets wait in the path for so long that losses mostly come from its queue, and
+        so from too many connections.
         """
         path = self.carried
         return bool(path.min_rtt_s) and path.rtt_s > FULL_QUEUE_RTTS * path.min_rtt_s
@@ -118,7 +118,9 @@ class LinkTuner:
         is_backlogged: bool,
         now_s: float,
     ) -> None:
-        """`infos` by connection; `acked_bytes` counts from the link's beginning."""
+        """Take in an observation. `infos` are by connection; `acked_bytes` counts from the link's
+        beginning.
+        """
         reading = _Reading(dict(infos), acked_bytes, is_backlogged, now_s)
         last, self._last = self._last, reading
         if not self._config.autotune or not infos:
@@ -167,7 +169,7 @@ class LinkTuner:
         return is_long_enough and window.rate_bytes_per_s < CLEARLY_WORSE * best_bytes_per_s
 
     def _look_at_distance(self, reading: _Reading) -> None:
-        """The first round-trip time decides where to begin, and another path begins anew."""
+        """Begin a search with the first round-trip time, and again when the path changes."""
         min_rtt_s = min((i.min_rtt_s for i in reading.infos.values() if i.min_rtt_s), default=0.0)
         if not min_rtt_s:
             return
@@ -227,7 +229,7 @@ class LinkTuner:
             self._hold(best)
 
     def _try(self, width: int, phase: TuningPhase) -> bool:
-        """Whether there is such a width to try."""
+        """Begin a trial with this width. Returns whether it is possible and differs."""
         width = min(width, max(self._config.max_link_connections, self._config.num_connections))
         if width < 1 or width == self.width:
             return False
@@ -254,9 +256,11 @@ class LinkTuner:
     def _set_width(self, width: int) -> None:
         if width != self.width:
             self.width = width
+            # New connections are in slow start, and a change of load shows a few round trips later.
             self._settle_s = max(SETTLE_S, SETTLE_RTTS * self.measured.carried.rtt_s)
 
     def _fit_frames(self, rate_bytes_per_s: float) -> None:
+        # Changed only when it is clearly off, so that noise in the rate does not resize frames.
         wanted_bytes = rate_bytes_per_s * FRAME_S
         if 0.4 * wanted_bytes < self.frame_bytes <= 1.2 * wanted_bytes:
             return
@@ -274,6 +278,7 @@ def _has_changed(steady: TuningWindow, measured: TuningWindow) -> bool:
     now, then = measured.carried, steady.carried
     rtt_moved_s = abs(now.min_rtt_s - then.min_rtt_s)
     is_rtt_known = bool(now.min_rtt_s and then.min_rtt_s)
+    # The least round trip, since the smoothed one moves with the link's own queue.
     has_other_rtt = is_rtt_known and rtt_moved_s > max(2e-3, 0.25 * then.min_rtt_s)
     has_other_loss = now.loss > max(1e-3, 3 * then.loss)
     return not 0.7 < rate_ratio < 1.4 or has_other_rtt or has_other_loss
@@ -311,7 +316,7 @@ class _Window:
         gains = [
             info.since(earlier)
             for connection, info in after.infos.items()
-            # A connection that sent nothing tells of a round trip that may be long ago.
+            # The round trip of a connection that sent nothing may be long out of date.
             if (earlier := before.infos.get(connection)) and info.sent_bytes != earlier.sent_bytes
         ]
         if gains:

@@ -71,7 +71,6 @@ class HurtfulProxy:
         self.flows = threading.Event()
         self.flows.set()
         self.bytes_per_read = 65536
-        self.num_forwarded_bytes = 0
         self.num_accepted = 0
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self._listener.setblocking(False)
@@ -256,11 +255,9 @@ class HurtfulProxy:
         if not data:
             pipe.is_read_out = True
             return
-        is_forward = pipe.direction == "forward"
-        if is_forward:
-            self.num_forwarded_bytes += len(data)
         if pipe.is_swallowing:
             return
+        is_forward = pipe.direction == "forward"
         if self.damage is not None:
             data = self.damage(data, is_forward)
         delay_s = self.delay_s(connection.number, is_forward) if self.delay_s is not None else 0.0

@@ -1,12 +1,7 @@
-"""Frames on the wire and an incremental reader for them; the format is specified in WIRE.md.
+"""Frames on the wire, encoded and decoded. WIRE.md specifies the format.
 
-States of a `FrameReader`: HEADER (48 bytes are collected) -> BODY (`header.length` bytes follow) ->
-HEADER. Bytes enter through memory that the reader names (`buffers`), so that a receiver can read a
-DATA body straight into its destination. Every limit is checked when the header is complete, before
-any body byte is stored: a hostile peer cannot make the reader hold more than one control body (64
-KiB).
-
-This file does not know what a transfer is, which frames may follow which, or where payload belongs.
+This file does not know what a transfer is, which frames may follow which, or how frames are read
+from a stream (`frame_reader`).
 """
 
 from __future__ import annotations
@@ -14,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum, IntEnum, auto
+from enum import IntEnum
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
@@ -23,21 +18,23 @@ from transport.wire.ranges import Range
 
 HEADER_BYTES = 48
 MAX_CONTROL_BYTES = 64 * 1024
+# Bounds of what a peer can make this side hold. A stranger, before the handshake, gets the least.
 MAX_PREAUTH_BYTES = 256
 MAX_MESSAGE_BYTES = 1024
 MAX_CODE_BYTES = 32
+# Offset plus length stays within a signed 64-bit integer.
 MAX_OFFSET = 1 << 62
 NO_TRANSFER = bytes(16)
 
-_FIELDS = struct.Struct("<BBHI16sQQ")
-_SUM = struct.Struct("<Q")
+HEADER_FIELDS = struct.Struct("<BBHI16sQQ")
+HEADER_SUM = struct.Struct("<Q")
 _OPEN = struct.Struct("<32s32sQI")
 DIGEST_BYTES = 32
 _RANGE = struct.Struct("<QQ")
 
 
 class FrameType(IntEnum):
-    """Wire values; see WIRE.md for direction and body."""
+    """The wire value of each frame's type. WIRE.md has their directions and bodies."""
 
     HELLO = 1
     WELCOME = 2
@@ -57,7 +54,7 @@ class DataFlags:
     """Bits of the flags byte of a DATA frame."""
 
     CODEC = 0x0F
-    """Which codec the body went through; 0: none."""
+    """The codec of the body; 0: none."""
     MORE = 0x40
     """More DATA follows on this connection at once: the acknowledgement may wait for it."""
     NO_SUM = 0x80
@@ -67,8 +64,7 @@ class DataFlags:
 OPEN_DIGEST = 1
 """OPEN flag: a DIGEST frame follows, and the transfer is complete only when it agrees."""
 
-_TYPES = {int(kind): kind for kind in FrameType}
-_BODY_LIMITS = {
+BODY_LIMITS = {
     FrameType.HELLO: MAX_PREAUTH_BYTES,
     FrameType.WELCOME: MAX_PREAUTH_BYTES,
     FrameType.OPEN: _OPEN.size,
@@ -84,7 +80,7 @@ MAX_RANGES_PER_FRAME = MAX_CONTROL_BYTES // _RANGE.size
 
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
-    """A checked frame header. `offset` counts bytes of the transfer and is 0 except in DATA."""
+    """A frame header that passed all checks. `offset` counts bytes of the transfer (DATA only)."""
 
     kind: FrameType
     transfer_id: bytes
@@ -95,21 +91,13 @@ class FrameHeader:
 
     @property
     def codec(self) -> int:
-        """Wire value of the codec a DATA body went through; 0: none."""
+        """Wire value of a DATA body's codec; 0: none."""
         return self.flags & DataFlags.CODEC
 
     @property
     def end(self) -> int:
-        """End of a DATA body that is not coded."""
+        """The transfer's byte after a DATA body that is not coded."""
         return self.offset + self.length
-
-
-class Step(Enum):
-    """What the bytes just taken completed."""
-
-    PARTIAL = auto()
-    HEADER = auto()
-    FRAME = auto()
 
 
 def checksum(views: Sequence[memoryview | bytes | bytearray]) -> int:
@@ -133,8 +121,8 @@ def encode_header(
     flags: int = 0,
 ) -> bytes:
     """The 48 header bytes of a frame whose body is `length` bytes with checksum `body_sum`."""
-    head = _FIELDS.pack(kind, flags, 0, length, transfer_id, offset, body_sum)
-    return head + _SUM.pack(xxh3_64_intdigest(head))
+    head = HEADER_FIELDS.pack(kind, flags, 0, length, transfer_id, offset, body_sum)
+    return head + HEADER_SUM.pack(xxh3_64_intdigest(head))
 
 
 def encode_data_header(
@@ -235,163 +223,3 @@ def decode_reason(body: bytes) -> tuple[str, str]:
 
 def _printable(text: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in text)
-
-
-class FrameReader:
-    """Collects frames from bytes that the caller puts into `buffers()`; see the module docstring.
-
-    After `Step.HEADER` of a DATA frame the caller must say where its body goes, with `place` or
-    `discard`.
-    """
-
-    def __init__(self, max_data_bytes: int) -> None:
-        self.max_data_bytes = max_data_bytes
-        self.data_flags = 0
-        """Flags that DATA may carry besides MORE and a codec, which is the session's to judge."""
-        self.established = False
-        """Until set, only HELLO, WELCOME and ERROR bodies are allowed, and only short ones."""
-        self.header: FrameHeader | None = None
-        """The frame whose body is being read, or the one just completed."""
-        self._header_memory = memoryview(bytearray(HEADER_BYTES))
-        self._wanted: list[memoryview] = [self._header_memory]
-        self._missing = HEADER_BYTES
-        self._in_header = True
-        self._body: list[memoryview]  # from the first header on
-        self._sink: memoryview | None = None
-
-    @property
-    def at_boundary(self) -> bool:
-        """Whether no byte of an unfinished frame has been taken."""
-        return self._in_header and self._missing == HEADER_BYTES
-
-    @property
-    def in_body(self) -> bool:
-        return not self._in_header
-
-    def buffers(self) -> list[memoryview]:
-        """Where the next bytes go, in order; never empty. Valid until the next `advance`."""
-        return self._wanted
-
-    def advance(self, num_bytes: int) -> Step:
-        """Take `num_bytes` bytes that now lie at the start of `buffers()`.
-
-        Raises PeerError("not_prfaas" | "protocol") for a header that is damaged or over a limit.
-        """
-        self._missing -= num_bytes
-        if self._missing:
-            self._wanted = self._rest_after(num_bytes)
-            return Step.PARTIAL
-        if self._in_header:
-            return self._finish_header()
-        self._expect_header()
-        return Step.FRAME
-
-    def place(self, views: list[memoryview]) -> None:
-        """The body of the current DATA frame goes into `views` (exactly `header.length` bytes)."""
-        assert self.header is not None
-        if sum(map(len, views)) != self.header.length:
-            raise ValueError("views do not have the length of the frame")
-        self._body = views
-        self._wanted = views
-
-    def discard(self, sink: memoryview) -> None:
-        """The body of the current DATA frame is read over and over into `sink` and forgotten."""
-        self._sink = sink
-        self._wanted = [sink[: self._missing]]
-
-    def control_body(self) -> bytes:
-        """The body of the control frame just completed; PeerError("checksum") if damaged."""
-        body = b"".join(self._body)
-        self._verify((body,) if body else ())
-        self._body = []
-        return body
-
-    def verify_data(self) -> None:
-        """Check the placed body of the DATA frame just completed and let go of its memory."""
-        body, self._body = self._body, []
-        self._verify(body)
-
-    def forget(self) -> None:
-        """Let go of all memory that was placed; the reader cannot be used any more."""
-        self._body = []
-        self._wanted = []
-        self._sink = None
-
-    def _verify(self, body: Sequence[memoryview | bytes]) -> None:
-        assert self.header is not None
-        if self.header.flags & DataFlags.NO_SUM:
-            return
-        if (checksum(body) if body else 0) != self.header.body_sum:
-            raise PeerError(
-                "checksum",
-                f"{self.header.kind.name} body of {self.header.length} bytes at offset "
-                f"{self.header.offset} arrived damaged",
-            )
-
-    def _rest_after(self, num_bytes: int) -> list[memoryview]:
-        if self._sink is not None:
-            return [self._sink[: self._missing]]
-        rest: list[memoryview] = []
-        for view in self._wanted:
-            if num_bytes >= view.nbytes:
-                num_bytes -= view.nbytes
-            else:
-                rest.append(view[num_bytes:] if num_bytes else view)
-                num_bytes = 0
-        return rest
-
-    def _expect_header(self) -> None:
-        self._in_header = True
-        self._missing = HEADER_BYTES
-        self._sink = None
-        self._wanted = [self._header_memory]
-
-    def _finish_header(self) -> Step:
-        header = self._parse_header()
-        self.header = header
-        self._body = []
-        if header.length == 0:
-            self._expect_header()
-            return Step.FRAME
-        self._in_header = False
-        self._missing = header.length
-        if header.kind is FrameType.DATA:
-            self._wanted = []
-        else:
-            self._body = [memoryview(bytearray(header.length))]
-            self._wanted = self._body
-        return Step.HEADER
-
-    def _parse_header(self) -> FrameHeader:
-        memory = self._header_memory
-        (header_sum,) = _SUM.unpack_from(memory, _FIELDS.size)
-        if xxh3_64_intdigest(memory[: _FIELDS.size]) != header_sum:
-            if not self.established:
-                raise PeerError("not_prfaas", "the peer does not speak the PrfaaS transport")
-            raise PeerError("checksum", "frame header arrived damaged")
-        kind_value, flags, reserved, length, transfer_id, offset, body_sum = _FIELDS.unpack_from(
-            memory
-        )
-        kind = _TYPES.get(kind_value)
-        allowed = 0
-        if kind is FrameType.DATA:
-            allowed = self.data_flags | DataFlags.CODEC | DataFlags.MORE
-        if kind is None or flags & ~allowed or reserved:
-            raise PeerError("protocol", f"unknown frame type {kind_value} or flags {flags:#x}")
-        self._check_limits(kind, length, offset)
-        return FrameHeader(kind, transfer_id, length, offset, body_sum, flags)
-
-    def _check_limits(self, kind: FrameType, length: int, offset: int) -> None:
-        if not self.established and kind not in _BEFORE_ESTABLISHED:
-            raise PeerError("protocol", f"{kind.name} before the handshake")
-        if kind is FrameType.DATA:
-            if not 0 < length <= self.max_data_bytes or offset > MAX_OFFSET:
-                raise PeerError(
-                    "protocol",
-                    f"DATA of {length} bytes at {offset}, allowed 1 to {self.max_data_bytes} bytes",
-                )
-        elif length > _BODY_LIMITS.get(kind, MAX_CONTROL_BYTES) or offset:
-            raise PeerError("protocol", f"{kind.name} with {length} bytes at {offset}")
-
-
-_BEFORE_ESTABLISHED = {FrameType.HELLO, FrameType.WELCOME, FrameType.ERROR}

@@ -1,7 +1,7 @@
-"""Version and limits that two peers agree on before anything else. Knows no transfer and no socket.
+"""The handshake: two peers agree on a version and limits. Knows no transfer and no socket.
 
-The layout of HELLO and WELCOME, and of the 48-byte header in front of them, never changes: this is
-what lets an incompatible peer be told so in words. Version history is kept in WIRE.md.
+The layout of HELLO and WELCOME, and of the 48-byte header in front of them, never changes, so that
+peers of different versions can still tell each other so in words. WIRE.md has the versions.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from transport.wire.frames import FrameType, encode_frame
 
 MAGIC = b"PrfaaSkv"
 VERSION = 2
-"""The version this build speaks; it speaks no older one."""
+"""The only version that this build speaks."""
 
 
 class Feature(IntFlag):
-    """Optional features; both sides use the intersection. Bits 8 to 23 are codecs, by value."""
+    """Optional features. Both sides use those that both have. Bits 8 to 23 are codecs, by value."""
 
     NO_SUM = 1
     """DATA frames may go without a checksum."""
 
 
 def codec_feature(codec: int) -> int:
-    """The bit that says that DATA may come in this codec."""
+    """The feature bit that allows DATA in this codec."""
     return 1 << (8 + codec)
 
 
 def takes_codec(config: TransportConfig, codec: int) -> bool:
-    """Whether this side decodes `codec`: the lossless ones unless coding is off, the lossy one only
-    when it was asked for by name.
+    """Whether this side decodes `codec`. It takes lossless codecs unless coding is off, and the
+    lossy one only when the configuration names it.
     """
     if codec not in set(Codec) or codec == Codec.RAW or config.codec == "none":
         return False
@@ -42,7 +42,7 @@ def takes_codec(config: TransportConfig, codec: int) -> bool:
 
 
 def own_features(config: TransportConfig) -> int:
-    """What this side takes, by its configuration."""
+    """The feature bits of this side's configuration."""
     features = 0 if config.checksum else int(Feature.NO_SUM)
     for codec in Codec:
         if takes_codec(config, codec):
@@ -55,7 +55,7 @@ _HELLO = struct.Struct("<8sHHIQ16s")
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What one side says about itself; the sender's is HELLO, the receiver's answer WELCOME."""
+    """What one side says about itself: the sender in HELLO, the receiver in WELCOME."""
 
     version_min: int
     version_max: int
@@ -63,7 +63,7 @@ class Hello:
     """Largest DATA body this side takes."""
     features: int
     instance: bytes
-    """16 random bytes of this process; a receiver that restarted has other ones."""
+    """16 random bytes of this process, by which a sender notices that a receiver restarted."""
 
     def encode(self, kind: FrameType) -> bytes:
         body = _HELLO.pack(
@@ -92,7 +92,9 @@ def decode_hello(body: bytes) -> Hello:
 
 
 def check_version(peer: Hello, who: str) -> None:
-    """Raise PeerError("version") in words for both operators unless VERSION is spoken by `peer`."""
+    """Raise PeerError("version"), in words for operators of both sides, unless `peer` speaks
+    VERSION.
+    """
     if peer.version_min <= VERSION <= peer.version_max:
         return
     theirs = f"{peer.version_min}"

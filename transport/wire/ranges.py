@@ -45,6 +45,7 @@ class IntervalSet:
         return bool(self._starts)
 
     def __iter__(self) -> Iterator[Range]:
+        # A copy, so that callers may change the set while they walk through it.
         return iter(list(zip(self._starts, self._ends, strict=True)))
 
     def __repr__(self) -> str:

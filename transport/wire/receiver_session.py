@@ -1,14 +1,14 @@
 """The receiver's end of one connection, sans-IO: bytes in, bytes out, time as an argument.
 
-GREETING (only HELLO, at most 304 bytes, within handshake_timeout_s) -> ESTABLISHED (OPEN,
-DATA, CANCEL in any order) -> closed. A rule broken by the peer raises PeerError; an ERROR frame
-that says so is then in the outgoing bytes and the connection must be closed after sending it. What
-concerns one transfer only (a refused OPEN, DATA for a transfer that ended) is answered with FAIL
-and leaves the connection alone.
+States: GREETING (only HELLO, at most 304 bytes, within handshake_timeout_s) -> ESTABLISHED (OPEN,
+DATA, DIGEST and CANCEL in any order) -> closed. When the peer breaks a rule, PeerError is raised
+and an ERROR frame is in the outgoing bytes; the caller sends it and closes the connection. A
+problem of a single transfer (a refused OPEN, DATA for a transfer that ended) is answered with FAIL,
+and the connection lives on.
 
-This file does not know sockets, threads, or which connection sends what. Acknowledgements are
-collected until the shell says that no more data is waiting (`flush_acks`), or until ack_batch_bytes
-are due.
+The session collects acknowledgements until the shell says that no more data is waiting
+(`flush_acks`), or until ack_batch_bytes are due. It does not know sockets, threads, or which
+connection sends what.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from transport.receiving.incoming import Discarded, IncomingData, Verified
 from transport.receiving.incoming_transfer import IncomingTransfer
 from transport.receiving.incoming_transfers import OpenRequest
 from transport.receiving.reception import Reception
+from transport.wire.frame_reader import FrameReader, Step
 from transport.wire.frames import (
     MAX_CONTROL_BYTES,
     MAX_RANGES_PER_FRAME,
     DataFlags,
     FrameHeader,
-    FrameReader,
     FrameType,
-    Step,
     decode_digest,
     decode_open,
     decode_reason,
@@ -63,7 +62,7 @@ class ReceiverSession:
         self.has_opened = False
         """Whether the registry has accepted a transfer of this connection."""
         self.deadline_s = now_s + config.handshake_timeout_s
-        """When the connection must be closed unless something arrives before."""
+        """The time at which the connection must be closed unless something arrives before."""
         self._config = config
         self._reception = reception
         self._instance = instance
@@ -96,16 +95,16 @@ class ReceiverSession:
 
     @property
     def _patience_s(self) -> float:
-        """How long the next byte may take."""
+        """Seconds that the next byte may take."""
         if not self._reader.at_boundary:
             return self._config.idle_timeout_s
-        # A peer that never opens anything must not keep its place for ever. A sender's connection
-        # that only stands by is closed as well, and opened again when it is needed.
+        # A peer that never opens a transfer must not keep its place for ever. This also closes
+        # spare connections of a sender, which connects again when it needs them.
         return math.inf if self._opened else 2 * self._config.link_idle_timeout_s
 
     @property
     def acks_due(self) -> bool:
-        """Whether answers must not wait any longer, though more is coming in."""
+        """Whether answers must be sent now, though more data is coming in."""
         return (
             self._is_urgent
             or self._unacked_bytes >= self._config.ack_batch_bytes
@@ -129,9 +128,9 @@ class ReceiverSession:
         return self._reader.buffers()
 
     def received(self, num_bytes: int, now_s: float) -> None:
-        """`num_bytes` bytes were written to the start of `buffers()`.
+        """Process `num_bytes` bytes that were written to the start of `buffers()`.
 
-        Raises PeerError when the connection must end (see the module docstring).
+        Raises PeerError when the connection must end, after its ERROR frame was sent.
         """
         self._now_s = now_s
         try:
@@ -149,7 +148,7 @@ class ReceiverSession:
             self.deadline_s = now_s + self._patience_s
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """`received` for bytes that lie elsewhere; raises alike."""
+        """Copy `data` into `buffers()` and process it as `received` does."""
         position = 0
         while position < len(data):
             target = self._reader.buffers()[0]
@@ -159,7 +158,7 @@ class ReceiverSession:
             self.received(count, now_s)
 
     def flush_acks(self) -> None:
-        """Put everything verified and not yet acknowledged into the outgoing bytes."""
+        """Append acknowledgements of everything verified so far to the outgoing bytes."""
         for transfer_id, ranges in self._acks.items():
             self._outgoing.append(encode_ranges(FrameType.ACK, transfer_id, ranges))
         self._acks.clear()
@@ -167,14 +166,14 @@ class ReceiverSession:
         self._num_unacked = 0
 
     def outgoing(self) -> bytes:
-        """Bytes to send now, each given once."""
+        """Take the bytes that are to be sent now."""
         data = b"".join(self._outgoing)
         self._outgoing.clear()
         self._is_urgent = False
         return data
 
     def close(self, now_s: float) -> None:
-        """The connection is gone: give back claims, let go of all memory."""
+        """The connection is gone: give back its claims and drop all views of memory."""
         self._reader.forget()
         self._data.forget()
         self._opened.clear()
@@ -222,6 +221,7 @@ class ReceiverSession:
 
     def _make_room(self) -> None:
         limit = self._config.max_transfers_per_connection
+        # Transfers that ended are forgotten lazily, only when a peer reaches its limit.
         if len(self._opened) < limit:
             return
         for transfer_id, transfer in list(self._opened.items()):
@@ -235,10 +235,12 @@ class ReceiverSession:
         if transfer is not None:
             self._reception.cancel(transfer, reason, now_s)
             outcome = self._reception.outcome(transfer)
+            # The last byte was verified before the CANCEL arrived, so the transfer is complete.
             if transfer.state is TransferState.COMPLETE:
                 self._outgoing.append(outcome)
                 return
         self._acks.pop(transfer_id, None)
+        # An unknown transfer is answered as well: a CANCEL may be sent again on a new connection.
         self._outgoing.append(encode_frame(FrameType.CANCELLED, transfer_id))
 
     def _on_data(self, step: Step, header: FrameHeader, now_s: float) -> None:
@@ -266,11 +268,13 @@ class ReceiverSession:
         self._num_unacked += 1
 
     def _all_verified(self, transfer: IncomingTransfer, now_s: float) -> None:
-        """Every byte is there: the transfer is complete, or failed by its digest."""
+        """Every byte has arrived: complete the transfer, or fail it if its digest differs."""
         if self._reception.conclude(self.connection, transfer, now_s):
             self._opened.pop(transfer.transfer_id, None)
             self.flush_acks()
             self._outgoing.append(self._reception.outcome(transfer))
+            # The sender waits for COMPLETE to give memory back: it does not wait for the next
+            # batch.
             self._is_urgent = True
 
     def _answer_discarded(self, transfer_id: bytes, transfer: IncomingTransfer | None) -> None:

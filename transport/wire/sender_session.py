@@ -1,6 +1,6 @@
-"""The sender's end of one connection, sans-IO: what the receiver answers becomes events.
+"""The sender's end of one connection, sans-IO: it turns the receiver's answers into events.
 
-What to send is decided by `transport.sending.link`. Knows no socket and no clock.
+`transport.sending.link` decides what to send. Knows no socket and no clock.
 """
 
 from __future__ import annotations
@@ -9,14 +9,8 @@ from dataclasses import dataclass
 
 from transport.config import TransportConfig
 from transport.errors import PeerError
-from transport.wire.frames import (
-    FrameHeader,
-    FrameReader,
-    FrameType,
-    Step,
-    decode_ranges,
-    decode_reason,
-)
+from transport.wire.frame_reader import FrameReader, Step
+from transport.wire.frames import FrameHeader, FrameType, decode_ranges, decode_reason
 from transport.wire.handshake import Hello, check_version, decode_hello, own_features, own_hello
 from transport.wire.ranges import Range
 
@@ -70,9 +64,10 @@ Event = Welcomed | Opened | Acked | Completed | TransferFailed | CancelAcked
 
 
 class SenderSession:
-    """The sender's end of one connection: what the receiver says, as events."""
+    """The sender's end of one connection: it turns the receiver's bytes into events."""
 
     def __init__(self, config: TransportConfig, instance: bytes) -> None:
+        # No DATA flows towards a sender.
         self._reader = FrameReader(max_data_bytes=0)
         self._hello = own_hello(instance, config.max_frame_bytes, own_features(config))
 

@@ -1,6 +1,7 @@
 """The answers under /prfaas/cache: what nodes hold, hot prefixes, how a prompt would fare.
 
-Pure functions from what agents, directory and router say to JSON-ready values. Does not know HTTP.
+Pure functions from what agents, directory and router say to JSON-ready values. This file does not
+know HTTP.
 """
 
 from __future__ import annotations
@@ -184,6 +185,7 @@ def explanation(
 def _node_cache(
     name: NodeName, target: str, status: StatusReply | str, known: NodeState | None
 ) -> NodeCacheStatus:
+    # A string is the error of an agent that did not answer.
     if isinstance(status, str):
         cache, error = None, status
     else:

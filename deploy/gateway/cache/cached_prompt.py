@@ -30,7 +30,7 @@ from scheduler.reports import ClusterReport, InstanceReport, serves
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, RequestShape
 
 _STEP_BLOCKS: Final = 256
-"""Hashing this many blocks takes less than half a millisecond."""
+"""How many blocks are hashed between two turns of the event loop: less than half a millisecond."""
 
 Nodes: TypeAlias = Mapping[str, str]
 
@@ -132,6 +132,7 @@ class CachedPrompt:
         """Tokens of the longest prefix that a node of each cluster could send to another one."""
         found: dict[str, int] = {}
         for item in self.coverage:
+            # An agent can only send what is in its pool, not what only its engines hold.
             tokens = self._tokens(item.pool.usable_blocks)
             found[item.cluster] = max(tokens, found.get(item.cluster, 0))
         return found
@@ -161,7 +162,7 @@ class CachedPrompt:
         """`shape` with the cached tokens that are known here."""
         if not self.coverage:
             return shape
-        return replace(
+        return msgspec.structs.replace(
             shape,
             local_cached_tokens=self.local_tokens,
             prefill_cached_tokens=MappingProxyType(self.prefill_tokens),
@@ -193,6 +194,7 @@ async def prompt_keys(
     """The keys of a whole prompt's blocks without the last token; None if it has no full block.
     `salt` is the request's `cache_salt`. The event loop runs between every `_STEP_BLOCKS`.
     """
+    # The decoding engine computes the last token anyway: a block that ends with it saves nothing.
     prefix = token_ids[:-1]
     if len(prefix) < model.block_tokens:
         return None
@@ -259,7 +261,7 @@ def _usable(item: NodeCoverage) -> int:
 
 
 def _kv(item: NodeCoverage) -> int:
-    # A landing cannot build on what is only in an engine's own memory.
+    # A landing cannot build on blocks that are only in an engine's own memory.
     return item.pool.kv_blocks
 
 

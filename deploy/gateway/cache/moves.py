@@ -2,7 +2,8 @@
 
 Owns a connection to each agent that took part in a move, and every move under way. A route says
 what a prompt gets from another cluster (`scheduler.routing.candidates`), and the scheduler hears
-from here how moves between clusters ended. Does not know requests or how prefixes are found.
+from here how moves between clusters ended. This file does not know requests or how prefixes are
+found.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MoveName = tuple[bytes, NodeName]
 
 STATUS_TIMEOUT_S: Final = 3.0
 MAX_MOVES: Final = 8
-"""At most so many moves are under way at a time."""
+"""The most moves under way at a time."""
 
 
 class MoveMetrics:
@@ -65,7 +66,10 @@ class MoveMetrics:
 
 
 class _Shipment(NamedTuple):
-    """What is sent from where to where; `parts` are (block, part of the cache shape)."""
+    """One move: `source` sends these parts of a prefix to `destination`.
+
+    `parts` are (block, part of the cache shape).
+    """
 
     prefix: PromptKeys
     source: NodeName

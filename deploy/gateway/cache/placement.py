@@ -22,12 +22,12 @@ from kvmanager.directory.reader import DirectoryReader
 from scheduler.reports import ClusterReport
 from scheduler.routing.prefix_demand import CachedPrefix, Demand, DemandTracker
 from scheduler.routing.replication import (
+    KEEP_PER_S,
     ByteBudget,
     Demote,
     HotPrefix,
     NodeLoad,
     Replicate,
-    ReplicationLimits,
     ReplicationPlan,
     ReplicationState,
     plan_replication,
@@ -43,7 +43,6 @@ RETRY_S: Final = 60.0
 BYTES_PER_S: Final = 100e6
 BURST_BYTES: Final = 20e9
 """Copies may use `BYTES_PER_S` of the links; unused bytes add up to `BURST_BYTES`."""
-LIMITS: Final = ReplicationLimits()
 MAX_CONSIDERED: Final = 32
 """A plan looks at this many prefixes, the hottest ones."""
 MAX_REPLICAS: Final = 256
@@ -82,6 +81,7 @@ class PrefixPlacement:
         if cached.keys is None or not num_blocks:
             return
         keys, model = cached.keys, cached.keys.model
+        # Namespaces come from engines' reports; the bound keeps wrong ones from filling memory.
         if model.namespace not in self._models and len(self._models) >= MAX_MODELS:
             return
         self._models[model.namespace] = model
@@ -112,11 +112,12 @@ class PrefixPlacement:
             barred=self._barred_until_s.keys(),
             replicas=[(prefix, node) for (_, node), prefix in self._replicas.items()],
         )
-        plan = plan_replication(hot, self._loads(), state, LIMITS)
+        plan = plan_replication(hot, self._loads(), state)
         for replicate in plan.replicate:
             self._replicate(replicate)
         for demote in plan.demote:
             await self._demote(demote)
+        # Notes repeat every few seconds, so only new ones are logged.
         if plan.notes != self._last_notes:
             self._last_notes = plan.notes
             logger.debug("no more copies: %s", "; ".join(plan.notes))
@@ -157,7 +158,7 @@ class PrefixPlacement:
             item = looked_up.get(prefix.key)
             if item is None or name in moving:
                 continue
-            is_cold = item.demand.per_s < LIMITS.keep_share * LIMITS.min_per_s
+            is_cold = item.demand.per_s < KEEP_PER_S
             if is_cold and item.usable_blocks.get(name[1], 0) < prefix.num_blocks:
                 del self._replicas[name]
 
@@ -168,8 +169,10 @@ class PrefixPlacement:
         task = self.moves.begin(self._keys(order.prefix), source, destination, order.parts)
         if task is None:
             return
+        # Counted when the move begins: two plans in a row must not spend the same bytes.
         self._budget.spend(order.nbytes)
         logger.info("copying a prefix to %s: %s", destination, order.reason)
+        # Insertion order is age, so the oldest copies are forgotten.
         while len(self._replicas) >= MAX_REPLICAS:
             del self._replicas[next(iter(self._replicas))]
         self._replicas[name] = order.prefix
@@ -182,6 +185,7 @@ class PrefixPlacement:
 
     async def _demote(self, order: Demote) -> None:
         node = NodeName(order.cluster, order.node)
+        # Forgotten first: a copy that cannot be dropped is left to the eviction of its node.
         self._replicas.pop((order.prefix.key, node), None)
         try:
             num_parts = await self.moves.drop(self._keys(order.prefix), node, order.keep_blocks)

@@ -1,7 +1,7 @@
 """Asks the directory and the node agents what the region has cached.
 
-Owns the directory's reader and a client of every agent that a report names. Does not know requests
-or what the answers are used for.
+Owns the directory's reader and a client of every agent that a report names. This file does not know
+requests or what the answers are used for.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class RegionCaches:
         open_agent: Callable[[str], AgentClient],
         follow: Follow | None = None,
     ) -> None:
-        """`open_agent` makes a client of the agent at a control address, to be closed by whoever
-        opened it. `follow` is given by a directory that has to be told whom to ask.
+        """`open_agent` makes a client of the agent at a control address; the caller closes it.
+        `follow` is for a directory that must be told which nodes to ask.
         """
         self.directory = directory
         self.open_agent = open_agent
@@ -63,6 +63,7 @@ class RegionCaches:
             for item in report.instances
             if item.node
         }
+        # `follow` awaits: two reports at once must not overwrite each other's nodes.
         async with self._watching:
             # A report without nodes comes from a front that cannot be asked: keep the known ones.
             kept = {name: at for name, at in self._targets.items() if name.cluster != report.name}

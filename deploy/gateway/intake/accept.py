@@ -1,8 +1,8 @@
 """From an HTTP request to an `Exchange`: whose it is, whether there is room for it, what it asks.
 
 The gateway takes part in traces (https://www.w3.org/TR/trace-context/) without recording spans: it
-hands a valid context on as it came and replaces a missing or broken one. Does not know routes or
-what becomes of the exchange.
+hands a valid context on as it came and replaces a missing or broken one. This file does not know
+routes or what becomes of the exchange.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Digests of keys are compared in constant time, and every key is compared, so that timing tells
 nothing about their number, length or content. Keys may be replaced while requests run; those of a
-key that is gone are cut off. Does not know which paths need a key, or where keys come from.
+key that is gone are cut off. This file does not know which paths need a key, or where keys come
+from.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ class KeyRing:
 
     def _owner(self, offered: bytes) -> str:
         found = None
+        # No early exit: the time must not depend on which key matches.
         for digest, tenant in self._keys:
             found = tenant if hmac.compare_digest(offered, digest) else found
         if found is None:

@@ -5,7 +5,7 @@ engine judges the types of fields: it coerces some and words its own errors. Wha
 here is served whole by one engine. As in the engine's own parser the last of duplicate keys counts,
 so the parameters that `with_kv_transfer_params` appends win over anything before them.
 
-Does not know routes, tokenizers or HTTP.
+This file does not know routes, tokenizers or HTTP.
 """
 
 from __future__ import annotations
@@ -183,6 +183,7 @@ def salted(request: InboundRequest, cache_salt: str | None) -> InboundRequest:
 
 def _with_field(body: bytes, name: bytes, value: object) -> bytes:
     head = body.rstrip(_WHITESPACE)[:-1].rstrip(_WHITESPACE)
+    # Appended and not merged: the body is not parsed again, and the last duplicate counts.
     comma = b"" if head.endswith(b"{") else b","
     return b"".join((head, comma, b'"', name, b'":', msgspec.json.encode(value), b"}"))
 
@@ -216,6 +217,7 @@ def _shape(
         is_exact=token_ids is not None,
         bound_tokens=at_most if token_ids is None else None,
         num_prompts=num_prompts,
+        # Any other spelling of n, also a wrong one, goes to one engine, which judges it.
         num_choices=1 if _is_one_of(fields.n, b"1", b"null") else 2,
         has_prompt_logprobs=_is_set(fields.prompt_logprobs),
         # In chat the field only shapes the template, which rendering sees.

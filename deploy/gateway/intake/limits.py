@@ -3,8 +3,8 @@
 A body counts as its bytes arrive, whatever its headers announce. A body that goes beyond a limit is
 given up at that byte, and its memory is free at once. A request beyond a limit is told when to come
 back; once the gateway drains, none is let in. Bodies that take their time are bounded by tenant and
-by address, and must keep up a rate, so that no client holds the places of all. Does not know what
-requests ask for.
+by address, and must keep up a rate, so that no client holds the places of all. This file does not
+know what requests ask for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from deploy.gateway.config import GatewayConfig
 from deploy.gateway.errors import JSON_TYPE, ApiError
 
 SMALL_BODY_BYTES: Final = 64 << 10
-"""Limit of the body of an order to the gateway itself: one connection buffers as much anyway."""
+"""The limit of a body that orders the gateway itself, bytes. One connection buffers as much
+anyway.
+"""
 
 
 @dataclass(slots=True)
@@ -74,6 +76,7 @@ class RetryAfter:
         `share` is the share of what is in use now that must be free again for it.
         """
         free_s = self._mean_s * share
+        # Each refused client gets the next place in line; a later one comes back later.
         self._last_s = min(max(self._last_s, now_s) + free_s, now_s + self._max_s)
         return math.ceil(max(self._last_s - now_s, self._min_s))
 
@@ -118,6 +121,7 @@ class Limits:
         Raises `ApiError` 413, 415, 429 or 503 by the headers, 400, 408, 413 or 429 while the body
         arrives.
         """
+        # No await before the count below: requests at one moment must not pass the limit together.
         self._let_in(request)
         accepted, started_s = AcceptedBody(tenant), time.monotonic()
         self.num_in_flight += 1

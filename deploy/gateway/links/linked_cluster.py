@@ -48,7 +48,9 @@ class LinkedPrefillCluster:
         await self._cluster.start()
 
     async def submit(self, job: PrefillJob) -> PrefillResult:
-        """Run a job; its landing gets the address to connect to. See `PrefillCluster.submit`."""
+        """Run a job as `PrefillCluster.submit` does, with a landing at the address to connect
+        to.
+        """
         landing = job.landing
         endpoint = self._endpoints.get(Endpoint(landing.host, landing.port))
         if endpoint is not None:
@@ -57,17 +59,17 @@ class LinkedPrefillCluster:
         return await self._cluster.submit(granted_job(self._granter, job))
 
     async def report(self) -> ClusterReport:
-        """The cluster's report. See `PrefillCluster.report`."""
+        """The cluster's report."""
         return await self._cluster.report()
 
     async def drain(self, instance: str) -> None:
-        """Give an instance no new jobs. See `PrefillCluster.drain`."""
+        """Give an instance no new jobs, and return when it has none left."""
         await self._cluster.drain(instance)
 
     async def resume(self, instance: str) -> None:
-        """Give an instance jobs again. See `PrefillCluster.resume`."""
+        """Give an instance jobs again."""
         await self._cluster.resume(instance)
 
     async def close(self) -> None:
-        """Close the cluster. See `PrefillCluster.close`."""
+        """Close the cluster."""
         await self._cluster.close()

@@ -1,11 +1,12 @@
 """The gateway's view of the region's links: follows what all node agents say of their paths.
 
-One task for each agent asks what is new (`WatchLinks`), so a change of condition is here a round
-trip after it was seen. An agent that does not answer keeps its last words, which grow older. Paths
-are joined to links by where they lead: every agent says where it receives, and the region's file
-says which detours lead there. Agents that ask for a probe of an idle path get one, one at a time.
+One task for each agent asks for news (`WatchLinks`), so a change of condition is known here one
+round trip after it was seen. The last report of an agent that does not answer stays and grows
+older. Paths are joined to links by where they lead: every agent says where it receives, and the
+region's file says which detours lead there. Agents that ask for a probe of an idle path get one,
+one at a time.
 
-Does not know requests, nor what is decided from a link's state.
+It does not know requests, nor what is decided from a link's state.
 """
 
 from __future__ import annotations
@@ -35,16 +36,20 @@ from transport.tasks import start_task
 logger = logging.getLogger("prfaas.deploy.gateway")
 
 POLL_S: Final = 2.0
-"""How long an agent without news may keep its answer back."""
+"""How long an agent without news may delay its answer, seconds."""
 FIRST_RETRY_S: Final = 0.2
 MAX_RETRY_S: Final = 2.0
-"""Routing trusts no link that was not heard of for 5 s: an agent that is back is soon asked."""
+"""The longest wait before an agent is asked again, seconds. Routing trusts no link without a report
+for 5 s, so an agent that is back must be asked soon.
+"""
 SAME_S: Final = 0.05
-"""A link is not looked at again within this without news."""
+"""Without news, a link is not worked out again within this time, seconds."""
 LEAST_BETWEEN_S: Final = 0.05
-"""Least time between two questions to one agent."""
+"""The least time between two questions to one agent, seconds."""
 PROBE_PAUSE_S: Final = 2.0
-"""After a probe: two at a time through one link would each see a part of it."""
+"""The pause after a probe, seconds. Two probes at a time through one link would each see a part of
+it.
+"""
 
 
 class LinksOverview(msgspec.Struct, frozen=True):
@@ -64,13 +69,14 @@ class _Agent:
         self.heard_s = 0.0
         self.error = ""
         self.heard = asyncio.Event()
-        """It has answered, or failed to, at least once."""
+        """Set once it has answered, or failed to."""
         self.task: asyncio.Task[None] | None = None
 
 
 class RegionLinks:
-    """Follows a region's agents and joins their paths to links. `watch` it with the clusters'
-    reports.
+    """Follows a region's agents and joins their paths to links.
+
+    `watch` gets the clusters' reports.
     """
 
     def __init__(
@@ -83,8 +89,9 @@ class RegionLinks:
     ) -> None:
         """`connect` makes a client of the agent at a control address, to be closed here.
 
-        `names`: what operators call a link, by the clusters it leads from and to. `detours`: by
-        sending cluster, address that a receiving agent advertises -> what is connected to instead.
+        `names` are what operators call links, by (source, target) cluster. `detours` maps, for each
+        sending cluster, the address that a receiving agent advertises to the address to connect to
+        instead.
         """
         self._connect = connect
         self._names = dict(names or {})
@@ -102,8 +109,10 @@ class RegionLinks:
             self._link(source, target)
 
     async def watch(self, report: ClusterReport) -> None:
-        """Follow the nodes of `report` for that cluster's. One without instances is of a front that
-        cannot be asked, which says nothing about its nodes.
+        """Follow the nodes in `report` as those of its cluster.
+
+        A report without instances comes from a front that cannot be asked, so it says nothing about
+        nodes.
         """
         found = {
             NodeName(report.name, item.node_name or item.node): item.node
@@ -113,7 +122,8 @@ class RegionLinks:
         if not found:
             return
         for name, agent in list(self._agents.items()):
-            # The node's agent is gone or listens elsewhere: what it said counts no more.
+            # The node's agent is gone or listens elsewhere, so its last report does not count any
+            # more.
             if name.cluster == report.name and found.get(name) != agent.target:
                 del self._agents[name]
                 self._nodes_at = {at: node for at, node in self._nodes_at.items() if node != name}
@@ -124,27 +134,28 @@ class RegionLinks:
                 agent.task = start_task(self._follow(name, agent), f"links of {name}")
 
     def now(self, source: str, target: str) -> LinkNow:
-        """The link from cluster to cluster; one that nobody has used says so. Every request asks,
-        so what was said a moment ago is said again unless there is news.
+        """The link between two clusters; one that nobody has used says so.
+
+        Every request asks, so the last answer is given again for a moment, unless there is news.
         """
         now_s, key = self._clock_s(), (source, target)
         at_s, found = self._said.get(key, (-math.inf, None))
         if found is None or not 0 <= now_s - at_s <= SAME_S:
-            # One that was only asked for is none of the region's links yet.
+            # A link that was only asked for does not become one of the region's links.
             link = self._links.get(key) or RegionLink(source, target)
             found = self._now(link)
             self._said[key] = now_s, found
         return found
 
     async def wait_heard(self, timeout_s: float) -> None:
-        """Wait until every followed agent has answered or failed to, but at most so long."""
+        """Wait until every followed agent has answered or failed to, but at most `timeout_s`."""
         waited = [agent.heard.wait() for agent in self._agents.values()]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await asyncio.gather(*waited)
 
     def links(self) -> list[LinkNow]:
-        """All links of which anything is known, by the clusters they lead from and to."""
+        """All links of which anything is known, by the clusters at their ends."""
         return [self._now(link) for _, link in sorted(self._links.items())]
 
     def _with_steps(self) -> list[LinkNow]:
@@ -155,7 +166,7 @@ class RegionLinks:
         ]
 
     def overview(self) -> LinksOverview:
-        """GET /prfaas/links."""
+        """The answer to GET /prfaas/links."""
         now_s = self._clock_s()
         return LinksOverview(
             links=self._with_steps(),
@@ -164,7 +175,7 @@ class RegionLinks:
         )
 
     async def close(self) -> None:
-        """Follow nobody any more. Idempotent."""
+        """Stop following all agents. Idempotent."""
         agents = list(self._agents.values())
         self._agents.clear()
         probing, self._probing = self._probing, None
@@ -183,16 +194,18 @@ class RegionLinks:
         client, backoff = self._connect(agent.target), Backoff(FIRST_RETRY_S, MAX_RETRY_S)
         try:
             while True:
+                # After an error the agent may have restarted, with numbers that begin again.
                 seq = 0 if agent.feed is None or agent.error else agent.feed.seq
                 request = WatchLinks(after_seq=seq, timeout_s=POLL_S, sends_probes=True)
                 try:
                     self._take(name, agent, await client.watch_links(request))
                 except RpcError as error:
+                    # Logged once: the next attempts fail alike until the agent is back.
                     if not agent.error:
                         logger.warning("%s: its links are not known now: %s", name, error)
                     agent.error = error.message
                 except Exception as error:
-                    # Whatever one answer sets off here, the agent must still be followed.
+                    # Whatever goes wrong with one answer, the agent must be followed further.
                     logger.exception("%s: following its links failed", name)
                     agent.error = repr(error)
                 else:
@@ -204,12 +217,14 @@ class RegionLinks:
             await client.close()
 
     def _take(self, name: NodeName, agent: _Agent, feed: LinkFeed) -> None:
-        """Take in what an agent said."""
+        """Take in the report of an agent."""
         now_s = self._clock_s()
         agent.feed, agent.heard_s = feed, now_s
+        # News: the answers given a moment ago may be wrong now.
         self._said.clear()
         self._nodes_at[feed.data_endpoint] = name
         by_link: dict[tuple[str, str], list[LinkPath]] = {}
+        # All agents of the cluster: this feed may say where paths of the others lead.
         for other in self._agents:
             if other.cluster == name.cluster:
                 for path in self._paths(other, now_s):
@@ -230,7 +245,9 @@ class RegionLinks:
         ]
 
     def _leads_to(self, source: str, endpoint: str) -> str:
-        """The node behind an endpoint, "cluster/node"; "" when no agent says that it is there."""
+        """The node behind an endpoint, "cluster/node"; "" if no agent says that it receives
+        there.
+        """
         node = self._node_at(source, endpoint)
         return "" if node is None else str(node)
 
@@ -248,7 +265,7 @@ class RegionLinks:
         for report in feed.links:
             node = self._node_at(name.cluster, report.endpoint)
             receiver = None if node is None else self._agents.get(node)
-            # The receiver has its part in a probe, so it must be an agent that is followed.
+            # The receiver takes part in a probe, so its agent must be followed, too.
             if not report.probe_bytes or receiver is None:
                 continue
             if self._probing is None or self._probing.done():
@@ -265,6 +282,7 @@ class RegionLinks:
             logger.info("no probe of %s: %s", target, error)
         finally:
             await asyncio.gather(*(client.close() for client in clients))
+        # Within the task, so that `_probing.done()` also covers the pause.
         await asyncio.sleep(PROBE_PAUSE_S)
 
 

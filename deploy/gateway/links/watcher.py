@@ -1,6 +1,7 @@
 """Keeps the latest report of every cluster, so that routing never waits for one.
 
-A report that is too old counts as none. Does not know requests or what reports are used for.
+A report that is too old counts as none. This file does not know requests or what reports are used
+for.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ class RegionWatcher:
 
     async def _poll(self, latest: _Latest) -> None:
         try:
-            # The report counts from the time of the question: it may lack what came meanwhile.
+            # The report counts from the time of the question, since it may lack what came
+            # meanwhile.
             asked_s = self._clock()
             async with asyncio.timeout(self._config.timeouts.cluster_s):
                 latest.report = await latest.source()
@@ -128,7 +130,7 @@ class RegionWatcher:
             if self._on_report is not None:
                 await self._on_report(latest.report)
         except Exception as error:
-            # Whatever a front's client raises, the last report stays and grows stale.
+            # Whatever error a front's client raises, the last report stays and grows older.
             logger.warning("no report from a cluster: %s", error or type(error).__name__)
 
     async def _keep_polling(self, latest: _Latest) -> None:

@@ -2,7 +2,7 @@
 
 An answer has begun when its whole body has arrived, or the first event of its stream. Everything
 that goes wrong earlier is an `EngineLost`, so that the caller may try elsewhere: the client has
-seen nothing yet. Does not know routes, slots or clients.
+seen nothing yet. This file does not know routes, slots or clients.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from prfaas.engines.access import EngineAccess
 
 EVENT_STREAM: Final = "text/event-stream"
 _READ_BUFFER_BYTES: Final = 1 << 18
-# uvicorn closes an idle connection after 5 s; a POST must not meet it half closed.
+# uvicorn closes an idle connection after 5 s. A POST must not go out on one half closed: it could
+# not be repeated safely.
 _KEEP_ALIVE_S: Final = 4.0
 
 
@@ -68,8 +69,11 @@ class EngineHttpClient:
         self._max_answer_bytes = max_answer_bytes
         self._urls: dict[tuple[str, str], URL] = {}
         self._session = aiohttp.ClientSession(
+            # No limit: the gateway's own limits bound the requests, and a queue here would be
+            # invisible.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(
+                # No total limit: a long answer may stream for hours.
                 total=None,
                 sock_connect=timeouts.connect_s,
                 sock_read=timeouts.engine_silence_s,
@@ -104,8 +108,11 @@ class EngineHttpClient:
             try:
                 return await self._begin(instance, response)
             except BaseException:
+                # Also after a cancellation: the engine notices it and aborts its request.
                 response.close()
                 raise
+        # Before `ClientError`, which it is a kind of: a silent engine leaves no time for another
+        # try.
         except aiohttp.SocketTimeoutError:
             raise EngineTimeout(
                 instance, f"no answer within {self._timeouts.engine_silence_s:g} s"

@@ -11,7 +11,7 @@ import re
 from typing import Final
 
 MAX_PENDING_BYTES: Final = 16 << 20
-"""Forward an unfinished event that is longer than this."""
+"""An unfinished event that is longer than this is forwarded in parts, bytes."""
 
 _DONE: Final = re.compile(rb"[\r\n]data: ?\[DONE\](?:\n\n|\r\n\r\n|\r\r)\Z")
 _DONE_WINDOW_BYTES: Final = 24
@@ -35,10 +35,12 @@ class EventGate:
         """The bytes that may be forwarded after `chunk`; empty while an event is unfinished."""
         if not self._pending and chunk.endswith(b"\n\n"):
             return self._passed(chunk)
-        # A boundary may lie across the seam: look again at the last three bytes before it.
+        # A boundary of up to 4 bytes may span two chunks, so the last three bytes are searched
+        # again.
         start = max(0, len(self._pending) - 3)
         self._pending += chunk
         cut = _last_boundary(self._pending, start)
+        # An event this long must not hold memory and client up; its end is checked all the same.
         if len(self._pending) - cut > MAX_PENDING_BYTES:
             cut = len(self._pending)
         if not cut:
@@ -63,6 +65,7 @@ class EventGate:
 
     def _passed(self, data: bytes) -> bytes:
         self._before, self._latest = self._latest, data
+        # Long enough for the end mark with the line break before it, in any line ending.
         self._tail = (self._tail + data[-_DONE_WINDOW_BYTES:])[-_DONE_WINDOW_BYTES:]
         self.is_done = _DONE.search(self._tail) is not None
         self.num_events += data.count(b"\n\n") + data.count(b"\r\n\r\n")

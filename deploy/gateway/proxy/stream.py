@@ -1,7 +1,7 @@
 """Carries a stream from an engine to the client, byte for byte but for its usage.
 
 A stream that ends without `data: [DONE]` never looks whole: the client gets an SSE error event and
-then a broken connection instead of the end of the body. Does not know routes or records.
+then a broken connection instead of the end of the body. This file does not know routes or records.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ async def relay_stream(
         while True:
             if correction is not None and (places := in_events(data)):
                 data = await correction.apply(data, places)
+            # Empty while an event is unfinished.
             if data:
                 watch.given(len(data))
                 await _write(client, data)
@@ -97,6 +98,7 @@ async def relay_stream(
             if not chunk:
                 break
             data = gate.feed(chunk)
+        # A clean end of the body is not enough: a dying engine may close its connection cleanly.
         if not gate.is_done:
             error = error or "the stream ended without [DONE]"
             await _break_off(answer.instance, request, client, error)

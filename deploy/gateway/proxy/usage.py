@@ -2,7 +2,7 @@
 
 A decode engine counts the tokens that a transfer brought as cached, although another engine
 computed them for this very request. Only the bytes of the number change; all others stay as the
-engine wrote them. Does not know how many tokens the prefill engine found cached.
+engine wrote them. This file does not know how many tokens the prefill engine found cached.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Correction:
 
     async def apply(self, data: bytes, places: Iterable[CachedTokens]) -> bytes:
         """`data` with the right number at those `places` where it is wrong."""
-        # An engine that did not take the landing reports less, the tokens in its own cache.
+        # An engine that did not take the landing reports fewer: the tokens in its own cache.
         wrong = [place for place in places if place.num_tokens >= self.num_landed]
         if not wrong or (num_tokens := await self.cached()) is None:
             return data

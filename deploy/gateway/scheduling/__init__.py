@@ -9,6 +9,6 @@
     overview, plan_overview        all of it for operators
     role_pages, collector          roles over HTTP; series for Prometheus
 
-It holds clocks, tasks and metrics; the rules are in `scheduler`. Does not know bodies of requests,
-engines or landings.
+It holds clocks, tasks and metrics; the rules are in `scheduler`. This package does not know bodies
+of requests, engines or landings.
 """

@@ -1,8 +1,8 @@
-"""Requests let in or answered with 429 before anything is reserved for them.
+"""Requests are let in, or answered with 429 before anything is reserved for them.
 
-Asks the live scheduler (`AdmitAsked`, `TenantAsked`) and turns a refusal into an OpenAI error that
-says what was predicted, what may be, and when to come back. Does not know engines, or how a load
-was measured.
+It asks the live scheduler (`AdmitAsked`, `TenantAsked`) and turns a refusal into an OpenAI error.
+The error says what was predicted, what is allowed, and when to come back. It does not know engines,
+or how a load was measured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from scheduler.routing.prediction import Prediction
 R = TypeVar("R")
 
 UNNAMED: Final = "(unnamed)"
-"""The label of all tenants without a name together. No name can be this."""
+"""The label of all tenants without a name together. No tenant can have this name."""
 
 _LOAD_BUCKETS: Final = (0.1, 0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 
@@ -60,7 +60,7 @@ _MESSAGES: Final = {
         "brings {new_tokens}, and {level_tokens:.0f} are left. Send less at a time."
     ),
 }
-"""Of every refusal: what was predicted or counted, and the bound."""
+"""For every refusal: what was predicted or counted, and the bound."""
 
 
 class TenantNow(msgspec.Struct, frozen=True):
@@ -71,7 +71,9 @@ class TenantNow(msgspec.Struct, frozen=True):
 
 
 class AdmissionOverview(msgspec.Struct, frozen=True):
-    """What was decided so far: `refused` by reason; `tenants` that have something in flight."""
+    """The decisions so far. `refused` is by reason; `tenants` are those with something in
+    flight.
+    """
 
     policy: str
     admitted: int
@@ -86,7 +88,7 @@ class Decides(Protocol):
 
 
 class Admission:
-    """One for each gateway. Single-threaded; `decide` is the live scheduler's."""
+    """Admission for one gateway. Single-threaded. `decide` belongs to the live scheduler."""
 
     def __init__(
         self,
@@ -96,7 +98,7 @@ class Admission:
         *,
         hide: Callable[[str], str] = str,
     ) -> None:
-        """`hide` gives the name that the live scheduler knows a tenant by."""
+        """`hide` gives the name by which the live scheduler knows a tenant."""
         self._hide = hide
         self._policy = config.policy
         self._default, self._tenants = config.default_tenant, config.tenants
@@ -131,9 +133,9 @@ class Admission:
     ) -> AdmittedRequest:
         """Let a request in that would take a route with this prediction.
 
-        `num_tokens` is its prompt's length, and `work_tokens` what its tenant's limits count (0:
-        its prompt alone). What is returned is to be called when the request is over. Raises
-        `ApiError` 429, whose code is the reason; nothing is held then.
+        `num_tokens` is the length of its prompt, and `work_tokens` what its tenant's limits count
+        (0: its prompt alone). The caller calls the result when the request is over; more calls do
+        nothing. Raises `ApiError` 429, whose code is the reason; nothing is held then.
         """
         self._num_asked += 1
         number, work_tokens = self._num_asked, work_tokens or num_tokens
@@ -174,8 +176,8 @@ class Admission:
 
 
 class AdmittedRequest:
-    """A request that was let in, to be called once it is over with the work that it was, if that is
-    known. Only the first call counts.
+    """A request that was let in. Call it once the request is over, with the work that it was, if
+    that is known. Only the first call counts.
     """
 
     __slots__ = ("_call",)
@@ -190,7 +192,9 @@ class AdmittedRequest:
 
 
 class _Metrics:
-    """Every series exists from the start but those of named tenants without limits of their own."""
+    """Every series exists from the start, except those of named tenants without limits of
+    their own.
+    """
 
     def __init__(self, registry: CollectorRegistry, config: AdmissionSection) -> None:
         prefix = "prfaas_gateway_"
@@ -217,18 +221,19 @@ class _Metrics:
             self._in_flight.labels(_label(tenant))
 
     def judged(self, verdict: Verdict, load: float | None) -> None:
-        """One request, and the load it would meet if that can be said."""
+        """Count one request, and the load that it would meet if that is known."""
         word = "admitted" if verdict.admitted else "refused"
         self._verdicts.labels(word, verdict.reason.value).inc()
         if load is not None:
             self._load.observe(load)
 
     def in_flight(self, tenant: str, change: int) -> None:
-        """So many more of a tenant."""
+        """Add `change` to a tenant's requests in flight."""
         self._in_flight.labels(_label(tenant)).inc(change)
 
 
 def _label(tenant: str) -> str:
+    # Unnamed keys may be many, and their digests tell operators nothing.
     return tenant if is_named(tenant) else UNNAMED
 
 

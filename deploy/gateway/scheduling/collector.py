@@ -1,7 +1,7 @@
-"""Prometheus series of what scheduling rests on, read when they are scraped.
+"""Prometheus series of what scheduling rests on, computed when they are scraped.
 
 Labels are clusters, places and served models, so their number is bounded by the configuration. What
-is not known yet has no sample. Does not know requests.
+is not known yet has no sample. This file does not know requests.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from netmon.region_link import LinkNow
 _PREFIX: Final = "prfaas_gateway_"
 
 Sample = tuple[Sequence[str], float | None]
-"""Label values, and the value; None: there is none."""
+"""Label values, and the value; None: there is no sample."""
 
 
 class SchedulingCollector(Collector):
-    """Thresholds, what was learnt, and links. `links` gives those that the gateway follows."""
+    """Thresholds, what was learnt, and links. `links` gives the links that the gateway follows."""
 
     def __init__(
         self, scheduler: RegionScheduler, links: Callable[[], Sequence[LinkNow]] | None = None
@@ -32,7 +32,7 @@ class SchedulingCollector(Collector):
         self._links = links or (lambda: ())
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """All series as they are now."""
+        """All series with their present values."""
         yield from self._thresholds()
         yield from self._learned()
         yield from self._of_links()

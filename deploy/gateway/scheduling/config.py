@@ -1,12 +1,12 @@
-"""What operators may say of the scheduler, in region.yaml (`gateway.scheduling`) or a gateway file.
+"""Settings of the scheduler in region.yaml (`gateway.scheduling`) or a gateway file.
 
-Values with their limits, parsed once. Each section makes the configuration of a core, which has the
-defaults and says what they mean. Does not know clusters, links or requests.
+These are values with their limits, parsed once. Each section makes the configuration of a core,
+which has the defaults and says what they mean. It does not know clusters, links or requests.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -49,11 +49,11 @@ class RoutingSection(Section):
     return_s: Seconds
 
     def routing(self) -> RoutingPolicy:
-        """What the router is told."""
+        """The configuration of the router."""
         return settings_of(self, RoutingPolicy)
 
     def threshold(self) -> ThresholdConfig:
-        """How t follows a link."""
+        """The configuration of how the threshold follows a link."""
         return settings_of(self, ThresholdConfig, max_age_s=self.max_link_age_s)
 
     @model_validator(mode="after")
@@ -66,9 +66,9 @@ class RoutingSection(Section):
 class AdmissionSection(Section):
     """Which requests are refused before they cost anything."""
 
-    policy: AdmissionMode = cast(AdmissionMode, AdmissionConfig().policy.value)
-    """By the load predicted for the time when the request would decode (predicted), by the load now
-    (present), or none but those over a tenant's limit (off).
+    policy: AdmissionMode
+    """Which load refuses a request: the load predicted for the time when it would decode
+    (predicted), the load now (present), or none, so that only limits of tenants do (off).
     """
     ttft_slo_s: Seconds | None
     max_prefill_load: Positive
@@ -79,7 +79,9 @@ class AdmissionSection(Section):
     tenants: dict[str, Annotated[TenantLimit, CoreFields(TenantLimit)]]
 
     def admission(self) -> AdmissionConfig:
-        """What the core is told. With policy "off" only its bounds of a wait are used."""
+        """The configuration of admission. With policy "off", only its bounds of Retry-After
+        are used.
+        """
         policy = AdmissionPolicy.PREDICTED if self.policy == "off" else AdmissionPolicy(self.policy)
         return settings_of(self, AdmissionConfig, policy=policy)
 
@@ -103,13 +105,15 @@ class LongTermSection(Section):
     drain_limit_s: Seconds
 
     def loop(self) -> LongTermConfig:
-        """What the core is told. Nobody carries advice out, so the next needs no dwell time."""
+        """The configuration of the loop. Advice is not carried out, so the next needs no dwell
+        time.
+        """
         if self.mode == "act":
             return settings_of(self, LongTermConfig)
         return settings_of(self, LongTermConfig, dwell_s=0.0, reverse_dwell_s=0.0)
 
     def conversion(self) -> ConversionConfig:
-        """What the converting core is told."""
+        """The configuration of conversions."""
         return settings_of(self, ConversionConfig)
 
     @model_validator(mode="after")
@@ -120,7 +124,7 @@ class LongTermSection(Section):
 
 
 class SchedulingConfig(Section):
-    """All of it. Everything has a default."""
+    """All settings of scheduling. Every setting has a default."""
 
     routing: RoutingSection = RoutingSection.of()
     """How the side of one request is chosen."""

@@ -1,12 +1,12 @@
-"""Tells the live scheduler how requests go: called at each step of a request's life.
+"""Tells the live scheduler how requests go. It is called at each step of a request's life.
 
-Turns records and results into the events of `scheduler.live.feedback`. Does not know HTTP and
+It turns records and results into the events of `scheduler.live.feedback`. It does not know HTTP and
 takes no decision.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -38,7 +38,7 @@ from scheduler.routing.prediction import Prediction
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens as an engine's answer counts them; 0: it does not say."""
+    """The numbers of tokens in an engine's answer; 0 where it gives none."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -53,18 +53,22 @@ _answers = msgspec.json.Decoder(_Answer)
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """One for each gateway."""
+    """Feedback from one gateway."""
 
     scheduler: RegionScheduler
 
     def likely(self, model: str, shape: RequestShape, content: PromptContent) -> RequestShape:
-        """`shape` with the length that others like it had, unless it was counted. What is charged,
-        predicted and measured of a request all rest on this one length.
+        """`shape` with the length that others like it had, unless its prompt was counted.
+
+        What a request is charged, what is predicted for it and what is measured of it use this one
+        length.
         """
         if shape.is_exact:
             return shape
         lengths = self.scheduler.knowledge(model).lengths
-        return replace(shape, num_prompt_tokens=lengths.num_tokens(content, shape.bound_tokens))
+        return msgspec.structs.replace(
+            shape, num_prompt_tokens=lengths.num_tokens(content, shape.bound_tokens)
+        )
 
     def counted(self, model: str, content: PromptContent, num_tokens: int) -> None:
         """An engine rendered a prompt, or its answer said how long the prompt was."""
@@ -86,7 +90,7 @@ class Feedback:
         *,
         priority: int = 0,
     ) -> None:
-        """A prefill is on its way to `place`; how much a landing takes is learnt by that, too."""
+        """A prefill is on its way to `place`. It also teaches how large a landing is."""
         landing = slot.landing
         cached_tokens = shape.prefill_cached_tokens.get(place, shape.local_cached_tokens)
         event = LegBegun(
@@ -104,13 +108,14 @@ class Feedback:
         self.scheduler.tell(event)
 
     def given(self, instance: str) -> bool:
-        """A decode instance has a request more: a slot is held there, or a prompt was sent. Whether
-        the instance was full, so that the request waits inside of it.
+        """A decode instance has one more request: a slot is held there, or a prompt was sent.
+
+        Returns whether the instance was full, so that the request waits inside it.
         """
         return self.scheduler.ask(InstanceGiven(instance))
 
     def over(self, instance: str) -> None:
-        """What was `given` is answered, given up or elsewhere."""
+        """A request that was `given` is answered, given up or moved elsewhere."""
         self.scheduler.tell(InstanceOver(instance))
 
     def answer_over(self, transfer_id: str) -> None:
@@ -118,12 +123,12 @@ class Feedback:
         self.scheduler.tell(LegAnswered(transfer_id))
 
     def leg_over(self, landing: ReservedLanding) -> None:
-        """It landed, failed, or is not wanted any more."""
+        """The leg landed or failed, or its result is not wanted any more."""
         self.scheduler.tell(LegOver(landing.transfer_id))
 
     def prefilled(self, model: str, place: str, num_tokens: int, result: PrefillResult) -> None:
         """A prefill leg ended with all of its KVCache landed."""
-        # It ended in one pass with another: nobody can say what it took by itself.
+        # A prefill this short ended in one pass with another, so its own time is unknown.
         is_shared = result.service_s <= LEAST_SERVICE_S < result.prefill_s
         event = Prefilled(
             model=model,
@@ -137,23 +142,27 @@ class Feedback:
         self.scheduler.tell(event)
 
     def direct_begun(self, instance: str, shape: RequestShape) -> int:
-        """A prompt was given to one engine; the key for `direct_over`."""
+        """A prompt was given to one engine. Returns the key for `direct_over`."""
         event = DirectBegun(instance, shape.num_prompt_tokens, shape.local_uncached_tokens)
         return self.scheduler.tell(event)
 
     def direct_over(self, key: int) -> None:
-        """Its engine answers, or will not."""
+        """The engine has begun to answer, or never will."""
         self.scheduler.tell(DirectOver(key))
 
     def direct_answered(self, instance: str, begun_s: float) -> float | None:
-        """One engine's first token is there. What its prompt took by itself; None where nobody can
-        say: it waited, and ended in one pass with another.
+        """The first token from one engine came.
+
+        Returns the time that its prompt alone took, None if that is unknown: it waited, and then
+        ended in one pass with another.
         """
         return self.scheduler.tell(DirectAnswered(instance, begun_s))
 
     def direct_took(self, model: str, shape: RequestShape, seconds: float | None) -> None:
-        """What `direct_answered` said of a prompt that was looked up, at an engine that was not
-        full: there it would have been the wait for a slot.
+        """The time from `direct_answered` for a prompt that was looked up, at an engine that was
+        not full.
+
+        At a full engine the time would contain the wait for a slot.
         """
         if seconds is not None:
             self.scheduler.tell(DirectTook(model, shape, seconds))
@@ -167,8 +176,9 @@ class Feedback:
         *,
         was_full: bool = False,
     ) -> None:
-        """A stream's first byte is there, by the route that was predicted. `was_full`: the decode
-        instance was when it was given the request.
+        """The first byte of a stream came, by the route that was predicted.
+
+        `was_full` says whether the decode instance was full when it got the request.
         """
         self.scheduler.ask(FirstToken(model, place, predicted, ttft_s, was_full))
 
@@ -176,14 +186,15 @@ class Feedback:
         """An answer ended well."""
         if record.outcome != "ok" or record.total_s is None or record.output_tokens <= 0:
             return
-        # Not seen in one piece. A prompt too short to be counted takes little beside its answer.
+        # The first token of an answer in one piece is not seen, so its prediction stands for it.
+        # A prompt too short to be counted takes little time beside its answer.
         first_s = record.ttft_s if record.is_stream else record.predicted_ttft_s
         seconds = max(0.0, record.total_s - (first_s or 0.0))
         self.scheduler.tell(AnswerDecoded(model, record.output_tokens, seconds))
 
 
 def usage_of(body: bytes) -> Usage:
-    """What an answer, or the last event of a stream, says of its lengths."""
+    """The lengths that an answer, or the last event of a stream, reports."""
     try:
         usage = _answers.decode(body).usage
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):

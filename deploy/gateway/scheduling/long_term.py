@@ -1,10 +1,10 @@
-"""The long-term loop, live: every few minutes new plans from what was measured, and what they need.
+"""The long-term loop, live: every few minutes new plans from what was measured, and their
+execution.
 
-The shell of `scheduler.live.long_term.events`. It keeps time, solves in a thread what the live
-scheduler asks, and asks for the conversions that the plans want. The scheduler sets thresholds
-itself.
-Whatever is not done is reported with its reason. Does not know requests, nor how an instance is
-converted.
+This is the shell of `scheduler.live.long_term.events`. It keeps time, solves in a thread what the
+live scheduler asks, and asks for the conversions that the plans want. The scheduler sets thresholds
+itself. What is not done is reported with its reason. It does not know requests, nor how an instance
+is converted.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from scheduler.live.long_term.conversion import (
     Ended,
 )
 from scheduler.live.long_term.events import (
+    LOOK_S,
     ConversionAnswered,
     ConversionEnded,
     PeriodLook,
@@ -52,14 +53,12 @@ from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
-LOOK_S: Final = 2.0
-"""Between two looks at reports and links."""
 NUM_DECISIONS: Final = 50
 ERROR: Final = "error"
 
 
 class PlanMetrics:
-    """`prfaas_gateway_plan_*`."""
+    """Metrics `prfaas_gateway_plan_*`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         prefix = "prfaas_gateway_plan_"
@@ -87,7 +86,7 @@ class PlanMetrics:
 
 
 class LongTermService:
-    """See the module text. Use it on one event loop."""
+    """Runs the long-term loop of one gateway, on one event loop."""
 
     def __init__(
         self,
@@ -119,26 +118,27 @@ class LongTermService:
             self._task = start_task(self._run(), "long-term loop")
 
     async def close(self) -> None:
-        """Stop; a conversion that runs is its keeper's to end. Idempotent."""
+        """Stop. `roles` ends a conversion that runs. Idempotent."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
     async def step(self) -> list[PlanDecision]:
-        """A period is over: decide for each model, and act where the configuration says so."""
+        """End a period: decide for each model, and act if the configuration says so."""
         scheduler, roles = self._scheduler, self._roles
         scheduler.ask(PeriodOver(roles.current, bool(roles.converting)))
         plans = scheduler.live.plans
         asked = [(plan, plan.question) for plan in plans.values() if plan.question is not None]
-        # A solution may take seconds. Requests are served meanwhile, and `PlansAsked` finds it.
+        # A solution may take seconds, during which requests are served. `PlansAsked` finds the
+        # answer.
         answers = await asyncio.to_thread(lambda: [question.answer() for _, question in asked])
         for (plan, _), answer in zip(asked, answers, strict=True):
             plan.answer = answer
         return [self._carry_out(step) for step in scheduler.tell(PlansAsked())]
 
     def overview(self) -> PlanOverview:
-        """GET /prfaas/plan."""
+        """The answer to GET /prfaas/plan."""
         now_s, wall_s = self._scheduler.clock(), self._wall_clock()
         current = self._roles.current
         return PlanOverview(
@@ -157,6 +157,7 @@ class LongTermService:
     def _model_now(self, model: str, now_s: float) -> ModelPlanNow:
         plan, knowledge = self._scheduler.live.plans[model], self._scheduler.knowledge(model)
         measured, pd = knowledge.traffic.measured(now_s), self._scheduler.reports()[0]
+        # The region now, not its mean over the period: operators compare it with what they see.
         present = PeriodMeter()
         present.see([pd], {})
         num_prefill, num_decode = division(pd, model, present.take(), self._roles.current)
@@ -183,7 +184,7 @@ class LongTermService:
         try:
             await self.step()
         except Exception as error:
-            # The region serves as it is set; the next period may find things in order again.
+            # The region keeps its settings, and the next period may find everything in order again.
             logger.exception("the long-term loop failed")
             done = [f"did nothing because of an error: {error!r}"]
             self._remember(
@@ -191,8 +192,9 @@ class LongTermService:
             )
 
     def _try_look(self) -> None:
-        """Looks are many: one that fails is no decision to be remembered, and is logged if the one
-        before did not fail alike.
+        """Take one look. A failed look is no decision to remember.
+
+        Looks are many, so a failure is logged only if the one before was different.
         """
         try:
             self._scheduler.ask(PeriodLook())
@@ -213,7 +215,7 @@ class LongTermService:
         return found
 
     def _done(self, step: PlanStep) -> list[str]:
-        """What was done, or would be; empty: nothing is to be done."""
+        """Sentences on what the step did, or advises; empty if there is nothing to do."""
         if self._section.mode != "act":
             wishes = [f"convert an instance of {wish}" for wish in step.conversions]
             return [f"advice: {text}" for text in [*wishes, *_in_words(step.changes)]]
@@ -235,7 +237,7 @@ class LongTermService:
         return [f"began to convert {instance} of {wish}: {start.reason}", *_in_words(changes)]
 
     def _conversion_ended(self, ended: Ended) -> None:
-        """Others may have asked for it."""
+        """Tell the scheduler of any conversion: operators may have asked for it."""
         is_converted = ended.outcome is ConversionOutcome.CONVERTED
         event = ConversionEnded(ended.wish, ended.instance, is_converted)
         changes = self._scheduler.tell(event)
@@ -248,7 +250,7 @@ class LongTermService:
             self._metrics.threshold.labels(cluster).set(tokens)
 
     def _log_omissions(self, step: PlanStep) -> None:
-        """What a plan lacks is logged when it changes, not every few minutes."""
+        """Log what a plan lacks when that changes, not every few minutes."""
         told = "; ".join([f"no plan: {step.unknown}"] if step.unknown else step.notes)
         if told != self._logged.get(step.model, ""):
             logger.info("long-term loop, %s: %s", step.model, told or "nothing is left out")

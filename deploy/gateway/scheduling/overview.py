@@ -1,6 +1,6 @@
 """What scheduling rests on now, for operators: what was learnt, thresholds, links.
 
-Values for GET /prfaas/scheduling. Does not know HTTP, requests or how anything was learnt.
+These are the values of GET /prfaas/scheduling. They know no HTTP, requests or ways of learning.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from scheduler.routing.profiles import KvProfile
 
 
 class LearnedPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """Prefill at one place: T(n) = constant + linear n + square n^2 from each of `starts` on.
+    """Prefill at one place: T(n) = constant + linear n + square n^2, from each of `starts` on.
 
-    A place that is not `is_known` is predicted by the profile of the one seen most. `error` is the
-    median of |predicted / measured - 1| of its latest prefills, `ttft_error` of its latest TTFTs,
-    `overhead_s` what those take beyond what is predicted.
+    Until a place `is_known`, the profile of the place with most prefills predicts it. `error` is
+    the median of |predicted / measured - 1| of its latest prefills, and `ttft_error` that of its
+    latest TTFTs. `overhead_s` is how much longer TTFTs take than predicted.
     """
 
     place: str
@@ -54,7 +54,7 @@ class LinkSeen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulingOverview(msgspec.Struct, frozen=True, kw_only=True):
-    """GET /prfaas/scheduling."""
+    """The answer to GET /prfaas/scheduling."""
 
     models: list[LearnedModel]
     thresholds: list[ThresholdNow]

@@ -1,6 +1,7 @@
-"""What `GET /prfaas/plan` answers: the plan in force, what it rests on, and the last decisions.
+"""The answer to `GET /prfaas/plan`: the plan in force, what it rests on, and the last decisions.
 
-Values for people and programs, made from the scheduler's own. Does not know how they came about.
+These are values for people and programs, made from the scheduler's own. They do not know how they
+came about.
 """
 
 from __future__ import annotations
@@ -21,9 +22,7 @@ _SHOWN_TOKENS = (1024, 8192, 32_768, 131_072)
 
 
 class TrafficNow(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured traffic. Lengths are tokens; `num_requests` is what they rest on, and `window_s` how
-    far back that reaches.
-    """
+    """Measured traffic. Lengths are tokens. It rests on `num_requests` of the last `window_s`."""
 
     num_requests: float
     rate_rps: float
@@ -36,9 +35,11 @@ class TrafficNow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A cluster as it is planned with. `prefill` is the learnt curve: constant, per token and per
-    token squared, s; `prefill_s` its value at some lengths. `error` is the median of |predicted /
-    measured - 1|, of `num_seen` prefills. Decode slots are one instance's; 0: it does not decode.
+    """A cluster as it is planned with.
+
+    `prefill` is the learnt curve: constant, per token and per token squared, seconds. `prefill_s`
+    is its value at some lengths. `error` is the median of |predicted / measured - 1| of `num_seen`
+    prefills. `decode_slots` are those of one instance; 0: it does not decode.
     """
 
     name: str
@@ -71,9 +72,10 @@ class RegionModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of one model's plan. `at_s` is Unix time, `numbers` what the reason rests on
-    (requests/s for `*_rps`), `done` what was done in so many words, or why nothing was. `notes` say
-    what the plan leaves out.
+    """One step of one model's plan.
+
+    `at_s` is Unix time. `numbers` are what the reason rests on (requests/s for `*_rps`). `done`
+    says in words what was done, or why nothing was. `notes` say what the plan leaves out.
     """
 
     model: str = ""
@@ -90,9 +92,10 @@ class PlanDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelPlanNow(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan of one served model. `num_prefill` and `num_decode` count its instances of the PD
-    cluster that can be had, as they will be once the conversion that runs is done. `unknown`: why
-    there is no plan.
+    """The plan of one served model.
+
+    `num_prefill` and `num_decode` count its usable instances in the PD cluster, as they will be
+    after the conversion that runs. `unknown` says why there is no plan.
     """
 
     model: str
@@ -104,8 +107,10 @@ class ModelPlanNow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanOverview(msgspec.Struct, frozen=True, kw_only=True):
-    """The long-term loop of one gateway. `thresholds` are the plans': what a link's state adds is
-    the router's. `decisions`: newest first.
+    """The long-term loop of one gateway.
+
+    `thresholds` are those of the plans; the router multiplies them by what a link's state asks for.
+    `decisions` begin with the newest.
     """
 
     mode: str
@@ -157,7 +162,7 @@ def _finite(numbers: Mapping[str, float]) -> dict[str, float]:
 
 
 def decision_now(step: PlanStep, done: list[str], at_s: float) -> PlanDecision:
-    """A step and what became of it, just now."""
+    """A step and its result, just now."""
     return PlanDecision(
         model=step.model,
         at_s=at_s,

@@ -1,11 +1,11 @@
 """The flight recorder: writes every event that the live scheduler takes, and every answer.
 
-Requests only append a frame to a queue; a thread writes what is there a few times a second. Files
-rotate within a bound. Each begins with the scheduler as it is then, so each can be played by
+Requests only append a frame to a queue; a thread writes the queue a few times a second. Files
+rotate within a bound. Each begins with the present state of the scheduler, so each can be played by
 itself, and a file that lost events is followed by a whole one. Nothing here knows a prompt: events
-hold counts and names, and tenants without limits of their own are written as keyed hashes.
+have counts and names, and tenants without limits of their own are written as keyed hashes.
 
-The format is `scheduler.replay.recording`'s.
+`scheduler.replay.recording` has the format.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ logger = logging.getLogger("prfaas.deploy.gateway")
 
 SUFFIX: Final = ".recording"
 NUM_FILES: Final = 8
-"""The bound is divided into so many files, so that the oldest eighth goes when it is reached."""
+"""The number of files in the bound: the oldest eighth is deleted when it is reached."""
 WRITE_EVERY_S: Final = 0.25
 MAX_WAITING_BYTES: Final = 32 << 20
-"""What may wait for a slow disk. More is lost, and the file says so."""
+"""The most that may wait for a slow disk, bytes. Further events are lost, and the file says so."""
 PAUSE_S: Final = 5.0
-"""After a loss, before a new file is begun: its state is copied on the event loop."""
+"""The pause after a loss before a new file begins, seconds: its state is copied on the event
+loop.
+"""
 
 
 class Recorder:
-    """One for each gateway; `start`, then `note` on the event loop, then `close`."""
+    """The recorder of one gateway. `start` it, `note` events on the event loop, then `close` it."""
 
     def __init__(
         self,
@@ -53,8 +55,8 @@ class Recorder:
         named: Set[str] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`version` is the program's. `named` are tenants with limits of their own: those are
-        written by name.
+        """`version` is the program's. `named` are tenants with limits of their own, who are written
+        by name.
         """
         self._version = version
         self._directory = config.dir
@@ -62,8 +64,9 @@ class Recorder:
         self._file_limit_bytes = max(1, config.keep // NUM_FILES)
         self._named = named
         self._clock = clock
+        # New with each process, so that hashes of two recordings cannot be joined.
         self._key = secrets.token_bytes(32)
-        # What the thread is to write, in order. A file begins with each header.
+        # What the thread has to write, in order. Each header begins a file.
         self._frames: deque[bytes | Header] = deque()
         self._num_put_bytes = 0
         self._num_written_bytes = 0
@@ -81,19 +84,19 @@ class Recorder:
         )
 
     def start(self, live: LiveScheduler) -> None:
-        """Begin the first file. Raises OSError when the directory cannot be made."""
+        """Begin the first file. Raises OSError if the directory cannot be made."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._begin(live)
         self._thread.start()
 
     def hide(self, tenant: str) -> str:
-        """What a tenant is written as."""
+        """The name by which a tenant is written."""
         if not tenant or tenant in self._named:
             return tenant
         return hashlib.blake2b(tenant.encode(), key=self._key, digest_size=8).hexdigest()
 
     def note(self, live: LiveScheduler, event: Event[Any], answer: object, now_s: float) -> None:
-        """`live` has taken an event. Never waits and never raises."""
+        """Record an event that `live` has taken. Never waits and never raises."""
         try:
             if self._num_lost or self._broken.is_set():
                 self._go_on_after_loss(live)
@@ -105,7 +108,7 @@ class Recorder:
                 logger.warning("the disk is too slow for the recorder: events are lost")
                 self._lose()
         except Exception:
-            # A request must not fail because it cannot be written down.
+            # A request must not fail because it cannot be recorded.
             logger.exception("the recorder cannot write a %s", type(event).__name__)
             self._lose()
 
@@ -127,7 +130,9 @@ class Recorder:
         self._lost.inc()
 
     def _go_on_after_loss(self, live: LiveScheduler) -> None:
-        """Lose one more event, or go on in a new file, whose state holds what the event led to."""
+        """Lose one more event, or go on in a new file whose state contains the effect of the
+        event.
+        """
         self._lose()
         if not self._frames and self._clock() >= self._retry_s:
             self._broken.clear()
@@ -136,13 +141,13 @@ class Recorder:
             self._num_lost = 0
 
     def _begin(self, live: LiveScheduler) -> None:
-        """A new file. The copy of the state takes milliseconds, once in many thousand events."""
+        """Begin a new file. Copying the state takes milliseconds, once in many thousand events."""
         self._queue(header_of(live, self._version, time.time()))
-        # However big the state is, a file has room for events.
+        # A file has room for events however large the state is.
         self._num_file_bytes = 0
 
     def _put(self, frame: bytes) -> bool:
-        """Queue an event's frame; False: too much waits."""
+        """Queue an event's frame. False: too much waits."""
         num_waiting_bytes = self._num_put_bytes - self._num_written_bytes
         if num_waiting_bytes + len(frame) > MAX_WAITING_BYTES:
             return False
@@ -163,7 +168,7 @@ class Recorder:
             try:
                 self._write_waiting()
             except OSError as error:
-                # The file is as good as what was written of it; the next one will be whole.
+                # What was written of the file can be played. The next one will be whole.
                 logger.warning("the recorder cannot write: %s", error)
                 self._drop()
         self._end_file()
@@ -171,6 +176,8 @@ class Recorder:
     def _write_waiting(self) -> None:
         while self._frames:
             item = self._frames.popleft()
+            # Counted as taken before it is written, so that a failed write does not count as
+            # waiting for ever.
             self._num_written_bytes += _num_bytes(item)
             frame = frame_of(item.packed()) if isinstance(item, Header) else item
             if isinstance(item, Header):
@@ -191,11 +198,12 @@ class Recorder:
         self._make_room(header_bytes + self._file_limit_bytes)
         began = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
         path = self._directory / f"{began}-{os.getpid()}{SUFFIX}"
+        # "x": never add to a file of another process.
         self._file = path.open("xb")
         logger.info("recording to %s", path)
 
     def _make_room(self, nbytes: int) -> None:
-        """Remove the oldest files until so much more fits in the bound."""
+        """Delete the oldest files until `nbytes` more fit into the bound."""
         files = sorted(self._directory.glob(f"*{SUFFIX}"))
         total = sum(path.stat().st_size for path in files)
         for path in files:
@@ -218,7 +226,7 @@ def _num_bytes(item: bytes | Header) -> int:
 
 
 def without_texts(report: ClusterReport | None) -> ClusterReport | None:
-    """A report without what no decision rests on: error texts, and how prompts are cached."""
+    """A report without parts that no decision rests on: error texts, and how prompts are cached."""
     if report is None:
         return None
     instances = tuple(

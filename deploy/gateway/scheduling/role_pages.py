@@ -1,12 +1,13 @@
 """`GET` and `POST /v1/pd_role`: the roles of the PD cluster's instances, and orders to change them.
 
-Words and course follow vLLM's draft (vllm-project/vllm issue 56133): role, epoch, phase,
-`expected_epoch`; 202 at once, and the operation outlives its caller. What differs: this is the
-region's entry and not one engine's, so an order names its instance, and all are listed. Engines
-stay as they are: a role is what the cluster's front gives an instance to do. Hence no request
-carries an epoch, and what is under way when an order comes ends where it is.
+Terms and protocol follow vLLM's draft (vllm-project/vllm issue 56133): role, epoch, phase,
+`expected_epoch`; the answer is 202 at once, and the operation outlives its caller. Two things
+differ. This is the entry of a region and not of one engine, so an order names its instance, and all
+are listed. Engines stay as they are: a role is the work that the cluster's front gives an instance.
+So no request carries an epoch, and a request that is under way when an order comes ends where it
+is.
 
-Reads arguments and answers with JSON-ready values; authentication is the application's.
+This file reads arguments and answers with JSON-ready values. The application authenticates.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _TRUE: Final = ("1", "true")
 
 
 class RoleOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of a POST. `expected_epoch` is the one that the caller saw; left out: any."""
+    """The body of a POST. `expected_epoch` is the epoch that the caller saw; left out: any."""
 
     instance: str
     role: PdRole
@@ -52,8 +53,8 @@ class RoleOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class InstanceRole(msgspec.Struct, frozen=True, kw_only=True):
     """An instance's role since the order of `epoch` (0: its configuration).
 
-    `phase`: "ready", "draining" (also for other reasons than a change) or "relabelling". `ready`:
-    it is given work of its role. `requests` is what its engine has to do.
+    `phase` is "ready", "draining" (also for other reasons than a change) or "relabelling". `ready`
+    says whether it is given work of its role. `requests` is the number of requests in its engine.
     """
 
     instance: str
@@ -68,7 +69,7 @@ class InstanceRole(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoleChangeNow(msgspec.Struct, frozen=True, kw_only=True):
-    """The conversion under way; while it dwells it is done, and no other may begin."""
+    """The conversion under way. While it dwells it is done, and no other may begin."""
 
     instance: str
     from_role: PdRole
@@ -79,7 +80,7 @@ class RoleChangeNow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoleChangeEnded(msgspec.Struct, frozen=True, kw_only=True):
-    """The last conversion."""
+    """The conversion that ended last."""
 
     instance: str
     from_role: PdRole
@@ -90,8 +91,10 @@ class RoleChangeEnded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolesOverview(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to GET. `busy_with`: why no conversion can begin now. Without a `conversion` an
-    instance is being given back then, and `last` is of an earlier one.
+    """The answer to GET.
+
+    `busy_with` says why no conversion can begin now. If there is no `conversion` then, an instance
+    is getting its old role back, and `last` is an earlier conversion.
     """
 
     cluster: str
@@ -102,7 +105,7 @@ class RolesOverview(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolePages:
-    """What `keeper` and the cluster answer to operators."""
+    """The answers to operators about the roles that `keeper` and the cluster manage."""
 
     def __init__(self, keeper: RoleKeeper, pd: PdCluster, timeout_s: float) -> None:
         self._keeper = keeper
@@ -110,11 +113,11 @@ class RolePages:
         self._timeout_s = timeout_s
 
     async def overview(self) -> RolesOverview:
-        """GET /v1/pd_role. Raises `ApiError`."""
+        """Answer GET /v1/pd_role. Raises `ApiError`."""
         keeper = self._keeper
         now, for_s, last = keeper.current, keeper.current_s, keeper.last
         busy_with = keeper.busy_with
-        # Asked after them: a conversion that is over here shows in its instance's role.
+        # Asked after them, so that a conversion that is over here shows in its instance's role.
         report = await self._report()
         return RolesOverview(
             cluster=report.name,
@@ -125,8 +128,10 @@ class RolePages:
         )
 
     async def change(self, body: bytes, query: Mapping[str, str]) -> tuple[int, InstanceRole]:
-        """POST /v1/pd_role: 202 and the instance as it drains; 200 when it has the role, with
-        `wait` or from the start. Raises `ApiError`.
+        """Answer POST /v1/pd_role.
+
+        202 and the instance while it drains; 200 once it has the role, with `wait` or from the
+        start. Raises `ApiError`.
         """
         order = _order(body)
         report = await self._report()
@@ -169,7 +174,9 @@ class RolePages:
         raise ApiError(409, "last_of_its_role", message, param="instance")
 
     async def _kept(self, instance: InstanceReport, order: RoleOrder) -> InstanceRole:
-        """The instance has the role; one that somebody left draining is given work again."""
+        """The answer if the instance has the role. An instance that was left draining gets
+        work again.
+        """
         _check_epoch(instance, order, repeated=True)
         now = self._keeper.current
         if now and now.instance == instance.name and now.phase is not ConversionPhase.DWELLING:
@@ -187,7 +194,7 @@ class RolePages:
         return _role(_named(await self._report(), name), self._keeper.current)
 
     async def _report(self) -> ClusterReport:
-        """A report made now: the watcher's may not know of the last change yet."""
+        """A report made now. The watcher's may be older than the last change."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 report = await self._pd.report()
@@ -215,7 +222,10 @@ def _named(report: ClusterReport, name: str) -> InstanceReport:
 
 
 def _check_epoch(instance: InstanceReport, order: RoleOrder, *, repeated: bool = False) -> None:
-    """An order that was carried out already (`repeated`) was given one epoch ago."""
+    """Raise `ApiError` 409 if the caller saw another epoch.
+
+    An order that was carried out already (`repeated`) was given one epoch ago.
+    """
     expected = order.expected_epoch
     known = {instance.role_epoch, instance.role_epoch - 1 if repeated else instance.role_epoch}
     if expected is None or expected in known:

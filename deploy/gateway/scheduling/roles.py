@@ -1,19 +1,19 @@
 """Converts instances of the region's PD cluster, as `scheduler.live.long_term.conversion` orders.
 
-One conversion at a time, asked for by the long-term loop or by an operator (role_pages.py):
+There is one conversion at a time. The long-term loop or an operator (role_pages.py) asks for it:
 
     ask -> drain at the front -> set_role there -> resume -> dwell
 
-Effects are performed in order, and what came of them is reported back. Whatever gives an instance
-back (the old role, `resume`) is tried until the front has answered, before anything else is begun:
-an instance that stays drained is lost to both roles. So is it when the gateway ends meanwhile.
-When the gateway is killed, the front gives the instance back after a while (`drained_hold_s`
-there). Until then the gateway that returns begins no conversion.
+Effects are performed in order, and their results are reported back. Effects that give an instance
+back (the old role, `resume`) are repeated until the front has answered, before anything else
+begins: an instance that stays drained is lost to both roles. The same happens when the gateway ends
+meanwhile. If the gateway is killed, the front gives the instance back after a while
+(`drained_hold_s` there). Until then a restarted gateway begins no conversion.
 
-A conversion that would leave a role without a usable instance does not begin; one that comes to,
-because others died while its instance drained, is given up.
+A conversion that would leave a role without a usable instance does not begin. If others die while
+its instance drains, it is given up.
 
-Does not know why an instance should change, nor HTTP.
+It does not know why an instance should change, nor HTTP.
 """
 
 from __future__ import annotations
@@ -55,9 +55,11 @@ logger = logging.getLogger("prfaas.deploy.gateway")
 
 TICK_S: Final = 1.0
 CALL_S: Final = 10.0
-"""Bound on one order to the front, or the dwell: no order is late for the next conversion."""
+"""The longest wait for one order to the front, seconds. It is at most the dwell time, so that no
+order is late for the next conversion.
+"""
 CLOSE_S: Final = 3.0
-"""For giving an instance back when the gateway ends."""
+"""How long giving an instance back may take when the gateway ends, seconds."""
 
 _ROLES: Final = ("prefill", "decode", "both")
 _REFUSALS: Final = (RoleRefused, UnknownInstance)
@@ -76,7 +78,7 @@ class RoleKeeper:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`report`: the cluster's latest report, None while there is none or it is too old."""
+        """`report` gives the cluster's latest report, None while there is none or it is too old."""
         self._pd = pd
         self._report = report
         self._clock = clock
@@ -115,12 +117,12 @@ class RoleKeeper:
 
     @property
     def converting(self) -> frozenset[str]:
-        """The cluster while it may not convert: a conversion of it runs, dwells or is undone."""
+        """The cluster while it may not convert: a conversion runs, dwells or is undone."""
         return frozenset({self._pd.name} if self.busy_with else ())
 
     @property
     def busy_with(self) -> str:
-        """Why no conversion can begin now; "": one can."""
+        """Why no conversion can begin now; "" if one can."""
         if (current := self._converter.current) is not None:
             return f"{current.instance} is {current.phase}"
         owed = next((effect.instance for effect in self._effects), "")
@@ -132,16 +134,17 @@ class RoleKeeper:
         return None if self._last is None else (self._last[0], self._clock() - self._last[1])
 
     def on_ended(self, listener: Callable[[Ended], None]) -> None:
-        """Call `listener` whenever a conversion ended, well or not."""
+        """Call `listener` whenever a conversion has ended, well or not."""
         self._listeners.append(listener)
 
     def ask(
         self, wish: ConversionWish, report: ClusterReport | None = None, *, only: str = ""
     ) -> Start:
-        """Begin to convert the least loaded instance, or `only`, or say why not. Never waits.
+        """Begin to convert the least loaded instance, or `only`; else say why not. Never waits.
 
-        `report`: a newer one than the latest that this was made with.
+        `report` is used instead of the latest one, where the caller has a newer one.
         """
+        # A dwelling may have ended since the last step.
         self._effects.extend(self._converter.tick(self._clock()))
         if self.busy_with:
             return Start((), self.busy_with)
@@ -161,12 +164,14 @@ class RoleKeeper:
         return start
 
     async def ended(self) -> Ended:
-        """How the conversion under way ends; it must not dwell. Cancelling does not end it."""
+        """How the conversion under way ends; it must not dwell. Cancelling the wait does not
+        end it.
+        """
         assert self._ended is not None
         return await asyncio.shield(self._ended)
 
     def start(self) -> None:
-        """Perform what is asked for from now on."""
+        """Perform effects from now on."""
         self._task = start_task(self._run(), "roles")
 
     async def close(self) -> None:
@@ -177,7 +182,8 @@ class RoleKeeper:
             await asyncio.gather(task, return_exceptions=True)
         current = self._converter.current
         if current is not None and current.phase is not ConversionPhase.DWELLING:
-            # What had not been done yet is undone by what follows.
+            # The effects of the failure undo whatever was done, so what was not done yet is
+            # dropped.
             self._effects.clear()
             self._effects.extend(self._converter.failed(current.instance, "the gateway ended"))
         with contextlib.suppress(TimeoutError):
@@ -186,7 +192,7 @@ class RoleKeeper:
         await self._stop_draining()
 
     async def step(self) -> None:
-        """Take what happened since the last step, and perform what follows."""
+        """Take in what happened since the last step, and perform what follows."""
         report = self._report()
         if report is not None:
             self._count(report)
@@ -199,7 +205,7 @@ class RoleKeeper:
             try:
                 await self.step()
             except Exception:
-                # Requests are served in any role; nothing here may end the gateway.
+                # Requests are served in any role, so no failure here may end the gateway.
                 logger.exception("converting instances failed")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
@@ -207,7 +213,7 @@ class RoleKeeper:
             self._wake.clear()
 
     def _drain_ended(self, report: ClusterReport | None) -> tuple[Effect, ...]:
-        """What follows from the drain under way, if anything."""
+        """The effects of the drain under way, if it has any."""
         current, task = self._converter.current, self._draining
         if current is None or task is None:
             return ()
@@ -223,7 +229,7 @@ class RoleKeeper:
         return self._converter.drained(current.instance, self._clock())
 
     async def _perform(self) -> None:
-        """All effects in order; one that nobody answered to stays first, for the next step."""
+        """Perform all effects in order. One without an answer stays first, for the next step."""
         while self._effects:
             effect = self._effects[0]
             try:
@@ -231,6 +237,7 @@ class RoleKeeper:
             except _FAILURES as error:
                 logger.warning("%s: tried again soon: %s", effect, _said(error))
                 return
+            # Removed only now: an effect whose answer was lost is performed again.
             self._effects.popleft()
             self._effects.extend(following)
 
@@ -253,7 +260,7 @@ class RoleKeeper:
         return ()
 
     async def _set_role(self, effect: SetRole) -> tuple[Effect, ...]:
-        """The order of a conversion, which may fail, or the undoing of one, which must not."""
+        """Order the new role of a conversion, which may fail, or undo one, which must not fail."""
         is_order = self._converter.current is not None
         try:
             async with asyncio.timeout(self._call_s):
@@ -263,7 +270,7 @@ class RoleKeeper:
                 return self._converter.failed(effect.instance, _said(error))
             if not isinstance(error, _REFUSALS):
                 raise
-            # A later order than ours holds, or there is nothing to give back.
+            # A later order than ours is in force, or there is no instance to give back.
             logger.warning("%s keeps its role: %s", effect.instance, error)
             return ()
         if not is_order:
@@ -298,21 +305,23 @@ class RoleKeeper:
 
 
 def drained_by_others(report: ClusterReport, wanted: str = "") -> str:
-    """Why no conversion may begin though this gateway converts nothing: an instance other than the
-    `wanted` one drains, for somebody else or for a gateway that is gone. "": none does.
+    """Why no conversion may begin though this gateway converts nothing; "" if one may.
+
+    An instance other than the `wanted` one drains, for another caller or for a gateway that is
+    gone.
     """
     names = (item.name for item in report.instances if item.draining and item.name != wanted)
     return next((f"{name} drains, and not for this gateway" for name in names), "")
 
 
 def is_usable(instance: InstanceReport) -> bool:
-    """Whether it serves its role now."""
+    """Whether the instance serves its role now."""
     return instance.healthy and not instance.draining
 
 
 def _candidates(report: ClusterReport, wish: ConversionWish, only: str) -> Sequence[RoleView]:
-    """The instances of one model: of the wish's, else of `only`'s, else of the one with the most
-    that are usable in the role.
+    """The instances of one model: the wish's model, else that of `only`, else the model with the
+    most usable instances in the role.
     """
     by_model: dict[str, list[InstanceReport]] = {}
     for item in report.instances:
@@ -342,7 +351,7 @@ def _view(report: ClusterReport, instance: InstanceReport) -> RoleView:
 
 
 def _lost_role(report: ClusterReport, current: Conversion) -> str:
-    """Why the instance may not leave its role any more; "": others hold it up."""
+    """Why the instance may not leave its role any more; "" while another one can replace it."""
     role = current.wish.from_role
     own = next((item for item in report.instances if item.name == current.instance), None)
     if own is None:

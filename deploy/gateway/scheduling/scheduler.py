@@ -1,7 +1,7 @@
-"""The gateway's shell around the live scheduler: a clock, what is known now, and questions.
+"""The gateway's shell around the live scheduler: a clock, present facts, and questions.
 
 Before a question it hands over the reports and links that have changed, so that the answer rests on
-the present. Every event passes `tell`. Does not decide anything.
+the present. Every event passes `tell` or `ask`. It decides nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Reports(Protocol):
 
 
 class RegionScheduler:
-    """One for each gateway, on one event loop."""
+    """The scheduler of one gateway, on one event loop."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class RegionScheduler:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`link` gives the state of the link from cluster to cluster; without it nothing is known
-        of any.
+        """`link` gives the present state of a link between two clusters. Without it, no link
+        is known.
         """
         self.live = LiveScheduler(settings)
         self.clock = clock
@@ -66,16 +66,16 @@ class RegionScheduler:
         ]
 
     def record(self, recorder: Recorder) -> None:
-        """Have every event from now on written down. Raises OSError."""
+        """Record every event from now on. Raises OSError."""
         recorder.start(self.live)
         self._recorder = recorder
 
     def tell(self, event: Event[R]) -> R:
-        """Hand an event over; what it is answered now."""
+        """Hand an event over and return its answer."""
         return self._take(event, self.clock())
 
     def ask(self, event: Event[R]) -> R:
-        """The same for an answer that rests on reports and links as they are now."""
+        """Like `tell`, for an answer that rests on reports and links as they are now."""
         now_s = self.clock()
         self._hear(now_s)
         return self._take(event, now_s)
@@ -88,29 +88,29 @@ class RegionScheduler:
         excluded: Set[str] = frozenset(),
         priority: int = 0,
     ) -> RouteDecision:
-        """Where a prompt is computed, passing over the clusters in `excluded`."""
+        """Where a prompt is computed. Clusters in `excluded` are passed over."""
         return self.ask(RouteAsked(model, shape, priority, excluded))
 
     def route_early(
         self, model: str, shape: RequestShape, *, priority: int = 0
     ) -> RouteDecision | None:
-        """The route of a prompt that nobody has counted; None: count it and look it up first."""
+        """The route of a prompt that was not counted; None: count it and look it up first."""
         return self.ask(RouteEarly(model, shape, priority))
 
     def thresholds_now(self) -> list[ThresholdNow]:
-        """All thresholds, for links as they are now."""
+        """All thresholds, with links as they are now."""
         return self.ask(ThresholdsAsked())
 
     def base_tokens(self) -> Mapping[str, float]:
-        """What the plan says of t, by prefill cluster."""
+        """The plan's thresholds by prefill cluster."""
         return self.live.thresholds.base_tokens()
 
     def knowledge(self, model: str) -> ModelKnowledge:
-        """What was learnt of a served model, to be looked at."""
+        """The profiles and traffic learnt of a served model, for reading only."""
         return self.live.knowledge(model)
 
     def models(self) -> Mapping[str, ModelKnowledge]:
-        """All models of which anything was asked or learnt."""
+        """All models that were asked about or learnt about."""
         return self.live.models()
 
     def reports(self) -> list[Reported]:
@@ -118,7 +118,9 @@ class RegionScheduler:
         return [self._reports.reported_pd(), *self._reports.reported_prefill()]
 
     def links(self) -> dict[LinkPair, LinkView]:
-        """Links of the PD cluster with each prefill cluster, both ways, as routing sees them."""
+        """The links of the PD cluster with each prefill cluster, both ways, as routing sees
+        them.
+        """
         self._hear(self.clock())
         return {pair: self.live.link(*pair) for pair in self._pairs}
 
@@ -126,8 +128,11 @@ class RegionScheduler:
         """Hand over what has changed since the last question."""
         for found in self.reports():
             known = self._heard.get(found.name)
+            # By identity: comparing whole reports at every request would cost more than the
+            # request's route.
             if known is None or found.report is not known.report or found.at_s != known.at_s:
                 self._heard[found.name] = found
+                # Texts would make recordings larger, and no decision reads them.
                 report = found.report if self._recorder is None else without_texts(found.report)
                 self._take(ReportHeard(found.name, report, found.at_s), now_s)
         if self._link is None:
@@ -147,7 +152,7 @@ class RegionScheduler:
 def live_settings(
     config: GatewayConfig, pd: str, prefill_clusters: tuple[str, ...]
 ) -> LiveSettings:
-    """What the gateway's configuration sets of the scheduler of these clusters."""
+    """The settings of the scheduler of these clusters, from the gateway's configuration."""
     scheduling, admission = config.scheduling, config.scheduling.admission
     long_term = scheduling.long_term
     return LiveSettings(

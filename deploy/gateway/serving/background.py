@@ -1,7 +1,7 @@
 """Tasks that outlive the request that started them: they give memory back and settle records.
 
 `Background` owns every task until it ends, so that none is lost to garbage collection and a
-shutdown can wait for all of them. Does not know what they do.
+shutdown can wait for all of them. This file does not know what they do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What all steps of a request share: the request itself, its record, and the gateway's services.
 
 A step that learns something about the request tells its `Exchange`, which alone fills the record
-and counts the metrics. Does not know how requests are routed or relayed.
+and counts the metrics. This file does not know how requests are routed or relayed.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Services:
         return Feedback(self.scheduler)
 
     def tell_ended(self, instance: str) -> None:
-        """Tell the PD cluster's front, in the background, that an instance is done with a request
-        that it was given.
+        """Tell the PD cluster's front, in the background, that an instance is done with a
+        request.
         """
         self.background.spawn(self.pd.request_ended(instance), f"end at {instance}")
 
@@ -110,7 +110,8 @@ class Exchange:
 
     def decided(self, decision: Decision) -> None:
         """Note the route that is taken from now on."""
-        # Only the first prediction counts from arrival, and only that for a counted prompt: an
+        # Only the first prediction counts from arrival. It must be for a counted prompt, because an
+        # estimate of the length predicts nothing.
         # upper bound of the length predicts nothing.
         self.predicted = None
         is_counted = self.record.num_prompt_tokens is not None
@@ -170,7 +171,9 @@ class Exchange:
         self.record.first_byte(self.elapsed_s(), is_stream=answer.is_stream)
 
     def over(self) -> None:
-        """Note that the answer is over. The legs may not be, see `hold`."""
+        """Note that the answer is over. The legs may still run: `hold` keeps the record open
+        for them.
+        """
         self.record.total_s = self.elapsed_s()
         self.metrics.ended(self.record)
         self.release()

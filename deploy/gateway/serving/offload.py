@@ -3,23 +3,24 @@
     reserve a landing -> start the prefill leg -> wait until the KVCache has landed -> post the
     decode request -> its first bytes are the answer
 
-The decode request is not posted earlier, because an engine that holds a request which waits for
-its landing keeps stepping: that takes a core from whoever prefills or transfers on the same host.
-The wait ends with the first of these:
+The decode request is not posted earlier: an engine with a request that waits for its landing keeps
+stepping, and takes a core from processes that prefill or transfer on the same host. The wait ends
+with the first of these:
 
 - The landing is whole, or the prefill leg says so. What becomes of the leg later does not matter.
 - The prefill leg fails, or the landing does and the leg has `result_grace_s` to say why. The
   landing is given back, and the request goes to another prefill cluster or, without its KVCache,
   to the decode engine, which computes the prompt itself.
-- Nobody can say how the landing is doing. The decode request is posted at once: the engine takes
-  what has landed, waits for what will, and computes the prompt itself when the landing is gone.
-  Only then the leg is watched until the answer begins, and its failure gives the landing back.
+- The state of the landing cannot be found out. The decode request is posted at once: the engine
+  takes what has landed, waits for the rest, and computes the prompt itself when the landing is
+  gone. Only in this case the leg is watched until the answer begins, and its failure gives the
+  landing back.
 - `engine_silence_s` is over.
 
-`close` gives back whatever is still held: it cancels the prefill leg and releases the landing (one
-that an engine took over stays the engine's).
+`close` gives back whatever is still held: it cancels the prefill leg and releases the landing (a
+landing that an engine has taken stays the engine's).
 
-Does not choose routes and never touches the client's connection.
+It does not choose routes and never touches the client's connection.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from deploy.gateway.serving.planning import RequestPlan
 from kvmanager.hashing import token_digest
 from kvmanager.token_ids import TokenIds
 from local_pd.errors import NoLandingRoom, PdError
-from local_pd.messages import DecodeSlot, LandingReport
+from local_pd.messages import DecodeSlot, LandingReport, ReserveRequest
 from prfaas.engines.errors import PrefillFailed
 from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.routing.decision import HAND_OFF, Decision, Reason, fall_back
@@ -92,7 +93,8 @@ class Offload:
         self._routed = decision
         self._shape = plan.shape
         self._cached = plan.cached
-        # The decode engine recomputes the last token and samples from it.
+        # The decode engine recomputes the last token and samples from it, so the prefill leaves
+        # it out.
         self._prefix = token_ids[:-1]
         self._slot: DecodeSlot | None = None
         self._is_released = False
@@ -139,18 +141,19 @@ class Offload:
         started_s = self._exchange.elapsed_s()
         digest, block_keys = token_digest(self._prefix).hex(), self._cached.block_keys
         granter = self._services.granter
+        request = ReserveRequest(
+            num_tokens=len(self._prefix),
+            token_digest=digest,
+            request_id=self._exchange.request_id,
+            model=self._inbound.model,
+            block_keys=block_keys,
+            prefer_nodes=self._cached.landing_nodes(),
+            tenant=self._exchange.record.tenant,
+            grant=reservation_grant(granter, len(self._prefix), digest, block_keys),
+        )
         try:
             async with asyncio.timeout(self._timeouts.cluster_s):
-                slot = self._slot = await self._services.pd.reserve(
-                    num_tokens=len(self._prefix),
-                    token_digest=digest,
-                    request_id=self._exchange.request_id,
-                    model=self._inbound.model,
-                    block_keys=block_keys,
-                    prefer_nodes=self._cached.landing_nodes(),
-                    tenant=self._exchange.record.tenant,
-                    grant=reservation_grant(granter, len(self._prefix), digest, block_keys),
-                )
+                slot = self._slot = await self._services.pd.reserve(request)
         except (TimeoutError, PdError, RpcError, OSError) as error:
             is_full = isinstance(error, NoLandingRoom)
             reason = Reason.NO_LANDING_ROOM if is_full else Reason.RESERVE_FAILED
@@ -202,7 +205,7 @@ class Offload:
             return self._prefill_failed(error)
         except (PdError, RpcError, OSError) as error:
             return self._prefill_failed(PrefillFailed("unreachable", str(error)))
-        # The decode engine can still compute the prompt: no mistake here may fail the request.
+        # The decode engine can still compute the prompt, so no error here may fail the request.
         except Exception as error:
             logger.exception("%s: the prefill leg broke", self._exchange.request_id)
             return self._prefill_failed(PrefillFailed("engine_failed", repr(error)))
@@ -217,8 +220,9 @@ class Offload:
         return error
 
     async def _await_landing(self, slot: DecodeSlot, leg: _Leg) -> LandingReport:
-        """How the landing ended, or what the end of the leg says about it. The state "unknown"
-        leaves it open. Raises `EngineTimeout`.
+        """How the landing ended, or what the end of the leg says about it.
+
+        The state "unknown" leaves it open. Raises `EngineTimeout`.
         """
         started_s, silence_s = self._exchange.elapsed_s(), self._timeouts.engine_silence_s
         asking = self._services.background.begin(
@@ -229,10 +233,11 @@ class Offload:
                 (asking, leg), timeout=silence_s, return_when=asyncio.FIRST_COMPLETED
             )
         finally:
+            # Only the question ends: the leg goes on.
             asking.cancel()
             self._exchange.waited_for_landing(self._exchange.elapsed_s() - started_s)
         landing = asking.result() if asking.done() else None
-        # The end of the leg is news of the landing, too, and may come first.
+        # The end of the leg is news of the landing, too, and may arrive first.
         if leg.done() and (landing is None or landing.state != "landed"):
             result = leg.result()
             if isinstance(result, PrefillFailed):
@@ -244,7 +249,7 @@ class Offload:
 
     async def _landing_ended(self, slot: DecodeSlot) -> LandingReport:
         while True:
-            # One long question for each period, so that a front that has died is noticed.
+            # One question waits for at most this long, so that a front that has died is noticed.
             report = await self._services.pd.await_landing(slot, self._timeouts.cluster_s)
             if report.state != "open":
                 return report
@@ -261,7 +266,7 @@ class Offload:
         self, slot: DecodeSlot, error: PrefillFailed, try_elsewhere: Callable[[], bool]
     ) -> None:
         """Give the landing back and fall back; raises `PrefillLost` to go elsewhere instead."""
-        # Prefill instances of the same cluster are no other place: the decode engine computes.
+        # Prefill instances of the same cluster are no other place, so the decode engine computes.
         if self._routed.target != HAND_OFF and try_elsewhere():
             raise PrefillLost(self._routed.target, error)
         self.decision = fall_back(self.decision, Reason.PREFILL_FAILED)
@@ -295,7 +300,7 @@ class Offload:
                 return await self._compute_there(slot, opening)
             return await opening
         except BaseException:
-            # Nobody will read this answer: its connection must not stay open.
+            # Nobody will read this answer, so its connection must not stay open.
             if not opening.done():
                 opening.cancel()
             elif not opening.cancelled() and opening.exception() is None:
@@ -305,8 +310,9 @@ class Offload:
     async def _compute_there(
         self, slot: DecodeSlot, decoding: Awaitable[EngineAnswer]
     ) -> EngineAnswer:
-        """The answer of a decode engine that computes the prompt itself. Until it begins, the
-        prompt counts as work ahead of others at that engine.
+        """The answer of a decode engine that computes the prompt itself.
+
+        Until it begins, the prompt counts as work ahead of others at that engine.
         """
         begun_s = self._services.scheduler.clock()
         key = self._feedback.direct_begun(slot.instance, self._shape)
@@ -319,12 +325,13 @@ class Offload:
         return answer
 
     async def _cached_tokens(self, leg: _Leg) -> int | None:
-        """What the prefill leg's engine found cached; None if the decode engine had to compute the
-        prompt. 0 if the leg does not say in time: clients never hear of a hit that nobody reported.
+        """How many tokens the prefill leg's engine found cached; None if the decode engine had to
+        compute the prompt. 0 if the leg does not say in time: clients are not told of a hit without
+        a report.
         """
         if self.decision is not self._routed:
             return None
-        # The KVCache is here before the end of the leg is heard of.
+        # The KVCache lands before the end of the leg is reported.
         await asyncio.wait((leg,), timeout=self._timeouts.result_grace_s)
         result = leg.result() if leg.done() and not leg.cancelled() else None
         return result.cached_tokens if isinstance(result, PrefillResult) else 0
@@ -333,6 +340,8 @@ class Offload:
         leg = self._leg
         try:
             if leg is not None:
+                # The leg's numbers of an answered request are worth a moment; a given up request
+                # has none.
                 if is_answered and not leg.done():
                     await asyncio.wait((leg,), timeout=self._timeouts.result_grace_s)
                 leg.cancel()
@@ -344,6 +353,7 @@ class Offload:
 
     async def _release(self, slot: DecodeSlot, reason: str) -> None:
         """Release the landing once. If this fails, its lease releases it."""
+        # Set before the await: `_lost` and `_give_back` may both come here.
         if self._is_released:
             return
         self._is_released = True
@@ -354,5 +364,5 @@ class Offload:
             logger.warning("%s: landing not released: %s", self._exchange.request_id, error)
 
     def _saved_bytes(self, slot: DecodeSlot) -> int:
-        """What is not sent because the landing has it already."""
+        """The bytes that are not sent because the landing has them already."""
         return self._cached.kv_bytes(slot.landing.cached_tokens)

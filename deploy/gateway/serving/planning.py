@@ -1,15 +1,15 @@
 """Plans a request: counts its prompt, looks up what is cached of it, and asks for its route.
 
 Counting costs a round trip to an engine, and looking up one to the directory. A prompt that is
-certain to stay in the PD cluster skips both. Does not know the client, nor how a plan is carried
-out.
+certain to stay in the PD cluster skips both. This file does not know the client, nor how a plan is
+carried out.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -17,7 +17,7 @@ from deploy.gateway.cache.cached_prompt import CachedPrompt
 from deploy.gateway.errors import EngineLost
 from deploy.gateway.serving.exchange import Exchange, Services
 from kvmanager.token_ids import TokenIds, in_turns, parsing
-from local_pd.messages import DirectTarget
+from local_pd.messages import DirectRequest, DirectTarget
 from scheduler.routing.decision import Decision, Reason, RequestShape, one_engine
 
 logger = logging.getLogger("prfaas.deploy.gateway")
@@ -25,9 +25,7 @@ logger = logging.getLogger("prfaas.deploy.gateway")
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
-    """A request's route and what it rests on. `token_ids` is None for a prompt that was not
-    counted.
-    """
+    """A request's route and what it rests on. `token_ids` is None if the prompt was not counted."""
 
     decision: Decision
     shape: RequestShape
@@ -78,7 +76,7 @@ async def plan_request(services: Services, exchange: Exchange) -> RequestPlan:
     try:
         plan = await judge(services, exchange)
     except NotRendered as error:
-        # The engine words its own error, so it gets the request all the same.
+        # The engine gets the request all the same, and words its own error.
         return RequestPlan(one_engine(shape, error.reason), shape)
     if plan.cached.keys is not None:
         exchange.looked_up(services.pd.name, plan.shape)
@@ -88,8 +86,9 @@ async def plan_request(services: Services, exchange: Exchange) -> RequestPlan:
 
 
 async def judge(services: Services, exchange: Exchange) -> RequestPlan:
-    """The route that a request would take now, its prompt counted and looked up whatever its
-    length. No engine gets more of it than the rendering. Raises `NotRendered`.
+    """The route that a request would take now. Raises `NotRendered`.
+
+    Its prompt is counted and looked up whatever its length. Engines only get it for rendering.
     """
     inbound = exchange.inbound
     token_ids = inbound.token_ids
@@ -103,7 +102,9 @@ async def judge(services: Services, exchange: Exchange) -> RequestPlan:
         cached = await services.caches.look_up(
             places, token_ids, inbound.cache_salt or "", exchange.record.tenant
         )
-    shape = cached.shape(replace(inbound.shape, num_prompt_tokens=len(token_ids), is_exact=True))
+    shape = cached.shape(
+        msgspec.structs.replace(inbound.shape, num_prompt_tokens=len(token_ids), is_exact=True)
+    )
     decision = services.scheduler.route(inbound.model, shape, priority=inbound.priority)
     return RequestPlan(decision, shape, token_ids, cached)
 
@@ -115,13 +116,15 @@ async def direct_target(
     prefer_nodes: tuple[str, ...] = (),
 ) -> DirectTarget:
     """An engine that can serve the request alone and is none of the instances in `lost`."""
-    # No timeout here: an embedded front answers at once, and a remote one has a deadline.
-    return await services.pd.direct(
-        exchange.request_id,
+    # No timeout here: an embedded front answers at once, and the client of a remote one has a
+    # deadline.
+    request = DirectRequest(
+        request_id=exchange.request_id,
         model=exchange.inbound.model,
         exclude=tuple(sorted(lost)),
         prefer_nodes=prefer_nodes,
     )
+    return await services.pd.direct(request)
 
 
 async def _render(services: Services, exchange: Exchange) -> TokenIds:
@@ -139,6 +142,7 @@ async def _render(services: Services, exchange: Exchange) -> TokenIds:
     except EngineLost as error:
         logger.warning("%s: not rendered: %s", exchange.request_id, error)
         raise NotRendered(Reason.RENDER_UNAVAILABLE) from error
+    # Rendering uses the engine, so the front counts it until here.
     finally:
         services.tell_ended(target.instance)
     services.feedback.counted(inbound.model, inbound.content, len(token_ids))
@@ -151,6 +155,7 @@ async def _rendered_ids(status: int, body: bytes, *, is_list: bool) -> TokenIds:
     if status != 200:
         reason = Reason.RENDER_REFUSED if 400 <= status < 500 else Reason.RENDER_UNAVAILABLE
         raise NotRendered(reason)
+    # The completions endpoint renders a list of prompts, chat a single one.
     try:
         found = _rendered_list_decoder.decode(body) if is_list else [_rendered_decoder.decode(body)]
         if len(found) != 1:

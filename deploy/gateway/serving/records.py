@@ -1,6 +1,6 @@
 """What happened to a request: a record that fills up.
 
-Only `serving.exchange` fills records. Does not know HTTP. Time is an argument.
+Only `serving.exchange` fills records. This file does not know HTTP. Time is an argument.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     def decided(self, decision: Decision) -> None:
         """Note the route that is taken now."""
-        # The first one stays, and so does its prediction: later ones do not begin at arrival.
+        # The first route stays, and so does its prediction: later ones do not begin at arrival.
         if not self.first_route:
             self.first_route, self.first_target = decision.route, decision.target
             self.first_reason = decision.reason.value
@@ -136,7 +136,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         self.reason = decision.reason.value
         if isinstance(decision, RouteDecision):
             self.cache_move = str(decision.move) if decision.move.source else ""
-        # JSON has no infinity, the prediction for a place that cannot serve the request.
+        # A place that cannot serve the request has an infinite prediction, which JSON cannot
+        # express.
         self.numbers = {
             name: value for name, value in decision.numbers.items() if math.isfinite(value)
         }

@@ -1,8 +1,8 @@
 """Serves one request: plan, admit, open an answer, relay it, note how it ended.
 
 Until the first byte has gone to the client one more try is made elsewhere. After it, a failure ends
-the connection. Does not know authentication, limits, how a route is chosen or how a landing is
-filled.
+the connection. This file does not know authentication, limits, how a route is chosen or how a
+landing is filled.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from scheduler.routing.short_term import RouteDecision
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
+# Codes with which an engine, or a server in front of it, says that it cannot answer now.
 _WORTH_A_SECOND_TRY: Final = frozenset({500, 502, 503, 504})
 
 
@@ -67,7 +68,7 @@ class Serving:
             answer = await self._open()
             exchange.answered(answer)
             self._teach_first_token()
-            # These headers say what is known now: relaying may take long.
+            # The headers say what is known now, since relaying may take long.
             headers = _response_headers(exchange.record)
             if answer.is_stream:
                 return await self._relay(request, answer, headers)
@@ -95,7 +96,8 @@ class Serving:
             is_refused = 400 <= answer.status < 500
             return answer
         finally:
-            # What the engine refuses costs no prefill: it must not shape thresholds and roles. A
+            # A refusal by the engine costs no prefill, so it must not shape thresholds and roles.
+            # A request that was given up, or whose engine died, is demand all the same.
             # request that was given up, or whose engine died, is demand all the same.
             if not is_refused:
                 self._feedback.arrived(self._inbound.model, plan.shape)
@@ -120,14 +122,14 @@ class Serving:
             try:
                 return await self._try(decision, plan)
             except NotOffloaded as error:
-                # Not a second try: no engine has been given anything yet.
+                # This is no second try: no engine has been given anything yet.
                 decision = fall_back(decision, error.reason)
             except PrefillLost as error:
                 self._lost_clusters.add(error.target)
                 decision = self._route(plan, self._lost_clusters)
                 self._retried(Reason.PREFILL_FAILED)
             except EngineTimeout:
-                # The client has waited for so long that no time is left for another try.
+                # The client has waited so long that no time is left for another try.
                 raise
             except EngineLost as error:
                 if self._tries_left <= 0:
@@ -138,6 +140,7 @@ class Serving:
                 self._retried(Reason.DECODE_FAILED)
 
     async def _try(self, decision: Decision, plan: RequestPlan) -> EngineAnswer:
+        # Here and not before: a second route may move another prefix.
         plan = await self._with_moved_cache(decision, plan)
         if plan.token_ids is None or not (
             isinstance(decision, RouteDecision) and decision.needs_landing
@@ -175,6 +178,7 @@ class Serving:
         services, feedback, exchange = self._services, self._feedback, self._exchange
         nodes = plan.cached.direct_nodes()
         target = await direct_target(services, exchange, self._lost_instances, nodes)
+        # Taken before the request is sent: the engine may answer before `open` returns.
         begun_s = services.scheduler.clock()
         key = feedback.direct_begun(target.instance, plan.shape)
         was_full = feedback.given(target.instance)
@@ -195,7 +199,8 @@ class Serving:
             feedback.direct_over(key)
         if answer.is_stream and answer.status == 200:
             seconds = feedback.direct_answered(target.instance, begun_s)
-            # A prompt that nobody looked up may be cached, and one at a full engine waited for a
+            # A prompt that was not looked up may be cached, and one at a full engine waited for a
+            # slot. Neither says how long a prefill takes.
             # slot: neither says how long a prefill takes.
             is_looked_up = services.caches is None or plan.cached.keys is not None
             if is_looked_up and not exchange.was_full:
@@ -224,11 +229,11 @@ class Serving:
         exchange = self._exchange
         record, predicted = exchange.record, exchange.predicted
         ttft_s = record.ttft_s if record.is_stream and record.status == 200 else None
-        # A prompt that nobody looked up may be cached, which no prediction knew.
+        # A prompt that was not looked up may be cached, which no prediction knew.
         is_looked_up = self._services.caches is None or record.local_cached_tokens is not None
         if predicted is None or ttft_s is None or not is_looked_up:
             return
-        # A route has no influence on how long the client takes to send its body.
+        # How long the client takes to send its body does not depend on the route.
         ttft_s -= record.parts.read_s or 0.0
         self._feedback.first_token(
             self._inbound.model, record.target, predicted, ttft_s, was_full=exchange.was_full
@@ -249,7 +254,7 @@ class Serving:
         usage = usage_of(body)
         passed = forwarded_headers(answer.headers)
         if status >= 300 and not is_openai_error(body):
-            # A redirect, or a 401 or 403 from an engine, is no answer to this client.
+            # A redirect, or a 401 or 403 from an engine, is no answer for this client.
             if status < 400 or status in (401, 403):
                 status = 502
             text = body[:500].decode("utf-8", "replace")
@@ -281,7 +286,7 @@ class Serving:
         try:
             end = await relay_stream(answer, request, response, self._services.patience)
         except Exception as error:
-            # The answer has begun: an error response must not follow it on this connection.
+            # The answer has begun, so an error response must not follow it on this connection.
             logger.exception("%s: relaying failed", self._exchange.request_id)
             record.ended("failed", error=repr(error))
             if request.transport is not None:
@@ -292,7 +297,7 @@ class Serving:
             end.outcome,
             error=end.error,
             nbytes=end.nbytes,
-            # Without usage: an event is a token, and the end mark is one more.
+            # Without usage, each event counts as a token; the end mark is one more event.
             output_tokens=usage.completion_tokens or max(0, end.num_events - 1),
         )
         self._teach_length(usage)
@@ -308,7 +313,7 @@ class Serving:
         return web.Response(status=answer.status, body=answer.body(), headers=headers)
 
     def _over(self, answer: EngineAnswer | None) -> None:
-        """Give back what the answer held, and tell everyone that it is over."""
+        """Give back what the answer held, and tell the scheduler that the request is over."""
         exchange = self._exchange
         if answer is not None:
             answer.close()
@@ -347,7 +352,7 @@ def _response_headers(record: RequestRecord) -> dict[str, str]:
         headers["x-prfaas-route"] = record.route
         headers["x-prfaas-reason"] = record.reason + numbers
     if record.local_cached_tokens is not None:
-        # The prefill cluster that was chosen counts, else the one that has most.
+        # The chosen prefill cluster counts, or else the one with most tokens.
         by_cluster = record.prefill_cached_tokens
         prefill_tokens = by_cluster.get(record.target, max(by_cluster.values(), default=0))
         headers["x-prfaas-cached-tokens"] = (

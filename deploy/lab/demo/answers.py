@@ -1,6 +1,6 @@
-"""Sends demo requests to an OpenAI endpoint and keeps what came back, token ids and times.
+"""Sends demo requests to an OpenAI endpoint and keeps the answers with token ids and times.
 
-Does not know which endpoint it talks to: the region's gateway or a plain engine.
+It does not know which endpoint it talks to: the region's gateway or a plain engine.
 """
 
 import asyncio
@@ -20,10 +20,12 @@ REQUEST_TIMEOUT_S = 300.0
 
 @dataclass(slots=True)
 class Answer:
-    """One answer. `error` is empty when the answer is whole. Times are seconds from the sending.
+    """One answer. `error` is empty if the answer is whole. Times are seconds since the request was
+    sent.
 
-    `margins`: for each token by how many nats it beat the second best, where logprobs were asked.
-    `cached_tokens`: of the prompt, as the answer's usage says; None when it does not.
+    `margins` are, where logprobs were asked for, the nats by which each token beat the second best.
+    `cached_tokens` is the number of cached prompt tokens in the answer's usage, None if it has
+    none.
     """
 
     status: int = 0
@@ -43,7 +45,7 @@ async def ask_all(
     requests: Sequence[DemoRequest],
     on_answer: Callable[[DemoRequest, Answer], None],
 ) -> dict[str, Answer]:
-    """Send wave after wave; answers by request name. Never raises for a failed request."""
+    """Send wave after wave. Returns answers by request name. Never raises for a failed request."""
     answers: dict[str, Answer] = {}
 
     async def ask_one(request: DemoRequest) -> None:
@@ -65,7 +67,7 @@ async def ask(
     *,
     with_logprobs: bool = False,
 ) -> Answer:
-    """One request; failures are in the answer's `error`."""
+    """Send one request. Failures are in the answer's `error`."""
     answer = Answer()
     body = request.body(model, with_logprobs=with_logprobs)
     started_s = time.monotonic()
@@ -94,12 +96,14 @@ async def _read_stream(response: aiohttp.ClientResponse, answer: Answer, started
         if data == b"[DONE]":
             return
         event = json.loads(data)
+        # The status is sent before the first token, so a later error comes as an event.
         if "error" in event:
             raise ValueError(f"error event: {event['error']}")
         had_tokens = bool(answer.token_ids)
         _take(answer, event)
         if answer.token_ids and not had_tokens:
             answer.ttft_s = time.monotonic() - started_s
+    # A connection that closes early must not look like a short answer.
     raise ValueError("the stream ended without [DONE]")
 
 
@@ -113,7 +117,9 @@ def _take(answer: Answer, payload: dict[str, Any]) -> None:
 
 
 def _margins(logprobs: dict[str, Any]) -> list[float]:
-    """Best minus second best of each token, from a completion's or a chat's logprobs."""
+    """The best less the second best logprob of each token, from a completion's or a chat's
+    answer.
+    """
     if "content" in logprobs:
         tops = [[t["logprob"] for t in token["top_logprobs"]] for token in logprobs["content"]]
     else:

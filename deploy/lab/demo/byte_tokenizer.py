@@ -1,6 +1,6 @@
 """A tokenizer in which one byte is one token, with a chat template, as Hugging Face files.
 
-Knows the file formats of `tokenizers`; does not know any model.
+It knows the file formats of `tokenizers` and no model.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ _NUM_BYTES = 256
 PAD_ID = _NUM_BYTES
 EOS_ID = _NUM_BYTES + 2
 VOCAB_SIZE = 320
-"""Bytes and special tokens, rounded up to a multiple of 64 as tensor parallelism likes it."""
+"""Bytes and special tokens, rounded up to a multiple of 64, which tensor parallelism divides."""
 
 PRINTABLE_IDS = tuple(range(0x20, 0x7F))
 
@@ -24,7 +24,7 @@ _CHAT_TEMPLATE = (
 
 
 def tokenizer_files() -> dict[str, dict[str, Any]]:
-    """File name -> JSON content. A byte's token id is the byte itself."""
+    """JSON contents by file name. A byte's token id is the byte itself."""
     special = [
         {
             "id": _NUM_BYTES + index,
@@ -77,7 +77,7 @@ def _byte_symbols() -> list[str]:
     """The character that stands for each byte in a byte-level vocabulary.
 
     Printable Latin-1 characters stand for themselves; the rest take code points from 256 upwards,
-    in order. This is the table that GPT-2's vocabulary introduced and `tokenizers` implements.
+    in order. GPT-2's vocabulary introduced this table, and `tokenizers` implements it.
     """
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     symbols, next_code = [], _NUM_BYTES

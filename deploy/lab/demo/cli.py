@@ -1,4 +1,4 @@
-"""`prfaas demo`: the main job on one machine, checked token by token."""
+"""`prfaas demo`: the main use of a region on one machine, checked token by token."""
 
 from __future__ import annotations
 

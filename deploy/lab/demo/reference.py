@@ -1,4 +1,4 @@
-"""One plain vLLM engine, without our connector: what a region's answers are compared with."""
+"""One plain vLLM engine, without our connector, with which a region's answers are compared."""
 
 import contextlib
 import socket
@@ -13,15 +13,17 @@ from deploy.lab.demo.scenario import DemoRequest
 from deploy.lab.demo.tiny_specs import TinyModel
 from prfaas.engines.client import EngineHttp
 from prfaas.engines.command import EngineSpec
-from prfaas.engines.supervisor import Supervisor, engine_process
+from prfaas.engines.supervision.supervisor import Supervisor, engine_process
 
 START_TIMEOUT_S = 300.0
 
 MIN_MARGIN_NATS = {"bfloat16": 0.25, "float32": 0.001}
-"""A prompt serves for comparison when the plain engine is this sure of each of its tokens. The last
-prompt token goes through another kernel in a region than in one engine. In bfloat16 that moves the
-tiny recurrent model's logits by 0.015 in the median and 0.16 at most, measured on one engine
-against itself. Another CPU rounds otherwise, so the limit lies well above that."""
+"""How sure the plain engine must be of each of its tokens for a prompt to be used, nats.
+
+The last prompt token goes through another kernel in a region than in one engine. In bfloat16 that
+moves the logits of the tiny recurrent model by 0.015 in the median and by 0.16 at most, measured on
+one engine against itself. Other CPUs round differently, so the limit is well above that.
+"""
 
 MAX_DRAWS = 16
 
@@ -33,7 +35,9 @@ async def plain_engine(
     log_dir: Path,
     progress: Callable[[str], None] | None = None,
 ) -> AsyncIterator[str]:
-    """Start the engine, give its URL, stop it. Raises EngineStartFailed with its last log lines."""
+    """Start the engine, yield its URL, stop it. Raises EngineStartFailed with its last log
+    lines.
+    """
     log_dir.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 - once, before anything runs
     spec = EngineSpec(
         instance=f"plain-{model.name}",
@@ -65,7 +69,7 @@ async def decided_answers(
 ) -> tuple[list[DemoRequest], dict[str, Answer]]:
     """For each request a text that the plain engine answers without near ties, and the answer.
 
-    Texts are drawn anew, at most MAX_DRAWS times, then the most decided one is taken.
+    Texts are drawn again, at most MAX_DRAWS times; after that the most decided one is taken.
     """
     chosen: list[DemoRequest] = []
     answers: dict[str, Answer] = {}

@@ -10,16 +10,16 @@ from deploy.region.spec.region import RegionInstance, RegionSpec
 
 
 def rank_environment(tensor_parallel_size: int = 1) -> dict[str, str]:
-    """What an engine of so many ranks needs to start quickly on a small machine without a GPU.
+    """The environment with which an engine starts quickly on a small machine without a GPU.
 
-    One rank computes in the engine core's process, as it does on a GPU. vLLM's CPU platform gives
-    it a process of its own, which imports everything a third time, to set OpenMP variables that
-    nothing here sets; without `VLLM_ENABLE_V1_MULTIPROCESSING` it does not. API server and engine
-    core are two processes either way.
+    One rank computes in the engine core's process, as on a GPU. vLLM's CPU platform gives it a
+    process of its own, which imports everything a third time, to set OpenMP variables that nothing
+    here sets. Without `VLLM_ENABLE_V1_MULTIPROCESSING` it does not. API server and engine core are
+    two processes in both cases.
 
-    Several ranks share this machine's cores: one computing thread each. vLLM's parallel embedding
-    is compiled at the first request, eager mode or not, which takes the two ranks most of a minute
-    here; the environment says that it should not be.
+    Several ranks share this machine's cores with one computing thread each. vLLM's parallel
+    embedding would be compiled at the first request, eager mode or not, which takes two ranks most
+    of a minute here. `TORCHDYNAMO_DISABLE` prevents it.
     """
     if tensor_parallel_size == 1:
         return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -42,9 +42,9 @@ def demo_region(
 ) -> RegionSpec:
     """A prefill cluster of one engine, a PD cluster of two, and a link of 1 Gbit/s and 20 ms.
 
-    Without `local_prefill` the PD cluster has its decode engine only. Unless `scheduling` is given
-    ({}: every default) routes follow the threshold alone, so that it is known beforehand which a
-    prompt takes, however busy the machine is.
+    Without `local_prefill` the PD cluster has only its decode engine. Unless `scheduling` is given
+    ({}: every default), routes follow the threshold alone. So the route of a prompt is known
+    beforehand, however busy the machine is.
     """
     if scheduling is None:
         scheduling = {"routing": {"policy": "threshold"}}
@@ -110,7 +110,9 @@ def demo_region(
 
 
 def pd_cluster_alone(spec: RegionSpec, instances: Iterable[RegionInstance]) -> RegionSpec:
-    """The PD cluster of `spec` with these instances on its node, and neither links nor others."""
+    """The PD cluster of `spec` with these instances on its node, without links and other
+    clusters.
+    """
     cluster = spec.pd_cluster
     node = cluster.nodes[0].model_copy(update={"instances": tuple(instances)})
     alone = cluster.model_copy(update={"nodes": (node,)})

@@ -1,4 +1,4 @@
-"""The demo's tables and its JSON file. Knows rows, not how they came about."""
+"""The demo's tables and its JSON file. It knows rows, not where they come from."""
 
 import json
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _PARTS = {
 
 
 def print_tables(console: Console, model: str, rows: Sequence[Row]) -> None:
-    """Where each request went and what moved; where its time went; the checks that failed."""
+    """Print where each request went and what moved, its times, and the checks that failed."""
     console.print(_moves(model, rows))
     console.print(_times(rows))
     console.print(
@@ -76,7 +76,7 @@ def _times(rows: Sequence[Row]) -> Table:
 
 
 def write_json(path: Path, rows: Sequence[Row], leftovers: Sequence[str]) -> dict[str, Any]:
-    """Writes and returns the rows, what was left behind, and whether every check held."""
+    """Write and return the rows, what was left behind, and whether every check held."""
     path.parent.mkdir(parents=True, exist_ok=True)
     passed = not leftovers and all(not row.failed_checks for row in rows)
     report = {

@@ -1,6 +1,6 @@
 """The demo: for each tiny model a plain engine and a region get the same requests.
 
-Succeeds only when every check holds and nothing is left behind.
+It succeeds only if every check holds and nothing is left behind.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from deploy.region.client import ask
 from deploy.region.launch.launcher import RegionStartFailed, RunningRegion
 from deploy.region.launch.progress import progress_view
 from prfaas.engines.errors import EngineStartFailed
-from prfaas.engines.log_lines import shortened
+from prfaas.engines.supervision.log_lines import shortened
 
 DEFAULT_MODELS = ("qwen3-next-tiny", "mimo-v2-tiny")
 SETTLE_TIMEOUT_S = 10.0
@@ -44,7 +44,7 @@ class DemoOptions:
     models: Sequence[str] = DEFAULT_MODELS
     report: Path | None = None
     as_json: bool = False
-    """The report goes to stdout too, in place of the tables."""
+    """Whether the report goes to stdout, too, in place of the tables."""
 
     @property
     def report_path(self) -> Path:
@@ -52,12 +52,14 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions, console: Console) -> int:
-    """Exit status: 0 when every check held, 1 when one failed or an engine did not come up, 130
-    after Ctrl-C or SIGTERM.
+    """Run the demo and return its exit status.
+
+    It is 0 if every check held, 1 if one failed or an engine did not start, 130 after Ctrl-C or
+    SIGTERM.
     """
     arenas_before = arenas()
     failure = ""
-    # A short path: unix socket names are limited to about a hundred bytes.
+    # A short path, since paths of unix sockets are limited to about a hundred bytes.
     with tempfile.TemporaryDirectory(prefix="prfaas-demo-") as directory:
         run_dir = Path(directory)
         try:
@@ -70,7 +72,7 @@ def run_demo(options: DemoOptions, console: Console) -> int:
         failed = not rows or bool(left) or any(row.failed_checks for row in rows)
         if failed:
             kept = _keep_logs(run_dir, options.work_dir / "logs")
-            # The run directory goes; its logs are shown where they are now.
+            # The run directory is removed, so messages show where its logs are then.
             for source, target in kept.items():
                 failure = failure.replace(str(source), str(target))
     if failure:
@@ -80,7 +82,7 @@ def run_demo(options: DemoOptions, console: Console) -> int:
         console.print(f"logs are in {options.work_dir / 'logs'}", soft_wrap=True)
     for item in left:
         console.print(f"[red]left behind:[/] {item}")
-    # Interrupted: there is nothing to judge, only something to clean up.
+    # After an interruption there is nothing to judge, only something to clean up.
     if rows is None:
         console.print("interrupted; " + ("see above" if left else "nothing is left behind"))
         return 130
@@ -170,19 +172,19 @@ async def _settled_records(url: str, answers: dict[str, Answer]) -> dict[str, di
 
 @contextlib.asynccontextmanager
 async def status_line(console: Console, what: str) -> AsyncIterator[Any]:
-    """Says `what`; on a terminal the newest line of a log follows it on the same line."""
+    """Show `what`. On a terminal the newest line of a log follows it on the same line."""
     if not console.is_terminal:
         console.print(what)
         yield lambda line: None
         return
     with console.status(what) as status:
-        # Left of it are a spinner and a space, in between two more.
+        # The spinner and a space are left of it, and two spaces are between the texts.
         room = console.width - len(what) - 4
         yield lambda line: status.update(f"{what}  [dim]{escape(shortened(line, room))}[/]")
 
 
 def _keep_logs(run_dir: Path, log_dir: Path) -> dict[Path, Path]:
-    """Copy all logs of a run that is over; where each one is now."""
+    """Copy all logs of a run that is over. Returns where each log is now."""
     log_dir.mkdir(parents=True, exist_ok=True)
     kept = {}
     for log in run_dir.rglob("*.log"):

@@ -1,6 +1,6 @@
-"""What the demo asks of a region: prompts long and short, plain and streamed, alone and at once.
+"""The demo's requests: prompts long and short, plain and streamed, alone and at once.
 
-Pure: builds requests, sends none.
+Pure: it builds requests and sends none.
 """
 
 import random
@@ -27,7 +27,7 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class DemoRequest:
-    """One request; those that share a `wave` are sent at the same time."""
+    """One request. Requests with the same `wave` are sent at the same time."""
 
     name: str
     endpoint: Endpoint
@@ -41,11 +41,11 @@ class DemoRequest:
 
     @property
     def prompt(self) -> str:
-        """`num_bytes` of text: the prefix, then what the seed draws."""
+        """`num_bytes` of text: the prefix, then text drawn with the seed."""
         return self.prefix + text(self.num_bytes - len(self.prefix), self.seed)
 
     def redrawn(self, attempt: int) -> "DemoRequest":
-        """The same request with another text, save for its prefix."""
+        """The same request with another text after its prefix."""
         return replace(self, seed=self.seed + 100_000 * attempt)
 
     def body(self, model: str, *, with_logprobs: bool = False) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class DemoRequest:
 
 
 def text(num_bytes: int, seed: int) -> str:
-    """`num_bytes` of ASCII words; the demo's tokenizer makes one token of each byte."""
+    """`num_bytes` of ASCII words. The demo's tokenizer makes one token of each byte."""
     words = random.Random(seed)
     out = ""
     while len(out) < num_bytes:
@@ -78,14 +78,15 @@ def text(num_bytes: int, seed: int) -> str:
 
 
 def demo_requests() -> Sequence[DemoRequest]:
-    """The demo's requests in the order they are sent."""
+    """The demo's requests in the order in which they are sent."""
     completion: Endpoint = "/v1/completions"
     chat: Endpoint = "/v1/chat/completions"
     far: Route = "prefill_cluster"
     story = text(3000, seed=5)
-    # vLLM's workers spin for a second after each request. The short ones come after the long ones,
-    # so that on a small machine a judged transfer shares it only with the engines it is for. The
-    # first to cross the link opens connections and touches memory: its shares are not judged.
+    # vLLM's workers spin for a second after each request. Short requests come after the long
+    # ones, so that on a small machine a judged transfer shares it only with the engines it is
+    # for. The first request over the link opens connections and touches memory, so its shares are
+    # not judged.
     alone = [
         DemoRequest("long, new link", completion, 2600, 3, False, far, 0, alone=False),
         DemoRequest("long, stream", completion, 5000, 4, True, far, 1),

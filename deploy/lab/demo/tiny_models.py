@@ -1,8 +1,7 @@
-"""Build the tiny models as Hugging Face directories, from their seeds and nothing else.
+"""Builds the tiny models as Hugging Face directories, from their seeds alone.
 
-Knows files: checkpoints, manifests, atomic replacement. Does not know what weights mean
-(`tiny_specs`).
-A directory whose manifest carries the model's fingerprint is left as it is.
+It knows files: checkpoints, manifests, atomic replacement. `tiny_specs` knows what weights mean. A
+directory whose manifest has the model's fingerprint stays as it is.
 """
 
 import json
@@ -24,9 +23,9 @@ _WEIGHTS_NAME = "model.safetensors"
 
 
 def build_model(spec: TinyModel, out_dir: Path) -> Path:
-    """Make `out_dir/<name>` hold the model and return that path.
+    """Make `out_dir/<name>` hold the model, and return that path.
 
-    Readers see the old directory or the new one, never a half-written one. Raises OSError when the
+    Readers see the old directory or the new one, never a half-written one. Raises OSError if the
     directory cannot be written.
     """
     path = out_dir / spec.name
@@ -46,7 +45,7 @@ def build_model(spec: TinyModel, out_dir: Path) -> Path:
 
 
 def is_up_to_date(spec: TinyModel, path: Path) -> bool:
-    """Whether `path` holds this very model, every file with the size its manifest says."""
+    """Whether `path` holds this very model, every file with the size in its manifest."""
     try:
         manifest = json.loads((path / _MANIFEST_NAME).read_text())
         sizes = {name: (path / name).stat().st_size for name in manifest["files"]}
@@ -88,6 +87,7 @@ def _write_weights(spec: TinyModel, path: Path) -> None:
         }
         offset = end
     encoded = json.dumps(header).encode()
+    # The format aligns tensors to 8 bytes.
     encoded += b" " * (-len(encoded) % 8)
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little"))
@@ -100,7 +100,7 @@ def _write_weights(spec: TinyModel, path: Path) -> None:
 
 
 def draw(parameter: Parameter, seed: int) -> NDArray[np.float32]:
-    """The parameter's values: they depend on its name and the seed, not on other parameters."""
+    """The parameter's values. They depend on its name and the seed, not on other parameters."""
     if parameter.values:
         return np.asarray(parameter.values, dtype=np.float32).reshape(parameter.shape)
     if parameter.std == 0.0:

@@ -1,11 +1,10 @@
 """The tiny hybrid models: their configurations and the rule that draws each weight.
 
-Knows the checkpoint names and shapes vLLM expects of two architectures. Does not know how weights
-become files (`tiny_models`), and needs neither torch nor transformers.
+This file knows the checkpoint names and shapes that vLLM expects of two architectures. It does not
+know how weights become files (`tiny_models`), and needs neither torch nor transformers.
 
-Why the rules are what they are: greedy output of a random model is only useful as a check when
-every part of the prompt, and every part of the KVCache, can change it. Four choices bring that
-about.
+The rules have one reason: greedy output of a random model is only useful as a check if every part
+of the prompt, and every part of the KVCache, can change it. Four choices ensure that.
 
 - Attention is sharp: query times key has a standard deviation of about 3.5 before the softmax, so
   each query picks a handful of keys out of thousands instead of averaging them all away, and other
@@ -16,7 +15,7 @@ about.
 - Only printable ASCII can win the greedy choice: the other rows of the output head are zero.
   Output is readable, streams byte by byte, and never ends early on a stop token.
 
-What they cannot bring about is independence of rounding. In bfloat16 the chunked GDN kernel gives
+They cannot ensure independence of rounding. In bfloat16 the chunked GDN kernel gives
 other last bits than the one-token kernel, and than itself when a chunk does not end at a multiple
 of `GDN_CHUNK_TOKENS`; in a model this sensitive such bits reach the logits as a relative change of
 about one percent, enough to swap near-equal candidates. With chunks that end at those multiples
@@ -33,10 +32,10 @@ from typing import Any, Literal
 from deploy.lab.demo.byte_tokenizer import EOS_ID, PAD_ID, PRINTABLE_IDS, VOCAB_SIZE
 
 FORMAT_VERSION = 1
-"""Part of every fingerprint: raise it when files change that neither config nor parameters show."""
+"""A part of every fingerprint. Raise it if files change while config and parameters do not."""
 
 GDN_CHUNK_TOKENS = 64
-"""Prefilling a recurrent model in pieces changes no bit when pieces end at multiples of this."""
+"""Prefill of a recurrent model in pieces changes no bit if pieces end at multiples of this."""
 
 _ATTENTION_LOGIT_STD = 3.5
 _OUTPUT_LOGIT_STD = 4.0
@@ -50,9 +49,9 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One checkpoint tensor: normal with deviation `std` around `mean`, or the given `values`.
+    """One checkpoint tensor: normal with standard deviation `std` around `mean`, or `values`.
 
-    `rows`: only these rows are drawn, the others are zero.
+    If `rows` is not empty, only these rows are drawn, and the others are zero.
     """
 
     name: str
@@ -67,8 +66,8 @@ class Parameter:
 class TinyModel:
     """A model that can be built from its seed alone, and how to serve it.
 
-    `engine_args` are the vLLM arguments the model wants beside its path.
-    `window_tokens` is 0 when no layer has a sliding window.
+    `engine_args` are the vLLM arguments that the model needs beside its path. `window_tokens` is 0
+    if no layer has a sliding window.
     """
 
     name: str
@@ -81,7 +80,7 @@ class TinyModel:
     window_tokens: int = 0
 
     def fingerprint(self) -> str:
-        """Hex digest of everything the built files depend on."""
+        """A hex digest of everything that the built files depend on."""
         parameters = [asdict(parameter) for parameter in self.parameters()]
         parts = [FORMAT_VERSION, self.name, self.seed, self.dtype, dict(self.config), parameters]
         return sha256(json.dumps(parts).encode()).hexdigest()
@@ -129,6 +128,7 @@ def _qwen3_next(config: Config) -> Iterator[Parameter]:
     yield _embedding(config)
     for index, layer_type in enumerate(config["layer_types"]):
         layer = f"model.layers.{index}"
+        # Qwen3-Next's RMSNorm multiplies by 1 + weight, so 0 changes nothing.
         yield _norm(f"{layer}.input_layernorm", hidden, mean=0.0)
         if layer_type == "linear_attention":
             yield from _gated_delta_net(f"{layer}.linear_attn", config)
@@ -160,8 +160,9 @@ def _gated_delta_net(name: str, config: Config) -> Iterator[Parameter]:
 
 
 def _decay_logs(num_heads: int) -> tuple[float, ...]:
-    """A_log of each head: the state shrinks by exp(-exp(A_log) * softplus(dt)) a token, so these
-    spread the heads' decay times geometrically between the fastest and the slowest."""
+    """A_log of each head. The state shrinks by exp(-exp(A_log) * softplus(dt)) per token, so these
+    values spread the heads' decay times geometrically between the fastest and the slowest.
+    """
     softplus = math.log1p(math.exp(_GDN_DT_BIAS))
     ratio = _SLOWEST_GDN_TOKENS / _FASTEST_GDN_TOKENS
     steps = max(num_heads - 1, 1)

@@ -1,6 +1,6 @@
-"""Holds a region's answers against a single engine's and against what the design promises.
+"""Compares a region's answers with a single engine's, and with what the design promises.
 
-Pure: takes answers and the gateway's records, gives rows with the checks that failed.
+Pure: it takes answers and the gateway's records, and returns rows with the checks that failed.
 """
 
 import statistics
@@ -13,12 +13,14 @@ from deploy.lab.demo.scenario import CHUNK_TOKENS, DemoRequest
 
 MIN_CHUNKS = 4
 MIN_EARLY_SHARE = 0.8
-"""Share of a transfer's bytes on the wire when prefill ends, for prompts of MIN_CHUNKS or more."""
+"""The least share of a transfer's bytes on the wire when the prefill ends, for MIN_CHUNKS or
+more.
+"""
 MAX_TAIL_SHARE = 0.2
-"""Share of a transfer's duration after the end of prefill, likewise.
+"""The largest share of a transfer's duration after the end of the prefill, for the same prompts.
 
-Both are held against the median of a model's transfers: a machine on which engines, agents and the
-link share two cores now and then lets one of them wait.
+Both are compared with the median of a model's transfers. On a machine where engines, agents and the
+link share two cores, one of them has to wait now and then.
 """
 
 
@@ -49,7 +51,7 @@ def judge(
     expected: Answer,
     record: Mapping[str, Any] | None,
 ) -> Row:
-    """`record` is the gateway's record of the request (GET /prfaas/requests), None if missing."""
+    """One row. `record` is the gateway's record (GET /prfaas/requests), None if it is missing."""
     record = record or {}
     parts = {
         name.removesuffix("_s"): value
@@ -86,7 +88,7 @@ def judge(
 def judge_shares(rows: Sequence[Row]) -> None:
     """Note in one model's rows if its transfers did not overlap their prefills as promised."""
     counted = [row for row in rows if row.shares_count]
-    # A check that looks at nothing would always hold.
+    # A check without anything to check would always hold.
     if not counted:
         rows[0].failed_checks.append("no transfer of several chunks to look at")
         return

@@ -1,6 +1,6 @@
-"""`prfaas emulate`: an emulated link from the command line, and faults on one that runs.
+"""`prfaas emulate`: an emulated link from the command line, and faults on a running one.
 
-Turns arguments into calls; the relay itself is in `relay`.
+It turns arguments into calls; `relay` has the relay itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FAULTS = (Action.CUT, Action.RESET, Action.BLACKHOLE, Action.STALL, Action.FLIP
 
 
 class Way(StrEnum):
-    """Which way through the link."""
+    """A direction through the link."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

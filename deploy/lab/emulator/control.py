@@ -41,15 +41,18 @@ class RelayError(Exception):
 
 
 class RelayControl:
-    """Commands to a running relay through its control socket. Each call is a round trip of well
-    under a millisecond and returns the state after it; `RelayError` if the relay is gone."""
+    """Sends commands to a running relay through its control socket.
+
+    Each call is a round trip of well under a millisecond, and returns the state after it.
+    `RelayError` if the relay is gone.
+    """
 
     def __init__(self, socket_path: Path, timeout_s: float = 5.0) -> None:
         self.socket_path = socket_path
         self._timeout_s = timeout_s
 
     def send(self, command: Command) -> LinkReport:
-        """Any command of `deploy.lab.emulator.faults`."""
+        """Send any command of `deploy.lab.emulator.faults`."""
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
                 peer.settimeout(self._timeout_s)
@@ -70,7 +73,7 @@ class RelayControl:
         return self.send(Report())
 
     def heal(self) -> LinkReport:
-        """End all faults, forget planned ones."""
+        """End all faults and forget planned ones."""
         return self.send(Heal())
 
     def cut(self, *, after_bytes: int = 0, for_s: float = 0.0) -> LinkReport:
@@ -78,7 +81,7 @@ class RelayControl:
         return self.send(Cut(after_bytes=after_bytes, for_s=for_s))
 
     def reset(self, *, after_bytes: int = 0) -> LinkReport:
-        """TCP reset on every open connection, once."""
+        """Reset (TCP RST) every open connection once."""
         return self.send(Reset(after_bytes=after_bytes))
 
     def blackhole(
@@ -115,8 +118,9 @@ class RelayControl:
 
 
 class RelayProcess(RelayControl):
-    """A relay in a process of its own, stopped by `stop` or on leaving the context; it also dies
-    with the process that started it.
+    """A relay in a process of its own.
+
+    `stop` or leaving the context ends it; it also ends with the process that started it.
 
     >>> with RelayProcess("127.0.0.1:7100", rate="1Gbit", rtt="20ms") as link:
     ...     connect_to(link.host, link.port)
@@ -145,8 +149,8 @@ class RelayProcess(RelayControl):
             raise RelayError("the relay is not running")
         return self._process.pid
 
-    def start(self, timeout_s: float = 10.0) -> Self:
-        """Start and wait until it listens; `RelayError` with its last words if it does not."""
+    def start(self, timeout_s: float = 30.0) -> Self:
+        """Start, and wait until it listens. `RelayError` with the end of its log if it does not."""
         self._directory = Path(tempfile.mkdtemp(prefix="prfaas-link-"))
         self.socket_path = self._directory / "control.sock"
         argv = [*self._argv, "--control", str(self.socket_path), "--exit-with-parent"]
@@ -157,16 +161,16 @@ class RelayProcess(RelayControl):
             )
         line = _first_line(self._process, timeout_s)
         if not line:
-            last_words = log_path.read_text()[-2000:]
+            last_words = log_path.read_text()[-2000:] or f"it said nothing within {timeout_s:g} s"
             self.stop()
             raise RelayError(f"the relay did not start: {last_words}")
         self.host, self.port = Endpoint.parse(json.loads(line)["listen"])
         return self
 
     def stop(self) -> None:
-        """Stop it; nothing is left. May be called twice."""
+        """Stop it and remove its files. May be called twice."""
         if self._process is not None:
-            # On SIGTERM it closes its connections; one that hangs is killed.
+            # On SIGTERM it closes its connections. If it hangs, it is killed.
             self._process.terminate()
             try:
                 self._process.wait(2.0)
@@ -188,14 +192,16 @@ class RelayProcess(RelayControl):
 
 
 def relay_argv(*, to: str, listen: str, rate: str, rtt: str, jitter: str) -> list[str]:
-    """The command line of a relay process, without its control socket; see `module_argv`."""
+    """The command line of a relay process, without its control socket. It needs
+    `module_environment`.
+    """
     options = {"--listen": listen, "--to": to, "--rate": rate, "--rtt": rtt, "--jitter": jitter}
     words = [word for pair in options.items() for word in pair]
     return module_argv("deploy.lab.emulator.relay", *words)
 
 
 def _first_line(process: subprocess.Popen[bytes], timeout_s: float) -> bytes:
-    """The first line of its output; empty if it exits or takes longer."""
+    """The first line of its output; empty if it exits or takes too long."""
     assert process.stdout is not None
     fd = process.stdout.fileno()
     line = b""
@@ -204,7 +210,7 @@ def _first_line(process: subprocess.Popen[bytes], timeout_s: float) -> bytes:
         if not select.select([fd], [], [], left_s)[0]:
             break
         data = os.read(fd, 4096)
-        # It has exited; its log says why.
+        # It has exited, and its log says why.
         if not data:
             return b""
         line += data

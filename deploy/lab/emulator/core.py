@@ -1,9 +1,9 @@
 """The arithmetic of an emulated link: when a byte leaves the bottleneck and when it arrives.
 
-Three small machines, all with time as an argument: `RateClock` (the bottleneck, shared by every
-connection of one direction), `DelayLine` (the propagation delay of one connection in one
-direction, order kept) and `ByteQueue` (the bytes that are inside the link meanwhile, in chunks
-of a shared pool). No sockets, no clock, no randomness: jitter is handed in by the caller.
+There are three small machines, all with time as an argument. `RateClock` is the bottleneck, which
+all connections of one direction share. `DelayLine` is the propagation delay of one connection in
+one direction; it keeps the order. `ByteQueue` has the bytes that are inside the link meanwhile, in
+chunks of a shared pool. No sockets, no clock, no randomness: the caller passes the jitter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ UNLIMITED_BYTES = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class LinkShape:
-    """What a link is like. `rate_bytes_per_s` 0 means no limit; `rtt_s` is there and back."""
+    """The properties of a link. `rate_bytes_per_s` 0 means no limit; `rtt_s` is there and back."""
 
     rate_bytes_per_s: float = 0.0
     rtt_s: float = 0.0
@@ -32,15 +32,16 @@ class LinkShape:
 
 
 class RateClock:
-    """A bottleneck of a fixed rate as a virtual clock: the instant at which it falls idle.
+    """A bottleneck of a fixed rate as a virtual clock, which shows the instant at which it falls
+    idle.
 
-    Equivalent to a token bucket whose depth is `read_ahead_s` worth of bytes, but it also says
+    It is equivalent to a token bucket with a depth of `read_ahead_s` worth of bytes, but also says
     exactly when the last admitted byte has passed. Bytes may be admitted up to `read_ahead_s`
-    before their turn: the queue in front of a real bottleneck.
+    before their turn: that is the queue in front of a real bottleneck.
 
-    A caller that had more bytes than room and comes back late has not left the link idle: up to
-    `catch_up_s` of the time in between counts as used. Without that a busy machine would make
-    the link slower than it is said to be.
+    If a caller had more bytes than room and comes back late, the link was not idle: up to
+    `catch_up_s` of the time in between count as used. Otherwise a busy machine would make the link
+    slower than its rate.
     """
 
     __slots__ = ("_idle_at_s", "_rate", "_starved", "catch_up_s", "read_ahead_s")
@@ -66,25 +67,28 @@ class RateClock:
         return max(0, int((self.read_ahead_s - backlog_s) * self._rate))
 
     def admit(self, now_s: float, nbytes: int) -> float:
-        """Take `nbytes`; the instant at which the last of them has passed the bottleneck."""
+        """Admit `nbytes`. Returns the instant at which the last of them has passed the
+        bottleneck.
+        """
         if self._rate == 0:
             return now_s
         self._idle_at_s = self._free_at_s(now_s) + nbytes / self._rate
         return self._idle_at_s
 
     def turn_over(self, *, starved: bool) -> None:
-        """The caller stops admitting for now; `starved`: it had more bytes than there was room."""
+        """The caller's turn ends. `starved` says that it had more bytes than there was room."""
         self._starved = starved
 
     def room_at_s(self, now_s: float, nbytes: int) -> float:
         """The earliest instant at which `room_bytes` is at least `nbytes`."""
         if self._rate == 0:
             return now_s
+        # There is never room for more than `read_ahead_s` of bytes at once.
         wanted_s = min(nbytes / self._rate, self.read_ahead_s)
         return max(now_s, self._idle_at_s - self.read_ahead_s + wanted_s)
 
     def change_rate(self, now_s: float, rate_bytes_per_s: float) -> None:
-        """Go on with another rate; what is queued is served at the new one."""
+        """Go on with another rate. Queued bytes pass at the new rate."""
         backlog_bytes = max(0.0, self._idle_at_s - now_s) * self._rate
         self._rate = rate_bytes_per_s
         self._idle_at_s = now_s + (backlog_bytes / rate_bytes_per_s if rate_bytes_per_s else 0.0)
@@ -94,7 +98,7 @@ class RateClock:
 
 
 class DelayLine:
-    """Byte counts on their way with the instant each arrives; a stream, so never reordered."""
+    """Byte counts in flight, each with its instant of arrival. A stream, so never reordered."""
 
     __slots__ = ("_due_bytes", "_marks", "_on_way_bytes")
 
@@ -105,18 +109,18 @@ class DelayLine:
 
     @property
     def held_bytes(self) -> int:
-        """Everything inside: on its way, or arrived and not yet taken."""
+        """All bytes inside: in flight, or arrived and not yet taken."""
         return self._on_way_bytes + self._due_bytes
 
     def push(self, arrive_at_s: float, nbytes: int) -> None:
-        """`nbytes` more; they arrive at `arrive_at_s`, or with what was pushed before if later."""
+        """Add `nbytes` that arrive at `arrive_at_s`, but not before earlier bytes."""
         if self._marks and arrive_at_s < self._marks[-1][0]:
             arrive_at_s = self._marks[-1][0]
         self._marks.append((arrive_at_s, nbytes))
         self._on_way_bytes += nbytes
 
     def due(self, now_s: float) -> int:
-        """Bytes that have arrived by now and were not taken."""
+        """How many bytes have arrived by now and were not taken."""
         marks = self._marks
         while marks and marks[0][0] <= now_s:
             nbytes = marks.popleft()[1]
@@ -125,13 +129,13 @@ class DelayLine:
         return self._due_bytes
 
     def take(self, nbytes: int) -> None:
-        """Remove `nbytes` that `due` reported; ValueError beyond that."""
+        """Remove `nbytes` that `due` reported. ValueError beyond that."""
         if nbytes > self._due_bytes:
             raise ValueError(f"{nbytes} bytes taken, {self._due_bytes} have arrived")
         self._due_bytes -= nbytes
 
     def next_arrival_s(self) -> float | None:
-        """When the next bytes arrive, None if nothing is on its way."""
+        """When the next bytes arrive; None if none are in flight."""
         return self._marks[0][0] if self._marks else None
 
     def clear(self) -> None:
@@ -140,7 +144,7 @@ class DelayLine:
 
 
 class ChunkPool:
-    """Equal buffers, re-used: the memory a busy link works in stays the same (and in cache)."""
+    """Equal buffers that are used again: the working memory of a busy link stays constant."""
 
     def __init__(self, chunk_bytes: int = 256 << 10, max_spare: int = 64) -> None:
         self.chunk_bytes = chunk_bytes
@@ -179,9 +183,10 @@ class ByteQueue:
         return tail.memory[tail.end :]
 
     def filled(self, nbytes: int) -> None:
-        """`nbytes` (0 allowed) were written at the start of what `free_space` returned."""
+        """`nbytes` (0 allowed) were written to the start of what `free_space` returned."""
         self._chunks[-1].end += nbytes
         self.num_bytes += nbytes
+        # An idle connection must not keep the chunk that `free_space` took for it.
         if not self.num_bytes:
             self.clear()
 
@@ -198,7 +203,7 @@ class ByteQueue:
         return views
 
     def drop_front(self, nbytes: int) -> None:
-        """The oldest `nbytes` are done with."""
+        """Remove the oldest `nbytes`."""
         if nbytes > self.num_bytes:
             raise ValueError(f"{nbytes} bytes dropped, {self.num_bytes} are held")
         self.num_bytes -= nbytes

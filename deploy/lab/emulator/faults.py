@@ -1,7 +1,7 @@
-"""What can go wrong with an emulated link, as commands, and the plan that says when they strike.
+"""Faults of an emulated link as commands, and the plan of when they happen.
 
-The commands are the control protocol of the relay (one JSON object a line, the field `op` names
-the command). `FaultPlan` holds those that wait for a byte count. No sockets and no clock here.
+The commands are the control protocol of the relay: one JSON object per line, whose field `op` names
+the command. `FaultPlan` has the faults that wait for a byte count. No sockets and no clock.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 Direction = Literal["forward", "backward"]
-"""forward: from whoever connected to the relay towards its target; backward: the replies."""
+"""forward: from the client of the relay to its target; backward: the replies."""
 Scope = Literal["forward", "backward", "both"]
 
 
@@ -20,8 +20,10 @@ class _Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
 
 class _Fault(_Command, frozen=True):
-    """`after_bytes`: strike when so many more bytes entered the link (0: at once), counted in
-    `direction` (forward where that is "both"). `for_s`: heal by itself after that time (0: stay).
+    """When a fault begins and ends.
+
+    It begins when `after_bytes` more have entered the link (0: at once), counted in `direction`
+    (forward if that is "both"). It heals by itself after `for_s` (0: never).
     """
 
     direction: Scope = "both"
@@ -30,29 +32,33 @@ class _Fault(_Command, frozen=True):
 
 
 class Cut(_Fault, frozen=True, tag="cut"):
-    """Close every connection, lose what is inside, refuse new ones until healed."""
+    """Close every connection, lose what is inside, and refuse new connections until healed."""
 
 
 class Reset(_Fault, frozen=True, tag="reset"):
-    """Every open connection gets a TCP reset, once; new ones are welcome."""
+    """Send a TCP reset on every open connection, once. New connections are accepted."""
 
 
 class Blackhole(_Fault, frozen=True, tag="blackhole"):
-    """Accept and swallow: senders see success, nothing arrives. Connections that lost bytes
-    this way are reset when the link heals, since their streams have a hole."""
+    """Accept and swallow: senders see success, and nothing arrives.
+
+    Connections that lost bytes in this way are reset when the link heals, since their streams have
+    a hole.
+    """
 
 
 class Stall(_Fault, frozen=True, tag="stall"):
-    """Freeze: nothing is read, delivered or lost; after healing everything goes on."""
+    """Freeze: nothing is read, delivered or lost. After healing everything goes on."""
 
 
 class Flip(_Fault, frozen=True, tag="flip"):
-    """Invert the bits of the byte that enters after `after_bytes` more in `direction` ("both"
-    means forward)."""
+    """Invert the bits of the byte that enters after `after_bytes` more in `direction` ("both" means
+    forward).
+    """
 
 
 class Configure(_Command, frozen=True, tag="configure"):
-    """Change the shape of the link; None keeps what is set."""
+    """Change the shape of the link. None keeps a value."""
 
     rate_bytes_per_s: float | None = None
     rtt_s: float | None = None
@@ -60,11 +66,11 @@ class Configure(_Command, frozen=True, tag="configure"):
 
 
 class Heal(_Command, frozen=True, tag="heal"):
-    """End every fault and forget those still planned."""
+    """End every fault, and forget planned ones."""
 
 
 class Report(_Command, frozen=True, tag="report"):
-    """Ask for the counters; every command is answered with them."""
+    """Ask for the counters, with which every command is answered."""
 
 
 class Quit(_Command, frozen=True, tag="quit"):
@@ -76,8 +82,11 @@ Command = Cut | Reset | Blackhole | Stall | Flip | Configure | Heal | Report | Q
 
 
 class DirectionReport(msgspec.Struct, frozen=True):
-    """One direction so far. Instants are CLOCK_MONOTONIC seconds, comparable across processes
-    of one machine; None before the first byte."""
+    """The counters of one direction.
+
+    Instants are CLOCK_MONOTONIC seconds, comparable across processes of one machine; None before
+    the first byte.
+    """
 
     in_bytes: int
     out_bytes: int
@@ -91,7 +100,7 @@ class DirectionReport(msgspec.Struct, frozen=True):
 
 
 class LinkReport(msgspec.Struct, frozen=True):
-    """The whole relay at `now_s` (CLOCK_MONOTONIC)."""
+    """The counters of the whole relay at `now_s` (CLOCK_MONOTONIC)."""
 
     now_s: float
     rate_bytes_per_s: float
@@ -110,14 +119,14 @@ class LinkReport(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Answer to a command: a report, or what was wrong with it."""
+    """The answer to a command: a report, or what was wrong with it."""
 
     report: LinkReport | None = None
     error: str = ""
 
 
 class FaultPlan:
-    """Faults waiting for a byte count, per direction."""
+    """Faults that wait for a byte count, by direction."""
 
     def __init__(self) -> None:
         self._waiting: dict[Direction, list[tuple[int, Fault]]] = {"forward": [], "backward": []}
@@ -126,7 +135,7 @@ class FaultPlan:
         return sum(len(waiting) for waiting in self._waiting.values())
 
     def add(self, fault: Fault, counted_bytes: dict[Direction, int]) -> None:
-        """Plan `fault` from the bytes counted so far; ValueError for a negative `after_bytes`."""
+        """Plan `fault`, counted from the present bytes. ValueError for negative numbers."""
         if fault.after_bytes < 0 or fault.for_s < 0:
             raise ValueError("after_bytes and for_s cannot be negative")
         direction: Direction = "backward" if fault.direction == "backward" else "forward"
@@ -135,12 +144,12 @@ class FaultPlan:
         waiting.sort(key=lambda planned: planned[0])
 
     def bytes_until_next(self, direction: Direction, counted_bytes: int) -> int | None:
-        """Bytes that may enter before the next fault of `direction`; None if none waits."""
+        """Bytes that may enter before the next fault of `direction`; None if no fault waits."""
         waiting = self._waiting[direction]
         return max(0, waiting[0][0] - counted_bytes) if waiting else None
 
     def pop_due(self, direction: Direction, counted_bytes: int) -> list[Fault]:
-        """The faults whose count is reached; they are the caller's now."""
+        """Remove and return the faults whose count is reached."""
         waiting = self._waiting[direction]
         due = [fault for at_bytes, fault in waiting if at_bytes <= counted_bytes]
         self._waiting[direction] = waiting[len(due) :]

@@ -1,23 +1,19 @@
-"""An emulated link as one event loop: sockets in and out, a bottleneck, a delay, faults.
+"""An emulated link as one event loop: a bottleneck, a delay, faults.
 
-One thread, one epoll: every socket is registered once, edge-triggered, and the loop ticks
-(0.2-1 ms) while bytes flow, so its cost follows the rate and not the number of packets. TCP ends on
-both sides of it, so neither loss nor the congestion control of a long path are emulated: a
-connection through it ramps up at once. Knows nothing of command lines and control sockets.
+It has one thread and one epoll (`sockets.py`). The loop ticks (0.2-1 ms) while bytes flow, so its
+cost follows the rate and not the number of packets. TCP ends on both sides of it, so loss and the
+congestion control of a long path are not emulated: a connection through it is at full rate at once.
+It knows no command lines and no control sockets.
 """
 
 from __future__ import annotations
 
-import errno
-import select
-import socket
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
 
-from deploy.lab.emulator.core import ChunkPool, LinkShape
+from deploy.lab.emulator.core import LinkShape
 from deploy.lab.emulator.faults import (
     Blackhole,
     Command,
@@ -33,91 +29,58 @@ from deploy.lab.emulator.faults import (
     Reset,
     Stall,
 )
-from deploy.lab.emulator.pipes import Connection, LinkDirection, Pipe, Side
+from deploy.lab.emulator.pipes import Connection, LinkDirection, Pipe
+from deploy.lab.emulator.sockets import Address, LinkSockets
 
-_EDGE = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
-_GONE = select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
-# Small, so that what a sender believes to be on its way has passed the bottleneck or is close to
-# it; large enough for 5 Gbit/s on one connection.
-_RECEIVE_BUFFER_BYTES = 128 << 10
+# After this many reads the loop looks at its other sockets and deadlines.
 _MAX_PULLS_PER_STEP = 64
-
-Address = tuple[str, int]
 
 
 class EmulatedLink:
-    """Listens, connects on, and moves bytes; `run` serves until `stop` or the quit command."""
+    """Listens, connects on, and moves bytes. `run` serves until `stop` or the quit command."""
 
     def __init__(
         self, listen: Address, target: Address, shape: LinkShape, *, seed: int = 1
     ) -> None:
-        self.shape = shape
         self.directions = (
             LinkDirection("forward", shape, seed),
             LinkDirection("backward", shape, seed + 1),
         )
-        self._target = target
-        self._target_family = _family(target)
+        self.sockets = LinkSockets(listen, target, self.directions)
         self._plan = FaultPlan()
-        self._pool = ChunkPool()
-        self._connections: list[Connection] = []
-        self._accepted = self._failed = 0
         self._is_cut = False
         self._heal_at_s: float | None = None
         self._running = True
         self._turn = 0
-        self._epoll = select.epoll()
-        self._handlers: dict[int, Callable[[int], None]] = {}
-        # Bound but never listening: keeps the port ours while the link is cut.
-        self._holder = _bound_socket(listen)
-        self.address: Address = self._holder.getsockname()[:2]
-        self._listener: socket.socket | None = None
         self._tick_s = _tick_s(shape)
-        self._open_listener()
-
-    def add_handler(self, fd: int, handler: Callable[[int], None]) -> None:
-        """Call `handler(epoll events)` when `fd` is readable (level-triggered)."""
-        self._handlers[fd] = handler
-        self._epoll.register(fd, select.EPOLLIN)
-
-    def remove_handler(self, fd: int) -> None:
-        del self._handlers[fd]
-        self._epoll.unregister(fd)
 
     def stop(self) -> None:
         self._running = False
 
     def run(self) -> None:
-        """Serve. Everything is closed when it returns."""
+        """Serve. When it returns, everything is closed."""
         try:
             while self._running:
                 moved_bytes, next_s = self.step(time.monotonic())
                 self._wait(moved_bytes, next_s)
         finally:
-            self._close_connections(reset=True)
-            for listener in (self._listener, self._holder):
-                if listener is not None:
-                    listener.close()
-            self._epoll.close()
+            self.sockets.close()
 
     def _wait(self, moved_bytes: int, next_s: float | None) -> None:
         wait_s = None if next_s is None else max(0.0, next_s - time.monotonic())
         if moved_bytes:
             wait_s = self._tick_s
         if wait_s is not None and wait_s < 1e-3:
-            # epoll counts in milliseconds; sleep is the finer clock.
+            # epoll counts in milliseconds, and sleep is finer.
             if wait_s:
                 time.sleep(wait_s)
             wait_s = 0.0
-        timeout_s = -1.0 if wait_s is None else int(wait_s * 1e3) / 1e3
-        for fd, events in self._epoll.poll(timeout_s):
-            # A handler earlier in this batch may have closed the later one.
-            handler = self._handlers.get(fd)
-            if handler is not None:
-                handler(events)
+        self.sockets.wait(-1.0 if wait_s is None else int(wait_s * 1e3) / 1e3)
 
     def step(self, now_s: float) -> tuple[int, float | None]:
-        """Move what can be moved; the bytes moved and when to call again (None: on an event)."""
+        """Move what can be moved. Returns the bytes moved, and when to call again (None: on an
+        event).
+        """
         if self._heal_at_s is not None and now_s >= self._heal_at_s:
             self._heal()
         moved_bytes = self._deliver(now_s)
@@ -130,7 +93,7 @@ class EmulatedLink:
         if moved_bytes:
             moved_bytes += self._deliver(now_s)
         self._forget_finished()
-        for connection in self._connections:
+        for connection in self.sockets.connections:
             for pipe in connection.pipes:
                 arrival_s = None if pipe.direction.stalled else pipe.next_arrival_s()
                 if arrival_s is not None:
@@ -140,24 +103,24 @@ class EmulatedLink:
     def _deliver(self, now_s: float) -> int:
         moved_bytes = 0
         grain_s = self._tick_s / 2
-        for connection in tuple(self._connections):
+        for connection in tuple(self.sockets.connections):
             for pipe in connection.pipes:
                 if connection.connecting or pipe.direction.stalled:
                     continue
                 try:
                     moved_bytes += pipe.push(now_s, grain_s)
                 except OSError:
-                    self._abort(connection)
+                    self.sockets.drop(connection, reset=True)
                     break
         return moved_bytes
 
     def _pull(self, index: int, direction: LinkDirection, now_s: float) -> tuple[int, float | None]:
-        """Read fairly from every connection until the bottleneck is full or nothing is there."""
+        """Read from every connection in turn until the bottleneck is full or nothing is there."""
         again_s: float | None = None
         if direction.stalled:
             return 0, again_s
         willing: list[tuple[Connection, Pipe]] = []
-        for connection in self._connections:
+        for connection in self.sockets.connections:
             pipe = connection.pipes[index]
             if not pipe.wants_bytes():
                 continue
@@ -181,8 +144,8 @@ class EmulatedLink:
             place = self._turn % len(willing)
             connection, pipe = willing[place]
             pulled_bytes += self._pull_one(connection, pipe, now_s, room_bytes)
-            if connection not in self._connections:
-                willing = [pair for pair in willing if pair[0] in self._connections]
+            if connection not in self.sockets.connections:
+                willing = [pair for pair in willing if pair[0] in self.sockets.connections]
             elif not pipe.wants_bytes():
                 willing.pop(place)
         if not pulled_bytes:
@@ -194,6 +157,7 @@ class EmulatedLink:
         limit_bytes = min(room_bytes, direction.quantum_bytes)
         until_fault = self._plan.bytes_until_next(direction.name, direction.in_bytes)
         if until_fault is not None:
+            # A fault happens exactly at its byte, so a read must end there.
             limit_bytes = min(limit_bytes, max(1, until_fault))
         try:
             nbytes = pipe.pull(now_s, limit_bytes)
@@ -207,107 +171,18 @@ class EmulatedLink:
 
     def _broken(self, connection: Connection, pipe: Pipe) -> None:
         if pipe.direction.swallowing:
-            # Nobody on the far side of a black hole learns that this end died.
+            # No peer beyond a black hole learns that this end died.
             pipe.ended = pipe.damaged = True
         else:
-            self._abort(connection)
-
-    # -- connections ---------------------------------------------------------------------------
-
-    def _open_listener(self) -> None:
-        listener = _bound_socket(self.address)
-        listener.setblocking(False)
-        listener.listen(256)
-        self._listener = listener
-        self.add_handler(listener.fileno(), self._accept)
-
-    def _close_listener(self) -> None:
-        if self._listener is not None:
-            self.remove_handler(self._listener.fileno())
-            self._listener.close()
-            self._listener = None
-
-    def _accept(self, _events: int) -> None:
-        while self._listener is not None:
-            try:
-                client, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError:
-                self._failed += 1
-                return
-            self._accepted += 1
-            self._connect(client)
-
-    def _connect(self, client: socket.socket) -> None:
-        upstream = socket.socket(self._target_family, socket.SOCK_STREAM)
-        upstream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
-        connection = Connection(open_at_s=time.monotonic() + self.shape.rtt_s)
-        for sock in (client, upstream):
-            sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sides.append(Side(sock, sock.fileno(), connection))
-        near, far = connection.sides
-        connection.pipes.append(Pipe(near, far, self.directions[0], self._pool))
-        connection.pipes.append(Pipe(far, near, self.directions[1], self._pool))
-        self._connections.append(connection)
-        if upstream.connect_ex(self._target) not in (0, errno.EINPROGRESS):
-            self._failed += 1
-            self._abort(connection)
-            return
-        for side in connection.sides:
-            self._epoll.register(side.fd, _EDGE)
-            self._handlers[side.fd] = self._side_handler(side)
-
-    def _side_handler(self, side: Side) -> Callable[[int], None]:
-        connection = side.connection
-        is_far = side is connection.sides[1]
-
-        def handle(events: int) -> None:
-            if is_far and connection.connecting and not self._connected(connection, side, events):
-                return
-            if events & (select.EPOLLIN | _GONE):
-                side.readable = True
-            if events & (select.EPOLLOUT | _GONE):
-                side.writable = True
-
-        return handle
-
-    def _connected(self, connection: Connection, far: Side, events: int) -> bool:
-        if far.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self._failed += 1
-            self._abort(connection)
-            return False
-        if not events & select.EPOLLOUT:
-            return False
-        connection.connecting = False
-        return True
-
-    def _abort(self, connection: Connection) -> None:
-        self._drop(connection, reset=True)
-
-    def _drop(self, connection: Connection, *, reset: bool) -> None:
-        if connection not in self._connections:
-            return
-        self._connections.remove(connection)
-        for side in connection.sides:
-            # Closing takes the descriptor out of epoll; the handler must not outlive it.
-            self._handlers.pop(side.fd, None)
-        connection.close(reset=reset)
-
-    def _close_connections(self, *, reset: bool) -> None:
-        for connection in tuple(self._connections):
-            self._drop(connection, reset=reset)
+            self.sockets.drop(connection, reset=True)
 
     def _forget_finished(self) -> None:
-        for connection in tuple(self._connections):
+        for connection in tuple(self.sockets.connections):
             if connection.is_over():
-                self._drop(connection, reset=False)
-
-    # -- commands ------------------------------------------------------------------------------
+                self.sockets.drop(connection, reset=False)
 
     def command(self, command: Command) -> LinkReport:
-        """Do what is asked; the state after it. ValueError for impossible numbers."""
+        """Do what is asked. Returns the state after it. ValueError for impossible numbers."""
         now_s = time.monotonic()
         if isinstance(command, Configure):
             self._configure(command, now_s)
@@ -319,25 +194,27 @@ class EmulatedLink:
             self._plan.add(command, {d.name: d.in_bytes for d in self.directions})
             if command.after_bytes == 0:
                 for direction in self.directions:
+                    # Without `after_bytes` nothing need enter first: it happens now.
                     for fault in self._plan.pop_due(direction.name, direction.in_bytes):
                         self._strike(fault, now_s)
         return self.report(now_s)
 
     def _configure(self, command: Configure, now_s: float) -> None:
         changes = msgspec.structs.asdict(command)
-        self.shape = replace(self.shape, **{k: v for k, v in changes.items() if v is not None})
-        self._tick_s = _tick_s(self.shape)
+        shape = self.directions[0].shape
+        shape = replace(shape, **{k: v for k, v in changes.items() if v is not None})
+        self._tick_s = _tick_s(shape)
         for direction in self.directions:
-            direction.configure(self.shape, now_s)
+            direction.configure(shape, now_s)
 
     def _strike(self, fault: Fault, now_s: float) -> None:
         struck = [d for d in self.directions if fault.direction in (d.name, "both")]
         if isinstance(fault, Cut):
             self._is_cut = True
-            self._close_listener()
-            self._close_connections(reset=False)
+            self.sockets.close_listener()
+            self.sockets.drop_all(reset=False)
         elif isinstance(fault, Reset):
-            self._close_connections(reset=True)
+            self.sockets.drop_all(reset=True)
         elif isinstance(fault, Stall):
             for direction in struck:
                 direction.stalled = True
@@ -351,7 +228,7 @@ class EmulatedLink:
             self._heal_at_s = now_s + fault.for_s
 
     def _lose_on_way(self, struck: list[LinkDirection]) -> None:
-        for connection in self._connections:
+        for connection in self.sockets.connections:
             for pipe in connection.pipes:
                 if pipe.direction in struck:
                     pipe.lose_all()
@@ -362,53 +239,38 @@ class EmulatedLink:
         self._is_cut = False
         for direction in self.directions:
             direction.stalled = direction.swallowing = direction.flip_next = False
-        for connection in tuple(self._connections):
+        # Streams with a hole cannot go on: their ends must reconnect.
+        for connection in tuple(self.sockets.connections):
             if any(pipe.damaged for pipe in connection.pipes):
-                self._abort(connection)
-        if self._listener is None:
-            self._open_listener()
+                self.sockets.drop(connection, reset=True)
+        self.sockets.open_listener()
 
     def report(self, now_s: float) -> LinkReport:
         forward, backward = self.directions
         held = [
-            sum(connection.pipes[index].queue.num_bytes for connection in self._connections)
+            sum(connection.pipes[index].queue.num_bytes for connection in self.sockets.connections)
             for index in range(2)
         ]
         return LinkReport(
             now_s=now_s,
-            rate_bytes_per_s=self.shape.rate_bytes_per_s,
-            rtt_s=self.shape.rtt_s,
-            jitter_s=self.shape.jitter_s,
+            rate_bytes_per_s=forward.shape.rate_bytes_per_s,
+            rtt_s=forward.shape.rtt_s,
+            jitter_s=forward.shape.jitter_s,
             is_cut=self._is_cut,
             stalled=[d.name for d in self.directions if d.stalled],
             swallowing=[d.name for d in self.directions if d.swallowing],
             planned=len(self._plan),
-            open_connections=len(self._connections),
-            accepted_connections=self._accepted,
-            failed_connections=self._failed,
+            open_connections=len(self.sockets.connections),
+            accepted_connections=self.sockets.num_accepted,
+            failed_connections=self.sockets.num_failed,
             forward=forward.report(held[0]),
             backward=backward.report(held[1]),
             cpu_s=time.process_time(),
         )
 
 
-def _family(address: Address) -> socket.AddressFamily:
-    return socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
-
-
-def _bound_socket(address: Address) -> socket.socket:
-    sock = socket.socket(_family(address), socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
-    try:
-        sock.bind(address)
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
 def _tick_s(shape: LinkShape) -> float:
     if shape.rate_bytes_per_s == 0 and shape.rtt_s == 0:
         return 0.0
+    # A twentieth of the delay: fine enough to keep its shape, coarse enough to save CPU.
     return min(max(shape.one_way_s / 20, 2e-4), 1e-3)

@@ -1,8 +1,8 @@
 """Connections through the relay: two sockets, and one pipe for each direction between them.
 
-A pipe reads what the bottleneck admits, holds it while it is on its way and writes it out when
-it arrives. All calls are non-blocking and made by the relay's one thread; this module knows
-neither the event loop nor the control socket.
+A pipe reads what the bottleneck admits, holds it while it is in flight, and writes it out when it
+arrives. All calls are non-blocking and come from the relay's only thread. This file knows neither
+the event loop nor the control socket.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from dataclasses import dataclass, field
 from deploy.lab.emulator.core import ByteQueue, ChunkPool, DelayLine, LinkShape, RateClock
 from deploy.lab.emulator.faults import Direction, DirectionReport
 
+# Less than a TCP segment is not worth a system call.
 MIN_READ_BYTES = 1448
 MIN_SPACE_BYTES = 16 << 10
 QUEUE_CAP_BYTES = 1 << 20
 UNLIMITED_HOLD_BYTES = 32 << 20
 _SCRATCH = memoryview(bytearray(256 << 10))
+# With a linger time of 0, close() sends a reset instead of an end of stream.
 _SEND_NOW_LINGER = struct.pack("ii", 1, 0)
 
 
 @dataclass(slots=True)
 class Side:
-    """One socket of a connection with what epoll last said about it (edge-triggered)."""
+    """One socket of a connection with what epoll last reported of it (edge-triggered)."""
 
     sock: socket.socket
     fd: int
@@ -34,7 +36,7 @@ class Side:
     writable: bool = False
 
     def receive_into(self, memory: memoryview) -> int | None:
-        """Bytes read, 0 at the end of the stream, None when there is nothing now."""
+        """The number of bytes read, 0 at the end of the stream, None when there is nothing now."""
         try:
             return self.sock.recv_into(memory)
         except BlockingIOError:
@@ -42,7 +44,7 @@ class Side:
             return None
 
     def send(self, views: list[memoryview]) -> int:
-        """Bytes the kernel took, 0 when it takes none now."""
+        """The number of bytes that the kernel took, 0 when it takes none now."""
         try:
             return self.sock.sendmsg(views)
         except BlockingIOError:
@@ -69,19 +71,21 @@ class LinkDirection:
 
     def configure(self, shape: LinkShape, now_s: float) -> None:
         rate = shape.rate_bytes_per_s
-        self._shape = shape
+        self.shape = shape
         self._clock.change_rate(now_s, rate)
         self._clock.read_ahead_s = _read_ahead_s(shape)
         if rate == 0:
             self.quantum_bytes = 256 << 10
             self.hold_limit_bytes = UNLIMITED_HOLD_BYTES
             return
+        # About a millisecond of the link's rate at a time, so that connections take turns often.
         self.quantum_bytes = int(min(max(rate * 1e-3, MIN_READ_BYTES), 256 << 10))
         on_way_s = shape.one_way_s + shape.jitter_s + self._clock.read_ahead_s
+        # What is in flight at the full rate, and a queue. Beyond that TCP makes the sender wait.
         self.hold_limit_bytes = int(rate * on_way_s) + QUEUE_CAP_BYTES
 
     def room_bytes(self, now_s: float) -> int:
-        """What may be read now: 0, or enough to be worth a system call."""
+        """How much may be read now: 0, or enough to be worth a system call."""
         room = self._clock.room_bytes(now_s)
         return room if room >= self.quantum_bytes // 2 else 0
 
@@ -89,18 +93,20 @@ class LinkDirection:
         return self._clock.room_at_s(now_s, self.quantum_bytes // 2 + 1)
 
     def turn_over(self, *, starved: bool) -> None:
-        """No more is read for now; `starved`: more was there than there was room."""
+        """Reading ends for this turn. `starved` says that there were more bytes than room."""
         self._clock.turn_over(starved=starved)
 
     def admit(self, now_s: float, nbytes: int) -> float:
-        """Count `nbytes` in; the instant at which the last of them reaches the other end."""
+        """Count `nbytes` in. Returns the instant at which the last of them reaches the other
+        end.
+        """
         if self.first_in_s is None:
             self.first_in_s = now_s
         self.last_in_s = now_s
         self.in_bytes += nbytes
-        jitter_s = self._shape.jitter_s
+        jitter_s = self.shape.jitter_s
         swing_s = self._random.uniform(-jitter_s, jitter_s) if jitter_s else 0.0
-        return self._clock.admit(now_s, nbytes) + max(0.0, self._shape.one_way_s + swing_s)
+        return self._clock.admit(now_s, nbytes) + max(0.0, self.shape.one_way_s + swing_s)
 
     def delivered(self, now_s: float, nbytes: int) -> None:
         if self.first_out_s is None:
@@ -109,7 +115,7 @@ class LinkDirection:
         self.out_bytes += nbytes
 
     def fin_arrives_s(self, now_s: float) -> float:
-        return now_s + self._shape.one_way_s
+        return now_s + self.shape.one_way_s
 
     def report(self, held_bytes: int) -> DirectionReport:
         return DirectionReport(
@@ -144,7 +150,7 @@ class Pipe:
         self.damaged = False
 
     def wants_bytes(self) -> bool:
-        """Something may be there to read, and there is memory to hold it."""
+        """Whether there may be bytes to read, and there is memory to hold them."""
         return (
             self.src.readable
             and not self.ended
@@ -152,7 +158,7 @@ class Pipe:
         )
 
     def pull(self, now_s: float, limit_bytes: int) -> int:
-        """Read at most `limit_bytes` into the link; how many entered. OSError: broken."""
+        """Read at most `limit_bytes` into the link. Returns how many entered. OSError: broken."""
         if self.direction.swallowing:
             return self._swallow(now_s, limit_bytes)
         space = self.queue.free_space(min(limit_bytes, MIN_SPACE_BYTES))[:limit_bytes]
@@ -177,7 +183,7 @@ class Pipe:
             return 0
         self.damaged = True
         self.ended = nbytes == 0
-        # Counted as entered, so that faults planned at a byte count still strike.
+        # Counted as entered, so that faults planned at a byte count still happen.
         self.direction.admit(now_s, nbytes)
         self.direction.swallowed_bytes += nbytes
         return nbytes
@@ -187,7 +193,7 @@ class Pipe:
         self.fin_at_s = self.direction.fin_arrives_s(now_s)
 
     def push(self, now_s: float, grain_s: float) -> int:
-        """Write out what arrives within `grain_s`; how many bytes left. OSError: broken."""
+        """Write out what arrives within `grain_s`. Returns how many bytes left. OSError: broken."""
         due_bytes = self.line.due(now_s + grain_s)
         left_bytes = 0
         while due_bytes and self.dst.writable:
@@ -209,13 +215,13 @@ class Pipe:
         return left_bytes
 
     def next_arrival_s(self) -> float | None:
-        """When `push` has something to do next, None if only an epoll event can tell."""
+        """When `push` has something to do next; None if only an epoll event can tell."""
         if self.line.held_bytes:
             return self.line.next_arrival_s() if self.dst.writable else None
         return self.fin_at_s if self.fin_at_s is not None and not self.finished else None
 
     def lose_all(self) -> None:
-        """Drop what is inside (a black hole opened, or the connection is over)."""
+        """Drop what is inside, when a black hole opens or the connection is over."""
         if self.queue.num_bytes:
             self.damaged = True
         self.queue.clear()
@@ -226,7 +232,7 @@ class Pipe:
 class Connection:
     """A client of the relay, the target, and the two pipes between them.
 
-    `open_at_s`: nothing is read before, as if connecting had taken its round trip.
+    Nothing is read before `open_at_s`, as if connecting had taken a round trip of the link.
     """
 
     open_at_s: float
@@ -238,7 +244,7 @@ class Connection:
         return all(pipe.finished for pipe in self.pipes)
 
     def close(self, *, reset: bool) -> None:
-        """Close both sockets; with `reset` the peers see a TCP reset, not an end of stream."""
+        """Close both sockets. With `reset` the peers see a TCP reset, not an end of stream."""
         for pipe in self.pipes:
             pipe.lose_all()
         for side in self.sides:

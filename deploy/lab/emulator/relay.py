@@ -1,8 +1,8 @@
 """A TCP relay process that behaves like a long link: rate, delay, jitter, and faults on command.
 
-Needs no privileges. Process entry: ``python -m deploy.lab.emulator.relay --listen 127.0.0.1:0
---to 127.0.0.1:7100 --rate 1Gbit --rtt 20ms --control /tmp/link.sock``; prints one JSON line when it
-is ready and serves until SIGTERM.
+It needs no privileges. Its process entry is ``python -m deploy.lab.emulator.relay --listen
+127.0.0.1:0 --to 127.0.0.1:7100 --rate 1Gbit --rtt 20ms --control /tmp/link.sock``. It prints one
+JSON line when it is ready and serves until SIGTERM.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PRIORITY = -10
 
 
 class ControlServer:
-    """The relay's unix socket: a JSON command a line, a `Reply` a line."""
+    """The relay's unix socket: one JSON command per line, one `Reply` per line."""
 
     def __init__(self, link: EmulatedLink, path: str) -> None:
         self._link = link
@@ -41,7 +41,7 @@ class ControlServer:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(path)
         self._listener.listen(8)
-        link.add_handler(self._listener.fileno(), self._accept)
+        link.sockets.add_handler(self._listener.fileno(), self._accept)
 
     def close(self) -> None:
         for peer, _ in self._peers.values():
@@ -52,10 +52,10 @@ class ControlServer:
 
     def _accept(self, _events: int) -> None:
         peer, _ = self._listener.accept()
-        # Replies are a few hundred bytes: a peer that does not read them loses its connection.
+        # Replies are a few hundred bytes. A peer that does not read them loses its connection.
         peer.settimeout(0.1)
         self._peers[peer.fileno()] = (peer, bytearray())
-        self._link.add_handler(peer.fileno(), lambda _events: self._read(peer))
+        self._link.sockets.add_handler(peer.fileno(), lambda _events: self._read(peer))
 
     def _read(self, peer: socket.socket) -> None:
         fd = peer.fileno()
@@ -70,7 +70,7 @@ class ControlServer:
                 del received[: end + 1]
                 peer.sendall(msgspec.json.encode(self._answer(line)) + b"\n")
         except OSError:
-            self._link.remove_handler(fd)
+            self._link.sockets.remove_handler(fd)
             del self._peers[fd]
             peer.close()
 
@@ -86,7 +86,8 @@ def main(argv: list[str] | None = None) -> int:
     args = _arguments().parse_args(argv)
     if args.exit_with_parent:
         exit_with_parent()
-    # A real link does not slow down because the machine is busy. Needs privileges; nice to have.
+    # A real link does not slow down because the machine is busy. Without privileges it stays as
+    # it is.
     with suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
     shape = LinkShape(parse_rate(args.rate), parse_duration(args.rtt), parse_duration(args.jitter))
@@ -94,13 +95,14 @@ def main(argv: list[str] | None = None) -> int:
     control = ControlServer(link, args.control) if args.control else None
     wake_read, wake_write = socket.socketpair()
     wake_write.setblocking(False)
+    # A signal must end the wait in epoll, which restarts after handlers.
     signal.set_wakeup_fd(wake_write.fileno())
-    link.add_handler(wake_read.fileno(), lambda _events: link.stop())
+    link.sockets.add_handler(wake_read.fileno(), lambda _events: link.stop())
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: link.stop())
     ready = {
         "event": "ready",
-        "listen": str(Endpoint(*link.address)),
+        "listen": str(Endpoint(*link.sockets.address)),
         "to": args.to,
         "pid": os.getpid(),
     }

@@ -1,8 +1,8 @@
 """`prfaas plan kv`: KVCache size by kind of layer, from a Hugging Face config.json.
 
-Turns arguments into calls and errors into exit statuses: 1 when --verify finds that vLLM disagrees
-or cannot say, 2 for the arguments or the file. What the command needs is imported by it, so that
-its help appears at once.
+It turns arguments into calls and errors into exit statuses: 1 when --verify finds that vLLM
+disagrees or gives no answer, 2 for the arguments or the file. The command imports what it needs
+when it runs, so that its help appears at once.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class _Ends:
     def show(
         self, model: ModelKv, rows: list[LengthRow], verification: Verification | None
     ) -> None:
-        """Tables or JSON on stdout."""
+        """Print tables or JSON on stdout."""
         from deploy.plan.kv.report import document
 
         if self.as_json:
@@ -132,7 +132,7 @@ class _Ends:
             console.print(verification.words(), highlight=False, markup=False)
 
     def fail(self, message: str) -> NoReturn:
-        """Say what is wrong with the file and exit."""
+        """Say what is wrong with the file, and exit."""
         if self.as_json:
             typer.echo(json.dumps({"ok": False, "file": str(self.file), "error": message}))
         else:
@@ -150,6 +150,7 @@ def _read_model(ends: _Ends, options: dict[str, Any]) -> ModelKv:
         ends.fail(str(error))
     try:
         return read_model_kv(config, **options)
+    # A ConfigError is a ValueError too. It blames the file, any other ValueError the options.
     except ConfigError as error:
         ends.fail(str(error))
     except ValueError as error:
@@ -157,7 +158,7 @@ def _read_model(ends: _Ends, options: dict[str, Any]) -> ModelKv:
 
 
 def _verify(ends: _Ends, options: dict[str, Any]) -> Verification:
-    """Compares at one rank: more would need as many processes."""
+    """Compare at one rank, since more ranks would need as many processes."""
     from deploy.plan.kv.verify import verify
 
     return verify(
@@ -188,6 +189,7 @@ def _seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
+        # Refused below, together with times that are not above zero.
         value = 0.0
     if not 0.0 < value < float("inf"):
         raise ValueError(f"{text!r} is not a time in seconds above zero; write 0.44,1.84")

@@ -1,7 +1,7 @@
-"""What `prfaas plan kv` says: sizes by kind of layer and by prompt length, and what a link carries.
+"""The rows of `prfaas plan kv`: sizes by kind of layer and by prompt length, and rates.
 
-Pure; knows neither files nor terminals. The throughput of an instance and the egress of a cluster
-are equations 1 and 2 of the paper.
+Pure; it knows neither files nor terminals. The throughput of an instance and the egress of a
+cluster are equations 1 and 2 of PrfaaS.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LengthRow:
 
 @dataclass(frozen=True, slots=True)
 class KindRow:
-    """The layers that are of one kind and equally large. Bytes are those of all of them."""
+    """The layers of one kind and size. Bytes are the sum over these layers."""
 
     kind: KVKind
     num_layers: int
@@ -48,8 +48,9 @@ def length_rows(
     num_gpus: int = 0,
     gpus_per_instance: int = 8,
 ) -> list[LengthRow]:
-    """One row for each length; `prefill_s` is empty or as long as `lengths`. Without GPUs no egress
-    is worked out.
+    """One row for each length.
+
+    `prefill_s` is empty or as long as `lengths`. Without GPUs there is no egress.
     """
     rows = []
     for index, num_tokens in enumerate(lengths):
@@ -94,7 +95,7 @@ def kind_rows(model: ModelKv) -> list[KindRow]:
 
 
 def document(model: ModelKv, rows: Sequence[LengthRow]) -> dict[str, Any]:
-    """What `--json` prints, without what the command itself knows."""
+    """The output of `--json`, without what the command itself knows."""
     return {
         "model": model.name,
         "dtype": model.dtype,

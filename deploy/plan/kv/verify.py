@@ -1,6 +1,6 @@
 """Asks the installed vLLM what it would allocate, in a process of its own, and compares.
 
-Knows the command line of `kvmanager.vllm_connector.spec_check`; never imports vLLM.
+It knows the command line of `kvmanager.vllm_connector.spec_check`, and never imports vLLM.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvmanager.layout import KVKind
 
 _MODULE = "kvmanager.vllm_connector.spec_check"
 _TIMEOUT_S = 600.0
-# Nothing may be looked for at a hub, and nothing reported to one.
+# The process must neither look for files at a hub nor report anything.
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_DO_NOT_TRACK": "1",
@@ -31,7 +31,9 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Outcome of a comparison at one rank. `reason`: why vLLM gave no answer; empty if it did."""
+    """The outcome of a comparison at one rank. `reason` says why vLLM gave no answer; "" if it
+    did.
+    """
 
     num_layers: int = 0
     differences: tuple[str, ...] = ()
@@ -61,9 +63,9 @@ class Verification:
 
 
 def verify(file: Path, model: ModelKv, *, mamba_cache: str, mamba_ssm_cache: str) -> Verification:
-    """Compares `model`, read from `file` for one rank, with vLLM's own specs, layer by layer.
+    """Compare `model`, read from `file` for one rank, with vLLM's own specs, layer by layer.
 
-    Starts a process and waits for it, usually half a minute.
+    It starts a process and waits for it, usually half a minute.
     """
     if importlib.util.find_spec("vllm") is None:
         return Verification(reason="vLLM is not installed here")
@@ -87,6 +89,7 @@ def verify(file: Path, model: ModelKv, *, mamba_cache: str, mamba_ssm_cache: str
             )
         except subprocess.TimeoutExpired:
             return Verification(reason=f"vLLM was not done after {_TIMEOUT_S:.0f} s")
+        # Without the file, the process died before it could write even an error.
         if not out.exists():
             last = (done.stderr.strip() or "no message").splitlines()[-1]
             return Verification(reason=f"vLLM ended with status {done.returncode}: {last}")
@@ -94,7 +97,7 @@ def verify(file: Path, model: ModelKv, *, mamba_cache: str, mamba_ssm_cache: str
 
 
 def compare(model: ModelKv, answer: dict[str, Any]) -> Verification:
-    """What `spec_check` wrote against the model it was asked about."""
+    """Compare the answer of `spec_check` with the model that it was asked about."""
     if "error" in answer:
         return Verification(reason=f"{model.name}: {answer['error']}")
     layers = [LayerKv(**(item | {"kind": KVKind(item["kind"])})) for item in answer["layers"]]

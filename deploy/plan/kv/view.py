@@ -1,4 +1,4 @@
-"""The tables of `prfaas plan kv`. Knows rows, not how they came about."""
+"""The tables of `prfaas plan kv`. They know rows, not where these come from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KIND_NAMES = {
 
 
 def print_tables(console: Console, model: ModelKv, rows: Sequence[LengthRow]) -> None:
-    """Which model and how kept, what was assumed, and both tables."""
+    """Print the model and its data types, what was assumed, and both tables."""
     ranks = "1 rank" if model.tp_size == 1 else f"{model.tp_size} tensor-parallel ranks"
     lines = [
         f"{model.name}, {model.dtype}, KV {model.kv_dtype}, {ranks}: "
@@ -36,7 +36,7 @@ def print_tables(console: Console, model: ModelKv, rows: Sequence[LengthRow]) ->
 
 
 def _kinds_table(model: ModelKv) -> Table:
-    """What each kind of layer keeps, all layers and ranks together."""
+    """The bytes that each kind of layer keeps, over all layers and ranks."""
     table = new_table("kind", numbers=("layers", "B/token"))
     table.add_column("kept for", overflow="fold")
     table.add_column("fixed\nMiB", justify="right")
@@ -52,9 +52,10 @@ def _kinds_table(model: ModelKv) -> Table:
 
 
 def _lengths_table(model: ModelKv, rows: Sequence[LengthRow]) -> Table:
-    """KVCache, and what it asks of a link, for each prompt length."""
+    """KVCache, and what it needs of a link, for each prompt length."""
     table = new_table(numbers=("tokens",))
     kinds = list(model.num_layers_by_kind())
+    # With one kind its column would repeat the total.
     if len(kinds) > 1:
         for kind in kinds:
             table.add_column(f"{_KIND_NAMES[kind].split()[-1]}\nMiB", justify="right")
@@ -78,7 +79,7 @@ def _lengths_table(model: ModelKv, rows: Sequence[LengthRow]) -> Table:
 
 
 def _rate_columns(rows: Sequence[LengthRow]) -> dict[str, str]:
-    """Headings of the columns that have values, with the fields they show."""
+    """The headings of the columns that have values, with the fields they show."""
     columns = {
         "prefill\ns": "prefill_s",
         "Phi\nGbit/s": "kv_gbit_per_s",

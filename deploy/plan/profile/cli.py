@@ -1,7 +1,8 @@
 """`prfaas plan profile`: measures a running engine and writes its profile.
 
-Turns arguments into calls and errors into exit statuses: 2 for the arguments, the engine or the
-file, 130 for Ctrl-C. What the command needs is imported by it, so that its help appears at once.
+It turns arguments into calls and errors into exit statuses: 2 for the arguments, the engine or the
+file, 130 for Ctrl-C. The command imports what it needs when it runs, so that its help appears at
+once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from deploy.plan.profile.view import ProfilingView
 
 _LONG_TOKENS = 10**9
-"""Longer than any window."""
+"""Longer than any window, tokens."""
 
 
 def profile_command(
@@ -92,6 +93,7 @@ def profile_command(
     job = _new_job(url, api_key, model, wishes)
     kv_cache = _kv_cache(config, ends)
     reason, status = _run(job)
+    # Decode steps alone make no profile.
     if reason and not (keep_partial and job.measured.prefill):
         ends.fail(f"{reason}; nothing was written", status)
     file = _file(job, kv_cache, complete=not reason)
@@ -103,7 +105,7 @@ def profile_command(
 
 @dataclass(slots=True)
 class _Job:
-    """One measuring. `model` and `plan` are known once the engine has answered."""
+    """One measurement. `model` and `plan` are known once the engine has answered."""
 
     url: str
     api_key: str
@@ -122,7 +124,7 @@ def _new_job(url: str, api_key: str, model: str, wishes: Wishes) -> _Job:
 
 
 def _run(job: _Job) -> tuple[str, int]:
-    """Measure; why it was cut short, empty if it was not, and the exit status."""
+    """Measure. Returns why it was cut short, "" if it was not, and the exit status."""
     from rich.console import Console
 
     from deploy.plan.profile.engine import ProfilingError
@@ -193,7 +195,7 @@ class _Ends:
             self.fail(f"{self.out} cannot be written: {error}", 2)
 
     def show(self, file: EngineProfileFile) -> None:
-        """The file's numbers on stdout."""
+        """Print the file's numbers on stdout."""
         if self.as_json:
             typer.echo(json.dumps({"ok": True, "file": str(self.out)} | file.as_json()))
             return
@@ -209,7 +211,7 @@ class _Ends:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def fail(self, message: str, status: int) -> NoReturn:
-        """Say what went wrong and exit."""
+        """Say what went wrong, and exit."""
         if self.as_json:
             typer.echo(json.dumps({"ok": False, "error": message}))
         else:
@@ -218,7 +220,7 @@ class _Ends:
 
 
 def _kv_cache(config: Path | None, ends: _Ends) -> KvCacheSize | None:
-    """The sizes by the model's config; window layers count as full, as they are in long prompts."""
+    """The sizes from the model's config. Windows count as full, as in long prompts."""
     if config is None:
         return None
     from deploy.plan.model_config import config_file, read_config
@@ -230,6 +232,7 @@ def _kv_cache(config: Path | None, ends: _Ends) -> KvCacheSize | None:
         kv = read_model_kv(read_config(path))
     except ValueError as error:
         ends.fail(f"--config {path}: {error}", 2)
+    # Windows are full at this length, so all but the part per token is fixed.
     fixed_bytes = kv.bytes_for(_LONG_TOKENS) - _LONG_TOKENS * kv.bytes_per_token
     return KvCacheSize(fixed_bytes=fixed_bytes, bytes_per_token=kv.bytes_per_token)
 

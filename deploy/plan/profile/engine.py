@@ -1,7 +1,7 @@
 """The engine that is being profiled, over HTTP: what it serves, its counters, one timed stream.
 
-Times are `time.perf_counter` of this process. Does not know which requests make a profile. Errors
-of HTTP, and answers that vLLM's OpenAI server would not give, end here as `ProfilingError`.
+Times are `time.perf_counter` of this process. It does not know which requests make a profile. HTTP
+errors, and answers that vLLM's OpenAI server would not give, become `ProfilingError` here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WAITING: Final = "vllm:num_requests_waiting"
 _CONNECT_TIMEOUT_S: Final = 5.0
 _CONTROL_TIMEOUT_S: Final = 30.0
 _STREAM_TIMEOUT_S: Final = 3600.0
-"""A prefill of a million tokens on slow hardware must fit; Ctrl-C is there for the rest."""
+"""Long enough for a prefill of a million tokens on slow hardware; Ctrl-C ends any wait."""
 
 _METRIC: Final = re.compile(r"^(vllm:[a-z0-9_]+)(?:\{[^\n]*\})? (\S+)$", re.MULTILINE)
 _KV_TOKENS: Final = re.compile(r'^vllm:cache_config_info\{[^\n]*kv_cache_size_tokens="(\d+)"', re.M)
@@ -33,22 +33,24 @@ _KV_TOKENS: Final = re.compile(r'^vllm:cache_config_info\{[^\n]*kv_cache_size_to
 _ORDINARY_TEXT: Final = " ".join(
     first + second for first in string.ascii_lowercase for second in string.ascii_lowercase
 )
-"""Short words; every tokenizer has hundreds of ordinary tokens for them, none of them special."""
+"""Short words. Every tokenizer has hundreds of ordinary tokens for them, and none is special."""
 
 Answer = TypeVar("Answer")
 
 
 class ProfilingError(Exception):
-    """The engine cannot be profiled. The message names its URL and, where there is one, the fix."""
+    """The engine cannot be profiled. The message names its URL and, if there is one, the fix."""
 
 
 class EngineBusyError(ProfilingError):
-    """Somebody else's requests are in the engine, so no time of ours would mean anything."""
+    """Another client's requests are in the engine, so our times would mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model to measure. `max_model_len`: prompt and output tokens of one request, together."""
+    """The model to measure. `max_model_len` limits prompt and output tokens of a request
+    together.
+    """
 
     name: str
     max_model_len: int
@@ -59,7 +61,8 @@ class ServedModel:
 class Counters:
     """The engine's metrics at one moment, summed over its data-parallel ranks.
 
-    `kv_tokens`: what its KVCache holds, None if it does not say. `values`: every sample by name.
+    `kv_tokens` is the capacity of its KVCache, None if it does not say. `values` has every sample
+    by name.
     """
 
     values: dict[str, float]
@@ -140,7 +143,7 @@ class ProfiledEngine:
         if card is None:
             names = _names([card.id for card in cards])
             raise ProfilingError(f"{self.url} does not serve {name}; --model can be: {names}")
-        # Adapters have no length of their own, so it is their base model's.
+        # Adapters have no length of their own, so the length of their base model counts.
         lengths = [item.max_model_len for item in (card, *cards) if item.max_model_len]
         if not lengths:
             raise ProfilingError(
@@ -150,7 +153,7 @@ class ProfiledEngine:
         return ServedModel(name, lengths[0], await self._version())
 
     async def counters(self) -> Counters:
-        """Its metrics now. Raises ProfilingError if it has none."""
+        """The engine's present metrics. Raises ProfilingError if it has none."""
         text = (await self._read("GET", "/metrics")).decode("utf-8", "replace")
         counters = parse_counters(text)
         if counters is None:
@@ -162,7 +165,9 @@ class ProfiledEngine:
         return counters
 
     async def ordinary_tokens(self, model: str) -> tuple[int, ...]:
-        """Token ids of the model's ordinary text, distinct; empty if it does not tokenize."""
+        """Distinct token ids of ordinary text of the model; empty if the engine does not
+        tokenize.
+        """
         body = {"model": model, "prompt": _ORDINARY_TEXT, "add_special_tokens": False}
         async with self._request("POST", "/tokenize", body=msgspec.json.encode(body)) as response:
             if response.status != 200:
@@ -173,27 +178,29 @@ class ProfiledEngine:
     async def stream(
         self, model: str, prompt: Sequence[int], *, output_tokens: int, cache_salt: str
     ) -> Streamed:
-        """Exactly `output_tokens` tokens after `prompt`, nothing of which is cached.
+        """Stream exactly `output_tokens` tokens after `prompt`, of which nothing is cached.
 
-        Cancelling closes the connection, on which the engine drops the request. Raises
-        ProfilingError, also if the engine counts other tokens than were asked for.
+        Cancelling closes the connection, and the engine then drops the request. Raises
+        ProfilingError, also if the engine counts other tokens than it was asked for.
         """
         body = msgspec.json.encode(
             {
                 "model": model,
                 "prompt": prompt,
                 "max_tokens": output_tokens,
+                # The answer must not end early, whatever the model says.
                 "min_tokens": output_tokens,
                 "ignore_eos": True,
                 "temperature": 0.0,
                 "cache_salt": cache_salt,
                 "stream": True,
-                # Several tokens may come in one event; only the usage says how many.
+                # Several tokens may come in one event, and only the usage says how many.
                 "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             }
         )
         path = "/v1/completions"
         pieces: list[tuple[float, bytes]] = []
+        # Parsed after the end: parsing during the stream would delay the times of later pieces.
         started_s = time.perf_counter()
         async with self._request("POST", path, body=body, timeout_s=_STREAM_TIMEOUT_S) as response:
             await self._check(response, path)
@@ -213,6 +220,7 @@ class ProfiledEngine:
         num_prompt_tokens = num_tokens = 0
         for now_s, data in _events(pieces):
             if data == b"[DONE]":
+                # An engine without continuous usage has streamed, but counted nothing.
                 if not num_tokens:
                     break
                 times = TokenTimes(tuple(num_tokens_at), tuple(num_tokens_at.values()))
@@ -224,6 +232,7 @@ class ProfiledEngine:
                 continue
             num_prompt_tokens = event.usage.prompt_tokens
             if event.usage.completion_tokens > num_tokens:
+                # Tokens that arrive in the same piece share its time, and the last count wins.
                 num_tokens = num_tokens_at[now_s] = event.usage.completion_tokens
         raise ProfilingError(
             f"{self.url}/v1/completions: the stream ended early or counted no tokens; "
@@ -252,7 +261,7 @@ class ProfiledEngine:
             )
         text = _error_text(await response.read())
         hint = ""
-        # Any HTTP server answers; only an engine has these pages.
+        # Any HTTP server answers, but only an engine has these pages.
         if response.status == 404 and path in ("/metrics", "/v1/models"):
             hint = "; --url takes the base URL of a vLLM engine, such as http://127.0.0.1:8000"
         raise ProfilingError(f"{self.url}{path}: HTTP {response.status}: {text}{hint}")
@@ -282,6 +291,7 @@ class ProfiledEngine:
                 method, self.url + path, data=body, headers=headers, timeout=timeout
             ) as response:
                 yield response
+        # A ClientError too, so it comes first: nothing listens, which needs other advice.
         except aiohttp.ClientConnectorError as error:
             raise ProfilingError(
                 f"no engine answers at {self.url}: {error}; is it running, and is --url right?"
@@ -302,7 +312,7 @@ def base_url(url: str) -> str:
 
 
 def parse_counters(metrics_text: str) -> Counters | None:
-    """What vLLM's `/metrics` says; None if the page does not count running requests."""
+    """The values of vLLM's `/metrics`; None if the page does not count running requests."""
     values: dict[str, float] = {}
     num_ranks = 0
     for name, text in _METRIC.findall(metrics_text):
@@ -325,7 +335,7 @@ def _events(pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
 
 
 def _error_text(raw: bytes) -> str:
-    """The message in an OpenAI error object, else the start of whatever came."""
+    """The message in an OpenAI error object, or else the start of the body."""
     try:
         error = msgspec.json.decode(raw)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

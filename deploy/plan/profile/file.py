@@ -1,7 +1,7 @@
 """The file with an engine's profile: prefill times, decode steps, and where they come from.
 
-`prfaas plan profile` writes it and `prfaas plan solve` reads it; most fields may be left out of one
-written by hand. Does not know how the numbers are measured.
+`prfaas plan profile` writes it and `prfaas plan solve` reads it. A file written by hand may leave
+out most fields. This file does not know how the numbers are measured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Size = Annotated[int, Field(ge=0), spelled(parse_size)]
 
 
 class PrefillPoint(Section):
-    """T_prefill at one length: an otherwise idle engine, nothing of the prompt cached."""
+    """T_prefill at one length, of an otherwise idle engine with nothing of the prompt cached."""
 
     tokens: Tokens
     seconds: Seconds
@@ -44,7 +44,7 @@ class PrefillPoint(Section):
 
 
 class MeasuredPrefill(Section):
-    """T_prefill(l). `clock`: whose `seconds` are, the engine's metrics' or its HTTP client's."""
+    """T_prefill(l). `clock` says who timed `seconds`: the engine's metrics or its HTTP client."""
 
     clock: Literal["engine", "client"] | None = None
     points: Annotated[tuple[PrefillPoint, ...], Field(min_length=1)]
@@ -60,7 +60,7 @@ class MeasuredPrefill(Section):
 
 
 class DecodeStep(Section):
-    """Seconds from one token to the next of a stream while `batch_size` streams decode."""
+    """Seconds from one token of a stream to the next while `batch_size` streams decode."""
 
     batch_size: Count
     step_seconds: Seconds
@@ -86,14 +86,14 @@ class MeasuredDecode(Section):
 
 
 class KvCacheSize(Section):
-    """S_kv(l) = fixed_bytes + bytes_per_token * l, of one request. Written like 64KiB or 65536."""
+    """S_kv(l) = fixed_bytes + bytes_per_token * l, for one request. Written like 64KiB or 65536."""
 
     fixed_bytes: Size
     bytes_per_token: Size
 
 
 class Provenance(Section):
-    """Where the numbers come from. `complete` is false if the measuring was cut short."""
+    """Where the numbers come from. `complete` is false if the measurement was cut short."""
 
     url: str
     model: str
@@ -105,7 +105,7 @@ class Provenance(Section):
 
 
 class EngineProfile(Section):
-    """What one instance can do."""
+    """The speed of one instance."""
 
     prefill: MeasuredPrefill
     decode: MeasuredDecode | None = None
@@ -124,20 +124,21 @@ class EngineProfileFile(Section):
         return parse_yaml(read_text(path), cls, source=str(path), expected=EXPECTED)
 
     def as_json(self) -> dict[str, Any]:
-        """The file as plain values, what is unknown left out."""
+        """The file as plain values, without what is unknown."""
         return self.model_dump(mode="json", exclude_none=True)
 
     def dump(self, path: Path) -> None:
-        """Write `path` whole or not at all; an existing file is replaced. Raises `OSError`."""
+        """Write `path`, whole or not at all. An existing file is replaced. Raises `OSError`."""
         text = _HEADER + yaml.safe_dump(
             self.as_json(), sort_keys=False, allow_unicode=True, width=100
         )
-        # Beside the target, so that the last step is a rename within one file system.
+        # In the same directory, so that the last step is a rename within one file system.
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             with unfinished.open("x", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
+                # Before the rename: after a crash the name must not belong to an empty file.
                 os.fsync(file.fileno())
             unfinished.replace(path)
         except BaseException:

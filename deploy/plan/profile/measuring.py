@@ -1,12 +1,12 @@
 """Measures an engine: single prefills of random tokens, then streams that decode together.
 
-What is measured is the engine as a service sees it: whole requests through its HTTP API, one kind
-at a time on an otherwise idle engine. A prefill's time comes from the engine's own metrics where
-they have it, beside the client's. No prompt shares a prefix with another (random tokens and a
-`cache_salt` of its own), so prefix caching cannot help; that it did not is checked, too. Somebody
-else's request before, during or after a sample is an error and never part of a result.
+It measures the engine as a service sees it: whole requests through its HTTP API, one kind at a time
+on an otherwise idle engine. Beside the client's time of a prefill, the engine's own metrics give
+theirs if they have it. No prompt shares a prefix with another (random tokens and a `cache_salt` of
+its own), so prefix caching cannot help; this is checked, too. A request of another client before,
+during or after a sample is an error and never part of a result.
 
-Does not know files, terminals or the date; `profile_stats` makes numbers of the samples.
+It does not know files, terminals or the date. `stats` makes numbers of the samples.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ _SETTLE_S: Final = 5.0
 _POLL_S: Final = 0.02
 _WARM_UP_TOKENS: Final = 8
 _STEP_WORK_TOKENS: Final = 200
-"""A decode step takes about as long as a prefill of this many tokens; for the progress bar only."""
+"""A decode step takes about as long as a prefill of this many tokens, for the progress bar only."""
 _FEWEST_TOKEN_IDS: Final = 16
+# Every vocabulary has these ids.
 _SMALL_IDS: Final = tuple(range(256))
 
 
@@ -67,19 +68,19 @@ class ProfilePlan:
 
     @property
     def total_work(self) -> int:
-        """All of it with its warm-ups, in prompt tokens."""
+        """All work with its warm-ups, in prompt tokens."""
         prefill = sum(self.lengths) * (1 + self.repeats)
         return prefill + sum(map(self.decode_work, self.batch_sizes))
 
     def decode_work(self, batch_size: int) -> int:
-        """A warm-up and a run of `batch_size` streams."""
+        """The work of a warm-up and a run of `batch_size` streams, in prompt tokens."""
         steps = _WARM_UP_TOKENS + self.setup.output_tokens
         return 2 * batch_size * self.setup.context_tokens + steps * _STEP_WORK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the user asked for; empty or None where the engine's limits decide."""
+    """The values that the user asked for. If one is empty or None, the engine's limits decide."""
 
     lengths: tuple[int, ...] = ()
     repeats: int = 5
@@ -90,7 +91,7 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class ProfilingProgress:
-    """`work` tokens of `ProfilePlan.total_work` are behind us; `doing` is what comes now."""
+    """`work` tokens of `ProfilePlan.total_work` are done; `doing` is the present step."""
 
     work: int
     doing: str
@@ -98,11 +99,12 @@ class ProfilingProgress:
 
 
 def make_plan(wishes: Wishes, max_model_len: int, kv_tokens: int | None) -> ProfilePlan:
-    """`wishes` where there are any, else what fits an engine of these limits, in tokens.
+    """The plan for `wishes`; where there is none, what fits an engine with these limits, in tokens.
 
-    `kv_tokens`: what its KVCache holds. Raises ProfilingError for wishes that cannot be.
+    `kv_tokens` is the capacity of its KVCache. Raises ProfilingError for impossible wishes.
     """
     lengths = tuple(sorted(set(wishes.lengths))) or default_lengths(max_model_len)
+    # A prompt must leave room for the one token of its answer.
     if not lengths or lengths[-1] > max_model_len - 1:
         raise ProfilingError(
             f"the engine takes {max_model_len} tokens, prompt and output together: "
@@ -125,14 +127,14 @@ def make_plan(wishes: Wishes, max_model_len: int, kv_tokens: int | None) -> Prof
 
 
 def default_lengths(max_model_len: int) -> tuple[int, ...]:
-    """Powers of two from 256 and the longest prompt, at most 10: the shortest give way."""
+    """Powers of two from 256 and the longest prompt. Of more than 10, the shortest are left out."""
     longest = max_model_len - 2
     powers = []
     tokens = _SHORTEST_TOKENS
     while tokens <= longest:
         powers.append(tokens)
         tokens *= 2
-    # Two lengths that nearly agree would only measure their noise.
+    # Two lengths that are nearly equal would only measure their noise.
     if longest > 0 and (not powers or longest >= 1.25 * powers[-1]):
         powers.append(longest)
     return tuple(powers[-_MOST_LENGTHS:])
@@ -146,10 +148,10 @@ async def measure(
     on_progress: Callable[[ProfilingProgress], None],
     rng: random.Random,
 ) -> None:
-    """Carry out `plan`; every sample joins `measured` when it is whole.
+    """Carry out `plan`. Every sample joins `measured` when it is whole.
 
-    Raises ProfilingError, and EngineBusyError when the engine does not work for us alone. Can be
-    cancelled at any time: the engine then drops the request that is running.
+    Raises ProfilingError, and EngineBusyError when the engine has other work than ours. It can be
+    cancelled at any time; the engine then drops the running request.
     """
     run = _Run(engine, model.name, plan, measured, on_progress, rng)
     await run.prepare()
@@ -157,6 +159,7 @@ async def measure(
         await run.prefills(tokens)
     for batch_size in plan.batch_sizes:
         if not await run.decodes(batch_size):
+            # A larger batch would not decode together either.
             break
     run.say("done")
 
@@ -181,7 +184,7 @@ class _Run:
         self._work = 0
 
     async def prepare(self) -> None:
-        """Choose the tokens of prompts; see that nobody else uses the engine."""
+        """Choose the tokens of prompts, and check that no other client uses the engine."""
         ordinary = await self._engine.ordinary_tokens(self._model)
         if len(ordinary) >= _FEWEST_TOKEN_IDS:
             self._token_ids = ordinary
@@ -197,7 +200,7 @@ class _Run:
             )
 
     async def prefills(self, tokens: int) -> None:
-        """A warm-up and the samples of one length."""
+        """Run a warm-up and the samples of one length."""
         for i in range(1 + self._plan.repeats):
             self.say(f"prefill of {tokens} tokens", f"{i}/{self._plan.repeats}" if i else "warm-up")
             measured = await self._prefill(tokens)
@@ -206,7 +209,9 @@ class _Run:
             self._work += tokens
 
     async def decodes(self, batch_size: int) -> bool:
-        """A warm-up and the run of one batch size; False if they would not decode together."""
+        """Run a warm-up and the run of one batch size. False if the streams would not decode
+        together.
+        """
         streams = f"{batch_size} stream{'s' if batch_size > 1 else ''}"
         self.say(f"decode of {streams}", "warm-up")
         await self._decode(batch_size, _WARM_UP_TOKENS)
@@ -230,7 +235,7 @@ class _Run:
         return True
 
     def say(self, doing: str, detail: str = "") -> None:
-        """Show how far the work is."""
+        """Report the progress of the work."""
         self._on_progress(ProfilingProgress(self._work, doing, detail))
 
     async def _prefill(self, tokens: int) -> PrefillSample:
@@ -247,7 +252,7 @@ class _Run:
         return PrefillSample(tokens, answer.ended_s - answer.started_s, engine_s)
 
     async def _decode(self, batch_size: int, output_tokens: int) -> tuple[DecodeSample, float]:
-        """The streams' times, and how many of them were preempted."""
+        """The streams' times, and how many of the streams were preempted."""
         context = self._plan.setup.context_tokens
         before = await self._idle()
         try:
@@ -257,7 +262,7 @@ class _Run:
                     for _ in range(batch_size)
                 ]
         except ExceptionGroup as failed:
-            # The streams' errors tell the same story.
+            # The streams fail for the same reason, so one error is enough.
             raise failed.exceptions[0] from None
         after = await self._settled(before, batch_size)
         steps, total_s = after.since(before, _STEPS), after.since(before, _STEP_S)
@@ -273,7 +278,7 @@ class _Run:
         )
 
     async def _idle(self) -> Counters:
-        """The counters of an engine without requests; it has a moment to finish what it had."""
+        """The counters of an engine without requests. It gets a moment to finish those it had."""
         deadline_s = time.monotonic() + _SETTLE_S
         while True:
             counters = await self._engine.counters()
@@ -288,13 +293,14 @@ class _Run:
             await asyncio.sleep(_POLL_S)
 
     async def _settled(self, before: Counters, num_ours: int) -> Counters:
-        """The counters when they include our requests, and nobody else's."""
+        """The counters once they include our requests and no other ones."""
         deadline_s = time.monotonic() + _SETTLE_S
         while True:
             counters = await self._idle()
             finished = counters.since(before, _FINISHED)
             if finished is None:
                 finished = counters.since(before, _SUCCESSES)
+            # An engine without either counter can only be asked whether it is idle.
             if finished is None or finished == num_ours:
                 return counters
             if finished > num_ours:

@@ -1,7 +1,7 @@
-"""From raw samples to the profile: medians, spreads, and what looks wrong with them.
+"""From raw samples to the profile: medians, spreads, and what makes them doubtful.
 
-Every sample counts: none is dropped as an outlier, and what makes a number doubtful becomes a note
-in the profile. Pure; does not know where samples come from. Times are seconds on any one clock.
+Every sample counts, and none is dropped as an outlier. What makes a number doubtful becomes a note
+in the profile. Pure; it does not know where samples come from. Times are seconds on any one clock.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from deploy.plan.profile.file import (
 )
 
 MIN_STEPS = 8
-"""Steps are timed over at least this many tokens; fewer with all streams decoding say nothing.
+"""A step is timed over at least this many tokens, all with all streams decoding.
 
-A busy client reads tokens in bursts. From one token to the next it would then see either nothing or
-a multiple of the step; over eight tokens the burst hardly matters."""
+A busy client reads tokens in bursts. Between two tokens it would see either nothing or a multiple
+of the step; over eight tokens the burst hardly matters.
+"""
 
 _WIDE_SPREAD = 0.25
 _CLOCKS_DIFFER = 0.25
@@ -34,7 +35,9 @@ _FASTER_WHEN_FULLER = 0.10
 
 @dataclass(frozen=True, slots=True)
 class PrefillSample:
-    """One prefill of `tokens`: until the client had its answer, and by the engine's metrics."""
+    """One prefill of `tokens`: the time until the client had its answer, and by the engine's
+    metrics.
+    """
 
     tokens: int
     client_s: float
@@ -43,7 +46,7 @@ class PrefillSample:
 
 @dataclass(frozen=True, slots=True)
 class TokenTimes:
-    """A stream: at `at_s[i]` it had `num_tokens[i]` tokens. Both ascend; not empty."""
+    """A stream. At `at_s[i]` it had `num_tokens[i]` tokens. Both ascend and are not empty."""
 
     at_s: tuple[float, ...]
     num_tokens: tuple[int, ...]
@@ -53,7 +56,7 @@ class TokenTimes:
 class DecodeSample:
     """Streams that decoded together.
 
-    `engine_mean_s`: the engine's mean time between tokens over the whole run, its start included.
+    `engine_mean_s` is the engine's mean time between tokens over the whole run, with its start.
     """
 
     streams: tuple[TokenTimes, ...]
@@ -65,7 +68,7 @@ class DecodeSample:
 
     @property
     def client_mean_s(self) -> float | None:
-        """Like `engine_mean_s`, but by when the tokens arrived here."""
+        """Like `engine_mean_s`, but by the arrival of tokens at the client."""
         taken_s = sum(stream.at_s[-1] - stream.at_s[0] for stream in self.streams)
         gaps = sum(stream.num_tokens[-1] - stream.num_tokens[0] for stream in self.streams)
         return taken_s / gaps if gaps else None
@@ -73,7 +76,7 @@ class DecodeSample:
 
 @dataclass(slots=True)
 class Measured:
-    """What was measured so far, in whole samples; the measuring shell appends to it."""
+    """The whole samples measured so far. The measuring shell appends to it."""
 
     prefill: list[PrefillSample] = field(default_factory=list)
     decode: list[DecodeSample] = field(default_factory=list)
@@ -82,7 +85,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSetup:
-    """What each decoding stream was asked for."""
+    """The lengths that each decoding stream was asked for."""
 
     context_tokens: int
     output_tokens: int
@@ -94,7 +97,8 @@ def build_profile(
     provenance: Provenance,
     kv_cache: KvCacheSize | None = None,
 ) -> EngineProfile:
-    """The profile of all samples; notes of the measuring and of the numbers join the provenance's.
+    """The profile of all samples. Notes from the measurement and on the numbers join the
+    provenance's.
 
     Raises ValueError without any prefill sample.
     """
@@ -124,11 +128,13 @@ def build_profile(
 
 
 def prefill_profile(samples: Sequence[PrefillSample]) -> MeasuredPrefill:
-    """A point for each length. The engine's clock counts if it timed every sample.
+    """A point for each length. The engine's clock is used if it timed every sample.
 
-    The engine times from the first scheduling to the first token: what a prefill keeps the instance
-    busy. Nothing is subtracted from the client's time, which adds HTTP, checks and queueing.
+    The engine times from the first scheduling to the first token, for which a prefill keeps the
+    instance busy. The client's time also has HTTP, checks and queueing; nothing is subtracted from
+    it.
     """
+    # Times of two clocks differ by the overhead of HTTP, so a curve must not mix them.
     by_engine = all(sample.engine_s is not None for sample in samples)
     by_length: dict[int, list[PrefillSample]] = {}
     for sample in samples:
@@ -151,15 +157,17 @@ def prefill_profile(samples: Sequence[PrefillSample]) -> MeasuredPrefill:
 
 
 def decode_step(sample: DecodeSample) -> DecodeStep | None:
-    """The median time per token while all streams decoded; None if that was too short.
+    """The median time per token while all streams decoded; None if that time was too short.
 
-    All decode from the last stream's first token to the first stream's last. The time is taken over
-    every span of `MIN_STEPS` tokens. With speculative decoding it is that of a token, not of a
-    step of the engine.
+    All streams decode from the last stream's first token to the first stream's last token. The time
+    is taken over every span of `MIN_STEPS` tokens. With speculative decoding it is the time of a
+    token, not of a step of the engine.
     """
     spans = list(_spans(sample.streams))
+    # Fewer spans than streams: some stream had too few tokens with all the others.
     if len(spans) < sample.batch_size:
         return None
+    # Deciles and not extremes: a single pause of the client must not decide.
     deciles = statistics.quantiles(spans, n=10, method="inclusive") if len(spans) > 1 else spans
     return DecodeStep(
         batch_size=sample.batch_size,
@@ -221,6 +229,7 @@ def _spans(streams: Sequence[TokenTimes]) -> Iterator[float]:
         ]
         last = 0
         for first_s, first_num in arrivals:
+            # Counted in tokens and not in arrivals: several tokens may arrive at once.
             while last < len(arrivals) and arrivals[last][1] - first_num < MIN_STEPS:
                 last += 1
             if last == len(arrivals):

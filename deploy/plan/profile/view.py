@@ -1,6 +1,6 @@
-"""Shows a profile: how far its measuring is, and its numbers in tables.
+"""Shows the progress of a measurement, and a profile's numbers in tables.
 
-Knows terminals; starts nothing and reads no clock.
+It knows terminals. It starts nothing and reads no clock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class ProfilingView:
-    """A bar with the time left on a terminal, a line for each step elsewhere."""
+    """Shows a bar with the time left on a terminal, and a line for each step elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -57,12 +57,12 @@ class ProfilingView:
         self._bar.stop()
 
     def begin(self, total_work: int) -> None:
-        """How much `ProfilingProgress.work` there will be."""
+        """Set how much `ProfilingProgress.work` there will be."""
         self._total = total_work
         self._bar.update(self._task, total=total_work)
 
     def show(self, progress: ProfilingProgress) -> None:
-        """What is done now."""
+        """Show what is being done."""
         text = f"{progress.doing} {progress.detail}".rstrip()
         self._bar.update(self._task, completed=progress.work, description=text)
         if not self._console.is_terminal and progress.doing != self._last:
@@ -72,7 +72,7 @@ class ProfilingView:
 
 
 def tables(profile: EngineProfile) -> list[Table]:
-    """Prefill times, and decode steps if there are any, with their units."""
+    """Tables of prefill times, and of decode steps if there are any, with their units."""
     prefill = new_table(
         numbers=("tokens", "seconds", "spread s", "client s", "tokens/s", "samples"),
         title=f"prefill (median of samples, clock of the {profile.prefill.clock})",

@@ -1,6 +1,6 @@
 """Turns simulation.yaml into a model, a workload and policies for `scheduler.replay`.
 
-What does not fit together is a problem with its path, like a wrong value.
+Values that do not fit together are problems with their path, like wrong values.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ HOMOGENEOUS: Final = "homogeneous"
 
 @dataclass(frozen=True)
 class Simulation:
-    """A file, read and built."""
+    """A simulation file, read and built."""
 
     file: SimulationFile
     model: ReplayModel
     capacity_rps: float
-    """The highest rate of the best plan for the file's traffic."""
+    """The highest rate of the best plan for the file's traffic, requests/s."""
     directory: Path
 
     def workload(self, seed: int) -> Workload:
-        """The same for every policy. Raises `FileError` where a trace cannot be read."""
+        """The workload, the same for every policy. Raises `FileError` if a trace cannot be read."""
         spec, lengths = self.file.simulation, self.file.traffic.lengths
         if lengths.trace is not None:
             prompts = load_trace(self.directory / lengths.trace.file.expanduser())
@@ -54,7 +54,7 @@ class Simulation:
         return drawn(self._phases(), seed)
 
     def policy(self, name: str) -> tuple[ReplayModel, Policy]:
-        """The model and the policy of that name. KeyError for one that is not there."""
+        """The model and the policy of that name. KeyError if there is none."""
         spec = self.file.simulation.policies.get(name)
         model = self.model
         if name == HOMOGENEOUS:
@@ -69,12 +69,15 @@ class Simulation:
 
     @property
     def compared(self) -> list[str]:
-        """What `--compare` compares: the usual ones that make sense here, and the file's."""
+        """What `--compare` compares: the usual policies that make sense here, and those of the
+        file.
+        """
         usual = ["static", "router"]
         if not self.model.region.prefill_clusters:
             usual = ["router"]
         else:
             usual.append(HOMOGENEOUS)
+        # Without a change of a link, an oracle knows no more than the router.
         if any(not schedule.is_constant for schedule in self.model.schedules.values()):
             usual.append("oracle")
         return [*usual, *(n for n in self.file.simulation.policies if n not in usual)]
@@ -83,6 +86,7 @@ class Simulation:
         spec, traffic = self.file.simulation, self.model.region.traffic
         first = PhaseSpec(at=0.0, load=spec.load, rate_rps=self._rate(spec))
         steps = [first, *sorted(spec.phases, key=lambda phase: phase.at)]
+        # A phase without a load and a rate keeps the last one.
         rate = 0.0
         for step, after in zip(steps, [*steps[1:], None], strict=True):
             if step.rate_rps is not None:
@@ -90,6 +94,7 @@ class Simulation:
             elif step.load is not None:
                 rate = step.load * self.capacity_rps
             until_s = spec.duration if after is None else min(after.at, spec.duration)
+            # Two phases may begin at the same time: the later one in the file counts.
             if until_s > step.at:
                 factor = step.length_factor
                 yield Phase(
@@ -105,7 +110,7 @@ class Simulation:
 
 
 def load_simulation(path: Path) -> Simulation:
-    """Read a simulation file; `FileError` with every problem found."""
+    """Read a simulation file. `FileError` with every problem found."""
     found = load_plan(path, SimulationFile, _problems)
     file = found.spec
     assert isinstance(file, SimulationFile)
@@ -124,6 +129,7 @@ def homogeneous(model: ReplayModel) -> ReplayModel:
     alone = replace(
         region, prefill_clusters=(), links=(), pd_clusters=(replace(pd, num_instances=num),)
     )
+    # Without links there is nothing that a schedule could be for.
     return replace(model, region=alone, schedules={})
 
 
@@ -191,7 +197,7 @@ def _model(file: SimulationFile, found: PlanInput) -> ReplayModel:
 
 
 def _decode_steps(file: SimulationFile, region: Region) -> tuple[tuple[int, float], ...]:
-    """Up to the batch that keeps the objective; larger ones are not run."""
+    """Decode steps up to the batch that keeps the objective. Larger batches are not run."""
     profile = file.profiles[file.pd_clusters[0].profile]
     if profile.decode is None:
         return ()
@@ -264,7 +270,7 @@ def _traffic_problems(spec: SimulationFile) -> Iterator[Problem]:
 
 
 def traffic_of(region: Region, length_factor: float, output_factor: float) -> Traffic:
-    """The region's traffic with other means."""
+    """The region's traffic with its mean lengths multiplied by the factors."""
     traffic = region.traffic
     return Traffic(
         traffic.lengths.scaled(length_factor),

@@ -1,6 +1,6 @@
 """`prfaas simulate`: a region in virtual time, driven by the scheduler's own decisions.
 
-Reads files and prints; what is slow to import is imported by the command that needs it.
+It reads files and prints. A command imports what is slow to import when it runs.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ The same file and seed give the same result.
 
 
 class _FileGroup(TyperGroup):
-    """Takes a file where a command could be: `simulate FILE` is `simulate run FILE`."""
+    """Takes a file in place of a command: `simulate FILE` is `simulate run FILE`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # A recording takes the place of the file, so it needs no command either.
         if any(word.partition("=")[0] == "--recording" for word in args):
             if args[0] not in self.commands:
                 args = ["recording", *args]
@@ -86,6 +87,7 @@ def run_command(
       oracle       the router, told what links will do
       homogeneous  all instances in the PD cluster, no prefill cluster
     """
+    # Before the simulation, which may take minutes.
     if plot is not None:
         check_plot(plot, ".png", ".svg")
     simulation = _load(file)
@@ -188,6 +190,7 @@ def study_command(
         fail(f"no study {name!r}{suggestion(name, STUDIES)}", 2)
     if trace is not None and name != "overload":
         fail("--trace is for the study overload", 2)
+    # Before the study, which may take minutes.
     if plot is not None:
         check_plot(plot, ".png", ".svg")
     study = _overload(trace, seed, scale) if trace is not None else STUDIES[name](seed, scale)

@@ -1,6 +1,6 @@
 """Pictures of a simulation over time: queues, first tokens, refusals, thresholds, roles, links.
 
-Lines differ in dashes as well as in colour, so that they can be told apart in grey. Needs
+Lines differ in dashes as well as in colour, so that they can be told apart in grey. It needs
 matplotlib (extra `plan`).
 """
 
@@ -39,7 +39,7 @@ _BINS = 100
 
 
 def write_plots(path: Path, outcomes: Mapping[str, Outcome]) -> None:
-    """Write the pictures as .png or .svg; a line a policy in each panel."""
+    """Write the pictures as .png or .svg, with one line per policy in each panel."""
     with mpl.rc_context(
         {"font.size": 9, "svg.fonttype": "none", "axes.grid": True, "legend.framealpha": 1.0}
     ):
@@ -128,6 +128,7 @@ def _sent_panel(axes: Axes, outcome: Outcome, style: dict[str, Any]) -> None:
 
 
 def _rate_panel(axes: Axes, outcome: Outcome, style: dict[str, Any]) -> None:
+    # First, so that what each policy saw is drawn on top of it.
     for values in _each(outcome, "link_rate:"):
         axes.plot(outcome.series.at_s, values / GBIT_PER_S, color="#a0a0a0", linewidth=3.5)
     for values in _each(outcome, "link_seen:"):

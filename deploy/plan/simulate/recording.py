@@ -1,6 +1,7 @@
 """Plays recordings of a gateway's scheduler: the same decisions again, or those of other settings.
 
-Reads files and makes values to print. Does not know the command line, nor how a frame is written.
+It reads files and makes values to print. It does not know the command line, nor how a frame is
+written.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from scheduler.replay.recording import (
 )
 
 Resettle = Callable[[LiveSettings], LiveSettings]
-"""Other settings in place of the recorded ones. May raise `RecordingError`."""
+"""Gives other settings in place of the recorded ones. May raise `RecordingError`."""
 
 MAX_TOLD: Final = 20
-"""Differences that a table shows; JSON has all of them."""
+"""The number of differences that a table shows. JSON has all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutcomeRow:
-    """How often a kind of question had an answer: as recorded, and now."""
+    """How often a kind of question had an outcome, as recorded and now."""
 
     decision: str
     outcome: str
@@ -43,9 +44,9 @@ class OutcomeRow:
 
 
 def play_recordings(directory: Path, resettle: Resettle | None = None) -> tuple[Played, int]:
-    """All files of a directory, the oldest first, and how many there are.
+    """Play all files of a directory, the oldest first. Also returns how many there are.
 
-    Raises `RecordingError` for a directory without any, and for what cannot be played.
+    Raises `RecordingError` for a directory without any, and for files that cannot be played.
     """
     paths = sorted(directory.glob(f"*{SUFFIX}"))
     if not paths:
@@ -60,7 +61,7 @@ def play_recordings(directory: Path, resettle: Resettle | None = None) -> tuple[
 
 
 def settings_of(region: RegionSpec, path: Path) -> Resettle:
-    """The scheduler's settings by a region file, for the clusters of the recording."""
+    """The scheduler's settings from a region file, for the clusters of the recording."""
     config = GatewayConfig(
         models=tuple(ModelConfig(name=model.name) for model in region.models),
         threshold_tokens=region.gateway.threshold_tokens,
@@ -76,24 +77,25 @@ def settings_of(region: RegionSpec, path: Path) -> Resettle:
                 f"{path} has {', '.join(sorted(own))}"
             )
         wanted = live_settings(config, recorded.pd, recorded.prefill_clusters)
+        # The events name the recorded models, and a region file does not set `hand_off_tokens`.
         return replace(wanted, hand_off_tokens=recorded.hand_off_tokens, models=recorded.models)
 
     return resettle
 
 
 def outcome_rows(played: Played) -> list[OutcomeRow]:
-    """All outcomes of each kind of question, the usual ones first."""
+    """All outcomes of each kind of question, the most frequent first."""
     return [row for name, pairs in sorted(played.outcomes.items()) for row in _rows(name, pairs)]
 
 
 def num_changed(played: Played, decision: str) -> int:
-    """How many answers to this kind of question are in other words now."""
+    """How many answers to this kind of question have another outcome now."""
     pairs = played.outcomes.get(decision, Counter())
     return sum(num for (before, now), num in pairs.items() if before != now)
 
 
 def document_of(played: Played, num_files: int) -> dict[str, Any]:
-    """All of it, JSON-ready."""
+    """The whole result, JSON-ready."""
     return {
         "files": num_files,
         "events": played.num_events,
@@ -135,6 +137,7 @@ def _rows(name: str, pairs: Counter[tuple[str, str]]) -> Iterator[OutcomeRow]:
 
 
 def _play_file(path: Path, resettle: Resettle | None, played: Played) -> None:
+    # Frames are read while they are played, so reading may fail anywhere in here.
     try:
         with path.open("rb") as stream:
             frames = frames_in(stream)

@@ -1,4 +1,4 @@
-"""What came of a recording, as text for a terminal."""
+"""The result of playing a recording, as text for a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scheduler.replay.recording import Played
 
 
 def print_played(console: Console, played: Played, num_files: int, *, is_what_if: bool) -> None:
-    """The differences, or with other settings how many answers are others."""
+    """Print the differences, or with other settings how many answers have changed."""
     if is_what_if:
         _print_outcomes(console, played)
     else:

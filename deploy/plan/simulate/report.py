@@ -1,4 +1,4 @@
-"""What a simulation found as plain values, and as a table. Keys carry their units."""
+"""The result of a simulation as plain values, and as a table. Keys have their units."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ROWS: Final = (
 
 
 def document_of(outcome: Outcome, from_s: float = 0.0) -> dict[str, Any]:
-    """One policy's numbers. Requests before `from_s` are the warm-up and not counted."""
+    """One policy's numbers. Requests before `from_s` are the warm-up and do not count."""
     found = outcome.summary(from_s)
     late = outcome.lateness
     sent = sum(outcome.egress_bytes.values())
@@ -81,7 +81,7 @@ def series_of(outcome: Outcome) -> dict[str, list[float]]:
 
 
 def print_outcomes(console: Console, documents: Mapping[str, Mapping[str, Any]]) -> None:
-    """A column a policy."""
+    """Print a table with a column for each policy."""
     table = Table(**TABLE_STYLE)
     table.add_column("")
     for name in documents:
@@ -100,7 +100,7 @@ def print_outcomes(console: Console, documents: Mapping[str, Mapping[str, Any]])
 
 
 def _is_told(key: str, value: Any) -> bool:
-    """Counts of what never happened are left out."""
+    """Whether a row is shown. Counts of what never happened are left out."""
     always = ("offered_rps", "goodput_rps", "good_share")
     return bool(value) or key in always
 
@@ -119,4 +119,5 @@ def _seconds(name: str, found: Percentiles) -> dict[str, float | None]:
 
 
 def _known(value: float) -> float | None:
+    # JSON has neither infinity nor NaN.
     return value if math.isfinite(value) else None

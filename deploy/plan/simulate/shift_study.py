@@ -21,7 +21,7 @@ from scheduler.replay.results import Outcome
 from scheduler.replay.workload import Phase, Workload, drawn
 
 SETTLED_S: Final = 2.2 * PERIOD_S
-"""Two steps of the long timescale, and the time that a drain takes."""
+"""Two steps of the long timescale, and the time of a drain, seconds."""
 SHIFTS: Final = (
     (3.0, 1.0),
     (1 / 3, 1.0),
@@ -32,7 +32,7 @@ SHIFTS: Final = (
     (1 / 3, 3.0),
     (3.0, 1 / 3),
 )
-"""Factors of prompt and output lengths."""
+"""Factors on prompt lengths and on output lengths."""
 MOST_CHANGES: Final = 2
 
 
@@ -40,21 +40,21 @@ def shift(seed: int, scale: float) -> Study:
     """Lengths and outputs change by 3x at half time: does the long timescale follow?
 
     Capacities are those of a setting (t and division) in the new traffic, over the best there is.
-    `bound` is the best that two conversions can reach: some optima are further away. `hindsight` is
-    what the best setting for the requests of the two periods is worth, as far as that: some
-    hundreds of requests say only so much of their distribution.
+    `bound` is the best that two conversions can reach, since some optima are further away.
+    `hindsight` is the value of the best setting for the requests of the two periods, within the
+    same reach: some hundreds of requests say only so much about their distribution.
     """
     model = case_study_model()
     region = model.region
     before_rps = best_plan(region, Mode.EXACT).system_rps(Mode.EXACT)
-    # A shift at the end of a period: the next steps see one and two periods of the new traffic.
+    # The shift is at the end of a period, so the next steps see one and two periods of new traffic.
     half_s = PERIOD_S * max(1, round(12 * scale))
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
     pictures: dict[str, Outcome] = {}
     for lengths, outputs in SHIFTS:
         after = replace(region, traffic=traffic_of(region, lengths, outputs))
-        # As the loop must: never without an instance of each role.
+        # Like the loop, never without an instance of each role.
         bounds = {pd.name: (1, pd.num_instances - 1) for pd in after.pd_clusters}
         optimum_rps = best_within(after, bounds).system_rps(Mode.EXACT)
         workload = _shifted(region, after, (0.8 * before_rps, 0.8 * optimum_rps), half_s, seed)
@@ -64,6 +64,7 @@ def shift(seed: int, scale: float) -> Study:
         bound = best_within(after, near).system_rps(Mode.EXACT) / optimum_rps
         hindsight = _hindsight_rps(after, near, workload, half_s) / optimum_rps
         times_s = [change.at_s for change in outcome.role_changes if change.at_s >= half_s]
+        # The goal is for the first two periods. Later changes are only reported.
         changes = sum(at_s <= half_s + SETTLED_S for at_s in times_s)
         late = outcome.summary(half_s + SETTLED_S)
         name = f"lengths x{lengths:.2g}, outputs x{outputs:.2g}"
@@ -92,6 +93,7 @@ def shift(seed: int, scale: float) -> Study:
 def _shifted(
     before: Region, after: Region, rates_rps: tuple[float, float], half_s: float, seed: int
 ) -> Workload:
+    # The second half holds two steps and what follows them, however small the scale.
     spans_s = (half_s, max(half_s, 3 * PERIOD_S))
     phases = [
         Phase(
@@ -106,21 +108,23 @@ def _shifted(
 
 
 def _reached_rps(outcome: Outcome, after: Region, at_s: float) -> float:
-    """Capacity of what the region was set to at that moment, in the new traffic."""
+    """The capacity in the new traffic of the region's settings at that moment, requests/s."""
     num_prefill = _recorded(outcome, "num_prefill", at_s)
     plan = threshold_plan(after, _recorded(outcome, "threshold:h200", at_s), num_prefill)
     return plan.system_rps(Mode.EXACT)
 
 
 def _near(outcome: Outcome, after: Region, half_s: float) -> Bounds:
-    """The divisions that few enough conversions lead to, each role with an instance."""
+    """The divisions within reach of few enough conversions, with an instance for each role."""
     num_prefill, pd = round(_recorded(outcome, "num_prefill", half_s)), after.pd_clusters[0]
     least, most = num_prefill - MOST_CHANGES, num_prefill + MOST_CHANGES
     return {pd.name: (max(1, least), min(pd.num_instances - 1, most))}
 
 
 def _hindsight_rps(after: Region, near: Bounds, workload: Workload, half_s: float) -> float:
-    """Capacity in the new traffic of the best plan for what came within two periods."""
+    """The capacity in the new traffic of the best plan for what came within two periods,
+    requests/s.
+    """
     begin, end = np.searchsorted(workload.arrivals_s, (half_s, half_s + 2 * PERIOD_S)).tolist()
     tokens = workload.prompt_tokens[begin:end]
     came = Traffic(
@@ -128,6 +132,7 @@ def _hindsight_rps(after: Region, near: Bounds, workload: Workload, half_s: floa
     )
     best = best_within(replace(after, traffic=came), near)
     assert best.threshold_tokens is not None
+    # Found for the requests that came, but judged by the distribution behind them.
     plan = threshold_plan(after, best.threshold_tokens, best.num_prefill[after.pd_clusters[0].name])
     return plan.system_rps(Mode.EXACT)
 

@@ -1,6 +1,7 @@
 """simulation.yaml: a plan file with a `simulation` key, which says what happens over time.
 
-Shapes and single values only; `deploy.plan.simulate.building` turns a specification into a replay.
+It has shapes and single values only. `deploy.plan.simulate.building` turns a specification into a
+replay.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from deploy.plan.solve.spec import BytesPerS, CacheTokens, Name, PlanSpec, Secon
 from kvmanager.config_files.fields import Positive, Section
 
 POLICY_NAMES: Final = ("static", "router", "oracle", "homogeneous")
-"""Always there; the file may change them and add others."""
+"""Policies that are always there. The file may change them and add others."""
 
 
 class PhaseSpec(Section):
-    """From `at` on traffic is like this. `load` is a share of the plan's highest rate."""
+    """The traffic from `at` on. `load` is a share of the plan's highest rate."""
 
     at: Seconds
     load: Positive | None = None
@@ -33,7 +34,7 @@ class PhaseSpec(Section):
 
 
 class ChangeSpec(Section):
-    """From `at` on a link has this rate or this loss; what is left out stays as it was."""
+    """A link has this rate or this loss from `at` on. What is left out stays as it was."""
 
     at: Seconds
     rate: BytesPerS | None = None
@@ -42,7 +43,7 @@ class ChangeSpec(Section):
 
 
 class SpanSpec(Section):
-    """From `at` until `until`."""
+    """The time from `at` until `until`."""
 
     at: Seconds
     until: Seconds
@@ -55,7 +56,7 @@ class SpanSpec(Section):
 
 
 class OtherTrafficSpec(SpanSpec):
-    """Somebody else sends at this rate meanwhile."""
+    """Other senders use this rate of the link meanwhile."""
 
     rate: BytesPerS
 
@@ -78,7 +79,9 @@ class ObjectiveSpec(Section):
 
 
 class PolicySpec(Section):
-    """What decides. `threshold_tokens` and `num_prefill` left out: those of the best plan."""
+    """What decides. Without `threshold_tokens` and `num_prefill`, the best plan's values are
+    used.
+    """
 
     routing: Literal["static", "router", "oracle"] = "router"
     order: Literal["shortest", "arrival"] = "shortest"
@@ -90,36 +93,36 @@ class PolicySpec(Section):
     max_prefill_load: Positive | None = None
     max_decode_load: Positive | None = None
     rebalance_every: Span | None = None
-    """Period of the long timescale; left out: t and roles stay."""
+    """The period of the long timescale. Left out: the threshold and roles stay."""
     watch: Literal["monitor", "direct"] = "monitor"
-    """How links that change are seen: by the link monitor, or as they are."""
+    """How changes of links are seen: by the link monitor, or as they are."""
 
 
 class SimulationSpec(Section):
-    """What happens, to whom, and who decides."""
+    """What happens, to which traffic, and who decides."""
 
     duration: Span = 1800.0
-    """Of drawn traffic; a trace has its own."""
+    """The duration of drawn traffic. A trace has its own."""
     load: Positive | None = None
-    """Share of the plan's highest rate; left out: traffic.rate_rps."""
+    """A share of the plan's highest rate. Left out: traffic.rate_rps."""
     output_sigma: Annotated[float, Field(ge=0)] = 0.0
-    """Spread of output lengths: deviation of their logarithm."""
+    """The spread of output lengths: the standard deviation of their logarithm."""
     trace_speed: Positive = 1.0
     phases: tuple[PhaseSpec, ...] = ()
     links: tuple[LinkEventsSpec, ...] = ()
     cache_tokens: dict[Name, CacheTokens] = Field(default={})
-    """Prefix cache by cluster; needs a trace."""
+    """The size of the prefix cache by cluster; needs a trace."""
     objective: ObjectiveSpec = ObjectiveSpec()
     prefill_factors: dict[Name, Positive] = Field(default={})
-    """Real over profiled prefill time by cluster."""
+    """Real over profiled prefill time, by cluster."""
     prefill_jitter: Annotated[float, Field(ge=0, le=2)] = 0.0
     transfer_timeout: Span = 30.0
     policy: str = "router"
-    """Which policy runs when the command names none."""
+    """The policy that runs when the command names none."""
     policies: dict[Name, PolicySpec] = Field(default={})
 
 
 class SimulationFile(PlanSpec):
-    """The whole file."""
+    """A whole simulation file."""
 
     simulation: SimulationSpec = SimulationSpec()

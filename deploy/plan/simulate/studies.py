@@ -1,7 +1,7 @@
 """Ready-made simulations with goals: what the scheduler's cores are worth, in numbers.
 
-Each study plays one question through several policies and says which goals were met. They take
-from seconds to a few minutes; `scale` makes them shorter for a first look.
+Each study plays one question through several policies and says which goals were met. A study takes
+from seconds to a few minutes; `scale` makes it shorter for a first look.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from scheduler.replay.workload import Phase, Workload, drawn, traced
 
 LOADS: Final = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 STATIC_FACTORS: Final = (0.8, 0.85, 0.9, 0.93, 0.96, 0.98, 1.0, 1.03)
-"""Thresholds tried for the best static one, over the plan's."""
+"""The factors on the plan's threshold that are tried for the best static threshold."""
 WARM_UP: Final = 0.1
 
 
@@ -60,6 +60,7 @@ def case_study(seed: int, scale: float) -> Study:
                 "change": change,
             }
         )
+        # At other loads the goal is only to be no worse.
         limit = wanted.get(load, 0.0)
         name = f"TTFT P90 of the router over the best static t, load {load:g}"
         goals.append(Goal(name, f"at most {limit:+.0%}", change, change <= limit))
@@ -68,11 +69,11 @@ def case_study(seed: int, scale: float) -> Study:
 
 
 def congestion(seed: int, scale: float) -> Study:
-    """Throughput within the objective while the link changes, against one who knows beforehand.
+    """Throughput within the objective while the link changes, compared with an oracle's.
 
-    `late_samples` are moments later than 3 s after a change at which the oldest transfer was over
-    twice its predicted time. Of transfers that began before, what they
-    emit meets a slower link. `late_foreseeable` are the others.
+    `late_samples` are moments more than 3 s after a change at which the oldest transfer took more
+    than twice its predicted time. `late_foreseeable` leaves out transfers that began before the
+    change: what they emit meets a slower link, which no prediction could know.
     """
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
@@ -138,7 +139,7 @@ def steady(seed: int, scale: float) -> Study:
 def overload(seed: int, scale: float, prompts: Sequence[TracePrompt] | None = None) -> Study:
     """8 + 8 instances with twice the load: which refusals let most requests keep the objective?
 
-    `prompts` is a trace to be played at double speed; None: drawn traffic at twice the capacity.
+    `prompts` is a trace, played at double speed. None: drawn traffic at twice the capacity.
     """
     model, workload = _overloaded(seed, scale, prompts)
     rows: list[dict[str, Any]] = []
@@ -178,7 +179,7 @@ def overload(seed: int, scale: float, prompts: Sequence[TracePrompt] | None = No
 
 
 def amplitude(outcome: Outcome) -> float:
-    """Standard deviation of the share of decode slots in use, after the first tenth."""
+    """The standard deviation of the share of decode slots in use, after the first tenth."""
     used = outcome.series.array("decode_used") / np.maximum(1, outcome.series.array("decode_slots"))
     return float(np.std(used[len(used) // 10 :]))
 
@@ -194,6 +195,7 @@ STUDIES: Final[dict[str, Callable[[int, float], Study]]] = {
 
 def _static(threshold_tokens: float | None) -> Policy:
     thresholds = None if threshold_tokens is None else {"h200": threshold_tokens}
+    # The paper's model: first come, first served, and no admission.
     return Policy(routing=Routing.STATIC, order=None, thresholds=thresholds)
 
 
@@ -214,8 +216,9 @@ def _p90_s(model: ReplayModel, workload: Workload, policy: Policy) -> float:
 
 
 def _against_one_site(model: ReplayModel, seed: int, scale: float) -> Goal:
-    """At the same rate, close to what one site alone can take."""
+    """The router at a rate close to the most that one site alone can take."""
     alone = homogeneous(model)
+    # A rate that both can serve. Above it the queue of the one site would grow without end.
     rps = 0.9 * best_plan(alone.region, Mode.EXACT).system_rps(Mode.EXACT)
     workload = _poisson(model.region, rps, 50_000 * scale, seed)
     change = _p90_s(model, workload, Policy()) / _p90_s(alone, workload, _static(None)) - 1
@@ -247,13 +250,14 @@ def _disturbances(begin_s: float, end_s: float) -> dict[str, RateSchedule]:
 def _overloaded(
     seed: int, scale: float, prompts: Sequence[TracePrompt] | None
 ) -> tuple[ReplayModel, Workload]:
-    """8 instances that prefill and 8 that decode; slots so that both can be the bottleneck."""
+    """8 instances that prefill and 8 that decode, with slots so that both can be the bottleneck."""
     slots = 6
     if prompts is not None:
         lengths = EmpiricalLengths.of([prompt.input_tokens for prompt in prompts])
         mean_output = sum(prompt.output_tokens for prompt in prompts) / len(prompts)
         mean_input = sum(prompt.input_tokens for prompt in prompts) / len(prompts)
         traffic = Traffic(lengths, mean_output, mean_input)
+        # The Mooncake trace has blocks of 512 tokens.
         workload = traced(prompts[: max(1, round(len(prompts) * scale))], 512, 2.0)
     else:
         traffic = case_study_region(0, 16).traffic
@@ -262,6 +266,7 @@ def _overloaded(
     model = ReplayModel(region=region, slo=Slo(ttft_s=30.0, tbt_s=0.1))
     if prompts is None:
         longest = traffic.lengths.max_tokens
+        # With the longest prompt as threshold nothing is offloaded: the region has one site.
         rps = 2 * threshold_plan(region, longest, 8).system_rps(Mode.EXACT)
         workload = _poisson(region, rps, 12_000 * scale, seed)
     return model, workload

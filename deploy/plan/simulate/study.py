@@ -1,6 +1,6 @@
-"""What a study is, and the region that most of them play.
+"""What a study is, and the region that most studies play.
 
-Values and one constructor; what is played is in `studies` and `shift_study`.
+These are values and one constructor. `studies` and `shift_study` have what is played.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PERIOD_S: Final = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """One thing that a study should show."""
+    """One result that a study should show."""
 
     name: str
     wanted: str
@@ -30,16 +30,16 @@ class Goal:
 
 @dataclass(frozen=True)
 class Study:
-    """Rows of numbers and what they should have been."""
+    """Rows of numbers, and what they should have been."""
 
     rows: Sequence[dict[str, Any]]
     goals: Sequence[Goal]
     outcomes: dict[str, Outcome]
-    """Of the runs worth a picture."""
+    """The runs that are worth a picture."""
 
 
 def case_study_model(schedule: RateSchedule | None = None) -> ReplayModel:
-    """The case study's region, with a round trip that the paper does not give."""
+    """The case study's region, with a round trip, which the paper does not give."""
     region = case_study_region(4, 8)
     region = replace(region, links=(replace(region.links[0], rtt_s=RTT_S),))
     schedules = {} if schedule is None else {region.links[0].name: schedule}

@@ -1,6 +1,6 @@
 """Turns plan.yaml into the region that the planner works on.
 
-What does not fit together is a problem with its path, like a wrong value.
+Values that do not fit together are problems with their path, like wrong values.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PlanInput:
     fits: dict[str, FittedCurve]
     """The prefill curves that were made from points, by profile name."""
     traffic_with_cache: Callable[[float], Traffic] | None
-    """The trace's traffic with a prefix cache of so many tokens; None without a trace."""
+    """The trace's traffic with a prefix cache of this many tokens; None without a trace."""
 
 
 def load_plan(
@@ -62,9 +62,9 @@ def load_plan(
     model: type[PlanSpec] = PlanSpec,
     more: Callable[[PlanSpec], Iterable[Problem]] = lambda spec: (),
 ) -> PlanInput:
-    """Read a plan file; `FileError` with every problem found. Paths in it are relative to it.
+    """Read a plan file. `FileError` with every problem found. Its paths are relative to it.
 
-    `model` may be an extension of a plan file, and `more` find further problems in it.
+    `model` may extend a plan file, and `more` may find further problems in it.
     """
     builders: list[_Builder] = []
 
@@ -74,12 +74,13 @@ def load_plan(
         return [*builder.problems, *more(spec)]
 
     spec = parse_yaml(read_text(path), model, source=str(path), expected=EXPECTED, check=check)
+    # `parse_yaml` calls `check` once the single values are right, so a builder exists here.
     built = builders[-1]
     return PlanInput(spec, built.region, built.fits, built.traffic_with_cache)
 
 
 class _Builder:
-    """Builds what it can and notes what is wrong; `region` is whole when `problems` is empty."""
+    """Builds what it can and notes what is wrong. `region` is whole if `problems` is empty."""
 
     def __init__(self, spec: PlanSpec, directory: Path) -> None:
         self.problems: list[Problem] = []
@@ -111,7 +112,7 @@ class _Builder:
             self.region = Region(prefill_clusters, pd_clusters, links, kv, traffic)
 
     def _tried(self, path: KeyPath, build: Callable[[], Built]) -> Built | None:
-        """What `build` gives; None where it raises, which becomes a problem at `path`."""
+        """The result of `build`; None if it raises, which becomes a problem at `path`."""
         try:
             return build()
         except (ValueError, FileError) as error:  # CurveError and ConfigError are ValueErrors
@@ -167,6 +168,7 @@ class _Builder:
             self._note(path, f"profile {cluster.profile!r} has no decode steps; add decode.steps")
             return None
         wanted = self._spec.slo.tokens_per_s
+        # A step measured to be exactly the objective may differ from it in the last digits.
         fast = [s for s in steps if wanted is None or s.step_seconds <= 1 / wanted * (1 + 1e-9)]
         if not fast:
             best = min(steps, key=lambda step: step.step_seconds)
@@ -226,6 +228,7 @@ class _Builder:
         largest_bytes = float(kv.size(longest))
         for i, cluster in enumerate(self._spec.pd_clusters):
             room_bytes = cluster.decode_memory
+            # A prompt that fits into no instance would hold up the queue for ever.
             if room_bytes is not None and room_bytes < largest_bytes:
                 self._note(
                     ("pd_clusters", i, "decode_memory"),
@@ -267,6 +270,7 @@ class _Builder:
         else:
             bins = lengths.histogram or ()
             whole = EmpiricalLengths.of([b.tokens for b in bins], [b.weight for b in bins])
+        # The same share of every prompt is cached, so all lengths shrink by the same factor.
         uncached = whole.scaled(1 - traffic.hit_ratio)
         return Traffic(uncached, traffic.output_tokens or 1.0, mean_tokens(whole))
 
@@ -297,6 +301,7 @@ def traced_traffic(
 
 def kv_size_of(model: ModelKv) -> KvSize:
     """The KVCache of a model as a curve: windows stop growing at their length."""
+    # Between the ends of two windows the size is a straight line, so two points give each piece.
     knots = sorted({0.0, *(float(layer.window_tokens) for layer in model.layers)})
     pieces = []
     for start in knots:

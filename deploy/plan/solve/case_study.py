@@ -1,8 +1,8 @@
 """The paper's case study (Prefill-as-a-Service, section 4): its inputs, its results, and ours.
 
-The paper prints the traffic, the cluster sizes, the link and four points of the H200's prefill. The
-H20's prefill, the decode speed and the exact KVCache size are not printed; the values here are
-derived from its Tables 5 and 6 and marked so.
+The paper prints the traffic, the cluster sizes, the link and four points of the H200's prefill. It
+does not print the H20's prefill, the decode speed and the exact KVCache size. The values for these
+are derived from its Tables 5 and 6, and marked as derived.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ OUTPUT_TOKENS: Final = 1024
 LINK_GBPS: Final = 100.0
 
 H200_PREFILL: Final = Curve.quadratic(0.39180, 4.2061e-5, 9.937e-11)
-"""Derived: a curve near Table 5's four points that gives Table 6; s over tokens."""
+"""Derived: a curve near Table 5's four points that gives Table 6; seconds over tokens."""
 H20_PREFILL: Final = Curve.quadratic(0.4488, 1.3177e-4, 2.7035e-10)
-"""Derived from Table 6."""
+"""Derived from Table 6; seconds over tokens."""
 KV: Final = KvSize(Curve.quadratic(173.93 * MIB, 17280), 173.93 * MIB)
 """Derived from Table 5: 15 MLA layers of 576 values of 2 bytes, and a fixed recurrent state. The
 sizes that it prints for 1K, 8K, 32K and 128K are those of 1,024, 8,192, 32,000 and 130,000 tokens.
 """
 DECODE_SLOTS: Final = 20
 STEP_S: Final = 0.025
-"""The SLO of 40 tokens/s; the 20 slots of an instance are derived from Table 6."""
+"""The SLO of 40 tokens/s, in seconds per token. The 20 slots of an instance are derived from Table
+6.
+"""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ def case_study_region(num_prfaas: int, num_local: int, link_gbps: float = LINK_G
 
 
 def deployments(mode: Mode) -> list[Deployment]:
-    """The three of Table 6, each with its best plan in this mode."""
+    """The three deployments of Table 6, each with its best plan in this mode."""
+    # With 8 GPUs an instance: 32 H200 and 64 H20 GPUs, and 96 H20 GPUs for the baseline (4.1).
     both = case_study_region(4, 8)
     alone = case_study_region(0, 12)
     threshold, num_prefill, _ = best_of_pair(both, mode)
@@ -122,6 +125,7 @@ def deployments(mode: Mode) -> list[Deployment]:
                 "ttft_p90_s": 3.51,
                 "ratio_vs_homogeneous": 1.16,
             },
+            # Naive: every prompt is offloaded, and all local instances decode.
             threshold_plan(both, 0.0, 0.0),
         ),
     ]
@@ -140,6 +144,7 @@ def figures(plan: Plan, mode: Mode, homogeneous_rps: float) -> dict[str, float |
     ttft = plan.empty_ttft()
     theta_remote = egress_gbps = None
     if remote is not None and link is not None:
+        # Equation 3: prefill and egress are parts of their own here.
         theta_remote = min(remote.theta_rps, link.theta_rps)
         per_offloaded = link.need / link.share if link.share else 0.0
         egress_gbps = theta_remote * per_offloaded / GBIT_PER_S

@@ -1,7 +1,7 @@
 """Pictures of a plan: throughput over threshold, split and link rate; first tokens over load.
 
-Lines differ in dashes and marks as well as in colour, so that they can be told apart in grey.
-Needs matplotlib (extra `plan`).
+Lines differ in dashes and marks as well as in colour, so that they can be told apart in grey. It
+needs matplotlib (extra `plan`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LINK_POINTS_OF_SEVERAL = 9
 
 
 def write_plots(path: Path, solution: Solution) -> None:
-    """Write the pictures as .png or .svg, or as one .html page that holds them and the numbers."""
+    """Write the pictures as .png or .svg, or as one .html page with them and the numbers."""
     with mpl.rc_context(
         {"font.size": 9, "svg.fonttype": "none", "axes.grid": True, "legend.framealpha": 1.0}
     ):
@@ -57,7 +57,7 @@ def write_plots(path: Path, solution: Solution) -> None:
 
 
 def draw(solution: Solution) -> Figure:
-    """Four panels for a pair of clusters, three where no single threshold describes the plan."""
+    """Four panels for a pair of clusters, three if no single threshold describes the plan."""
     plan = solution.plan
     threshold_tokens = plan.threshold_tokens
     figure = Figure(figsize=(11, 8), layout="constrained")
@@ -85,6 +85,7 @@ def _threshold_panel(axes: Axes, plan: Plan, threshold_tokens: float) -> None:
     num_prefill = plan.num_prefill[pd.name]
     found = search_pair(region, Mode.EXACT, grid, [num_prefill])
     share = found.split.offload_fraction
+    # At the ends of the grid one side has no requests, and so no limit.
     with np.errstate(divide="ignore", invalid="ignore"):
         remote = found.prefill_cluster_rps / share
         local = found.pd_prefill_rps[:, 0] / (1 - share)
@@ -158,6 +159,7 @@ def _split_panel(axes: Axes, plan: Plan, threshold_tokens: float) -> None:
 def _link_panel(axes: Axes, plan: Plan) -> None:
     region = plan.region
     today = sum(link.bytes_per_s for link in region.links)
+    # With several clusters each plan takes a longer search.
     num_points = _LINK_POINTS if is_pair(region) else _LINK_POINTS_OF_SEVERAL
     factors = np.geomspace(0.01, 3, num_points)
     best, frozen = [], []
@@ -215,6 +217,7 @@ def _parts_panel(axes: Axes, solution: Solution) -> None:
     used = [100 * part["utilisation"] for part in parts]
     bars = axes.barh(names, used, color="#9fb8cc", edgecolor="#1b1b1b")
     axes.bar_label(bars, fmt="%.0f%%", padding=2)
+    # Beyond 100%, for the labels of full parts.
     axes.set(xlim=(0, 115), xlabel="in use at the highest rate, %", title="how full each part is")
     axes.invert_yaxis()
 
@@ -254,7 +257,7 @@ def _tokens(value: float, _position: Any) -> str:
 
 
 def _page(figure: Figure, solution: Solution) -> str:
-    """One page without anything from elsewhere."""
+    """One page that loads nothing from elsewhere."""
     from rich.console import Console
 
     from deploy.plan.solve.tables import print_solution
@@ -268,5 +271,6 @@ def _page(figure: Figure, solution: Solution) -> str:
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>prfaas plan</title>'
         '<body style="font-family: sans-serif; max-width: 75em; margin: 1em auto">'
+        # Only the element: a page cannot hold the XML declaration and doctype before it.
         f"<h1>Plan of a region</h1>{svg[svg.index('<svg') :]}{numbers}</body></html>\n"
     )

@@ -1,6 +1,6 @@
 """What `prfaas plan solve` and `sweep` find, as plain values: the JSON that tables and plots show.
 
-Keys carry their units. Rates are requests/s of the whole region.
+Keys have their units. Rates are requests/s of the whole region.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KIND_WORDS: Final = {
 
 @dataclass(frozen=True)
 class Goals:
-    """What the user asks of a plan besides throughput; None: nothing."""
+    """What the user wants of a plan besides throughput; None: no goal."""
 
     rate_rps: float | None = None
     ttft_p90_s: float | None = None
@@ -44,11 +44,11 @@ class Goals:
 
 @dataclass(frozen=True)
 class Solution:
-    """A plan and all that is reported of it."""
+    """A plan and everything that is reported about it."""
 
     plan: Plan
     paper_plan: Plan
-    """The best plan of the paper's mode; differs little."""
+    """The best plan in the paper's mode. It differs little."""
     loads: Sequence[LoadPoint]
     document: dict[str, Any]
 
@@ -64,7 +64,7 @@ def solve(
 ) -> Solution:
     """The best plan, what it sustains, costs and means for first tokens, and whether it is enough.
 
-    Raises `route_search.NoRouteError` when nothing can be served.
+    Raises `route_search.NoRouteError` if nothing can be served.
     """
     plan = best_plan(region, Mode.EXACT, whole=whole)
     if plan.system_rps(Mode.EXACT) <= 0:
@@ -72,7 +72,7 @@ def solve(
             "nothing can be served: a PD cluster without a prefill cluster needs 2 instances, one "
             "to prefill and one to decode (or `instances: shared`)"
         )
-    # The paper's formulas are for one pair of clusters.
+    # The paper's formulas are only for one pair of clusters.
     paper_plan = best_plan(region, Mode.PAPER, whole=whole) if is_pair(region) else plan
     loads = study_load(plan, LOADS, num_requests=num_requests, seed=seed)
     capacity_rps = plan.system_rps(Mode.EXACT)
@@ -101,12 +101,13 @@ def binding_words(plan: Plan) -> str:
     parts = [f"{KIND_WORDS[part.kind]} {part.name}" for part in plan.bottlenecks(Mode.EXACT)]
     *most, last = parts
     subject = f"{', '.join(most)} and {last}" if most else last
+    # The words of a link are in the singular, those of instances in the plural.
     verb = "are" if most or last.startswith(("prefill", "decode")) else "is"
     return f"{subject} {verb} full first, at {plan.system_rps(Mode.EXACT):.3g} requests/s"
 
 
 def cost_of(plan: Plan, rate_rps: float, currency: str) -> dict[str, Any]:
-    """Cost at a rate. Tokens are those of whole prompts and of outputs."""
+    """The cost at a rate. Tokens are those of whole prompts and of outputs."""
     per_hour = plan.cost_per_hour(rate_rps)
     traffic = plan.region.traffic
     output_millions = rate_rps * 3600 * traffic.output_tokens / 1e6
@@ -187,12 +188,12 @@ def _part(part: Resource, rate_rps: float) -> dict[str, Any]:
 
 
 def without_prefill_clusters(region: Region) -> Region:
-    """The PD clusters alone."""
+    """The region with its PD clusters alone."""
     return replace(region, prefill_clusters=(), links=())
 
 
 def _alone(region: Region, capacity_rps: float, *, whole: bool) -> dict[str, Any] | None:
-    """What the PD clusters would do by themselves; None where that is the region anyway."""
+    """The plan of the PD clusters alone; None if the region has only PD clusters."""
     if not region.prefill_clusters:
         return None
     alone = best_plan(without_prefill_clusters(region), Mode.EXACT, whole=whole)
@@ -201,7 +202,7 @@ def _alone(region: Region, capacity_rps: float, *, whole: bool) -> dict[str, Any
 
 
 def _goals(plan: Plan, goals: Goals, *, num_requests: int, seed: int) -> dict[str, Any]:
-    """Each goal: whether it is met, and what would make it so."""
+    """For each goal, whether it is met, and otherwise what would meet it."""
     found: dict[str, Any] = {}
     capacity_rps = plan.system_rps(Mode.EXACT)
     if goals.rate_rps is not None:
@@ -226,7 +227,7 @@ def _goals(plan: Plan, goals: Goals, *, num_requests: int, seed: int) -> dict[st
 
 
 def _advice(plan: Plan, rate_rps: float) -> str:
-    """What to add where, so that every part carries this rate with the routes as they are."""
+    """What to add where, so that every part carries this rate with the present routes."""
     words = []
     for part in plan.resources(Mode.EXACT):
         missing = part.need * rate_rps - part.capacity
@@ -236,6 +237,7 @@ def _advice(plan: Plan, rate_rps: float) -> str:
             words.append(f"{part.need * rate_rps / GBIT_PER_S:.3g} Gbit/s on {part.name}")
         else:
             words.append(
+                # Rounding must not ask for one instance more.
                 f"{int(np.ceil(missing - 1e-9))} more {part.kind} instances of {part.name}"
             )
     return (
@@ -295,18 +297,18 @@ SWEEPABLE: Final = {
 
 @dataclass(frozen=True)
 class Today:
-    """What the sweep starts from, and what it needs to know of how its traffic came about."""
+    """The region that a sweep starts from, and how its traffic was made."""
 
     region: Region
     hit_ratio: float = 0.0
-    """What its lengths were made with."""
+    """The hit ratio that its lengths contain."""
     traffic_with_cache: Callable[[float], Traffic] | None = None
-    """For a trace: its traffic with a prefix cache of so many tokens."""
+    """For a trace: its traffic with a prefix cache of this many tokens."""
 
     def changed(self, values: Mapping[str, float]) -> Region:
         """The region with these quantities replaced.
 
-        Raises ValueError for one that cannot be swept here, or a value that cannot be.
+        Raises ValueError for a quantity that cannot be swept here, or an impossible value.
         """
         region = self.region
         for key, value in values.items():
@@ -325,12 +327,14 @@ class Today:
             case "hit_ratio":
                 _need(self.traffic_with_cache is None, key, value, "absent: sweep cache_tokens")
                 _need(value < 1, key, value, "below 1")
+                # The lengths already contain the file's ratio.
                 lengths = traffic.lengths.scaled((1 - value) / (1 - self.hit_ratio))
                 return replace(region, traffic=replace(traffic, lengths=lengths))
             case "cache_tokens":
                 if self.traffic_with_cache is None:
                     raise ValueError("cache_tokens needs a trace; sweep hit_ratio instead")
                 found = self.traffic_with_cache(value)
+                # The trace brings its own mean output, and a sweep may have changed this region's.
                 found = replace(found, output_tokens=traffic.output_tokens)
                 return replace(region, traffic=found)
             case "output_tokens":
@@ -356,10 +360,11 @@ def _need(holds: bool, key: str, value: float, what: str) -> None:
 def sweep(
     today: Today, over: Mapping[str, Sequence[float]], *, whole: bool = True
 ) -> list[dict[str, Any]]:
-    """Re-solve at every combination, and what today's plan would do there.
+    """Solve again at every combination, and compare with what today's plan would do there.
 
-    `frozen_rps` is the throughput with today's routes and division; None where the number of local
-    instances changed and today's division does not apply. Raises ValueError as `Today.changed`.
+    `frozen_rps` is the throughput with today's routes and division. It is None if the number of
+    local instances changed, so that today's division does not apply. Raises ValueError as
+    `Today.changed`.
     """
     plan_of_today = best_plan(today.region, Mode.EXACT, whole=whole)
     rows = []
@@ -368,7 +373,7 @@ def sweep(
         there = today.changed(point)
         plan = best_plan(there, Mode.EXACT, whole=whole)
         rps = plan.system_rps(Mode.EXACT)
-        # Today's division may name instances that this point does not have.
+        # Today's division may need instances that this point does not have.
         frozen = (
             None if "pd_instances" in point else plan_of_today.kept_in(there).system_rps(Mode.EXACT)
         )

@@ -1,6 +1,7 @@
 """plan.yaml: what a user says about hardware, links, traffic and prices.
 
-Shapes and single values only; `deploy.plan.solve.building` turns a specification into a region.
+It has shapes and single values only. `deploy.plan.solve.building` turns a specification into a
+region.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvmanager.config_files.units import parse_duration, parse_rate, parse_size,
 
 
 def _rate(value: Any) -> Any:
-    """A number alone could be bits or bytes: the unit is needed."""
+    """The rate with its unit. A number alone could be bits or bytes."""
     return parse_rate(str(value))
 
 
@@ -35,7 +36,9 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class LogNormalSpec(Section):
-    """ln(length) has mean `mu` and deviation `sigma`; cut to the given lengths, renormalised."""
+    """ln(length) has mean `mu` and standard deviation `sigma`. The distribution is truncated to the
+    given lengths and renormalised.
+    """
 
     mu: float
     sigma: Annotated[float, Field(gt=0)]
@@ -44,7 +47,7 @@ class LogNormalSpec(Section):
 
 
 class Bin(Section):
-    """Prompts of this length and how many there are of them, in any unit."""
+    """Prompts of one length, and how many there are of them, in any unit."""
 
     tokens: Tokens
     weight: Annotated[float, Field(gt=0)]
@@ -53,8 +56,8 @@ class Bin(Section):
 class TraceSpec(Section):
     """A request trace: JSON lines of timestamp, input_length, output_length, hash_ids.
 
-    `cache_tokens` is the size of the prefix cache that decides what of each prompt is cached;
-    0 for none, left out for one that never forgets.
+    `cache_tokens` is the size of the prefix cache, which decides what of each prompt is cached. 0:
+    no cache; left out: a cache that never evicts.
     """
 
     file: Path
@@ -86,10 +89,10 @@ class TrafficSpec(Section):
 
     lengths: LengthsSpec
     output_tokens: Annotated[float, Field(gt=0)] | None = None
-    """Mean; may be left out with a trace."""
+    """The mean output length. It may be left out with a trace."""
     hit_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
     rate_rps: Annotated[float, Field(gt=0)] | None = None
-    """The load you expect; left out: only the highest possible one is worked out."""
+    """The load you expect. Left out: only the highest possible load is computed."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -140,17 +143,17 @@ class PrefillSpec(Section):
 
 
 class DecodeSpec(Section):
-    """Step times at batch sizes; the SLO picks the largest batch that keeps it."""
+    """Step times at batch sizes. The SLO selects the largest batch that keeps it."""
 
     steps: Annotated[tuple[DecodeStep, ...], Field(min_length=1)]
 
 
 class ProfileSpec(Section):
-    """One instance of some hardware: a file of `prfaas plan profile`, or the numbers."""
+    """One instance of some hardware: a file from `prfaas plan profile`, or the numbers."""
 
     file: Path | None = None
     fit: Literal["quadratic", "interpolate"] = "quadratic"
-    """For `file`."""
+    """How the points in `file` become a curve."""
     prefill: PrefillSpec | None = None
     decode: DecodeSpec | None = None
 
@@ -170,13 +173,13 @@ class PlanClusterSpec(Section):
 
 
 class PlanPdClusterSpec(PlanClusterSpec):
-    """`decode_memory`: KVCache bytes that one decode instance has room for."""
+    """`decode_memory` is the KVCache that one decode instance has room for, bytes."""
 
     decode_memory: Bytes | None = None
 
 
 class PlanLinkSpec(Section):
-    """From a prefill cluster to a PD cluster. `price_per_gb` is for 10^9 bytes."""
+    """A link from a prefill cluster to a PD cluster. `price_per_gb` is for 10^9 bytes."""
 
     source: Annotated[str, Field(alias="from")]
     target: Annotated[str, Field(alias="to")]
@@ -186,18 +189,20 @@ class PlanLinkSpec(Section):
 
 
 class SloSpec(Section):
-    """`tokens_per_s`: decode speed of each request. `ttft_p90`: 90% of first tokens by then."""
+    """`tokens_per_s` is the decode speed of each request, `ttft_p90` the time for 90% of first
+    tokens.
+    """
 
     tokens_per_s: Annotated[float, Field(gt=0)] | None = None
     ttft_p90: Span | None = None
 
 
 class PlanSpec(Section):
-    """The whole file."""
+    """A whole plan file."""
 
     traffic: TrafficSpec
     kv_cache: KvSpec | None = None
-    """May be left out where a profile file has it."""
+    """It may be left out if a profile file has it."""
     profiles: Annotated[dict[str, ProfileSpec], Field(min_length=1)]
     prefill_clusters: tuple[PlanClusterSpec, ...] = ()
     pd_clusters: Annotated[tuple[PlanPdClusterSpec, ...], Field(min_length=1)]

@@ -1,4 +1,4 @@
-"""The planner's tables. Knows documents of `solving` and `case_study`, not how they came about."""
+"""The planner's tables. They know the documents of `solving` and `case_study`, not their origin."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def print_case_study(
     printed: Mapping[str, Mapping[str, float]],
     titles: Mapping[str, str],
 ) -> None:
-    """A table a deployment: what the paper prints, the same model here, the difference, exact."""
+    """Print a table for each deployment: the paper's values, the same model here, and exact
+    mode.
+    """
     for key, found in paper.items():
         headings = ("paper\nprints", "here,\npaper mode", "difference", "here,\nexact mode")
         table = new_table("", numbers=headings, title=titles[key])
@@ -50,7 +52,7 @@ def print_case_study(
                 continue
             theirs = printed[key].get(name)
             off = "-" if theirs is None else f"{found[name] / theirs - 1:+.1%}"
-            # Equal to the last digit, where +0.0% would only mean close.
+            # "0" means equal to the last digit, while +0.0% would only mean close.
             if theirs is not None and found[name] == theirs:
                 off = "0"
             table.add_row(
@@ -72,7 +74,7 @@ def print_case_study(
 def print_solution(
     console: Console, document: Mapping[str, Any], fits: Mapping[str, FittedCurve]
 ) -> None:
-    """Everything `solve` found."""
+    """Print everything that `solve` found."""
     paper = document["paper_mode"]
     console.print(
         f"[bold]{document['throughput_rps']:.3g} requests/s[/] sustained (exact); "
@@ -110,11 +112,12 @@ def print_solution(
 
 
 def print_search(console: Console, rows: Sequence[Mapping[str, float]]) -> None:
-    """The best threshold of each division."""
+    """Print the best threshold of each division."""
     table = new_table(
         numbers=("prefill\ninstances", "decode\ninstances", "threshold\ntokens", "requests/s"),
         title="every division of the PD cluster, each with its best threshold",
     )
+    # Several divisions may be equally good, and each gets the mark.
     top = max(row["throughput_rps"] for row in rows)
     for row in rows:
         mark = " *" if row["throughput_rps"] == top else "  "
@@ -128,7 +131,7 @@ def print_search(console: Console, rows: Sequence[Mapping[str, float]]) -> None:
 
 
 def print_sweep(console: Console, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """A line for each point."""
+    """Print a line for each point of the sweep."""
     changed = [name.replace("_", "\n") for name in names]
     found = ("exact", "paper\nmode", "today's\nplan", "loss", "PD\nalone", "threshold\ntokens")
     table = new_table(

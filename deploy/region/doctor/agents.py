@@ -1,6 +1,6 @@
-"""Which two agents are meant: names in a running region, or addresses of control ports.
+"""Finds the two agents to measure: names in a running region, or addresses of control ports.
 
-Reads the region's files; speaks to no agent.
+It reads the region's files and speaks to no agent.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from transport import Credentials, Endpoint
 
 
 class UnknownAgent(CommandFailed):
-    """No such agent; the message says what there is."""
+    """There is no such agent; the message says which there are."""
 
     exit_status = 2
 
 
 @dataclass(frozen=True, slots=True)
 class AgentPlace:
-    """An agent: what to call it, where its control port is, and where it is in a region."""
+    """An agent: its name for people, its control port, and its place in a region."""
 
     name: str
     control: str
@@ -35,7 +35,7 @@ class AgentPlace:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A path to measure. `via`: where the sender connects, if not where the receiver says."""
+    """A path to measure. `via` is the address to connect to, if not the one that B advertises."""
 
     sender: AgentPlace
     receiver: AgentPlace
@@ -51,8 +51,10 @@ def find_pair(
     *,
     base: Path | None = None,
 ) -> Pair:
-    """The agents that `sender` and `receiver` name; the other arguments choose the region, as
-    those of `find_run` do. Raises UnknownAgent, WhichRun, RunDirectoryError.
+    """The agents that `sender` and `receiver` name.
+
+    The other arguments choose the region, like those of `find_run`. Raises UnknownAgent, WhichRun,
+    RunDirectoryError.
     """
     # Two addresses need no region: the agents may be on any hosts.
     if is_address(sender) and is_address(receiver) and run_dir is None and region is None:
@@ -74,7 +76,9 @@ def is_address(text: str) -> bool:
 
 
 def _places(spec: RegionSpec, state: RegionState) -> dict[str, AgentPlace]:
-    """By node, cluster (its first node) and instance; nodes win over the others."""
+    """The agents by node, by cluster (its first node) and by instance. Nodes win over the
+    others.
+    """
     places: dict[str, AgentPlace] = {}
     for cluster in spec.clusters:
         for node in cluster.nodes:
@@ -95,8 +99,10 @@ def _find(name: str, places: dict[str, AgentPlace]) -> AgentPlace:
 
 
 def _via(spec: RegionSpec, sender: AgentPlace, receiver: AgentPlace) -> Endpoint | None:
-    """What KVCache from that cluster to that node connects to: a tunnel or an emulated link."""
-    # An agent outside the region is reached where it advertises itself.
+    """The address to which KVCache from that cluster to that node goes: a tunnel or an
+    emulated link.
+    """
+    # An agent outside the region is reached at the address that it advertises.
     if sender.cluster is None or receiver.node is None or receiver.cluster is None:
         return None
     for link in spec.links:

@@ -1,6 +1,6 @@
 """`prfaas doctor`: turns arguments into calls, and errors into exit statuses.
 
-What a command needs is imported by it, so that its help appears at once.
+A command imports what it needs when it runs, so that its help appears at once.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ async def _measure(pair: Pair, tls_dir: Path | None, plan: ProbePlan) -> ProbeRu
                     seen += f", {format_rate(done / since_first_s)}"
                 if sample.sender.link is not None:
                     seen += f", {sample.sender.link.width} connections"
+                # The probe ends with whichever limit comes first.
                 share = max(since_first_s / plan.seconds_s, done / plan.nbytes)
                 progress.update(task, completed=min(1.0, share), seen=seen)
 
@@ -129,7 +130,7 @@ async def _measure(pair: Pair, tls_dir: Path | None, plan: ProbePlan) -> ProbeRu
 
 
 def _report(pair: Pair, run: ProbeRun, rate_gbps: float | None, as_json: bool) -> None:
-    """Print, and exit with the status. Raises CannotMeasure."""
+    """Print the report, and exit with its status. Raises CannotMeasure."""
     from rich.console import Console
 
     from deploy.region.cache_identity import unlike_engines

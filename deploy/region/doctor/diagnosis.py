@@ -1,18 +1,18 @@
 """What limits a measured path, and what would mend it: numbers in, findings out. Pure.
 
-The limiting stage is looked for in this order, because each hides those after it:
+The limiting stage is searched in this order, because each stage hides those after it:
 
     receiver's memory   windows are closed while the receiving host is short of TCP memory
     receiver CPU        windows are closed, or nothing else is the limit, on a full receiving host
-    receive window      windows are closed, and as large as the kernel lets them be
-    send window         all that the send buffers hold is on its way
+    receive window      windows are closed, and as large as the kernel allows
+    send window         everything that the send buffers hold is in flight
     sender CPU          a full sending host, or sockets with nothing to send
-    link                none of these: loss, what the path carries, or windows that are closed for
-                        no reason at the receiver: then something in between ends TCP
+    link                none of these: loss, the rate of the path, or windows that are closed for
+                        no reason at the receiver, in which case something in between ends TCP
 
-A *window* is the payload one connection may have on its way; so connections x window / RTT is the
-most that the kernels allow. Not every limit is an illness: what has to be mended is a finding with
-`mends`, and without a rate to expect, a full CPU or link is only worth a note.
+A *window* is the payload that one connection may have in flight. So connections x window / RTT is
+the highest rate that the kernels allow. Not every limit is a fault. A limit that has to be mended
+is a finding with `mends`. Without an expected rate, a full CPU or link is only worth a note.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from transport.sending.tuning import FULL_QUEUE_RTTS, LIMITED_SHARE
 
 MOSTLY = 0.5
 FULL_CPU = 0.85
-"""An agent that uses this share of its CPUs is held up by them."""
+"""An agent that uses this share of its CPUs is limited by them."""
 FULL_HOST = 0.95
 WANTS_CPU = 0.2
-"""On a full host, an agent that uses this share of its CPUs is held up too."""
+"""On a full host, an agent that uses this share of its CPUs is limited by them, too."""
 NOTHING_TO_SEND = 0.5
-"""Sockets that are busy for less of the time wait for their own process."""
+"""Sockets that are busy for a smaller share of the time wait for their own process."""
 HEALTHY_SHARE = 0.8
 """A link that reaches this share of the expected rate is healthy."""
 LOSS_NOTED, LOSS_BAD = 5e-4, 1e-2
@@ -44,7 +44,7 @@ FREE_LANDING_SHARE = 0.05
 
 
 class Bottleneck(StrEnum):
-    """Where the rate ends."""
+    """The stage that limits the rate."""
 
     SENDER_CPU = "sender CPU"
     RECEIVER_CPU = "receiver CPU"
@@ -56,7 +56,9 @@ class Bottleneck(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing found: what, how one can tell, what to do. `mends`: it should be mended."""
+    """One finding: what it is, the evidence, and the fix. `mends` says whether it should be
+    mended.
+    """
 
     what: str
     evidence: str
@@ -66,7 +68,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Rates are bytes a second; `expected` is the least of what windows and operator allow."""
+    """The result. Rates are bytes a second. `expected` is the least that windows and operator
+    allow.
+    """
 
     stage: Bottleneck
     evidence: str
@@ -74,7 +78,7 @@ class Diagnosis:
     expected_bytes_per_s: float
     window_bytes_per_s: float
     link_bytes_per_s: float | None
-    """As the operator believes."""
+    """The rate according to the operator."""
     kernel: list[KernelCheck]
     findings: list[Finding]
 
@@ -89,15 +93,16 @@ def diagnose(
     *,
     unlike: Sequence[str] = (),
 ) -> Diagnosis:
-    """What limits the path; `link_bytes_per_s` is what the operator says it carries. `unlike` says
-    which engines of its ends cannot use each other's KVCache.
+    """What limits the path. `link_bytes_per_s` is the rate of the path according to the
+    operator. `unlike` says which engines of its ends cannot use each other's KVCache.
     """
     windows = windows_of(measured)
     stage, evidence = limiting_stage(measured, windows)
     expected = min(windows.bytes_per_s, link_bytes_per_s or windows.bytes_per_s)
     target = link_bytes_per_s or measured.rate_bytes_per_s
     if link_bytes_per_s is None and stage in (Bottleneck.SEND_WINDOW, Bottleneck.RECEIVE_WINDOW):
-        target *= 2  # nobody knows how much more the path carries: enough to see whether it does
+        # Nobody knows how much more the path carries; twice the rate shows whether it does.
+        target *= 2
     checks = kernel_checks(measured, target)
     findings = [_kernel_finding(check) for check in checks if check.is_wrong]
     fix = _fix(measured, stage, kernel_helps=any(check.is_wrong for check in checks))
@@ -121,7 +126,7 @@ def diagnose(
 
 
 def limiting_stage(measured: Measurement, windows: Windows) -> tuple[Bottleneck, str]:
-    """The stage and how one can tell; see the module text."""
+    """The limiting stage, and the evidence. The order is the one above."""
     path, rate = measured.path, measured.rate_bytes_per_s
     is_closed = path.rwnd_limited > LIMITED_SHARE
     closed = f"the receive window was the limit for {path.rwnd_limited:.0%} of the time"
@@ -134,6 +139,8 @@ def limiting_stage(measured: Measurement, windows: Windows) -> tuple[Bottleneck,
         )
     if is_closed and receiver_full:
         return Bottleneck.RECEIVER_CPU, f"{closed}; {_cpu_evidence(measured.receiver)}"
+    # A window within a factor of 2 of the rate is its limit: slow start and loss keep the mean
+    # lower.
     if is_closed and windows.receive_bytes_per_s < 2 * rate:
         limit = format_rate(windows.receive_bytes_per_s)
         return Bottleneck.RECEIVE_WINDOW, f"{closed}, and it allows {limit} at this round trip"
@@ -146,6 +153,7 @@ def limiting_stage(measured: Measurement, windows: Windows) -> tuple[Bottleneck,
     if path.rwnd_limited > MOSTLY:
         return Bottleneck.LINK, _link_evidence(measured, closed)
     receiver_is_fuller = measured.receiver.agent_cpus > measured.sender.agent_cpus
+    # Both ends may be full, as on one host: the fuller one is the limit.
     if receiver_full and (receiver_is_fuller or not sender_full):
         return Bottleneck.RECEIVER_CPU, _cpu_evidence(measured.receiver)
     if sender_full:
@@ -204,8 +212,10 @@ def _kernel_finding(check: KernelCheck) -> Finding:
 
 
 def _is_illness(measured: Measurement, stage: Bottleneck, link_bytes_per_s: float | None) -> bool:
-    """Whether this limit has to be mended: it costs rate that was expected, or that anybody would
-    expect where no rate was named.
+    """Whether this limit has to be mended.
+
+    It must be if it costs rate that was expected, or that anybody would expect if no rate was
+    given.
     """
     if stage is Bottleneck.RECEIVER_MEMORY:
         return True
@@ -253,7 +263,7 @@ def _link_fix(measured: Measurement) -> str:
 
 
 def _side_findings(measured: Measurement, stage: Bottleneck) -> list[Finding]:
-    """Findings other than the limit."""
+    """Findings besides the limit."""
     findings = []
     path, memory = measured.path, measured.landing_memory
     if stage is not Bottleneck.LINK and path.loss >= LOSS_NOTED and _is_far(measured):
@@ -302,7 +312,10 @@ def _is_far(measured: Measurement) -> bool:
 
 
 def _is_queue_full(measured: Measurement) -> bool:
-    """Whether loss is the sender's own: on a near path CPUs, not queues, make round trips long."""
+    """Whether the sender's own queue causes the loss.
+
+    On a near path CPUs, not queues, make round trips long.
+    """
     path = measured.path
     return _is_far(measured) and path.rtt_s > FULL_QUEUE_RTTS * path.min_rtt_s
 

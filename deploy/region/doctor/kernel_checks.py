@@ -1,7 +1,7 @@
-"""Which settings of the two kernels this path needs otherwise. Pure.
+"""Which settings of the two kernels should be different for this path. Pure.
 
-A check compares the present value with what a rate at the path's round-trip time takes; `is_wrong`
-only where it holds this path back.
+A check compares the present value with the value that a rate needs at the path's round-trip time.
+`is_wrong` is set only where it holds this path back.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from transport.config import NEAR_RTT_S
 MIB = 1 << 20
 LEAST_BUFFER_BYTES = 4 * MIB
 _FIRST_TWO = {"net.ipv4.tcp_wmem": "4096 16384", "net.ipv4.tcp_rmem": "4096 131072"}
-"""Least and first size of buffers, as kernels come with them."""
+"""The default minimum and initial size of buffers, which a sysctl needs before the maximum."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCheck:
-    """One setting: its value now, the value to set, and the command with the exact number.
+    """One setting: its present value, the value to set, and the command with the exact number.
 
-    `wanted` and `fix` are empty where it may stay.
+    `wanted` and `fix` are empty if it may stay.
     """
 
     host: Literal["sender", "receiver"]
@@ -54,10 +54,11 @@ def _buffer_checks(measured: Measurement, target_bytes_per_s: float) -> list[Ker
     in_flight = target_bytes_per_s * path_rtt_s(measured) / max(1, measured.width)
     sender, receiver = measured.sender_kernel, measured.receiver_kernel
     send, receive = in_flight / SEND_PAYLOAD_SHARE, in_flight / RECEIVE_PAYLOAD_SHARE
-    # Either of the first two is enough: the sender asks for what tcp_wmem does not give it.
+    # One of the two is enough: the sender asks for what tcp_wmem does not give it (SO_SNDBUF).
     reachable = max(send_buffer_bytes(sender), measured.path.send_buffer_bytes)
     is_short_send = 0 < reachable < send
     is_short_receive = 0 < receiver.tcp_rmem_bytes < receive
+    # SO_SNDBUF doubles what it is asked for, so half of the size is enough for wmem_max.
     wmem, rmem = _power_of_two(send), _power_of_two(receive)
     return [
         _size_check("sender", "net.ipv4.tcp_wmem", sender.tcp_wmem_bytes, wmem, is_short_send),
@@ -89,6 +90,7 @@ def _congestion_check(measured: Measurement) -> KernelCheck:
     kernel, wanted = measured.sender_kernel, measured.wanted_congestion
     used = measured.path.congestion
     is_far = measured.path.min_rtt_s >= NEAR_RTT_S
+    # Sockets to near hosts use the kernel's default on purpose.
     is_wrong = bool(wanted) and is_far and bool(used) and set(used) != {wanted}
     name = "net.ipv4.tcp_allowed_congestion_control"
     allowed = " ".join([*kernel.allowed_congestion, wanted])

@@ -14,24 +14,24 @@ from transport import LinkState
 
 MIN_PLATEAU_S = 0.4
 SETTLING_SHARE = 1 / 3
-"""This share of the probe's time is left out: slow start and the first steps of tuning."""
+"""The share of the probe's time that is left out: slow start and the first steps of tuning."""
 RISING = 1.3
 
 
 @dataclass(frozen=True, slots=True)
 class EndLoad:
-    """What one agent and its host did during the plateau."""
+    """The load of one agent and its host during the plateau."""
 
     agent_cpus: float
-    """CPU seconds a second of the agent's process."""
+    """CPU seconds per second of the agent's process."""
     usable_cpus: float
     host_busy: float
-    """Share of all CPUs of the host, whoever used them."""
+    """The share of all CPUs of the host in use, by any process."""
 
 
 @dataclass(frozen=True, slots=True)
 class LandingMemory:
-    """The receiver's arena as far as landings may use it."""
+    """The part of the receiver's arena that landings may use."""
 
     cap_bytes: int
     free_bytes: int
@@ -39,34 +39,34 @@ class LandingMemory:
 
 @dataclass(frozen=True, slots=True)
 class PathNumbers:
-    """What the sending sockets saw during the plateau; shares are of time or of bytes."""
+    """What the sending sockets measured during the plateau. Shares are of time or of bytes."""
 
     rtt_s: float
     min_rtt_s: float
     loss: float
     busy: float
-    """Share of the connections' time in which bytes waited to be sent or acknowledged."""
+    """The share of the connections' time in which bytes waited to be sent or acknowledged."""
     rwnd_limited: float
-    """Share of the busy time in which the receiver's window was the limit."""
+    """The share of the busy time in which the receiver's window was the limit."""
     sndbuf_limited: float
     congestion: tuple[str, ...]
-    """What the sockets really use."""
+    """The algorithms that the sockets really use."""
     send_buffer_bytes: int
-    """The largest of them."""
+    """The largest send buffer of all connections."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """All that a diagnosis is made from. Rates are bytes a second."""
+    """All input of a diagnosis. Rates are bytes a second."""
 
     seconds_s: float
     nbytes: int
     rate_bytes_per_s: float
-    """The plateau, transfers of others on the same link included."""
+    """The rate of the plateau, with transfers of others on the same link."""
     is_rising: bool
-    """The last third of the plateau was clearly faster than the first."""
+    """Whether the last third of the plateau was clearly faster than the first."""
     other_bytes_per_s: float
-    """The part of that rate that other transfers had."""
+    """The part of that rate that other transfers used."""
     width: int
     max_connections: int
     frame_bytes: int
@@ -81,12 +81,12 @@ class Measurement:
 
 
 def summarise(run: ProbeRun) -> Measurement:
-    """Raises CannotMeasure when there is too little to tell a rate."""
+    """The measurement from a run's samples. Raises CannotMeasure if they are too few for a rate."""
     samples = _plateau(run.samples)
     first, last = samples[0], samples[-1]
     link = _link(last)
     rates = [_rate(before, after) for before, after in pairwise(samples)]
-    # An interval in which a host stood still must not move the result.
+    # The median, so that an interval in which a host stood still does not move the result.
     rate = median(rates)
     if not rate:
         raise CannotMeasure(
@@ -121,7 +121,7 @@ def summarise(run: ProbeRun) -> Measurement:
 
 
 def _plateau(samples: Sequence[ProbeSample]) -> list[ProbeSample]:
-    """The samples after the settling; in each of them the link had something to send."""
+    """The samples after the settling in which the link had something to send."""
     going = [s for s in samples if s.sender.state == "open" and s.sender.link is not None]
     if going:
         begin_s, end_s = going[0].sender.load.now_s, going[-1].sender.load.now_s
@@ -184,6 +184,6 @@ def _gains(before: ProbeSample, after: ProbeSample) -> Iterator[TcpInfo]:
     earlier = {item.number: item.info for item in _link(before).connections}
     for item in _link(after).connections:
         known = earlier.get(item.number)
-        # A connection that sent nothing measured nothing new.
+        # A connection that sent nothing has no new values.
         if known is not None and item.info.sent_bytes != known.sent_bytes:
             yield item.info.since(known)

@@ -1,6 +1,6 @@
-"""One probe from an agent to another, looked at while it runs: the asking, not the judging.
+"""One probe from an agent to another, observed while it runs. It asks and does not judge.
 
-The probe is ended at both agents however this ends; if this process is killed, their leases end it.
+The probe is ended at both agents however this ends. If this process is killed, their leases end it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from transport import Endpoint
 from transport.rpc import RpcError
 
 POLL_S = 0.25
+# Each sample renews it. If the doctor is killed, both ends give up after this time.
 LEASE_S = 5.0
 RPC_TIMEOUT_S = 5.0
 REACH_S = 8.0
-"""How long the first byte may take."""
+"""How long the first byte may take, seconds."""
 END_TIMEOUT_S = 2.0
 
 ReplyT = TypeVar("ReplyT")
 
 
 class CannotMeasure(Exception):
-    """No numbers: the message names what failed, where, and what helps."""
+    """The path could not be measured. The message names what failed, where, and what helps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,9 @@ class ProbeSample:
 
 @dataclass(frozen=True, slots=True)
 class ProbeRun:
-    """What was seen: `samples` from the first acknowledged byte on; `endpoint` is "host:port"."""
+    """The result of a probe. `samples` begin with the first acknowledged byte. `endpoint` is
+    host:port.
+    """
 
     endpoint: str
     samples: list[ProbeSample]
@@ -60,7 +63,7 @@ class ProbeRun:
 
 @dataclass(frozen=True, slots=True)
 class NamedAgent:
-    """An agent and what the user calls it."""
+    """An agent and its name for the user."""
 
     name: str
     control: AgentClient
@@ -77,10 +80,12 @@ async def run_probe(
     plan: ProbePlan,
     on_sample: Callable[[ProbeSample, float], None],
 ) -> ProbeRun:
-    """Send, and look until `plan` is done. `on_sample` gets each sample and the time since the
-    first byte. Raises CannotMeasure.
+    """Send, and take samples until `plan` is done.
+
+    `on_sample` gets each sample and the seconds since the first byte. Raises CannotMeasure.
     """
     status = await _ask(receiver, receiver.control.status(RPC_TIMEOUT_S))
+    # Both are asked before memory is reserved, so that a wrong address is named as such.
     sender_status = await _ask(sender, sender.control.status(RPC_TIMEOUT_S))
     landing = await _ask(
         receiver, receiver.control.probe_landing(plan.nbytes, LEASE_S, RPC_TIMEOUT_S)
@@ -105,7 +110,7 @@ async def run_probe(
 
 
 class _Watch:
-    """Polls both ends of one probe."""
+    """Takes samples of both ends of one probe."""
 
     def __init__(
         self, sender: NamedAgent, receiver: NamedAgent, landing: ProbeLandingReply, endpoint: str
@@ -127,6 +132,7 @@ class _Watch:
             first_s = now_s if first_s is None else first_s
             if sample.sender.state in ("failed", "cancelled"):
                 raise CannotMeasure(self._failure(sample))
+            # Time counts from the first byte: connecting is no part of the rate.
             if not sample.sender.done_bytes:
                 if now_s - first_s > REACH_S:
                     raise CannotMeasure(self._silence(sample))
@@ -176,7 +182,7 @@ class _Watch:
 
 
 async def _ask(agent: NamedAgent, call: Awaitable[ReplyT]) -> ReplyT:
-    """The reply; an RpcError as a sentence that names the agent and the fix."""
+    """The reply. An RpcError becomes a sentence that names the agent and the fix."""
     try:
         return await call
     except RpcError as error:
@@ -194,7 +200,7 @@ async def _ask(agent: NamedAgent, call: Awaitable[ReplyT]) -> ReplyT:
 
 
 async def _end(agents: tuple[NamedAgent, NamedAgent], transfer_id: str) -> None:
-    """The sender first, so that it does not learn of a landing that vanished."""
+    """End the probe. The sender goes first, so that it does not find its landing gone."""
     for agent in agents:
         with suppress(RpcError):  # its lease ends it then
             await agent.control.probe_end(transfer_id, "the doctor has finished", END_TIMEOUT_S)

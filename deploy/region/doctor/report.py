@@ -1,4 +1,4 @@
-"""A diagnosis as people and as scripts read it. Judges nothing."""
+"""A diagnosis for people and for scripts. Judges nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transport.config import NEAR_RTT_S
 
 
 def as_json(names: tuple[str, str], endpoint: str, m: Measurement, d: Diagnosis) -> dict[str, Any]:
-    """The numbers for scripts, in SI units, plus `healthy`, which is the exit status in a word."""
+    """The numbers for scripts, in SI units. `healthy` says the same as the exit status."""
     return {
         "from": names[0],
         "to": names[1],

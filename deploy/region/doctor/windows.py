@@ -1,8 +1,8 @@
-"""How much the kernels let connections have on their way, and what rate that allows. Pure.
+"""How much payload the kernels let connections have in flight, and the rate that allows. Pure.
 
-Buffers count the kernel's own overhead, so they hold less payload than their size: of a full send
-buffer about two thirds were measured, of a receive buffer the kernel advertises about half
-(net.ipv4.tcp_adv_win_scale = 1).
+Buffers also count the kernel's overhead, so they hold less payload than their size. Of a full send
+buffer about two thirds were measured to be payload. Of a receive buffer the kernel advertises about
+half (net.ipv4.tcp_adv_win_scale = 1).
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ RECEIVE_PAYLOAD_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Payload of one connection, and the rate of all of them at the path's round-trip time."""
+    """The payload of one connection in flight, and the rate of all at the path's round-trip
+    time.
+    """
 
     send_bytes: float
     receive_bytes: float
@@ -33,7 +35,7 @@ class Windows:
 
 
 def windows_of(measured: Measurement) -> Windows:
-    """The windows that connections can grow to; unknown limits count as none."""
+    """The windows that connections can grow to. An unknown limit counts as no limit."""
     send = SEND_PAYLOAD_SHARE * max(
         send_buffer_bytes(measured.sender_kernel), measured.path.send_buffer_bytes
     )
@@ -49,14 +51,17 @@ def windows_of(measured: Measurement) -> Windows:
 
 def send_buffer_bytes(kernel: KernelTcp) -> int:
     """The largest send buffer that our sender can get from this kernel; 0: unknown."""
+    # With CAP_NET_ADMIN, SO_SNDBUFFORCE may exceed wmem_max.
     if kernel.may_exceed:
         return max(kernel.tcp_wmem_bytes, MAX_SEND_BUFFER_BYTES)
     return max(kernel.tcp_wmem_bytes, min(2 * kernel.wmem_max_bytes, MAX_SEND_BUFFER_BYTES))
 
 
 def path_rtt_s(measured: Measurement) -> float:
-    """The round trip that windows are held against, s: of the empty path if that is long, of the
-    loaded one if only CPUs are in between.
+    """The round trip for computing windows, seconds.
+
+    It is that of the empty path if the path is long, and that of the loaded path if only CPUs are
+    in between.
     """
     path = measured.path
     return path.min_rtt_s if path.min_rtt_s >= NEAR_RTT_S else path.rtt_s

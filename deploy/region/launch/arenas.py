@@ -1,7 +1,7 @@
-"""The arenas that node agents of one machine keep across restarts, and how they go at the end.
+"""The arenas that node agents of one machine keep across restarts, and how they are removed.
 
-A kept arena outlives its agent on purpose, so whoever stops a region for good discards it. Knows
-names and directories; does not know what lies in an arena, nor who maps it.
+A kept arena outlives its agent on purpose, so a region that is stopped for good must discard it.
+This file knows names and directories, but not what is in an arena or which process maps it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ _NAME_CHARS = 40
 
 
 def arena_name(region: RegionSpec, node: NodeSpec, root: Path) -> str | None:
-    """What the node's arena is called, or None when it is not kept.
+    """The name of the node's arena, or None if it is not kept.
 
-    Its last part stands for the run directory and the whole names, so that two runs of one file
-    stay apart; names of files may not be as long as two of ours together.
+    The last part is a digest of the run directory and the whole names, so that two runs of one file
+    stay apart. The names themselves are shortened: two whole names would be too long for a file
+    name.
     """
     if not (node.agent.keep_arena and region.caches(node)):
         return None
@@ -42,7 +43,7 @@ def kept_arenas(region: RegionSpec, root: Path) -> Iterator[tuple[Path, str]]:
 
 
 def discard_arenas(region: RegionSpec, root: Path) -> list[Path]:
-    """Remove the kept arenas that no agent holds, with their indexes; says what was removed."""
+    """Remove the kept arenas that no agent holds, with their indexes. Returns what was removed."""
     return [
         path
         for directory, name in kept_arenas(region, root)

@@ -1,8 +1,8 @@
 """Runs a whole region on this machine: relays, node agents, engines, gateway, all supervised.
 
-A library (`async with RunningRegion(...) as region`) as much as the heart of `prfaas up`. Whatever
-ends it, an error, a signal, even SIGKILL, none of its processes outlives it. Does not know what the
-processes do, only whether they are healthy.
+It is a library (`async with RunningRegion(...) as region`) and the core of `prfaas up`. Whatever
+ends it, an error, a signal or even SIGKILL, none of its processes outlives it. It does not know
+what the processes do, only whether they are healthy.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 import aiohttp
 import psutil
@@ -53,37 +53,34 @@ from kvmanager.private_files import read_secret, write_private
 from prfaas.engines.access import EngineAccess
 from prfaas.engines.client import open_session
 from prfaas.engines.errors import EngineStartFailed
-from prfaas.engines.restart import RestartConfig
-from prfaas.engines.supervisor import SupervisorConfig, SupervisorEvent
+from prfaas.engines.health import ProbeTiming
+from prfaas.engines.supervision.supervisor import SupervisorConfig, SupervisorEvent
 from transport import Credentials, Endpoint, Role
 from transport.grants import new_key_pair
 from transport.region_key import new_key
 
 logger = logging.getLogger("prfaas.deploy.region")
 
-# Relays and agents first: engines connect to their agent, the gateway needs all.
+# Relays and agents first: engines connect to their agent, and the gateway needs all of them.
 _STAGES: tuple[tuple[Kind, ...], ...] = (("relay", "agent"), ("engine",), ("gateway",))
+# Only engines load a model before they serve.
+_NO_ENGINE: Final = SupervisorConfig(
+    start_timeout_s=60.0, probes=ProbeTiming(start_interval_s=0.05)
+)
+SETTLE_TIMEOUT_S: Final = 60.0
+"""From the gateway's start until its fronts find every instance usable."""
 
 
 class RegionStartFailed(CommandFailed):
-    """A process did not come up; the message holds the last lines of its log."""
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchConfig:
-    """Patience with starts, and how a process that dies later is started again."""
-
-    engine_start_timeout_s: float = 600.0
-    start_timeout_s: float = 60.0
-    settle_timeout_s: float = 60.0
-    restart: RestartConfig = field(default_factory=RestartConfig)
+    """A process did not start; the message has the last lines of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessProgress:
-    """How one process is doing; `line` is the newest of its log while it starts, at any length.
+    """The state of one process. `line` is the newest line of its log while it starts, at any
+    length.
 
-    `state`: a `ProcessState`, or "waiting" while the gateway is healthy and its engines are not.
+    `state` is a `ProcessState`, or "waiting" while the gateway is healthy and its engines are not.
     """
 
     name: str
@@ -95,7 +92,7 @@ class ProcessProgress:
 
 
 class RunningRegion:
-    """A region on this machine. `start` or enter it; after `stop` nothing of it is left but logs.
+    """A region on this machine. `start` or enter it. After `stop` only its logs are left.
 
     All methods belong to one event loop.
     """
@@ -105,16 +102,14 @@ class RunningRegion:
         region: RegionSpec,
         run_dir: Path,
         *,
-        config: LaunchConfig | None = None,
         on_progress: Callable[[ProcessProgress], None] | None = None,
         environment: Mapping[str, str] | None = None,
         adapt: Callable[[PlannedProcess], PlannedProcess] = lambda planned: planned,
     ) -> None:
-        """`adapt` may change a process before it starts: its command, its environment."""
+        """`adapt` may change the command or the environment of a process before it starts."""
         self._adapt = adapt
         self._wanted = region
         self._root = run_dir
-        self._config = config or LaunchConfig()
         self._on_progress = on_progress
         self._environment = dict(os.environ if environment is None else environment)
         self._lock: RunLock | None = None
@@ -127,7 +122,7 @@ class RunningRegion:
         self._phase: Phase = "starting"
         self._started_s = time.time()
 
-    # -- what callers and fault tests ask -------------------------------------------------------
+    # -- for callers and fault tests -------------------------------------------------------------
 
     @property
     def region(self) -> RegionSpec:
@@ -136,14 +131,14 @@ class RunningRegion:
 
     @property
     def directory(self) -> RunDirectory:
-        """Where logs and sockets are. RuntimeError before `start`."""
+        """The directory of logs and sockets. RuntimeError before `start`."""
         if self._directory is None:
             raise RuntimeError("the region is not started")
         return self._directory
 
     @property
     def gateway_url(self) -> str:
-        """Base URL of the OpenAI API, without /v1."""
+        """The base URL of the OpenAI API, without /v1."""
         return gateway_url(self.region)
 
     @property
@@ -152,15 +147,15 @@ class RunningRegion:
         return tuple(self._processes.values())
 
     def process(self, name: str) -> RunningProcess:
-        """Any process by its name: "gateway", "agent.NODE", an instance; KeyError if unknown."""
+        """A process by its name: "gateway", "agent.NODE" or an instance. KeyError if unknown."""
         return self._processes[name]
 
     def engine(self, instance: str) -> RunningProcess:
-        """The engine of an instance; KeyError if unknown."""
+        """The engine of an instance. KeyError if unknown."""
         return self._processes[instance]
 
     def agent(self, node: str) -> RunningProcess:
-        """The agent of a node; KeyError if unknown."""
+        """The agent of a node. KeyError if unknown."""
         return self._processes[f"agent.{node}"]
 
     @property
@@ -169,8 +164,11 @@ class RunningRegion:
         return self._processes["gateway"]
 
     def relay(self, link: str = "", node: str = "") -> RelayControl:
-        """Faults and counters of an emulated link ("FROM-to-TO"; by receiving node if there are
-        several). Without names: the only one. KeyError if unknown or not unique."""
+        """Faults and counters of an emulated link.
+
+        `link` is "FROM-to-TO"; `node` is the receiving node, if there are several. Without names,
+        the only relay is meant. KeyError if unknown or not unique.
+        """
         found = [
             relay
             for relay in self._resolved_region().relays
@@ -182,7 +180,7 @@ class RunningRegion:
         return RelayControl(self.directory.socket(found[0].name))
 
     def agent_control(self, node: str) -> str:
-        """host:port of a node agent's control service; KeyError if unknown."""
+        """host:port of a node agent's control service. KeyError if unknown."""
         return self._agent_controls()[node]
 
     @property
@@ -211,10 +209,10 @@ class RunningRegion:
         await self.stop()
 
     async def start(self) -> None:
-        """Start everything and return when the gateway serves and every instance is usable.
+        """Start everything. Returns when the gateway serves and every instance is usable.
 
-        Raises FileError (the specification, ports in use), RunDirectoryError, RegionStartFailed;
-        after any exception, cancellation included, everything is stopped again.
+        Raises FileError (the specification, ports in use), RunDirectoryError, RegionStartFailed.
+        After any exception, also a cancellation, everything is stopped again.
         """
         try:
             self._prepare()
@@ -228,7 +226,7 @@ class RunningRegion:
     async def wait_settled(self, timeout_s: float) -> None:
         """Wait until the gateway's fronts, which probe by themselves, find every instance usable.
 
-        RegionStartFailed, with what they miss, when time is over.
+        RegionStartFailed after `timeout_s`, with what they miss.
         """
         deadline_s = time.monotonic() + timeout_s
         url, key = admin_url(self.region), self.operator_key
@@ -245,7 +243,10 @@ class RunningRegion:
         cancelled = False
         while not stopping.done():
             try:
+                # Cancelling the caller must not cut the clean-up short.
                 await asyncio.shield(stopping)
+            # A second interrupt: there is no more time for an orderly stop, but clean-up still
+            # runs.
             except asyncio.CancelledError:
                 cancelled = True
                 self.kill_all()
@@ -254,7 +255,7 @@ class RunningRegion:
             raise asyncio.CancelledError
 
     def kill_all(self) -> None:
-        """SIGKILL every process now; `stop` still has to clean up."""
+        """Send SIGKILL to every process now. `stop` still has to clean up."""
         for process in self._processes.values():
             process.kill_now()
 
@@ -264,6 +265,7 @@ class RunningRegion:
         )
         if problems:
             raise FileError(f"region {self._wanted.name}", problems)
+        # The lock before ports are chosen: two launchers in one directory must not both go on.
         self._lock = RunLock(self._root)
         directory = self._directory = open_run_directory(self._root)
         self._resolved = resolve_ports(self._wanted)
@@ -293,16 +295,10 @@ class RunningRegion:
             for process in stage:
                 process.start()
             await self._wait_healthy(stage)
-        await self.wait_settled(self._config.settle_timeout_s)
+        await self.wait_settled(SETTLE_TIMEOUT_S)
 
     def _supervised(self, item: PlannedProcess, prober: Prober) -> RunningProcess:
-        config = self._config
-        is_engine = item.kind == "engine"
-        supervision = SupervisorConfig(
-            restart=config.restart,
-            start_timeout_s=config.engine_start_timeout_s if is_engine else config.start_timeout_s,
-            start_probe_interval_s=0.25 if is_engine else 0.05,
-        )
+        supervision = SupervisorConfig() if item.kind == "engine" else _NO_ENGINE
 
         def on_event(event: SupervisorEvent) -> None:
             self._report(self._processes[item.name], event.reason)
@@ -338,6 +334,7 @@ class RunningRegion:
             await self._session.close()
             self._session = None
         if self._lock is not None:
+            # While the lock is held: a new launcher in this directory may use the same arenas.
             if self._resolved is not None:
                 discard_arenas(self._resolved.region, self._root)
             remove_leftovers(self._root)
@@ -375,6 +372,7 @@ class RunningRegion:
             relays={item.name: str(directory.socket(item.name)) for item in self._resolved.relays},
             agents=self._agent_controls(),
         )
+        # A full disk must not stop a region that serves.
         with suppress(OSError):
             directory.write_state(state)
 

@@ -1,7 +1,7 @@
 """Which processes a region on one machine consists of, and the command line of each.
 
-Pure: takes a resolved region, paths and an environment, and returns process descriptions. Does not
-know when they are started or whether they are healthy.
+Pure: it takes a resolved region, paths and an environment, and returns process descriptions. It
+does not know when they are started or whether they are healthy.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from kvmanager.agent.config import AgentSection
 from kvmanager.config_files.fields import TlsSection
 from kvmanager.config_files.security import is_loopback
 from prfaas.engines.command import EngineOptions, EngineSpec
-from prfaas.engines.instances import InstanceSpec
-from prfaas.engines.process import KILL_S, ProcessSpec
+from prfaas.engines.instance import InstanceSpec
+from prfaas.engines.supervision.process import KILL_S, ProcessSpec
 from transport import Endpoint
 
 Kind = Literal["relay", "agent", "engine", "gateway"]
 
+# The gateway first, so that no request meets an engine that is gone; relays last, since agents
+# use them.
 STOP_ORDER: tuple[Kind, ...] = ("gateway", "engine", "agent", "relay")
 
 _CLOSE_S = 5.0
@@ -55,7 +57,7 @@ def stop_limit_s(timeouts: TimeoutConfig) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PlannedProcess:
-    """A process to run. `address` is what others reach it by: URL, host:port or socket path."""
+    """A process to run. `address` is how others reach it: a URL, host:port or a socket path."""
 
     name: str
     kind: Kind
@@ -72,7 +74,7 @@ class Planner:
     environment: Mapping[str, str]
 
     def processes(self) -> list[PlannedProcess]:
-        """All of them, in the order in which they should be started."""
+        """All processes, in the order in which they should be started."""
         region = self.resolved.region
         nodes = [node for cluster in region.clusters for node in cluster.nodes]
         return [
@@ -83,7 +85,7 @@ class Planner:
         ]
 
     def files(self) -> dict[Path, str]:
-        """The files the processes read, to be written before they start."""
+        """The files that the processes read. They must be written before the processes start."""
         resolved, directory = self.resolved, self.directory
         region = resolved.region
         files = {
@@ -91,7 +93,10 @@ class Planner:
                 by_alias=True, exclude_none=True, indent=1
             ),
             directory.gateway_file: gateway_file(resolved, directory).model_dump_json(
-                exclude={"gateway": {"api_keys"}}, indent=1
+                # Keys stay in their file or variable: the run directory must not have a second
+                # copy.
+                exclude={"gateway": {"api_keys"}},
+                indent=1,
             ),
         }
         for cluster in region.clusters:
@@ -165,11 +170,11 @@ class Planner:
         }
 
     def _kv_events(self, node: NodeSpec, instance: RegionInstance) -> str | None:
-        """Where the engine says what its own prefix cache holds, and repeats it; None if it has
-        none, or its agent keeps no account of caches.
+        """Where the engine publishes, and repeats, what its own prefix cache holds.
 
-        Unix sockets: events name prompts by their tokens, so they do not leave the host. They are
-        called by a digest, because names of instances may be longer than paths of sockets.
+        None if it has no prefix cache, or its agent does not follow caches. These are Unix sockets:
+        the events contain prompts as token ids, so they must not leave the host. A digest names
+        them, because names of instances may be longer than paths of sockets.
         """
         region = self.resolved.region
         if not (region.caches(node) and region.model_of(instance).prefix_caching):
@@ -217,7 +222,7 @@ def engine_spec(
     kv_events: str | None = None,
     key_file: Path | None = None,
 ) -> EngineSpec:
-    """How the instance's engine is started; without a socket, as a plain engine."""
+    """How the instance's engine is started. Without a socket it is a plain engine."""
     model = region.model_of(instance)
     options = {name: getattr(model, name) for name in EngineOptions.model_fields}
     options |= {"args": model.args + instance.args, "env": model.env | instance.env}
@@ -238,7 +243,7 @@ def engine_spec(
 
 
 def gateway_file(resolved: ResolvedRegion, directory: RunDirectory) -> GatewayFile:
-    """What the gateway's process is told: the clusters with their fronts embedded in it."""
+    """The file of the gateway's process: the clusters with their fronts embedded in it."""
     region = resolved.region
     gateway, pd = region.gateway, region.pd_cluster
     return GatewayFile.of(
@@ -282,6 +287,7 @@ def admin_url(region: RegionSpec) -> str:
 
 
 def _local_url(at: Endpoint) -> str:
+    # A wildcard address is for listening only.
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(at.host, at.host)
     return f"http://{Endpoint(host, at.port)}"
 

@@ -1,6 +1,6 @@
-"""Free and taken TCP ports of this machine, and a region in which every port is a real one.
+"""Free and taken TCP ports of this machine, and a region in which every port is chosen.
 
-Knows the local network stack and the specification; starts nothing.
+It knows the local network stack and the specification, and starts nothing.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from deploy.region.spec.region import (
 from kvmanager.config_files.problems import Problem
 from transport import Endpoint
 
-# Below the range from which the kernel takes ports of outgoing connections, so that none of those
-# sits on a chosen port before its owner has started.
+# Below the range from which Linux takes the ports of outgoing connections, so that no such
+# connection takes a chosen port before its owner has started.
 _FIRST_PORT, _LAST_PORT = 20000, 32000
 
 
 @dataclass(frozen=True, slots=True)
 class RelayPlan:
-    """A relay to start: connections to `listen` go to `target` as over the emulated link."""
+    """A relay to start. It passes connections to `listen` on to `target` over the emulated link."""
 
     link: str
     node: str
@@ -47,14 +47,14 @@ class RelayPlan:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRegion:
-    """A region with all ports chosen; its links name the relays as endpoints."""
+    """A region with all ports chosen. Its links name the relays as endpoints."""
 
     region: RegionSpec
     relays: tuple[RelayPlan, ...]
 
 
 def taken_ports(region: RegionSpec) -> list[Problem]:
-    """The fixed ports of `region` that somebody uses, or hosts that are not this machine."""
+    """The fixed ports of `region` that are in use, and hosts that are not this machine."""
     problems: dict[str, Problem] = {}
     for path, host, port in fixed_ports(region):
         try:
@@ -78,12 +78,13 @@ def can_listen(host: str, port: int) -> bool:
 def resolve_ports(
     region: RegionSpec, is_free: Callable[[str, int], bool] = can_listen
 ) -> ResolvedRegion:
-    """Choose a free port wherever `region` says 0, and one for every relay it needs.
+    """Choose a free port wherever `region` says 0, and one for every relay that it needs.
 
-    OSError if no port is left. Somebody else may still take a port before its owner starts.
+    OSError if no port is left. Another process may still take a port before its owner starts.
     """
     used = {port for _, _, port in fixed_ports(region) if port}
     chooser = random.Random()
+    # At random, so that two regions that start together hardly choose the same ports.
 
     def choose(host: str, wanted: int) -> int:
         if wanted:
@@ -109,7 +110,7 @@ def resolve_ports(
 
 
 def advertised_address(node: NodeSpec) -> str:
-    """Where the node's agent says that KVCache is to be sent."""
+    """The address at which the node's agent says that it receives KVCache."""
     return node.agent.advertise or str(Endpoint(node.host, node.agent.data_port))
 
 
@@ -148,7 +149,8 @@ def _bind(host: str, port: int) -> socket.socket:
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, kind, protocol)
     try:
-        # Connections in TIME_WAIT do not count as taken; the owner will listen the same way.
+        # Connections in TIME_WAIT do not count as taken, since the owner will listen in the same
+        # way.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         sock.listen(1)
@@ -171,6 +173,7 @@ def _why_not(host: str, port: int, error: OSError) -> str:
 
 def _owner(port: int) -> str:
     try:
+        # Without privileges other users' processes are hidden. The message then names no owner.
         for connection in psutil.net_connections("tcp"):
             address = connection.laddr
             if connection.status != psutil.CONN_LISTEN or not address or not connection.pid:

@@ -1,6 +1,6 @@
-"""Whether the processes of a region are healthy: one cheap question to each, by its kind.
+"""Whether the processes of a region are healthy: one cheap question to each, depending on its kind.
 
-Knows the ports and protocols of our processes; does not know what to do about an answer.
+It knows the ports and protocols of our processes, but not what to do about an answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import StatusReply
 from prfaas.engines.access import EngineAccess
 from prfaas.engines.client import EngineHttp
-from prfaas.engines.supervisor import Probe
+from prfaas.engines.supervision.supervisor import Probe
 from scheduler.reports import ClusterReport
 from transport import Credentials
 
@@ -24,14 +24,14 @@ _TIMEOUT_S = 5.0
 
 
 class _RegionView(msgspec.Struct):
-    """What is read of GET /prfaas/region."""
+    """The part of GET /prfaas/region that is read here."""
 
     pd: ClusterReport | None = None
     prefill: dict[str, ClusterReport] = {}
 
 
 async def region_trouble(admin_url: str, key: str) -> str | None:
-    """What the gateway still misses, None when all its instances are usable."""
+    """What the gateway still misses, None once all its instances are usable."""
     try:
         view = await asked(admin_url, "/prfaas/region", _RegionView, key=key)
     except CannotAsk as error:
@@ -46,7 +46,7 @@ async def region_trouble(admin_url: str, key: str) -> str | None:
 
 
 class Prober:
-    """Makes probes; `session` stays its owner's, `close` ends the connections to agents."""
+    """Makes probes. `session` belongs to its owner; `close` ends the connections to agents."""
 
     def __init__(
         self,
@@ -70,13 +70,13 @@ class Prober:
         return self._gateway_probe(planned)
 
     async def agent_status(self, control: str) -> StatusReply:
-        """What a node agent holds. RpcError."""
+        """What a node agent holds. Raises RpcError."""
         if control not in self._agents:
             self._agents[control] = AgentClient(control, self._credentials)
         return await self._agents[control].status(_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Close connections to agents."""
+        """Close the connections to agents."""
         for agent in self._agents.values():
             await agent.close()
 
@@ -99,8 +99,7 @@ class Prober:
         return probe
 
     def _gateway_probe(self, planned: PlannedProcess) -> Probe:
-        # A gateway whose engines are all down still serves: what it says about them is not its
-        # own health.
+        # A gateway whose engines are all down still serves. Their state is not its own health.
         url = f"{planned.address}/version"
 
         async def probe() -> bool:

@@ -1,6 +1,6 @@
-"""Shows how the processes of a region come up: a live table, plain lines, or JSON lines.
+"""Shows how the processes of a region start: a live table, plain lines, or JSON lines.
 
-Knows terminals; takes `ProcessProgress` values and does not know where they come from.
+It knows terminals. It takes `ProcessProgress` values and does not know where they come from.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.region.launch.launcher import ProcessProgress
-from prfaas.engines.log_lines import shortened
+from prfaas.engines.supervision.log_lines import shortened
 
 _STYLES = {
     "healthy": "green",
     "starting": "yellow",
     "waiting": "yellow",
     "backoff": "red",
-    "failed": "bold red",
 }
 _MAX_LINE_CHARS = 120
-# More than terminals are wide; a table cuts what is left to its width.
+# More than the width of any terminal; the table cuts the rest to its own width.
 _MAX_TABLE_CHARS = 500
 
 
 class ProgressView(Protocol):
-    """Something that shows progress while it is entered."""
+    """Shows progress while it is entered."""
 
     def __enter__(self) -> Self: ...
 
@@ -44,8 +43,8 @@ class ProgressView(Protocol):
 def progress_view(console: Console, *, as_json: bool) -> ProgressView:
     """JSON lines if asked for, a live table on a terminal, plain lines elsewhere.
 
-    No line is longer than the terminal, or 120 characters elsewhere; whole lines of an engine's log
-    are in its log.
+    No line is longer than the terminal, or than 120 characters elsewhere. An engine's log has its
+    whole lines.
     """
     if as_json:
         return LineView(lambda item: print(json.dumps(_json(item)), flush=True))
@@ -55,7 +54,7 @@ def progress_view(console: Console, *, as_json: bool) -> ProgressView:
 
 
 def line_view(console: Console) -> ProgressView:
-    """Plain lines."""
+    """Shows progress as plain lines."""
 
     def write(item: ProcessProgress) -> None:
         width = console.width if console.is_terminal else _MAX_LINE_CHARS
@@ -66,7 +65,7 @@ def line_view(console: Console) -> ProgressView:
 
 
 class LineView:
-    """One line for each change of a process's state."""
+    """Writes one line for each change of a process's state."""
 
     def __init__(self, write: Callable[[ProcessProgress], None]) -> None:
         self._write = write
@@ -85,7 +84,7 @@ class LineView:
 
 
 class TableView:
-    """A row for each process that changes in place."""
+    """Shows one row for each process, which changes in place."""
 
     def __init__(self, console: Console) -> None:
         self._rows: dict[str, ProcessProgress] = {}
@@ -110,6 +109,7 @@ class TableView:
         table.add_column("", no_wrap=True, overflow="ellipsis", style="dim")
         for name, row in self._rows.items():
             elapsed_s = row.elapsed_s
+            # Between two reports the time of a starting process goes on.
             if row.state == "starting":
                 elapsed_s += time.monotonic() - self._seen_s[name]
             what = row.line if row.state == "starting" and row.line else _why(row)
@@ -133,5 +133,5 @@ def _plain(progress: ProcessProgress) -> str:
 
 
 def _why(progress: ProcessProgress) -> str:
-    """What the state does not say by itself."""
+    """What the state itself does not say."""
     return "" if progress.state in ("healthy", progress.reason) else progress.reason

@@ -1,7 +1,7 @@
 """The directory of a running region: logs, sockets, the resolved specification, the state file.
 
-One launcher at a time owns it. `prfaas status` and `prfaas down` read the state file. Knows
-nothing of how processes are started.
+One launcher at a time owns it. `prfaas status` and `prfaas down` read the state file. It does not
+know how processes are started.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class WhichRun(CommandFailed):
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):
-    """One process of a region as its launcher sees it. `pid` leads the session of all of it."""
+    """One process of a region as its launcher sees it. `pid` leads the session of all its
+    processes.
+    """
 
     name: str
     kind: str
@@ -69,7 +71,10 @@ class ProcessRecord(msgspec.Struct, frozen=True):
 
 
 class RegionState(msgspec.Struct, frozen=True):
-    """What a launcher says about its region. `launcher_started_s` (epoch) tells a re-used pid."""
+    """A launcher's description of its region.
+
+    `launcher_started_s` (epoch) tells whether `launcher_pid` now belongs to another process.
+    """
 
     region: str
     phase: Phase
@@ -93,12 +98,13 @@ class RegionState(msgspec.Struct, frozen=True):
                 return False
         except psutil.Error:
             return False
+        # Boot time and clock ticks make the two values differ by less than a second.
         return bool(abs(started_s - self.launcher_started_s) < 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """Paths of one run; `sockets` is elsewhere if `root` is too long for socket paths."""
+    """The paths of one run. `sockets` is elsewhere if `root` is too long for socket paths."""
 
     root: Path
     sockets: Path
@@ -145,19 +151,19 @@ class RunDirectory:
         return self.root / OPERATOR_KEY
 
     def socket(self, name: str) -> Path:
-        """The path of a socket; RunDirectoryError if the kernel would not take it."""
+        """The path of a socket. RunDirectoryError if it is too long for the kernel."""
         path = self.sockets / f"{name}.sock"
         if len(os.fsencode(path)) > _MAX_SOCKET_PATH_BYTES:
             raise RunDirectoryError(f"{path} is too long for a unix socket; use shorter names")
         return path
 
     def write_state(self, state: RegionState) -> None:
-        """Replace the state file in one step."""
+        """Replace the state file atomically, so that no reader sees half of it."""
         write_private(self.state_file, msgspec.json.format(msgspec.json.encode(state), indent=1))
 
 
 class RunLock:
-    """Ownership of a run directory until `release`; the kernel ends it with the process."""
+    """Ownership of a run directory until `release`. The kernel ends it with the process."""
 
     def __init__(self, root: Path) -> None:
         """Create `root` for this user alone and lock it. RunDirectoryError if another launcher or
@@ -174,14 +180,17 @@ class RunLock:
         self._root = root
 
     def release(self) -> None:
-        # Unlinked while it is held: once the lock is free, the name may be another owner's file.
+        # Unlinked while the lock is held. Once the lock is free, the name may be another owner's
+        # file.
         with suppress(FileNotFoundError):
             (self._root / "lock").unlink()
         self._file.close()
 
 
 def _open_locked(path: Path) -> IO[str]:
-    """The file, locked. Raises BlockingIOError when somebody holds it, other OSErrors."""
+    """The file, locked. Raises BlockingIOError if another process holds the lock, other
+    OSErrors.
+    """
     while True:
         file = os.fdopen(open_private(path, os.O_RDWR | os.O_CREAT), "w")
         try:
@@ -191,29 +200,32 @@ def _open_locked(path: Path) -> IO[str]:
         except OSError:
             file.close()
             raise
-        # Its owner removed it after we had opened it. Whoever comes next makes a new file, so this
-        # one's lock keeps nobody out.
+        # Its owner removed it after we had opened it. The next launcher makes a new file, so this
+        # lock would keep no other process out.
         file.close()
 
 
 def open_run_directory(root: Path) -> RunDirectory:
-    """Empty directories for a new run in `root`, which the caller has locked; old logs go."""
+    """Empty directories for a new run in `root`, which the caller has locked. Old logs are
+    removed.
+    """
     root = root.resolve()
     remove_leftovers(root)
     sockets = root / "sockets"
-    # Room for the longest socket names in use.
+    # Room for the longest names of sockets.
     if len(os.fsencode(sockets)) > _MAX_SOCKET_PATH_BYTES - 40:
         sockets = Path(tempfile.mkdtemp(prefix="prfaas-"))
     directory = RunDirectory(root, sockets)
     shutil.rmtree(directory.logs, ignore_errors=True)
     make_private_directory(directory.logs)
+    # Who can open an agent's socket can use its memory, so only this user may enter.
     make_private_directory(sockets)
     write_private(root / "sockets.path", os.fsencode(sockets))
     return directory
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove state and sockets of a run that is over; its logs stay for reading."""
+    """Remove state and sockets of a run that is over. Its logs stay."""
     pointer = root / "sockets.path"
     if pointer.exists():
         shutil.rmtree(pointer.read_text(), ignore_errors=True)
@@ -222,7 +234,7 @@ def remove_leftovers(root: Path) -> None:
 
 
 def read_state(root: Path) -> RegionState | None:
-    """The state in `root`, None if no region was started there or it ended well."""
+    """The state in `root`; None if no region was started there or it ended well."""
     try:
         return msgspec.json.decode((root / "state.json").read_bytes(), type=RegionState)
     except FileNotFoundError:
@@ -240,7 +252,7 @@ def operator_key(root: Path) -> str:
 
 
 def default_base(environment: Mapping[str, str]) -> Path:
-    """Where regions run unless told otherwise: one directory for each name."""
+    """The directory of all runs, unless told otherwise. It has one directory for each name."""
     state_home = environment.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(state_home).expanduser() / "prfaas"
 
@@ -253,11 +265,11 @@ def find_run(
     or_left_behind: bool = False,
     hint: str = "",
 ) -> tuple[Path, RegionState]:
-    """The run that is meant and its directory: the one in `run_dir`, that of region `name`, or the
-    only one under `base` (by default where regions run).
+    """The run that is meant, and its directory.
 
-    With `or_left_behind`, one whose launcher was killed counts where none runs. `hint` says what
-    the user may give instead of a run. Raises WhichRun, RunDirectoryError.
+    It is the run in `run_dir`, the run of region `name`, or the only run under `base` (by default
+    where regions run). With `or_left_behind`, a run whose launcher was killed counts if no other
+    runs. `hint` says what the user may give instead of a run. Raises WhichRun, RunDirectoryError.
     """
     base = base or default_base(os.environ)
     roots = [run_dir] if run_dir else [base / name] if name else _known_runs(base)
@@ -276,5 +288,5 @@ def find_run(
 
 
 def _known_runs(base: Path) -> list[Path]:
-    """Directories under `base` that hold the state of a region, alive or left behind."""
+    """Directories under `base` with the state of a region, running or left behind."""
     return sorted(path.parent for path in base.glob("*/state.json"))

@@ -1,6 +1,6 @@
 """One process of a running region, with the hooks that operators and fault tests use on it.
 
-Adds names and signals to kvmanager's supervisor; does not know what the process is for.
+It adds names and signals to the supervisor and does not know what the process is for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from deploy.region.launch.plan import Kind, PlannedProcess
-from prfaas.engines.supervisor import (
+from prfaas.engines.supervision.supervisor import (
     Probe,
     ProcessState,
     Supervisor,
@@ -24,7 +24,7 @@ from prfaas.engines.supervisor import (
 
 
 class RunningProcess:
-    """A supervised process; it is started again when it dies, unless it was stopped."""
+    """A supervised process. It is restarted when it dies, unless it was stopped."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class RunningProcess:
 
     @property
     def state(self) -> ProcessState:
-        """What its supervisor is about."""
+        """The state according to its supervisor."""
         return self._supervisor.state
 
     @property
@@ -52,30 +52,30 @@ class RunningProcess:
 
     @property
     def pid(self) -> int | None:
-        """The leader of its session, which guards it; None when it does not run."""
+        """The guard process that leads its session; None while it does not run."""
         return self._supervisor.pid
 
     @property
     def pids(self) -> list[int]:
-        """Every process of it, its guard left out."""
+        """All its processes except the guard."""
         return [pid for pid in self._supervisor.members() if pid != self.pid]
 
     @property
     def num_restarts(self) -> int:
-        """Starts after the first one."""
+        """How often it was started after the first time."""
         return self._supervisor.num_restarts
 
     @property
     def log_path(self) -> Path:
-        """Its output, all runs of it."""
+        """The log with the output of all its runs."""
         return self._supervisor.spec.log_path
 
     def elapsed_s(self, now_s: float) -> float:
-        """Time since it was first started."""
+        """The time since it was first started, seconds."""
         return 0.0 if self._started_s is None else now_s - self._started_s
 
     def start(self) -> None:
-        """Start it in the background; no effect while it runs."""
+        """Start it in the background. No effect while it runs."""
         if self._started_s is None:
             self._started_s = time.monotonic()
         self._supervisor.start()
@@ -83,34 +83,37 @@ class RunningProcess:
     async def wait_healthy(
         self, timeout_s: float = 600.0, progress: Callable[[str], None] | None = None
     ) -> None:
-        """Wait until it is healthy; EngineStartFailed with its last log lines otherwise."""
+        """Wait until it is healthy. EngineStartFailed with its last log lines otherwise."""
         await self._supervisor.wait_healthy(timeout_s, progress)
 
     async def wait_restarted(self, timeout_s: float = 600.0) -> None:
-        """Wait until it is healthy again after `kill`. EngineStartFailed when time is over."""
+        """Wait until it is healthy again after `kill`. EngineStartFailed after `timeout_s`."""
         await self._supervisor.wait_healthy(timeout_s, patient=True)
 
     async def stop(self) -> None:
-        """Stop it in an orderly way; it stays stopped until `start`. Idempotent."""
+        """Stop it in an orderly way. It stays stopped until `start`. Idempotent."""
         await self._supervisor.stop()
 
     async def kill(self, *, restart: bool = True) -> None:
-        """SIGKILL all of it at once, as a crash would. With `restart` its supervisor brings it
-        back after a backoff; without, it stays dead until `start`. Returns when it is dead."""
+        """Send SIGKILL to all its processes at once, like a crash. Returns when they are dead.
+
+        With `restart` its supervisor restarts it after a backoff. Without, it stays dead until
+        `start`.
+        """
         guard = self.pid
         self.kill_now()
         if not restart:
             await self._supervisor.stop()
-        # The supervisor tells its own task only, so the end is polled for.
+        # The supervisor tells only its own task, so the end is polled for.
         while guard is not None and self.pid == guard:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
     def kill_now(self) -> None:
-        """Send SIGKILL to all of it."""
+        """Send SIGKILL to all its processes."""
         self._signal(signal.SIGKILL)
 
     def suspend(self) -> None:
-        """Freeze it (SIGSTOP): alive, but deaf."""
+        """Freeze it (SIGSTOP): it is alive, but does not answer."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -118,6 +121,7 @@ class RunningProcess:
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
+        # Not to the guard, which reports the end of the command and kills what it left.
         for pid in self.pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)

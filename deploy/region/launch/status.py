@@ -1,6 +1,6 @@
-"""What a running region holds right now, asked of its launcher's state file and its processes.
+"""What a running region holds now, according to its launcher's state file and its processes.
 
-Works from any process on the machine. Does not change anything.
+It works from any process on the machine, and changes nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from deploy.table_style import new_table
 from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import StatusReply
 from kvmanager.config_files.units import format_age, format_bytes, format_duration, format_rate
-from prfaas.engines.guard import live_session_members
+from prfaas.engines.supervision.guard import live_session_members
 from transport import Credentials
 from transport.rpc import RpcError
 
@@ -36,7 +36,7 @@ _TIMEOUT_S = 2.0
 
 
 class ProcessUse(msgspec.Struct, frozen=True):
-    """What a process and its children use. `memory_bytes` counts shared memory in each."""
+    """What a process and its children use. `memory_bytes` counts shared memory for each of them."""
 
     num_processes: int
     memory_bytes: int
@@ -44,7 +44,7 @@ class ProcessUse(msgspec.Struct, frozen=True):
 
 
 class RegionStatus(msgspec.Struct, frozen=True):
-    """Everything `prfaas status` shows. Missing keys, or no plan: that process did not answer."""
+    """Everything that `prfaas status` shows. A process that did not answer is missing."""
 
     state: RegionState
     launcher_lives: bool
@@ -55,10 +55,10 @@ class RegionStatus(msgspec.Struct, frozen=True):
 
 
 async def region_status(state: RegionState) -> RegionStatus:
-    """Ask everything at once; at most a few seconds."""
+    """Ask all processes at once, for at most a few seconds."""
     lives = state.launcher_lives()
     credentials = credentials_in(state) if lives else None
-    # The agents of a dead launcher are gone; asking them would only take time.
+    # The agents of a dead launcher are gone, and asking them would only take time.
     agents, plan = await asyncio.gather(
         asyncio.gather(
             *(_agent(control, credentials) for control in (state.agents.values() if lives else ()))
@@ -70,6 +70,7 @@ async def region_status(state: RegionState) -> RegionStatus:
         state=state,
         launcher_lives=lives,
         use={item.name: _use(item.pid) for item in state.processes if lives and item.pid},
+        # Without a launcher no agent was asked, so the two may differ in length.
         agents={n: s for n, s in zip(state.agents, agents, strict=False) if s is not None},
         links={n: r for n, r in zip(state.relays, links, strict=True) if r is not None},
         plan=plan,
@@ -93,7 +94,7 @@ def render_status(status: RegionStatus) -> RenderableType:
         tables.append(_link_table(status))
     parts: list[RenderableType] = [title]
     for table in tables:
-        # Edges are empty lines: one between two tables is enough.
+        # Edges are empty lines, and one between two tables is enough.
         table.show_edge = False
         parts += [Text(), table]
     if omissions := list(_omissions(status.plan)):
@@ -150,7 +151,7 @@ def _agent_table(status: RegionStatus) -> Table:
 
 
 def _cache_table(status: RegionStatus) -> Table:
-    """What each node has cached. `hits`: share of the tokens looked up by its engines."""
+    """What each node has cached. `hits` is the share of the tokens that its engines looked up."""
     table = new_table(
         "cache", numbers=("kv", "windows", "states", "on ssd", "in use", "prompts", "hits")
     )
@@ -231,6 +232,7 @@ def _use(session: int) -> ProcessUse:
             process = psutil.Process(pid)
             memory_bytes += process.memory_info().rss
             started_s = min(started_s, process.create_time())
+        # A process may end while it is asked.
         except psutil.Error:
             continue
         num_processes += 1
@@ -238,6 +240,6 @@ def _use(session: int) -> ProcessUse:
 
 
 def _held(by_state: dict[str, int], nbytes: int) -> str:
-    """How many are in each state, and the memory that they hold together."""
+    """How many there are in each state, and the memory that they hold together."""
     counts = ", ".join(f"{count} {state}" for state, count in by_state.items() if count)
     return f"{format_bytes(nbytes)}: {counts}" if counts else "0"

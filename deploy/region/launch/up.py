@@ -1,6 +1,6 @@
 """The life of `prfaas up`: start, serve, stop on signals.
 
-Signals set flags and cancel; the region itself is `launcher`'s.
+Signals set flags and cancel. `launcher` has the region itself.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from deploy.region.launch.launcher import ProcessProgress, RunningRegion
 from deploy.region.launch.progress import ProgressView, line_view, progress_view
 from deploy.region.spec.region import RegionSpec
 from kvmanager.logs import set_up_logging
-from prfaas.engines.log_files import MAX_LOG_BYTES, NUM_OLD_LOGS
+from prfaas.engines.supervision.log_files import MAX_LOG_BYTES, NUM_OLD_LOGS
 
 
 async def keep_up(region: RegionSpec, root: Path, console: Console, as_json: bool) -> bool:
-    """Start `region` and keep it until SIGINT, SIGTERM or SIGHUP; a second one kills.
+    """Start `region` and keep it until SIGINT, SIGTERM or SIGHUP; a second signal kills.
 
-    This process's log goes to launcher.log beside the others. False if it was told to stop
+    The log of this process goes to launcher.log beside the others. Returns False if it had to stop
     before it ran. Raises the errors of `RunningRegion.start`.
     """
     stop = asyncio.Event()
     view = progress_view(console, as_json=as_json)
-    # Later changes come one by one and belong below the table.
+    # Later changes come one by one, and belong below the table.
     later = view if as_json else line_view(console)
     shown = view
 
@@ -61,7 +61,7 @@ async def keep_up(region: RegionSpec, root: Path, console: Console, as_json: boo
 
 
 def _log_to(path: Path) -> None:
-    # Opened with the first record, which comes after the run directory has been made.
+    # The file is opened with the first record, after the run directory was made.
     set_up_logging(
         handler=RotatingFileHandler(
             path, maxBytes=MAX_LOG_BYTES, backupCount=NUM_OLD_LOGS, delay=True
@@ -70,7 +70,7 @@ def _log_to(path: Path) -> None:
 
 
 async def _start(running: RunningRegion, view: ProgressView, stop: asyncio.Event) -> bool:
-    """Whether it started; False if it was told to stop meanwhile."""
+    """Whether it started; False if it had to stop meanwhile."""
     with view:
         starting = asyncio.ensure_future(running.start())
         told = asyncio.ensure_future(stop.wait())

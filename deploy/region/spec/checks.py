@@ -1,6 +1,6 @@
-"""Whether the parts of a region fit together; every problem says where it is and what to write.
+"""Whether the parts of a region fit together. Every problem says where it is and what to write.
 
-Sees one specification and nothing else: no files, no ports of this machine.
+It sees one specification and nothing else: no files, and no ports of this machine.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def _check_names(region: RegionSpec) -> Iterator[Problem]:
                 yield Problem((*path, "name"), message)
             seen.add(name)
     for path, name in instances:
+        # Names of processes, logs and sockets of the launcher itself.
         if name == "gateway" or name.startswith(("agent.", "link.")):
             message = f"{name!r} names another process of the region; choose another name"
             yield Problem((*path, "name"), message)
@@ -105,6 +106,7 @@ def _check_node(
 
 def _check_slots(at: KeyPath, instance: RegionInstance, model: ModelSpec) -> Iterator[Problem]:
     slots, limit = instance.decode_slots, model.max_num_batched_tokens
+    # vLLM does not start with more sequences than tokens in a step.
     if slots is not None and limit is not None and slots > limit:
         message = f"{slots} is more than max_num_batched_tokens of {model.name}, {limit}; lower it"
         yield Problem((*at, "decode_slots"), message)
@@ -146,8 +148,9 @@ def _check_links(region: RegionSpec) -> Iterator[Problem]:
 
 def _check_emulation(at: KeyPath, rate: str) -> Iterator[Problem]:
     bytes_per_s = parse_rate(rate)
+    # 1 Mbit/s; 0 stands for unlimited.
     if 0 < bytes_per_s < 125e3:
-        message = f"{rate} is below 1 Mbit, which no KVCache survives; write at least 1Mbit"
+        message = f"{rate} is below 1 Mbit, too slow for any KVCache; write at least 1Mbit"
         yield Problem((*at, "emulate", "rate"), message)
 
 
@@ -203,7 +206,7 @@ def _check_ports(region: RegionSpec) -> Iterator[Problem]:
 
 
 def fixed_ports(region: RegionSpec) -> Iterator[tuple[KeyPath, str, int]]:
-    """Every port of the region with its path and host, 0 where any will do."""
+    """Every port of the region with its path and host; port 0 where any port will do."""
     yield ("gateway", "port"), region.gateway.host, region.gateway.port
     if region.gateway.admin is not None:
         admin = Endpoint.parse(region.gateway.admin)

@@ -17,7 +17,7 @@ EXPECTED = "a region file is a mapping with the keys models, clusters, links, se
 
 
 def load_region(path: Path, variables: Mapping[str, str]) -> RegionSpec:
-    """The region described by the file at `path`; `FileError` with every problem found."""
+    """The region that the file at `path` describes. `FileError` with every problem found."""
     return parse_region(read_text(path), variables, source=str(path), directory=path.parent)
 
 
@@ -28,7 +28,7 @@ def parse_region(
     source: str = "region",
     directory: Path = Path(),
 ) -> RegionSpec:
-    """Like `load_region` for text at hand; `directory` is what relative paths start from."""
+    """Like `load_region`, for a text. Relative paths start at `directory`."""
     region = parse_yaml(
         text,
         RegionSpec,
@@ -41,7 +41,7 @@ def parse_region(
 
 
 def _absolute(region: RegionSpec, directory: Path) -> RegionSpec:
-    """Paths made absolute; a model's path only if it is one (it may be a name on a hub)."""
+    """The region with absolute paths. A model's path is only changed if it is no name on a hub."""
     base = directory.resolve()
 
     def model_path(text: str) -> str:

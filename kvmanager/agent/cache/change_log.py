@@ -1,8 +1,8 @@
-"""Keys in the order of their latest change, in steps whose cost does not grow with their number.
+"""A log of keys in the order of their latest change. The cost of a step does not grow with it.
 
-It does not know what a change is. A list of all changes with a search for a place in it would leave
-holes to be cleaned up all at once; so the keys lie in pages of bounded size, and neighbours that
-have become sparse are joined when a key leaves one of them.
+A single list of all changes would collect holes, which would have to be cleaned up all at once. So
+the keys lie in pages of bounded size, and sparse neighbours are joined when a key leaves one of
+them. It does not know what a change means.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ PAGE_KEYS: Final = 1024
 
 
 class Latest(msgspec.Struct, frozen=True, gc=False):
-    """The latest change of a key: its number, and when it came.
+    """The latest change of a key: its number and its time.
 
-    There is one for each block of a node. The garbage collector need not visit them.
+    A node has one for each cached block, so `gc=False` spares the garbage collector the visit.
     """
 
     seq: int
@@ -34,7 +34,9 @@ class ChangeLog:
         self._first_seqs: list[int] = []
         """For each page a number not above its changes, and above those of the page before."""
         self._room = 0
-        """How many more keys the last page takes; what has left it counts, dicts keep the place."""
+        """Keys that the last page still takes. Removed keys count as well, because a dict keeps
+        their places.
+        """
         self._num_keys = 0
 
     def __len__(self) -> int:
@@ -83,12 +85,13 @@ class ChangeLog:
         return found[:limit]
 
     def _join(self, left: int) -> bool:
-        """Make one page of this and the next, if they are sparse; whether they were."""
+        """Join this page and the next if they are sparse. Returns whether they were."""
         pages = self._pages[left : left + 2]
         if len(pages) < 2 or sum(map(len, pages)) > PAGE_KEYS // 2:
             return False
         self._pages[left : left + 2] = [pages[0] | pages[1]]
         del self._first_seqs[left + 1]
         if left == len(self._pages) - 1:
+            # The room left was that of the former last page; the next change begins a new one.
             self._room = 0
         return True

@@ -1,12 +1,13 @@
-"""What a node's prefix cache holds of each block, and how that changes, for those who follow it.
+"""The feed that tells followers what a node's prefix cache holds of each block, and what changes.
 
 Pure: no waiting, no clock. It knows neither where parts lie nor who follows.
 
-Every change of a block gets the next even sequence number; of each block only the latest change is
-kept, held blocks and gone ones apart. A follower who names a number gets what changed after it. One
-who starts from nothing gets the held blocks in the order of their latest change, page by page; an
-odd number stands for how far such a reading has come and when it began. What has gone is forgotten
-after a while; who might not have heard of it starts from nothing again.
+Every change of a block gets the next even sequence number. The log keeps only the latest change of
+each block, and keeps held blocks and gone blocks apart. A follower that names a number gets the
+changes after it. A follower that starts from nothing gets the held blocks in the order of their
+latest change, page by page. An odd number identifies such a reading: how far it has come and when
+it began. Gone blocks are forgotten after a while; a follower that may have missed one starts from
+nothing again.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from kvmanager.pool.shape import CacheShape, PartKind
 
 SHORT_KEY_BYTES: Final = 8
 MAX_KEYS_PER_REPLY: Final = 8192
-"""A reply is put together in one turn of the event loop: in about 5 ms."""
+"""The event loop puts a reply of this many keys together in one turn of about 5 ms."""
 MAX_GONE: Final = 1 << 17
-"""How many blocks that have gone are remembered."""
+"""Most gone blocks that are remembered."""
 
 MAX_CURSORS: Final = 256
-"""How many unfinished readings from nothing are remembered."""
+"""Most unfinished readings from nothing that are remembered."""
 
 _BITS_PER_TIER: Final = len(PartKind)
 _ENGINE_SHIFT: Final = _BITS_PER_TIER * len(Tier)
@@ -37,9 +38,9 @@ _MAX_PARTS: Final = 256
 
 
 class FeedLog:
-    """What one agent's followers are told of its cache. One thread only.
+    """The feed of one agent's cache. Single-threaded.
 
-    `keep_gone`: how many blocks that have gone are remembered.
+    `keep_gone`: most gone blocks that are remembered.
     """
 
     def __init__(self, keep_gone: int = MAX_GONE) -> None:
@@ -61,7 +62,7 @@ class FeedLog:
         return self._seq
 
     def part_changed(self, change: PoolChange, now_s: float) -> None:
-        """A part came to a tier or went from it."""
+        """Note that a part was stored in a tier or dropped from it."""
         key = change.key[:SHORT_KEY_BYTES]
         bit = 1 << (_MAX_PARTS * change.tier + change.part)
         before = self._parts.get(key, 0)
@@ -75,8 +76,8 @@ class FeedLog:
         self._set(key, flags, now_s)
 
     def engine_changed(self, blocks: Iterable[tuple[bytes, int]], now_s: float) -> None:
-        """Engines hold this of these blocks now: key (or its first 8 bytes), and a bit for each
-        `PartKind`.
+        """Note what engines hold of these blocks now: each is a key (or its first 8 bytes) and a
+        bit for each `PartKind`.
         """
         for key, kinds in blocks:
             short = key[:SHORT_KEY_BYTES]
@@ -84,7 +85,7 @@ class FeedLog:
             self._set(short, ours | kinds << _ENGINE_SHIFT, now_s)
 
     def flags(self, key: bytes) -> int:
-        """What is held of a block now, as in `messages.CacheFeed`."""
+        """The flags of a block now, as in `messages.CacheFeed`."""
         return self._flags.get(key[:SHORT_KEY_BYTES], 0)
 
     def has_news(self, epoch: str, after_seq: int) -> bool:
@@ -96,11 +97,14 @@ class FeedLog:
     def read(
         self, epoch: str, after_seq: int, now_s: float, max_keys: int = MAX_KEYS_PER_REPLY
     ) -> messages.CacheFeed:
-        """What changed after `after_seq` of `epoch`, oldest first; a snapshot for who is lost."""
+        """The changes after `after_seq` of `epoch`, oldest first. A follower with another epoch or
+        a forgotten number gets a snapshot.
+        """
         position, begun = self._cursors.get(after_seq, (after_seq, after_seq))
         known = epoch == self.epoch and self._forgotten_seq <= begun <= self._seq
         if not known or position % 2:
             known, position, begun = False, 0, self._seq
+        # One more than a page, to see whether another page follows.
         news = self._held.after(position, max_keys + 1)
         if known:
             news += self._gone.after(position, max_keys + 1)
@@ -126,6 +130,7 @@ class FeedLog:
 
     def _cursor(self, position: int, begun: int) -> int:
         """A number for a reading from nothing that began at `begun` and has come to `position`."""
+        # Odd, and so never the number of a change.
         number = self._seq + 1
         self._seq += 2
         self._cursors[number] = position, begun
@@ -156,7 +161,7 @@ class FeedLog:
 
 
 def _flags(shape: CacheShape, parts: int) -> int:
-    """A kind of a tier is held when every part of that kind is."""
+    """The flags for these parts: a tier holds a kind when it holds every part of that kind."""
     flags = 0
     for tier in Tier:
         held = parts >> (_MAX_PARTS * tier)

@@ -1,8 +1,8 @@
-"""What landings build on in the prefix cache, and what of them the cache keeps.
+"""Connects landings with the prefix cache: what a landing need not bring, and what of it is kept.
 
-A landing brings only what its node lacks: the KV that the cache has of the prompt is pinned before
-the landing is reserved, and stays until the landing's memory is freed. What has landed is copied
-into the pool. It does not know senders, engines, or how memory for a landing is found.
+A landing brings only what its node lacks. The cached KV of its prompt is pinned before the landing
+is reserved, and stays until the landing's memory is freed. When the landing is complete, its parts
+are copied into the pool. It does not know senders, engines, or how a landing gets its memory.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kvmanager.transfers.records import BadRequest, LandingRecord
 
 @dataclass(frozen=True, slots=True)
 class LandingBase:
-    """What a landing builds on: the keys of its prompt and the KV that the cache has of it.
+    """The cached prefix that a landing builds on, and the keys of its prompt.
 
-    `runs` are where each block's KV part of the first `cached_tokens` lies, pinned.
+    `runs` are the pinned places of the KV parts of the first `cached_tokens`, block by block.
     """
 
     layout: KVLayout
@@ -50,9 +50,10 @@ class LandingBases:
     async def pin(
         self, layout: KVLayout, shape: CacheShape, num_tokens: int, block_keys: bytes
     ) -> LandingBase:
-        """Pin what is cached of a prompt whose KVCache is to land; raises BadRequest.
+        """Pin the cached KV of a prompt whose KVCache is to land. Raises BadRequest.
 
-        What is on SSD only counts when it comes quickly. `adopt` or `drop` must follow.
+        Parts that are only on SSD count if they can be read quickly. The caller must call `adopt`
+        or `drop` afterwards.
         """
         try:
             root, *keys = split_keys(block_keys)
@@ -66,12 +67,13 @@ class LandingBases:
         if not shape.has_kv:
             return LandingBase(layout, shape, root, tuple(keys), 0, [], None)
         pool = self._cache.pool
-        # A transfer holds at least one token: the block of the last one is never left out.
+        # A transfer must hold at least one token, so the last token's block is always sent.
         most = (num_tokens - 1) // shape.block_tokens
         match = pool.match(shape, keys)
         if match.kv_blocks > match.arena_kv_blocks:
             parts = [(index, 0) for index in range(min(match.kv_blocks, most))]
             await self._cache.fetch_quickly(shape, keys, parts)
+        # Matched again: the pool may have changed while the SSD was read.
         num_blocks = min(pool.match(shape, keys).arena_kv_blocks, most)
         runs: list[Runs] = []
         pin_id = None
@@ -83,33 +85,35 @@ class LandingBases:
         return LandingBase(layout, shape, root, tuple(keys), cached_tokens, runs, pin_id)
 
     def adopt(self, transfer_id: bytes, base: LandingBase) -> None:
-        """The landing builds on it now; it is unpinned when the landing's memory is freed."""
+        """Give the base to the landing. It is unpinned when the landing's memory is freed."""
         self._adopted[transfer_id] = base
 
     def drop(self, base: LandingBase) -> None:
-        """There is no landing, or not any more."""
+        """Unpin the base of a landing that does not exist, or not any more."""
         if base.pin_id is not None:
             self._cache.pool.unpin(base.pin_id)
 
     def transfer_freed(self, key: Key) -> None:
-        """Nobody touches this transfer's memory any more, nor what a landing builds on."""
+        """The transfer's memory is free, so nobody reads a landing's base any more either."""
         kind, transfer_id = key
         base = self._adopted.pop(transfer_id, None) if kind is Kind.LANDING else None
         if base is not None:
             self.drop(base)
 
     def landed(self, landing: LandingRecord, holds: BlockHolds) -> None:
-        """Keep what has landed: copy its whole blocks, while the landing lives or after it."""
+        """Begin to copy the whole blocks of a complete landing into the pool."""
         base = self._adopted.get(landing.spec.transfer_id)
         if base is None or not base.keys or not self._cache.may_fill:
             return
+        # The engine may release the landing before the copy is over, so the copy holds it as well.
         holds.hold(landing.key, PROMOTION)
         self._cache.spawn(self._promote(landing, holds, base), "promoting a landing")
 
     async def _promote(self, landing: LandingRecord, holds: BlockHolds, base: LandingBase) -> None:
         """Copy the landing's whole blocks into the pool, as far as that has room."""
         landed = LandedParts(base.layout, landing.spec.num_tokens, base.cached_tokens)
-        # By block and part: where room ends, what was copied before it can be resumed from.
+        # In the order of blocks: when the pool has no room left, the blocks copied so far are a
+        # prefix that a prompt can resume from.
         parts = sorted(landed.parts())
         num_copied = 0
         try:
@@ -129,11 +133,11 @@ class LandingBases:
         landed: LandedParts,
         parts: Sequence[BlockPart],
     ) -> int:
-        """Copy these parts; how many had room and were not there yet."""
+        """Copy these parts. Returns how many had room and were not cached yet."""
         cache = self._cache
         fill = cache.pool.reserve(base.shape, base.root, 0, base.keys, parts, now_s())
         if not fill.slots:
-            return 0  # such a fill is not open
+            return 0  # the pool opens no fill without slots, so there is none to end
         source = self._arena.view(landing.runs, landing.spec.nbytes)
         views = source.views(0, landing.spec.nbytes)
 

@@ -1,6 +1,6 @@
-"""The control plane's methods of cache moves: checks what came over the wire.
+"""The control plane's methods for cache moves: they check requests and call the mover.
 
-It does not know pools or transports; the mover behind it does.
+They do not know pools or transports.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _REPLICATION_TENANT: Final = "replication"
 
 
 class CacheMoveControl:
-    """The handlers; errors are those of the transfer table, and UnknownLayout.
+    """The handlers. They raise the errors of the transfer table, and UnknownLayout.
 
-    `mover` None: this agent has no prefix cache. `digest`: whether a digest checks moves too.
+    `mover` None: this agent has no prefix cache. `digest`: whether moves are checked by a digest.
     `is_lossy`: whether transfers of requests may lose precision.
     """
 
@@ -76,6 +76,8 @@ class CacheMoveControl:
         # Whoever may have it sent to a port of its choice reads KVCache.
         self._grants.require(request.grant, move_send(request, self._grants.agent))
         what, layout = self._what(request)
+        # Both ends compute the size from the layout, so a difference shows that their layouts
+        # differ.
         if request.nbytes != what.nbytes:
             raise BadRequest(f"these parts take {what.nbytes} bytes, not {request.nbytes}")
         wire = OutgoingSpec(
@@ -124,7 +126,7 @@ class CacheMoveControl:
 
 
 def _keys(joined: bytes) -> tuple[bytes, list[bytes]]:
-    """The root key and those of the blocks."""
+    """The root key, and the keys of the blocks."""
     try:
         root, *keys = split_keys(joined)
     except ValueError as error:

@@ -1,10 +1,10 @@
-"""What the control plane says to move cached prefixes between node agents: more structs of service
-`prfaas.NodeAgent`.
+"""Messages that move cached prefixes between node agents: structs of service `prfaas.NodeAgent`.
 
 They do not know how they travel. `block_keys` are joined keys (`kvmanager.hashing`): the root key,
-then those of a prefix's blocks from block 0 on; `parts` are (block index, part number) pairs of the
-layout's `CacheShape`. Ids, tokens and fingerprints are hex strings. `grant` is a gateway's grant
-for the call (`kvmanager.agent.grants`), without which agents with `granting_keys` answer REFUSED.
+then the keys of a prefix's blocks from block 0 on. `parts` are (block index, part number) pairs of
+the layout's `CacheShape`. Ids, tokens and fingerprints are hex strings. `grant` is a gateway's
+grant for the call (`kvmanager.agent.grants`); agents with `granting_keys` answer REFUSED without
+it.
 
 | method | request -> reply | errors beside UNAVAILABLE, INTERNAL, TIMEOUT |
 |---|---|---|
@@ -29,7 +29,7 @@ MoveState = Literal["open", "complete", "failed", "cancelled"]
 
 
 class ReserveCacheMove(msgspec.Struct, frozen=True):
-    """Let those of these parts that are not in the arena here land in the prefix cache."""
+    """Reserve memory of the prefix cache for those of these parts that this arena lacks."""
 
     layout_fingerprint: str
     block_keys: bytes
@@ -39,8 +39,8 @@ class ReserveCacheMove(msgspec.Struct, frozen=True):
 
 
 class ReserveCacheMoveReply(msgspec.Struct, frozen=True):
-    """Where to send `parts`, end to end in this order. Without parts there is nothing to send, and
-    no transfer: everything is here already, or is being stored.
+    """The landing for `parts`, which must be sent end to end in this order. Without parts there is
+    no transfer: all of them are here already, or are being stored.
     """
 
     parts: list[tuple[int, int]]
@@ -55,7 +55,7 @@ class ReserveCacheMoveReply(msgspec.Struct, frozen=True):
 class SendCacheMove(msgspec.Struct, frozen=True):
     """Send these parts, all of which must be cached here, to the landing at `host`:`port`.
 
-    `priority` "request": somebody waits for it; "replication": behind what requests wait for.
+    `priority` "request": a request waits for it; "replication": it is sent behind those.
     """
 
     transfer_id: str
@@ -77,8 +77,8 @@ class SendCacheMoveReply(msgspec.Struct, frozen=True):
 
 
 class CacheMoveStatus(msgspec.Struct, frozen=True):
-    """How one end of a move is doing: its end, or its state after `wait_s`. Lets it live `lease_s`
-    from now.
+    """Ask for the state of one end of a move, when it has ended or after `wait_s`. Renews its lease
+    to `lease_s` from now.
     """
 
     transfer_id: str
@@ -88,9 +88,9 @@ class CacheMoveStatus(msgspec.Struct, frozen=True):
 
 
 class CacheMoveStatusReply(msgspec.Struct, frozen=True):
-    """`kept_parts`: of a landing that is complete, how many parts are in the cache now. Only the
-    sending end knows `transfer_s` (first byte sent to last byte acknowledged) and `rtt_s`; 0 while
-    not known.
+    """The state of one end of a move. `kept_parts`: parts of a complete landing that are in the
+    cache now. Only the sending end knows `transfer_s` (first byte sent to last byte acknowledged)
+    and `rtt_s`; they are 0 while unknown.
     """
 
     state: MoveState
@@ -103,7 +103,7 @@ class CacheMoveStatusReply(msgspec.Struct, frozen=True):
 
 
 class EndCacheMove(msgspec.Struct, frozen=True):
-    """End the move's ends here; what has landed as a whole stays."""
+    """End both roles of a move at this agent. A landing that is complete stays in the cache."""
 
     transfer_id: str
     reason: str = ""
@@ -116,8 +116,8 @@ class EndCacheMoveReply(msgspec.Struct, frozen=True):
 
 
 class DropCached(msgspec.Struct, frozen=True):
-    """Drop what this prefix alone needs: of the blocks from the last one back to block
-    `keep_blocks`, all parts that nobody uses and nothing hangs on.
+    """Drop the parts that only this prefix needs: from its last block back to block `keep_blocks`,
+    all parts that nobody uses and that no longer prefix continues.
     """
 
     layout_fingerprint: str

@@ -1,4 +1,4 @@
-"""What a node agent knows of the two ends of a cache move. Values; the rules are in `moves`."""
+"""The values that a node agent keeps for both ends of a cache move. The rules are in `moves`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transport import Endpoint, OutgoingTransfer
 
 @dataclass(frozen=True, slots=True)
 class MovedParts:
-    """Which parts of which prefix. `keys` are those of its blocks, from block 0 on."""
+    """The moved parts of one prefix. `keys` are the keys of its blocks, from block 0 on."""
 
     fingerprint: bytes
     shape: CacheShape
@@ -38,7 +38,7 @@ class MovedParts:
 
 @dataclass(slots=True)
 class Move:
-    """One end."""
+    """One end of a move, with what both roles share."""
 
     what: MovedParts
     nbytes: int
@@ -52,7 +52,7 @@ class Move:
 
 @dataclass(slots=True)
 class MoveLanding(Move):
-    """`fill` is None once its memory is given back or committed."""
+    """The receiving end. `fill` is None once its memory is given back or committed."""
 
     fill: Fill | None = None
     keeping: asyncio.Task[None] | None = None
@@ -65,7 +65,7 @@ class MoveLanding(Move):
 
 @dataclass(slots=True)
 class MoveSend(Move):
-    """`pin_id` is None once the parts are unpinned."""
+    """The sending end. `pin_id` is None once the parts are unpinned."""
 
     endpoint: Endpoint = field(kw_only=True)
     pin_id: int | None = None

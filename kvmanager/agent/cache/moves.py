@@ -1,10 +1,10 @@
-"""Cached prefixes on their way from one agent's pool to another's.
+"""Moves cached prefixes from one agent's pool to another's.
 
-A move is a transfer of its own, no outbox and no landing of the table: its bytes are whole parts of
-the pool, end to end. At the source the parts are pinned while they are sent. At the destination
-they are a fill of the pool; when every byte has landed they are committed in order, so that a chain
-is never without its beginning. Each end lives on a lease that `status` renews. However an end
-comes, memory goes back only when the transport does not use it any more.
+A move is a transfer outside of the transfer table. Its bytes are whole parts of the pool, end to
+end. The source pins the parts while it sends them. The destination receives them as a fill of its
+pool, and commits them in order when every byte has landed, so that a chain of blocks never lacks
+its beginning. Each end has a lease, which `status` renews. However an end is over, its memory goes
+back only when the transport does not use it any more.
 
 Use it on the agent's event loop; time is an argument. It does not know why anything is moved.
 """
@@ -42,15 +42,15 @@ MAX_MOVES: Final = 8
 """Moves of one role that may run at the same time."""
 MAX_LEASE_S: Final = 300.0
 KEEP_S: Final = 30.0
-"""How long the end of a move can be asked for."""
+"""Time for which an ended move can still be asked for."""
 FETCH_S: Final = 5.0
-"""How long a source waits for parts that it has on SSD only."""
+"""Time for which a source waits for parts that it has only on SSD."""
 
 _ROLES: Final[tuple[MoveRole, ...]] = ("landing", "send")
 
 
 class CacheMover:
-    """The moves of one agent. Errors are those of the transfer table."""
+    """The moves of one agent. It raises the errors of the transfer table."""
 
     def __init__(
         self,
@@ -79,7 +79,9 @@ class CacheMover:
     # ---- the control plane
 
     def open_landing(self, what: MovedParts, lease_s: float) -> ReserveCacheMoveReply:
-        """Let one sender fill what is lacking here. Raises NoArenaRoom, BadRequest."""
+        """Reserve memory for the parts that this agent lacks, and admit one sender to it. Raises
+        NoArenaRoom, BadRequest.
+        """
         lease_s = self._admissible("landing", lease_s)
         if not self._cache.may_fill:
             raise NoArenaRoom("this agent is stopping")
@@ -106,14 +108,15 @@ class CacheMover:
         )
 
     async def open_send(self, what: MovedParts, wire: OutgoingSpec, lease_s: float) -> float:
-        """Begin to send to a landing; the lease.
+        """Begin to send to a landing. Returns the lease in seconds.
 
-        Raises NoArenaRoom, BadRequest, UnknownTransfer (not all of it is cached here, or it ended
-        before it began).
+        Raises NoArenaRoom, BadRequest, UnknownTransfer (a part is not cached here, or the move
+        ended before it began).
         """
         lease_s = self._admissible("send", lease_s)
         if wire.transfer_id in self._sends:
             raise BadRequest(f"move {wire.transfer_id.hex()} is being sent already")
+        # Entered before the parts are fetched from SSD, so that `end` can end it meanwhile.
         move = self._sends[wire.transfer_id] = MoveSend(
             what, what.nbytes, self._clock_s() + lease_s, endpoint=wire.endpoint
         )
@@ -133,7 +136,7 @@ class CacheMover:
     async def status(
         self, transfer_id: bytes, role: MoveRole, lease_s: float, wait_s: float
     ) -> CacheMoveStatusReply:
-        """How this end is doing, at its end or after `wait_s`; renews its lease. Raises
+        """The state of this end, when it has ended or after `wait_s`. Renews its lease. Raises
         UnknownTransfer, BadRequest.
         """
         move = self._of(role).get(transfer_id)
@@ -158,25 +161,27 @@ class CacheMover:
         )
 
     def end(self, transfer_id: bytes, reason: str) -> bool:
-        """End both roles of this move here; whether one was alive."""
+        """End both roles of this move here. Returns whether one was alive."""
         ended = [self._cancel(role, transfer_id, reason) for role in _ROLES]
         return any(ended)
 
     def drop_cached(self, shape: CacheShape, keys: list[bytes], keep_blocks: int) -> int:
-        """Drop what hangs on nothing and nobody uses, from the last block on; how many parts."""
+        """Drop the parts that nobody uses and nothing continues, from the last block on. Returns
+        how many parts.
+        """
         num_parts = 0
         for key in reversed(keys[max(0, keep_blocks) :]):
             for part in reversed(range(len(shape.parts))):
                 dropped = [self._pool.discard(key, part, tier) for tier in Tier]
                 num_parts += any(dropped)
             if shape.has_kv and self._pool.lookup(key, 0) is not None:
-                break  # something hangs on this block, and so on all before it
+                break  # a longer prefix or a user needs this block, and so all blocks before it
         return num_parts
 
     # ---- the transport
 
     def landing_complete(self, transfer_id: bytes) -> None:
-        """Every byte is in place, and nothing writes there any more."""
+        """Every byte has landed, and nothing writes there any more: begin to commit the parts."""
         move = self._landings.get(transfer_id)
         if move is not None and move.state == "open" and move.fill is not None:
             move.done_bytes = move.nbytes
@@ -185,10 +190,11 @@ class CacheMover:
             )
 
     def landing_failed(self, transfer_id: bytes, reason: str) -> None:
-        """The receiver gave it up, and writes there no more."""
+        """The receiver has given the landing up and does not write any more."""
         move = self._landings.get(transfer_id)
         if move is not None and move.state == "open" and move.keeping is None:
-            self._io.drop(transfer_id, reason)  # nobody is let in again
+            # Without the drop another sender with the token would still be admitted.
+            self._io.drop(transfer_id, reason)
             self._over(move, "failed", reason)
             self._give_back(move)
 
@@ -201,7 +207,7 @@ class CacheMover:
     # ---- time
 
     def tick(self, now_s: float) -> None:
-        """End what has lost its caller, forget what has ended."""
+        """End moves whose lease is over, and forget moves that have ended."""
         for role in _ROLES:
             for transfer_id, move in self._of(role).items():
                 if move.state == "open" and now_s >= move.lease_until_s:
@@ -210,7 +216,7 @@ class CacheMover:
         self._sends = {i: m for i, m in self._sends.items() if _is_of_interest(m, now_s)}
 
     async def close(self) -> None:
-        """End everything; what has landed as a whole is kept first."""
+        """End all moves. Complete landings are committed first."""
         keeping = [move.keeping for move in self._landings.values() if move.keeping is not None]
         if keeping:
             await asyncio.wait(keeping)
@@ -229,7 +235,7 @@ class CacheMover:
         return PartsSpace(spaces)
 
     def _lacks_memory(self, what: MovedParts) -> bool:
-        """Whether any part is nowhere: then the pool gave nothing because it could not."""
+        """Whether a part is not cached at all, so that the pool must have lacked room for it."""
         now_s = self._clock_s()
         try:
             pin = self._pool.pin(what.shape, what.keys, what.parts, now_s)
@@ -239,7 +245,7 @@ class CacheMover:
         return False
 
     async def _pinned(self, move: MoveSend) -> tuple[Slot, ...]:
-        """All parts of a send, in the arena and staying there, in the order of the transfer."""
+        """The pinned arena slots of all parts of a send, in the order of the transfer."""
         what, pool = move.what, self._pool
         try:
             pin = pool.pin(what.shape, what.keys, what.parts, self._clock_s())
@@ -255,17 +261,17 @@ class CacheMover:
         return tuple(by_part[part] for part in what.parts)
 
     async def _keep(self, transfer_id: bytes, move: MoveLanding, fill: Fill) -> None:
-        """Commit what has landed, in order."""
+        """Commit the landed parts, in order."""
         what, error = move.what, ""
         try:
             await self._cache.commit(what.shape, what.keys, fill, fill.slots)
         except Exception as problem:
-            # One move's trouble is its own: the pool's books hold, the fill ends below.
+            # The failure of one move must not end the agent; the fill is ended below.
             logger.exception("cannot keep the moved parts of %s", transfer_id.hex())
             error = f"{type(problem).__name__}: {problem}"
         finally:
             self._give_back(move)
-            self._io.drop(transfer_id, "the move is over")  # nobody is let in again
+            self._io.drop(transfer_id, "the move is over")  # admits no other sender any more
         move.num_kept = sum(
             self._pool.lookup(what.keys[slot.index], slot.part) == slot.runs for slot in fill.slots
         )
@@ -315,7 +321,7 @@ class CacheMover:
         return min(samples, default=0.0)
 
     def _over(self, move: Move, state: MoveState, error: str) -> None:
-        """The first end counts."""
+        """Note the end of a move. Only the first end counts."""
         if move.state != "open":
             return
         move.state, move.error, move.ended_s = state, error, self._clock_s()
@@ -332,7 +338,7 @@ class CacheMover:
             move.pin_id = None
 
     def _admissible(self, role: MoveRole, lease_s: float) -> float:
-        """The lease to give. Raises NoArenaRoom, BadRequest."""
+        """The lease to grant. Raises NoArenaRoom, BadRequest."""
         lease_s = _checked_lease_s(lease_s)
         if self.num_open(role) >= MAX_MOVES:
             raise NoArenaRoom(f"{MAX_MOVES} moves run here already; wait until one is over")

@@ -1,7 +1,7 @@
-"""The arena bytes of cached parts, and the checksums that are taken of them.
+"""The arena bytes of cached parts, and their checksums.
 
-It does not know where else a part is kept, nor who asks for it or fills it. Reading many bytes is
-done on threads; the pool's books change on the event loop only.
+It does not know where else a part is kept, nor who asks for it or fills it. Threads read many
+bytes; the pool's records change only on the event loop.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kvmanager.transfers.blocks import Run
 NUM_THREADS: Final = 2
 
 PartId = tuple[bytes, int]
-"""The key of a block of a prompt, and the number of one of its parts."""
+"""The key of a block, and the number of one of its parts."""
 ResultT = TypeVar("ResultT")
 
 
 @dataclass(slots=True)
 class StoreUse:
-    """Counters of what went to and came from SSD, in parts, and of bytes that were found wrong."""
+    """Counters, in parts: written to SSD, read from it, failed, and found damaged."""
 
     ssd_reads: int = 0
     ssd_writes: int = 0
@@ -45,12 +45,12 @@ class PartBytes:
         self.checksums: dict[PartId, int] = {}
         self.use = StoreUse()
         self.is_closed = False
-        """Whether nothing is to be begun any more."""
+        """Whether no new work may begin."""
         self._arena = arena
         self._pool: HybridPool | None = None
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="prfaas-cache")
         self._ended: dict[PartId, None] = {}
-        """What was filled: its checksum may not be needed any more."""
+        """Parts of ended fills, whose checksums may not be needed any more."""
 
     def attach(self, pool: HybridPool) -> None:
         """The pool whose parts these are."""
@@ -67,7 +67,7 @@ class PartBytes:
         return self._arena.view(runs, nbytes).views(0, nbytes)
 
     async def seal(self, shape: CacheShape, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
-        """Take the checksums of parts that are written to the last byte, before their commit."""
+        """Take the checksums of completely written parts, before their commit."""
         if not self.checks:
             return
         sums = await self.run(self._sums, [(shape, slot.part, slot.runs) for slot in slots])
@@ -78,20 +78,21 @@ class PartBytes:
         return [part_checksum(self.views(*part)) for part in parts]
 
     def forget(self, keys: Sequence[bytes], slots: Iterable[Slot]) -> None:
-        """The fill of these is over: what of it does not enter the pool needs no checksum."""
+        """The fill of these slots is over: drop the checksums of parts that are not in the pool."""
         self._ended |= dict.fromkeys((keys[slot.index], slot.part) for slot in slots)
         self.drop_checksums()
 
     def drop_checksums(self) -> None:
         """Drop the checksums of ended fills whose parts did not enter the pool."""
-        # A part that waits for its base enters without another word, and needs its checksum then.
+        # A committed part whose parent is still being filled enters the pool later by itself, and
+        # needs its checksum then.
         for part_id in [part for part in self._ended if not self.pool.is_filling(*part)]:
             del self._ended[part_id]
             if self.pool.lookup(*part_id) is None:
                 self.checksums.pop(part_id, None)
 
     async def run(self, work: Callable[..., ResultT], *arguments: object) -> ResultT:
-        """The result of `work` on one of our threads."""
+        """Run `work` on a thread of this object and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
-"""From a landing into the prefix cache: which parts a transfer brought, and copying them.
+"""Copies landed parts into the prefix cache: which parts a transfer brought, and where they lie.
 
-It does not know the pool, time or who asked. A transfer brings the full-attention pages beyond what
-the receiver had, the pages that the windows reach back over, and the states after its last token.
+A transfer brings the full-attention pages that the receiver lacked, the pages that the windows
+reach back over, and the states after its last token. It does not know the pool, the time or who
+asked.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class LandedParts:
     """The whole parts of full blocks in a transfer of `num_tokens`."""
 
     def __init__(self, layout: KVLayout, num_tokens: int, cached_tokens: int = 0) -> None:
-        """Raises ValueError for counts that cannot be (`KVLayout.transfer_bytes`)."""
-        layout.transfer_bytes(num_tokens, cached_tokens)
+        """Raises ValueError for impossible counts (`KVLayout.transfer_bytes`)."""
+        layout.transfer_bytes(num_tokens, cached_tokens)  # checks the counts
         self._layout = layout
         self._shape = CacheShape.of(layout)
         self._num_tokens = num_tokens
@@ -40,7 +41,7 @@ class LandedParts:
         ]
 
     def parts(self) -> list[BlockPart]:
-        """(block index, part), by part and block."""
+        """The whole parts as (block index, part), sorted by part and block."""
         num_blocks = self._num_tokens // self._shape.block_tokens
         return [
             (index, part)
@@ -50,7 +51,7 @@ class LandedParts:
         ]
 
     def ranges(self, index: int, part: int) -> Iterator[CopyRange]:
-        """What to copy for one of `parts`."""
+        """The ranges to copy for one of `parts`."""
         for rank, extents in enumerate(self._extents):
             for wanted in part_extents(self._layout, self._shape, part, rank):
                 landed = extents[wanted.layer.name]
@@ -65,6 +66,8 @@ class LandedParts:
     def _is_whole(self, index: int, part: int) -> bool:
         for wanted in part_extents(self._layout, self._shape, part, 0):
             if self._layout.groups[wanted.group_index].kind is KVKind.RECURRENT:
+                # A transfer carries recurrent states after its last token only, so they belong to a
+                # block only if the block ends there.
                 if self._num_tokens != (index + 1) * self._shape.block_tokens:
                     return False
                 continue
@@ -86,9 +89,9 @@ def copy_ranges(
     landing: Sequence[memoryview],
     part: Sequence[memoryview],
 ) -> None:
-    """Copy between two lists of views that each stand for their bytes end to end.
+    """Copy between two lists of views, each of which stands for its bytes end to end.
 
-    Lets other threads run meanwhile.
+    NumPy releases the GIL while it copies, so that other threads run meanwhile.
     """
     sources, targets = _Pieces(landing), _Pieces(part)
     for span in ranges:
@@ -98,7 +101,7 @@ def copy_ranges(
 
 
 class _Pieces:
-    """Random access to views end to end."""
+    """Random access to the bytes of views that lie end to end."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._arrays = [np.frombuffer(view, dtype=np.uint8) for view in views]

@@ -1,6 +1,5 @@
-"""What `CacheRequests` asks its shell to do, and what it knows of finds and fills.
-
-Value types of `kvmanager.agent.cache.requests`, where the rules are. No I/O, no clock.
+"""Value types of `kvmanager.agent.cache.requests`: the effects that it returns, and its records of
+finds and fills. The rules are in that module.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ InstanceHandle = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Say this to an engine."""
+    """Send this message to an engine."""
 
     conn_id: int
     message: CacheFound | CacheSlots
@@ -27,7 +26,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Bring these parts into the arena if that is quick, then call `fetch_ended` in any case."""
+    """Bring these parts into the arena if that is quick. Call `fetch_ended` in any case."""
 
     find: ConnHandle
     shape: CacheShape
@@ -37,7 +36,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """These slots are written to the last byte: take their checksums, then call `sealed`."""
+    """Take the checksums of these completely written slots, then call `sealed`."""
 
     fill: InstanceHandle
     keys: tuple[bytes, ...]
@@ -47,8 +46,8 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class LacksWorkers:
-    """Warn: an engine asks for memory to fill while some of its ranks have no worker here. Nothing
-    of it is stored as long as that is so.
+    """Warn that an engine asks for memory to fill while some of its ranks have no worker here. Its
+    prompts are not stored as long as that is so.
     """
 
     instance: str
@@ -61,7 +60,7 @@ CacheEffect = Tell | Fetch | Seal | LacksWorkers
 
 @dataclass(slots=True)
 class CacheUse:
-    """Counters of what was asked and found. Tokens by the tier they were served from."""
+    """Counters of finds and fills. `hit_tokens` are by the tier that served them."""
 
     queries: int = 0
     query_tokens: int = 0
@@ -71,20 +70,20 @@ class CacheUse:
 
 @dataclass(slots=True)
 class OpenFind:
-    """A `CacheFind` that is not freed."""
+    """A `CacheFind` that its engine has not freed."""
 
     shape: CacheShape
     keys: tuple[bytes, ...]
     arena_blocks: int
-    """What the arena alone had when it was asked."""
+    """Leading blocks that the arena alone had when the engine asked."""
     is_answered: bool = False
     pin_id: int | None = None
-    """What it holds; None: nothing was found."""
+    """The pin that keeps the found parts; None: nothing was found."""
 
 
 @dataclass(slots=True)
 class Abandoned:
-    """Memory that engines may still touch: until all of `conn_ids` are done, or the time is up."""
+    """Memory that engines may still touch until all of `conn_ids` are done, or until `until_s`."""
 
     conn_ids: set[int]
     until_s: float
@@ -95,7 +94,7 @@ class Abandoned:
 
 @dataclass(slots=True)
 class OpenFill:
-    """A `CacheReserve` that was given memory. `writers` and `done_ranks` are ranks."""
+    """A `CacheReserve` that was given memory. `writers` and `done_ranks` hold TP ranks."""
 
     fill_id: int
     scheduler: int
@@ -110,5 +109,5 @@ class OpenFill:
     done_ranks: set[int] = field(default_factory=set)
     num_sealing: int = 0
     new_end: int = 0
-    """Blocks of the longest prefix whose state or window was committed."""
+    """Number of blocks of the longest prefix whose state or window was committed."""
     abandoned: Abandoned | None = None

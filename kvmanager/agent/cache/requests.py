@@ -1,22 +1,23 @@
-"""What engines ask of the prefix cache and are given: the rules of the cache messages.
+"""The rules of the cache messages: what engines ask of the prefix cache, and what they are given.
 
-It does not touch memory, sockets or clocks: it changes the pool's books and returns effects for the
-shell, which feeds back `fetch_ended` and `sealed`.
+It does not touch memory, sockets or clocks. It changes the pool's records and returns effects for
+the shell, which calls back `fetch_ended` and `sealed`.
 
-Finds. A scheduler's connection asks under a handle; it is answered once, with what is pinned for
-it, after the shell has fetched what is on SSD only or has given that up. The pin goes with the
-connection's `CacheFree`, or, when the connection is lost, once nobody of the instance can be
-reading any more.
+Finds. A scheduler's connection asks under a handle. It gets one answer, which names the parts that
+are pinned for it. Before that, the shell fetches parts that are only on SSD, or gives that up. The
+pin ends with the connection's `CacheFree`. If the connection is lost, the pin ends once no process
+of the instance can be reading any more.
 
-Fills. Memory is given only while every rank of the instance has a worker connected, since each has
-to say that it is done. A part that all ranks wrote is sealed by the shell and then committed. A
-fill ends when every rank has said its last word. Where one cannot any more, because a connection of
-the instance was lost, what is not written is taken back when each worker that was there has said
-its last word or its process is gone, and at the latest after the drain time: never while one may
-still be writing.
+Fills. Memory is given only while every rank of the instance has a worker connected, because each
+worker has to say that it is done. When all ranks have written a part, the shell seals it, and then
+it is committed. A fill ends when every rank has sent its last `CacheWritten`. If a connection of
+the instance was lost, a rank may never send it. Then the unwritten parts are taken back when each
+worker that was connected has sent its last message or its process has ended, and at the latest
+after the drain time. So no memory is taken back while a worker may still be writing.
 
-What no engine of this protocol would say is a ProtocolError. What may cross an answer on its way is
-not: freeing or cancelling what is over, and last words for what was taken back.
+A message that no engine of this protocol would send raises ProtocolError. Messages that may cross
+an answer on its way do not: freeing or cancelling what is over, and the last messages for what was
+taken back.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from kvmanager.pool.records import BlockPart, Slot, Tier
 from kvmanager.pool.shape import CacheShape, PartKind
 from kvmanager.transfers.records import EnginePeer
 
+# Late messages for these handles are no errors. The bound only limits the memory that they take.
 MAX_TAKEN_BACK: Final = 4096
 
 
@@ -69,8 +71,8 @@ class CacheRequests:
         has_slow_tier: bool,
         on_end: Callable[[Sequence[bytes], Iterable[Slot]], object] = lambda _keys, _slots: None,
     ) -> None:
-        """`on_end`: a fill with these keys and slots is over, and what of it is not in the pool is
-        not used any more.
+        """`on_end` is called with the keys and slots of a fill that is over. Slots that are not in
+        the pool by then are not used any more.
         """
         self.use = CacheUse()
         self._pool = pool
@@ -83,12 +85,12 @@ class CacheRequests:
         self._fills: dict[InstanceHandle, OpenFill] = {}
         self._left_pins: list[tuple[int, Abandoned]] = []
         self._taken_back: OrderedDict[InstanceHandle, None] = OrderedDict()
-        self._lacking: set[str] = set()  # instances without all workers, told of once
+        self._lacking: set[str] = set()  # instances that lack workers, so that each is logged once
 
     # ---- connections
 
     def connect(self, peer: EnginePeer, shape: CacheShape) -> None:
-        """A connection of an engine that uses the cache was welcomed."""
+        """An engine that uses the cache has connected."""
         self._peers[peer.conn_id] = peer
         self._shapes[peer.conn_id] = shape
 
@@ -101,10 +103,13 @@ class CacheRequests:
         for find_key in [key for key in self._finds if key[0] == conn_id]:
             find = self._finds.pop(find_key)
             if find.pin_id is not None:
+                # The workers of this instance may still be copying out of the pinned blocks.
                 left = Abandoned({conn_id, *workers}, now_s + self._drain_s)
                 self._left_pins.append((find.pin_id, left))
         del self._peers[conn_id], self._shapes[conn_id]
         for (instance, _), fill in self._fills.items():
+            # Without its scheduler nobody tells the workers that a fill ends, and a lost worker
+            # never sends its last message.
             silent = peer.role == "scheduler" or peer.tp_rank not in fill.done_ranks
             if instance == peer.instance and fill.abandoned is None and silent:
                 writing = {c for c, p in workers.items() if p.tp_rank not in fill.done_ranks}
@@ -121,13 +126,13 @@ class CacheRequests:
         self._take_back(now_s)
 
     def expire(self, now_s: float) -> None:
-        """Take back what engines had time enough to leave. Call a few times a second."""
+        """Take back memory whose drain time is over. Call a few times a second."""
         self._take_back(now_s)
 
     # ---- messages
 
     def message(self, conn_id: int, message: CacheMessage, now_s: float) -> list[CacheEffect]:
-        """What an engine said; raises ProtocolError."""
+        """Process a message of an engine. Raises ProtocolError."""
         peer = self._peers.get(conn_id)
         if peer is None:
             raise ProtocolError(f"{type(message).__name__} of an engine that uses no prefix cache")
@@ -148,14 +153,14 @@ class CacheRequests:
         return []
 
     def fetch_ended(self, find_key: ConnHandle, now_s: float) -> list[CacheEffect]:
-        """What a find waited for is in the arena, or will not be in time."""
+        """Answer a find: the parts that it waited for have arrived, or will not arrive in time."""
         find = self._finds.get(find_key)
         if find is None or find.is_answered:
             return []
         return [self._answer(find_key, find, now_s)]
 
     def sealed(self, fill_key: InstanceHandle, parts: Iterable[BlockPart], now_s: float) -> None:
-        """The slots of a `Seal` may be committed."""
+        """Commit these slots of a `Seal`, whose checksums were taken."""
         fill = self._fills.get(fill_key)
         if fill is None:
             return
@@ -178,6 +183,7 @@ class CacheRequests:
         self.use.queries += 1
         self.use.query_tokens += len(keys) * shape.block_tokens
         find = self._finds[find_key] = OpenFind(shape, keys, match.arena_blocks)
+        # A fetch pays only if parts on SSD make the usable prefix longer.
         if not self._has_slow_tier or match.num_blocks <= match.arena_blocks:
             return [self._answer(find_key, find, now_s)]
         parts = tuple(shape.resume_parts(match.num_blocks))
@@ -191,10 +197,12 @@ class CacheRequests:
             pin = self._pool.pin(shape, keys, shape.resume_parts(num_blocks), now_s)
             find.pin_id = pin.pin_id
             slots = slots_on_wire(pin.slots)
-            if len(slots) < len(pin.slots):  # more than one message holds: let it be computed
+            # A prefix that needs more slots than one message holds is computed instead.
+            if len(slots) < len(pin.slots):
                 self._unpin(find)
                 num_blocks, slots = 0, []
         find.is_answered = True
+        # Blocks beyond those that the arena had at first were fetched from SSD for this find.
         from_arena = min(num_blocks, find.arena_blocks)
         self.use.hit_tokens[Tier.ARENA] += from_arena * shape.block_tokens
         self.use.hit_tokens[Tier.SSD] += (num_blocks - from_arena) * shape.block_tokens
@@ -253,6 +261,7 @@ class CacheRequests:
         fill = self._fills.get(fill_key)
         if fill is None:
             return
+        # A worker has heard of the fill and may be writing, so only the workers can end it.
         if fill.writers or fill.done_ranks:
             raise ProtocolError(f"handle {handle} is cancelled after a worker wrote")
         self._end(fill_key, fill)
@@ -263,6 +272,8 @@ class CacheRequests:
         if message.tp_rank != peer.tp_rank:
             raise ProtocolError(f"rank {peer.tp_rank} speaks for rank {message.tp_rank}")
         if fill is None:
+            # The fill may have been taken back because another rank was lost, which this worker
+            # cannot know.
             if fill_key not in self._taken_back:
                 raise ProtocolError(f"no handle {message.handle} was given memory")
             return []
@@ -292,10 +303,12 @@ class CacheRequests:
             self._drop_replaced(fill)
 
     def _drop_replaced(self, fill: OpenFill) -> None:
-        """Make room of the checkpoint that the new one stands in for, if nobody came back to it.
+        """Drop the windows and the state of the checkpoint that the new one replaces, unless a
+        prompt has resumed there.
 
-        Windows that the new checkpoint reaches over stay.
+        Windows that the new checkpoint reaches back over stay.
         """
+        # The replaced block lies in this fill, is its parent, or lies before its parent.
         if fill.replaces in fill.keys:
             replaced = fill.first_block + fill.keys.index(fill.replaces)
         else:
@@ -304,12 +317,14 @@ class CacheRequests:
             reach = fill.shape.reach(part)
             if reach is None or replaced >= fill.new_end - reach:
                 continue
+            # A hit shows that prompts branch or sessions resume there, so the checkpoint pays.
             if not self._pool.num_hits(fill.replaces, part):
                 for tier in Tier:
                     self._pool.discard(fill.replaces, part, tier)
 
     def _take_back(self, now_s: float) -> None:
         for fill_key, fill in list(self._fills.items()):
+            # Taking checksums reads the memory, so it is not freed before `sealed`.
             if (
                 fill.abandoned is not None
                 and fill.abandoned.is_over(now_s)
@@ -336,7 +351,9 @@ class CacheRequests:
 
 
 def _wrote(fill: OpenFill, part: BlockPart, rank: int) -> Slot | None:
-    """The slot if this was the last rank to write it; raises ProtocolError."""
+    """Note that a rank wrote a part. Returns its slot if all ranks have now. Raises
+    ProtocolError.
+    """
     slot = fill.slots.get(part)
     if slot is None:
         raise ProtocolError(f"part {part[1]} of block {part[0]} was not given to be written")

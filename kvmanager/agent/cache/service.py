@@ -1,11 +1,11 @@
-"""A node's prefix cache: the pool, and what it takes to serve it on the agent's event loop.
+"""Serves a node's prefix cache on the agent's event loop.
 
-It does not know sockets or the transfer table. The rules are elsewhere: what may be evicted in
-`kvmanager.pool.pool`, what engines are given in `requests`, what is journalled and copied to SSD
-in `store`, what landings build on and bring in `landing_bases`.
+It does not know sockets or the transfer table. The rules are in other modules: eviction in
+`kvmanager.pool.pool`, requests of engines in `requests`, the journal and copies on SSD in `store`,
+and what landings share with the cache in `landing_bases`.
 
-For `drain_s` after it took over a former life's arena nothing leaves it: a worker that has not
-noticed yet may still be reading what is cached.
+When an agent took over the arena of the agent before it, it evicts nothing from it for `drain_s`: a
+worker that has not yet noticed the change may still be reading cached blocks.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from transport.tasks import start_task
 logger = logging.getLogger("prfaas.kvmanager.agent")
 
 FEED_BATCH_S: Final = 0.02
-"""How long a follower's answer waits for changes that come together with the first."""
+"""Time for which a follower's answer waits for changes that come together with the first one."""
 PARTS_PER_STEP: Final = 128
-"""Parts that are given memory, or committed, in one turn of the event loop: some 5 ms."""
+"""Parts that get memory, or are committed, in one turn of the event loop, which takes some 5 ms."""
 MAX_WATCH_S: Final = 60.0
 MAX_LISTED: Final = 10_000
 
 
 class AgentCache:
-    """The prefix cache of one agent. `send` says a message to an engine connection."""
+    """The prefix cache of one agent. `send` sends a message to an engine connection."""
 
     def __init__(
         self,
@@ -85,16 +85,17 @@ class AgentCache:
         self._news = asyncio.Event()
         self._closed = False
         self.num_promotions = 0
-        """Landings of which parts were kept."""
+        """Landings of which parts were copied into the cache."""
 
     def start(self) -> None:
-        """Enter what a former life cached, in the background."""
+        """Begin to enter the parts that the former agent cached, in the background."""
         kept = self._kept
-        stored, kept.stored = kept.stored, ()  # many; nobody needs them any more
+        # There may be many records, and nobody else needs them: they are freed with the task.
+        stored, kept.stored = kept.stored, ()
         self.spawn(self.store.restore(stored, kept.allocator, self._left), "restoring")
 
     async def close(self) -> None:
-        """End what is under way. The arena's memory is not touched after it."""
+        """End all work that is under way. Nothing touches the arena's memory afterwards."""
         self._closed = True
         self._news.set()
         await self.store.stop()
@@ -108,23 +109,23 @@ class AgentCache:
         return not self._closed
 
     async def make_room_in_steps(self, num_blocks: int) -> None:
-        """Evict until the allocator has that many blocks free, if that can be.
+        """Evict until the allocator has that many free blocks, as far as that is possible.
 
-        Others have their turns in between, and may take some of the room.
+        Other tasks run between the steps and may take some of the room.
         """
         is_short = True
         while is_short:
             is_short = self.pool.evict_for(num_blocks)
             await asyncio.sleep(0)
 
-    # ---- for whoever fills parts of the pool by themselves
+    # ---- for landings and moves, which fill parts of the pool
 
     async def commit(
         self, shape: CacheShape, keys: Sequence[bytes], fill: Fill, slots: Sequence[Slot]
     ) -> None:
-        """These slots of the fill are written to the last byte: check, commit and journal them.
+        """Check, commit and journal these completely written slots of the fill.
 
-        `end_fill` must follow, when nobody writes into the rest any more.
+        The caller must call `end_fill` when nobody writes into the other slots any more.
         """
         for start in range(0, len(slots), PARTS_PER_STEP):
             step = slots[start : start + PARTS_PER_STEP]
@@ -134,7 +135,7 @@ class AgentCache:
             await asyncio.sleep(0)
 
     def end_fill(self, keys: Sequence[bytes], fill: Fill) -> None:
-        """Give back what was not committed."""
+        """Give back the slots that were not committed."""
         self.pool.abort(fill.fill_id)
         self.store.parts.forget(keys, fill.slots)
 
@@ -145,8 +146,9 @@ class AgentCache:
         parts: Sequence[BlockPart],
         timeout_s: float,
     ) -> None:
-        """Bring what is on SSD only into the arena; returns after `timeout_s` at the latest."""
+        """Bring parts that are only on SSD into the arena. Returns after at most `timeout_s`."""
         if self.store.ssd.is_used:
+            # The fetch goes on after the timeout, since a later prompt may need the parts as well.
             task = self.spawn(self.store.ssd.fetch(shape, keys, parts), "fetching from SSD")
             await asyncio.wait({task}, timeout=timeout_s)
 
@@ -158,11 +160,11 @@ class AgentCache:
     # ---- for engines
 
     def connect(self, peer: EnginePeer, shape: CacheShape) -> None:
-        """An engine was welcomed."""
+        """An engine that uses the cache has connected."""
         self.requests.connect(peer, shape)
 
     def message(self, conn_id: int, message: CacheMessage) -> None:
-        """What an engine said; raises ProtocolError."""
+        """Process a message of an engine. Raises ProtocolError."""
         self._perform(self.requests.message(conn_id, message, now_s()))
 
     def connection_lost(self, conn_id: int) -> None:
@@ -199,6 +201,7 @@ class AgentCache:
         try:
             await self.fetch_quickly(effect.shape, effect.keys, effect.parts)
         finally:
+            # The engine waits for an answer even when the fetch failed.
             self._perform(self.requests.fetch_ended(effect.find, now_s()))
 
     async def _seal(self, effect: Seal) -> None:
@@ -212,7 +215,7 @@ class AgentCache:
     # ---- for followers
 
     async def watch(self, request: WatchCache) -> messages.CacheFeed:
-        """What has changed since; waits for something to change."""
+        """The changes after the request's number; waits for one if there is none yet."""
         if not self.feed.has_news(request.epoch, request.after_seq):
             try:
                 async with asyncio.timeout(min(request.timeout_s, MAX_WATCH_S)):
@@ -240,12 +243,12 @@ class AgentCache:
         return ListCacheReply([cached_prefix(prefix) for prefix in prefixes], num_prefixes)
 
     def engine_blocks_changed(self, blocks: Sequence[tuple[bytes, int]]) -> None:
-        """Tell followers what GPUs hold of these blocks now, as (short key, kind bits) each."""
+        """Tell followers which kinds of these blocks GPUs hold now, as (short key, kind bits)."""
         self.feed.engine_changed(blocks, now_s())
         self._news.set()
 
     def status(self) -> CacheStatus:
-        """Numbers of this moment."""
+        """The cache's present numbers."""
         return cache_status(
             self.pool.status(),
             self.requests.use,
@@ -255,7 +258,7 @@ class AgentCache:
         )
 
     def _left(self, runs: Sequence[Run]) -> None:
-        """A part that lay there is not taken over, but may still be read."""
+        """A part was not taken over. Until the drain time is over its blocks may still be read."""
         if self._settled_at_s:
             self._kept.set_more_apart(runs)
 
@@ -279,5 +282,5 @@ class AgentCache:
         self._news.set()
 
     def spawn(self, work: Coroutine[None, None, None], doing: str) -> asyncio.Task[None]:
-        """One part's trouble must not end the cache: it is only logged."""
+        """A failed task costs at most its own parts and is only logged: the cache must go on."""
         return start_task(work, doing, self._tasks)

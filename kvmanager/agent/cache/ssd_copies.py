@@ -1,7 +1,7 @@
-"""The copies of cached parts on SSD: made in the background, read back when a prompt needs them.
+"""The copies of cached parts on SSD: written in the background, read when a prompt needs them.
 
-It does not know prompts or who asks. The files' threads read and write; the pool's books change on
-the event loop only. Without an SSD nothing happens.
+It does not know prompts or who asks. The threads of `SsdStore` read and write files; the pool's
+records change only on the event loop. Without an SSD the methods do nothing.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from transport.tasks import start_task
 
 MAX_SPILLING: Final = 32
 MAX_READING: Final = 64
-"""Parts of one fetch whose reads are begun: enough for the SSD, few enough to begin at once."""
+"""Reads of one fetch that are under way: enough to keep the SSD busy, few enough to begin in one
+turn of the event loop.
+"""
 FETCHED_PER_FILL: Final = 128
-"""Parts that are given memory in one turn of the event loop: some 5 ms."""
+"""Parts that get memory in one turn of the event loop, which takes some 5 ms."""
 
 
 class SsdCopies:
@@ -50,7 +52,7 @@ class SsdCopies:
         return self._ssd is not None
 
     def changed(self, change: PoolChange) -> None:
-        """The pool has entered or dropped a copy: remember or remove its file."""
+        """The pool has entered or dropped a copy on SSD: remember or remove its file."""
         part_id = change.key, change.part
         if change.stored:
             self._entries[part_id] = self._entry(change)
@@ -73,13 +75,14 @@ class SsdCopies:
     async def fetch(
         self, shape: CacheShape, keys: Sequence[bytes], parts: Iterable[BlockPart]
     ) -> None:
-        """Bring what of these parts is on SSD only into the arena, as far as it has room.
+        """Bring those of these parts that are only on SSD into the arena, as far as it has room.
 
-        Goes on when the caller does not wait any longer.
+        The work goes on when the caller stops waiting.
         """
         if self._ssd is None:
             return
         absent = [p for p in parts if self._parts.pool.lookup(keys[p[0]], p[1]) is None]
+        # Two prompts often need the same part: the second waits for the fetch of the first.
         tasks = {t for i, p in absent if (t := self._fetching.get((keys[i], p)))}
         mine = [(i, p) for i, p in absent if (keys[i], p) not in self._fetching]
         if mine:
@@ -105,7 +108,7 @@ class SsdCopies:
     async def _fetch_some(
         self, shape: CacheShape, keys: Sequence[bytes], parts: Sequence[BlockPart]
     ) -> bool:
-        """Fetch these; whether all of them are in the arena then."""
+        """Fetch these parts. Returns whether all of them are in the arena now."""
         pool = self._parts.pool
         fill = pool.reserve(shape, bytes(KEY_BYTES), 0, keys, parts, now_s())
         lost: list[PartId] = []
@@ -119,11 +122,12 @@ class SsdCopies:
                         continue
                     lost.append((keys[slot.index], slot.part))
                     if shape.parts[slot.part].kind is PartKind.KV:
-                        return False  # the rest stands on it
+                        return False  # KV of later blocks is of no use without this one
         finally:
             pool.abort(fill.fill_id)
             self._parts.forget(keys, fill.slots)
-            if lost and not self._parts.is_closed:  # a closed store reads nothing
+            # A closed store fails every read, which says nothing about the files.
+            if lost and not self._parts.is_closed:
                 self._parts.use.ssd_failures += len(lost)
                 pool.ssd.lost(lost)
         return all(pool.lookup(keys[index], part) is not None for index, part in parts)
@@ -131,9 +135,9 @@ class SsdCopies:
     async def _read(
         self, shape: CacheShape, keys: Sequence[bytes], slots: Sequence[Slot]
     ) -> AsyncGenerator[tuple[Slot, bool]]:
-        """Read what of the slots is on SSD, in order; whether each part's bytes are there.
+        """Read the slots whose parts are on SSD, in order. Yields whether each read succeeded.
 
-        At its end, or when it is closed, nobody writes into the slots any more.
+        When the generator has ended or is closed, no thread writes into the slots any more.
         """
         assert self._ssd is not None
         reading: deque[tuple[Slot, asyncio.Future[bool]]] = deque()
@@ -155,22 +159,25 @@ class SsdCopies:
             await asyncio.gather(*(read for _, read in reading), return_exceptions=True)
 
     async def drop_lost(self) -> None:
-        """Drop what stands on parts that could not be read, in steps; one call at a time."""
+        """Drop the parts that continue unreadable parts, in steps. A second call does nothing while
+        one is running.
+        """
         if self._dropping:
             return
         self._dropping = True
         try:
             while not self._parts.is_closed and self._parts.pool.has_lost:
                 self._parts.pool.drop_lost()
-                await asyncio.sleep(0)  # others' turn
+                await asyncio.sleep(0)
         finally:
             self._dropping = False
 
     def spill(self) -> None:
-        """Begin to copy to SSD what is worth it. Call a few times a second."""
+        """Begin to copy parts to SSD that are worth it. Call a few times a second."""
         ssd = self._ssd
+        # `scan` could take a file that is being written now for a torn one, and remove it.
         if ssd is None or self._scanning or self._num_spilling >= MAX_SPILLING:
-            return  # a file that is written while they are listed could be taken for a torn one
+            return
         loop = asyncio.get_running_loop()
         for spill in self._parts.pool.ssd.choose(MAX_SPILLING - self._num_spilling):
             change = spill.change
@@ -198,12 +205,12 @@ class SsdCopies:
         is_latest = self._spilling[key, part] == spill.spill_id
         if is_latest:
             del self._spilling[key, part]
-        # Later attempts write the same file after this one: removing it would take theirs.
+        # A later spill of the part writes the same file, so only the latest one may remove it.
         if self._ssd is not None and is_latest and not is_kept and (key, part) not in self._entries:
             self._ssd.remove(key, part)
 
     async def scan(self) -> list[SsdEntry]:
-        """The files that a former life left, in restore order."""
+        """The files that the former agent left, in the order in which they must be restored."""
         if self._ssd is None:
             return []
         self._scanning = True
@@ -213,16 +220,18 @@ class SsdCopies:
             self._scanning = False
 
     def restore(self, entry: SsdEntry) -> None:
-        """Enter a file of a former life into the pool; remove it where it has no place there."""
+        """Enter a file of the former agent into the pool. Remove it if the pool has no place for
+        it.
+        """
         key, parent, index, part = entry.key, entry.parent, entry.index, entry.part
         if self._ssd is None or (key, part) in self._entries:
-            return  # copied there again meanwhile
+            return  # the part was copied again meanwhile
         change = PoolChange(True, Tier.SSD, key, parent, index, part, entry.shape, ())
         if not self._parts.pool.restore(change, now_s()):
             self._ssd.remove(key, part)
 
     async def stop(self) -> None:
-        """Close the SSD: nothing is read or written any more."""
+        """Close the SSD. Nothing is read or written afterwards."""
         if self._ssd is not None:
             await asyncio.to_thread(self._ssd.close)
 
@@ -233,5 +242,6 @@ def _post(
     spill: Spill,
     done: Future[bool],
 ) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is gone, and the cache with it
+    # RuntimeError: the loop is closed, and the cache has ended with it.
+    with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function, spill, done.result())

@@ -1,7 +1,7 @@
-"""What is kept of cached parts beside their place in the pool: a journal, and copies on SSD.
+"""Keeps a journal of cached parts, and copies of them on SSD.
 
-The journal lets a later life of the agent take the arena over; `restore` does that. It does not
-know who asks for a part or fills it. Without a journal and an SSD nothing is checked or waits.
+With the journal the next agent can take the arena over (`restore`). It does not know who asks for a
+part or fills it. Without a journal and an SSD it takes no checksums and never waits.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class PartStore:
         self._restoring = False
 
     def attach(self, pool: HybridPool) -> None:
-        """The pool whose parts these are. Comes before everything else."""
+        """Set the pool whose parts these are. Call it before everything else."""
         self.parts.attach(pool)
 
     def part_changed(self, change: PoolChange) -> None:
-        """Journal a change of the arena, remember or remove a file of the SSD."""
+        """Journal a change in the arena; remember or remove a file on SSD."""
         part_id = change.key, change.part
         if change.tier is Tier.SSD:
             self.ssd.changed(change)
@@ -51,7 +51,7 @@ class PartStore:
             self.parts.checksums.pop(part_id, None)
             if self._index is not None:
                 self._index.append(Dropped(*part_id))
-        # What is restored is in the journal already.
+        # The journal already has a part that is being restored from it.
         elif self._index is not None and not self._restoring:
             self._index.append(
                 Stored(
@@ -74,17 +74,18 @@ class PartStore:
         allocator: BlockAllocator,
         on_left: Callable[[Sequence[Run]], object] = lambda _runs: None,
     ) -> None:
-        """Enter what the SSD and the index have, in restore order; what is wrong is dropped.
+        """Enter the parts of the SSD and of the journal into the pool, in the order that chains
+        need. Damaged parts are dropped.
 
-        The blocks of `stored` are taken and are given back here, each just before its part enters.
-        `on_left` is told at once which of them are free now since their part did not enter. Every
-        part's checksum is compared before, at the speed of memory.
+        The blocks of `stored` must be taken. They are given back here, each just before its part
+        enters. `on_left` is called at once with blocks that are free now because their part did not
+        enter. Every part's checksum is compared before, at the speed of memory.
         """
         files = await self.ssd.scan()
         everything: list[Stored | SsdEntry] = [*files, *stored]
         for start in range(0, len(everything), RESTORE_BATCH):
             if self.parts.is_closed:
-                return  # the journal still has the rest
+                return  # the journal keeps the other parts for the next agent
             batch = everything[start : start + RESTORE_BATCH]
             right = await self.parts.run(self._are_right, batch)
             for record, is_right in zip(batch, right, strict=True):
@@ -99,7 +100,7 @@ class PartStore:
             logger.info("%d cached parts are back, %d wrong", len(everything), num_wrong)
 
     def _are_right(self, records: Sequence[Stored | SsdEntry]) -> list[bool]:
-        # A file is verified whenever it is read.
+        # A file's checksum is compared whenever the file is read.
         return [isinstance(each, SsdEntry) or self._is_right(each) for each in records]
 
     def _is_right(self, record: Stored) -> bool:
@@ -113,7 +114,8 @@ class PartStore:
         if not is_right:
             self.parts.use.wrong_parts += 1
             logger.warning("cached part %s.%d is damaged: dropped", record.key.hex(), record.part)
-        elif part_id not in self.parts.checksums:  # else it is being stored anew
+        # A known checksum means that somebody stores the part again just now.
+        elif part_id not in self.parts.checksums:
             self.parts.checksums[part_id] = record.checksum
             shape = self._journal.shape(record.shape_id)
             if not self._entered(record, shape):
@@ -133,18 +135,20 @@ class PartStore:
     # ---- shell
 
     def flush(self) -> None:
-        """Hand the journal to the kernel. Call a few times a second."""
+        """Write the journal to the kernel. Call a few times a second."""
         self.parts.drop_checksums()
         if self._index is not None:
             self._index.flush()
 
     async def stop(self) -> None:
-        """Begin nothing any more, and close the SSD."""
+        """Begin no new work, and close the SSD."""
         self.parts.is_closed = True
         await self.ssd.stop()
 
     def close(self) -> None:
-        """Call it after `stop`, when nobody waits. The index's owner closes the index."""
+        """End the threads. Call it after `stop`, when nobody waits for them. The owner of the index
+        closes it.
+        """
         self.flush()
         self.parts.close()
 

@@ -1,4 +1,4 @@
-"""Cache messages taken apart and put together: what in one is impossible whatever the cache holds.
+"""Checks and converts the fields of cache messages, independent of what the cache holds.
 
 It does not know the pool, engines or handles.
 """
@@ -15,14 +15,14 @@ from kvmanager.pool.records import Slot
 from kvmanager.pool.shape import CacheShape
 
 MAX_SLOT_BYTES: Final = 3 << 20
-"""Most of a frame that slots may fill."""
+"""Most bytes of slots in a frame, which leaves room for its other fields (MAX_FRAME_BYTES)."""
 
 _SLOT_BYTES: Final = 16
 _RUN_BYTES: Final = 16
 
 
 def keys_of(joined: bytes) -> tuple[bytes, ...]:
-    """The keys of a message; raises ProtocolError."""
+    """Split the keys of a message. Raises ProtocolError."""
     try:
         return tuple(split_keys(joined))
     except ValueError as error:
@@ -30,7 +30,7 @@ def keys_of(joined: bytes) -> tuple[bytes, ...]:
 
 
 def check_reserve(message: CacheReserve, shape: CacheShape, keys: tuple[bytes, ...]) -> None:
-    """Raises ProtocolError for what no prompt of this shape has."""
+    """Raise ProtocolError for blocks or parts that no prompt of this shape has."""
     if message.first_block + len(keys) > MAX_CACHE_BLOCKS:
         raise ProtocolError(f"{message.first_block + len(keys)} blocks: at most {MAX_CACHE_BLOCKS}")
     if len(message.replaces) not in (0, KEY_BYTES):
@@ -46,7 +46,7 @@ def check_reserve(message: CacheReserve, shape: CacheShape, keys: tuple[bytes, .
 
 
 def slots_on_wire(slots: Iterable[Slot]) -> list[WireSlot]:
-    """As many of the leading slots as one message holds."""
+    """The leading slots in wire form, as many as one message holds."""
 
     def fitting() -> Iterator[WireSlot]:
         nbytes = 0

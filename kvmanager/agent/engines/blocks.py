@@ -1,15 +1,15 @@
-"""What the GPU memory of one engine holds, in our block keys, told from vLLM's KV cache events.
+"""Translates vLLM's KV cache events into the blocks that one engine's GPU memory holds.
 
-Pure: batches in, changes out. Does not know sockets, other engines, or who wants to know.
+Pure: it takes batches and returns changes. It does not know sockets, other engines, or who listens.
 
 A block of ours is held when every group holds all engine blocks in it that resuming at its end
-needs. `kvmanager.agent.engines.prefixes` knows which prefix an engine block ends.
+needs. `kvmanager.agent.engines.prefixes` knows the prefix that ends with an engine block.
 
-Nothing is claimed that might not be there: events of other tiers than GPU memory are dropped, and
-so is everything known before a lost event, since a removal may have been among the lost.
+It claims nothing that might not be there. It drops events of other tiers than GPU memory, and drops
+all it knew when an event was lost, because the lost event may have been a removal.
 
-What a batch costs depends on the batch, not on how much is known: an agent's event loop waits for
-it.
+The cost of a batch depends on the batch and not on how much is known, since the agent's event loop
+waits for it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from kvmanager.pool.shape import CacheShape, PartKind
 
 SHORT_KEY_BYTES: Final = 8
 MAX_BLOCKS: Final = 1 << 19
-"""Engine blocks whose place is remembered, about 400 bytes each."""
+"""Most engine blocks that are remembered, at about 400 bytes each."""
 
 BlockBits = tuple[bytes, int]
-"""The first 8 bytes of one of our keys, and bit `PartKind` for each kind that is all there."""
+"""The first 8 bytes of a key of ours, and a bit for each `PartKind` that is held as a whole."""
 
+# Values of `kv_cache_spec_kind` in vLLM's events. A kind that is missing here is never held.
 _KINDS: Final = {
     "full_attention": PartKind.KV,
     "mla_attention": PartKind.KV,
@@ -56,16 +57,17 @@ _LAYOUT_KINDS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A group of layers as its events describe it."""
+    """A group of layers as vLLM's events describe it."""
 
     kind: PartKind
     block_tokens: int
     window_tokens: int
 
     def num_needed(self) -> int:
-        """Blocks before a boundary that resuming there needs, of a group that leaves some out."""
+        """Blocks before a boundary that resuming there needs from a window or state group."""
         if self.kind is PartKind.STATE:
             return 1
+        # The token at the boundary attends to itself and to the window_tokens - 1 before it.
         return -(-(self.window_tokens - 1) // self.block_tokens)
 
 
@@ -73,21 +75,21 @@ class EngineBlocks:
     """The blocks of one engine. One thread only."""
 
     def __init__(self, layout: KVLayout, namespace: bytes, *, max_blocks: int = MAX_BLOCKS) -> None:
-        """`namespace` is what the engine's root keys are made of (`kvmanager.hashing`)."""
+        """`namespace` is the engine's part of its root keys (`kvmanager.hashing`)."""
         self._block_tokens = CacheShape.of(layout).block_tokens
         self._prefixes = EnginePrefixes(self._block_tokens, namespace, max_blocks)
         self._num_groups = Counter(_LAYOUT_KINDS[group.kind] for group in layout.groups)
         self._groups: dict[int, _Group] = {}
         self._told: dict[Prefix, None] = {}
-        """The ends of our blocks of which anything is held."""
+        """The ends of those blocks of ours of which the engine was said to hold something."""
 
     @property
     def num_blocks(self) -> int:
-        """Engine blocks whose place is known, held or not."""
+        """Engine blocks that are remembered, held or not."""
         return len(self._prefixes)
 
     def apply(self, batch: EventBatch) -> Iterator[BlockBits]:
-        """The keys whose bits changed, each with what is held of it now; later ones count."""
+        """The changed keys, each with the bits that are held now. A later entry of a key counts."""
         self._prefixes.free_some()
         changes: list[Iterator[BlockBits]] = []
         events: list[BlockStored | BlockRemoved] = []
@@ -102,7 +104,8 @@ class EngineBlocks:
 
     def _applied(self, events: Sequence[BlockStored | BlockRemoved]) -> list[BlockBits]:
         stored = [event for event in events if isinstance(event, BlockStored)]
-        # A group that leaves blocks out may come before the one that names them all.
+        # All events are learnt first: the event of a group that leaves blocks out may come before
+        # the event of the group that names them all.
         repeated = {id(event) for event in stored if self._is_repeated(event)}
         for fresh in stored:
             self._prefixes.learn(fresh)
@@ -116,9 +119,9 @@ class EngineBlocks:
         return self._judge(touched)
 
     def clear(self) -> Iterator[BlockBits]:
-        """Forget everything at once; the keys of which something was held, with 0.
+        """Forget everything at once. Yields the keys that were held, with 0.
 
-        Many, perhaps: the caller may take them in steps.
+        There may be many keys, so the caller may take them in steps.
         """
         told, self._told = self._told, {}
         self._prefixes.clear()
@@ -127,8 +130,9 @@ class EngineBlocks:
     # ---- what is held
 
     def _is_repeated(self, event: BlockStored) -> bool:
-        """A report of a hit, as vLLM gives when asked for full reports: complete from the start,
-        though of a group that leaves blocks out only the last ones are there.
+        """Whether the event reports a hit, as vLLM does when it is asked for full reports. Such an
+        event names all blocks from the first one on, although a window or state group holds only
+        the last ones.
         """
         kind = _KINDS.get(event.kv_cache_spec_kind or "")
         is_sparse = kind in (PartKind.WINDOW, PartKind.STATE)
@@ -137,6 +141,7 @@ class EngineBlocks:
 
     def _store(self, event: BlockStored, *, is_repeated: bool) -> set[Prefix]:
         group = self._group(event)
+        # Other tiers (CPU offloading) have their own events, which say nothing about GPU memory.
         if group is None or event.group_idx is None or not event.is_on_gpu:
             return set()
         names: Sequence[EngineHash] = event.block_hashes
@@ -163,7 +168,7 @@ class EngineBlocks:
         if kind is None or index is None or not 0 <= index < 64 or event.block_size < 1:
             return None
         before = self._groups.get(index)
-        # The end of a prompt may be stored as a part of a block.
+        # vLLM may store the end of a prompt as a shorter block; the longest size is the group's.
         size = max(event.block_size, before.block_tokens if before is not None else 0)
         window_tokens = max(1, event.kv_cache_spec_sliding_window or 1)
         group = self._groups[index] = _Group(kind, size, window_tokens)
@@ -188,7 +193,7 @@ class EngineBlocks:
         return changes
 
     def _ends(self, node: Prefix) -> Iterator[Prefix]:
-        """The ends of the blocks of ours that this engine block is in."""
+        """The ends of the blocks of ours that contain this engine block."""
         size = self._block_tokens
         boundary = -(-node.end // size) * size
         waiting = [node]
@@ -221,7 +226,7 @@ class EngineBlocks:
     def _needed(self, group: _Group, end: int) -> range:
         """The ends of this group's blocks that our block needs.
 
-        Of a window only what reaches back from the block's end: nothing else is ever read.
+        A window group needs only the blocks that the window reaches back over from the block's end.
         """
         match group.kind:
             case PartKind.KV:

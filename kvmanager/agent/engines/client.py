@@ -1,8 +1,8 @@
-"""What an engine says to its node agent: a method for each message.
+"""The engine's client of its node agent, with a method for each message.
 
-Two promises to the engine hold whatever the agent does. No method raises, and no method blocks
-(`kvmanager.agent.engines.connection` keeps the connection). Each answers whether the message was
-handed over. It does not know pages, requests or what an outbox holds.
+Whatever the agent does, no method raises and no method blocks (`kvmanager.agent.engines.connection`
+keeps the connection). Each returns whether the message was handed over. It does not know pages,
+requests or what an outbox holds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from kvmanager.agent.engines.connection import AgentConnection, SchedulerEvents, WorkerEvents
+from kvmanager.agent.engines.connection import AgentConnection
 from kvmanager.agent.engines.protocol import (
     LENGTH_BYTES,
     MAX_RANGES_PER_READY,
@@ -41,16 +41,11 @@ logger = logging.getLogger("prfaas.kvmanager.engine_client")
 
 
 class EngineClient:
-    """One process of an engine, as the agent at `socket_path` shall know it."""
+    """Speaks to the agent at `socket_path` for one process of an engine."""
 
-    def __init__(
-        self,
-        socket_path: str | Path,
-        hello: EngineHello,
-        events: WorkerEvents | SchedulerEvents,
-    ) -> None:
+    def __init__(self, socket_path: str | Path, hello: EngineHello) -> None:
         self._hello = hello
-        self._connection = AgentConnection(socket_path, hello, events)
+        self._connection = AgentConnection(socket_path, hello)
         self.start = self._connection.start
         self.close = self._connection.close
 
@@ -64,15 +59,19 @@ class EngineClient:
         return self._connection.arena
 
     def attach(self, transfer_id: bytes, attempt: int) -> bool:
-        """We will write into this opening of the outbox."""
+        """Announce that this process will write into this opening of the outbox."""
         return self._send(Attach(transfer_id, attempt))
 
     def ready(self, transfer_id: bytes, attempt: int, ranges: Iterable[tuple[int, int]]) -> bool:
-        """These (offset, length) ranges of the outbox are final. True when all were handed over."""
+        """Say that these (offset, length) ranges of the outbox are final. Returns whether all were
+        handed over.
+        """
         try:
             pairs = [(int(offset), int(length)) for offset, length in ranges]
             if any(offset < 0 or length < 0 for offset, length in pairs):
                 raise ValueError(f"negative range in {pairs}")
+        # The engine's forward pass calls this: a caller's mistake costs the transfer, not the
+        # engine.
         except (TypeError, ValueError) as error:
             logger.error("ready(%r) called with bad ranges: %s", transfer_id, error)
             return False
@@ -82,12 +81,12 @@ class EngineClient:
         )
 
     def prefill_end(self, transfer_id: bytes, attempt: int, tp_rank: int | None = None) -> bool:
-        """The last chunk's forward pass is over on this rank (default: the rank of our Hello)."""
+        """Say that the last chunk's forward pass is over on this rank (default: the own rank)."""
         rank = self._hello.tp_rank if tp_rank is None else tp_rank
         return self._send(PrefillEnd(transfer_id, attempt, rank))
 
     def abort(self, transfer_id: bytes, attempt: int, reason: str) -> bool:
-        """Give the outbox up; we no longer write into it."""
+        """Give the outbox up. This process does not write into it any more."""
         return self._send(AbortOutbox(transfer_id, attempt, str(reason)[:4000]))
 
     def watch(self, transfer_id: bytes) -> bool:
@@ -95,15 +94,17 @@ class EngineClient:
         return self._send(Watch(transfer_id))
 
     def release(self, transfer_id: bytes, attempt: int = 0) -> bool:
-        """We no longer write into this opening of the outbox; 0: we no longer read the landing."""
+        """Say that this instance does not write into this opening of the outbox any more, or, with
+        0, that it does not read the landing any more.
+        """
         return self._send(Release(transfer_id, attempt))
 
     def cache_find(self, handle: int, keys: Sequence[bytes]) -> bool:
-        """Ask what is cached of this prefix. One `on_cache_found` answers while connected."""
+        """Look this prefix up in the cache. One `on_cache_found` answers while connected."""
         return self._send_made(lambda: CacheFind(handle, _joined(keys)))
 
     def cache_free(self, handle: int) -> bool:
-        """We no longer read what this `cache_find` found, or do not want the answer."""
+        """Say that the result of this `cache_find` is not read or not wanted any more."""
         return self._send_made(lambda: CacheFree(handle))
 
     def cache_reserve(
@@ -127,7 +128,8 @@ class EngineClient:
     def cache_written(
         self, handle: int, parts: Sequence[BlockPart], *, is_last: bool = False
     ) -> bool:
-        """Our rank's share of these slots is written; `is_last`: we touch no other any more.
+        """Say that this rank has written its share of these slots. `is_last`: it touches no other
+        slot of the handle any more.
 
         `parts` are (index into the keys of `cache_reserve`, part), as in the slots given.
         """
@@ -135,7 +137,7 @@ class EngineClient:
         return self._send_made(lambda: CacheWritten(handle, rank, list(parts), is_last))
 
     def cache_cancel(self, handle: int) -> bool:
-        """Take a `cache_reserve` back that no worker has heard of."""
+        """Cancel a `cache_reserve` that no worker has heard of."""
         return self._send_made(lambda: CacheCancel(handle))
 
     def _send(self, message: TransferMessage) -> bool:
@@ -144,7 +146,8 @@ class EngineClient:
     def _send_made(self, make: Callable[[], TransferMessage | CacheMessage]) -> bool:
         try:
             frame = encode_frame(make())
-            # What the agent's decoder refuses would cost the connection: refuse it here.
+            # The agent closes the connection over a message that its decoder refuses. So a bad
+            # message is found here, where it costs only itself.
             decode_engine_message(frame[LENGTH_BYTES:])
         except Exception:
             # A caller's mistake must not cost the engine its loop.

@@ -1,12 +1,13 @@
-"""One connection of an engine to its node agent, kept for as long as the engine lives.
+"""Keeps one connection of an engine to its node agent for as long as the engine lives.
 
-It reconnects for ever: a missing, dying or restarting agent is a normal state, in which every send
-answers False. `send` does not block: a frame goes straight into the socket from the calling thread
-when the kernel takes it (an engine's busy main thread would otherwise wait for a thread switch at
-each layer), else into a bounded buffer that the connection's own thread drains; a full buffer means
-that the agent is stuck and counts as a lost connection.
+It reconnects for ever. A missing, dying or restarting agent is a normal state, in which every send
+returns False. `send` does not block. If the kernel takes the frame, it goes straight into the
+socket from the calling thread; otherwise the engine's busy main thread would wait for a thread
+switch at each layer. If not, the frame goes into a bounded buffer that the connection's own thread
+drains. A full buffer means that the agent is stuck, and counts as a lost connection.
 
-Threads, no asyncio, no torch; safe inside the engine. It does not know what an engine has to say.
+It uses threads, no asyncio and no torch, and is safe inside the engine. It does not know what the
+messages mean.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ HANDSHAKE_TIMEOUT_S: Final = 5.0
 RECONNECT_FIRST_S: Final = 0.05
 RECONNECT_MAX_S: Final = 2.0
 MAX_UNSENT_BYTES: Final = 8 << 20
+"""Most bytes that the agent may leave unread before the connection counts as lost."""
 
 _RECV_BYTES: Final = 64 << 10
 
@@ -55,70 +57,66 @@ _RECV_BYTES: Final = 64 << 10
 
 
 class ConnectionEvents(Protocol):
-    """What either side of an engine is told, from the client's thread, one call at a time.
+    """The calls that both sides of an engine get, from the client's thread, one at a time.
 
-    A call that raises is logged and otherwise ignored. A slow one delays only later events.
+    A call that raises is logged and otherwise ignored. A slow call delays only later ones.
     """
 
     def on_connected(self, welcome: Welcome, arena: Arena) -> None:
-        """Sends work from now on. `arena` is mapped; where the agent lived on it is the object that
-        the connection before had.
+        """Sends work from now on. `arena` is mapped. If the same agent is still running, it is the
+        same object as on the connection before.
         """
 
     def on_disconnected(self) -> None:
-        """Every watch, outbox and cache handle of this connection is lost, unanswered ones too.
+        """Every watch, outbox and cache handle of this connection is lost, also unanswered ones.
 
-        Stop writing into the arena, and reading landings and cached blocks of this epoch.
+        The engine must stop writing into the arena, and stop reading landings and cached blocks of
+        this epoch.
         """
 
     def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
-        """A watched landing failed, or an outbox that this engine fills or might be asked to.
+        """A watched landing failed, or an outbox that this engine fills or might have to fill.
 
-        `attempt`: which opening of the outbox; 0 for a landing. A worker answers for an outbox with
-        `release` of that attempt and does not write into it any more.
+        `attempt` is the opening of the outbox; 0 for a landing. A worker answers a failed outbox
+        with `release` of that attempt, and does not write into it any more.
         """
 
 
 class WorkerEvents(ConnectionEvents, Protocol):
-    """What a worker is told: it has the arena mapped."""
+    """The calls that a worker gets. It has the arena mapped."""
 
     def on_agent_gone(self) -> None:
-        """Nobody answers where the agent was. Unmap its arena: as long as an engine has it mapped
-        its memory is not free, and the next agent of this host may lack it.
+        """The agent is gone. Unmap its arena: its memory stays in use as long as an engine has it
+        mapped, and the next agent of this host may lack it.
         """
 
 
 class SchedulerEvents(ConnectionEvents, Protocol):
-    """What a scheduler is told: it watches landings and asks the prefix cache."""
+    """The calls that a scheduler gets. It watches landings and asks the prefix cache."""
 
     def on_landed(self, transfer_id: bytes) -> None:
-        """The landing is complete and ours until `release`."""
+        """The landing is complete, and this engine owns it until `release`."""
 
     def on_cache_found(self, found: CacheFound) -> None:
-        """The answer to `cache_find`: what it names stays where it is until `cache_free`."""
+        """The answer to `cache_find`. The slots that it names stay in place until `cache_free`."""
 
     def on_cache_slots(self, slots: CacheSlots) -> None:
-        """The answer to `cache_reserve`: memory for the workers to fill; empty: nothing to do."""
+        """The answer to `cache_reserve`: memory for the workers to fill, or none."""
 
 
 class _Lost(Exception):
-    """This connection is of no more use; the message says why."""
+    """The connection must be closed; the message says why."""
 
 
 class AgentConnection:
-    """Keeps one connection to the agent at `socket_path`. Nothing that `events` raises ends it."""
+    """Keeps one connection to the agent at `socket_path`."""
 
-    def __init__(
-        self,
-        socket_path: str | Path,
-        hello: EngineHello,
-        events: WorkerEvents | SchedulerEvents,
-    ) -> None:
+    def __init__(self, socket_path: str | Path, hello: EngineHello) -> None:
         self.arena: Arena | None = None
-        """The agent's arena while connected. Whoever keeps it keeps the memory mapped."""
+        """The agent's arena while connected. A reference to it keeps the memory mapped."""
         self._path = str(socket_path)
         self._hello = hello
-        self._events = events
+        self._events: WorkerEvents | SchedulerEvents | None = None  # told from `start` on
         self._lock = threading.Lock()
         self._mapped: Arena | None = None  # of the latest connection, kept between connections
         self._socket: socket.socket | None = None  # set while sends are possible
@@ -126,7 +124,8 @@ class AgentConnection:
         self._overflowed = False
         self._closing = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Not closed by the thread's end: a late send could then write into a reused descriptor.
+        # Closed with this object and not at the thread's end, after which a late `send` could
+        # write into a descriptor that the kernel has given to somebody else.
         weakref.finalize(self, os.close, self._wake_fd)
         self._thread: threading.Thread | None = None
         self._last_trouble = ""
@@ -135,11 +134,15 @@ class AgentConnection:
     def connected(self) -> bool:
         return self._socket is not None
 
-    def start(self) -> None:
-        """Begin to connect in the background; returns at once. Further calls do nothing."""
+    def start(self, events: WorkerEvents | SchedulerEvents) -> None:
+        """Begin to connect in the background; returns at once. Further calls do nothing.
+
+        Exceptions of `events` do not end the connection.
+        """
         with self._lock:
             if self._thread is not None or self._closing:
                 return
+            self._events = events
             self._thread = threading.Thread(
                 target=self._run, name="prfaas-engine-client", daemon=True
             )
@@ -155,10 +158,13 @@ class AgentConnection:
             thread.join(timeout_s)
 
     def send(self, frame: bytes) -> bool:
-        """Whether the frame was handed over, to the kernel or to the buffer. Never blocks."""
+        """Hand the frame to the kernel or to the buffer. Returns whether that worked. Never
+        blocks.
+        """
         with self._lock:
             if self._socket is None or self._overflowed:
                 return False
+            # Frames must stay in order, so a frame goes around the buffer only when it is empty.
             if not self._unsent:
                 try:
                     sent = self._socket.send(frame)
@@ -185,7 +191,7 @@ class AgentConnection:
 
     def _run(self) -> None:
         backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MAX_S)
-        may_live_on = False  # the agent that we lost last
+        may_live_on = False  # whether the agent of the last connection may still be running
         while not self._closing:
             try:
                 was_welcome = self._serve_connection()
@@ -193,6 +199,8 @@ class AgentConnection:
                 logger.exception("unexpected failure of the connection to %s", self._path)
                 was_welcome = False
             if may_live_on and not was_welcome:
+                # A refused or failed new connection shows that the old agent is gone; a lost
+                # connection does not.
                 self._mapped = None
                 self._call("on_agent_gone")
             may_live_on = was_welcome
@@ -203,7 +211,7 @@ class AgentConnection:
                 self._wait(None, deadline_s - time.monotonic())
 
     def _serve_connection(self) -> bool:
-        """One connection from connect to loss; whether the agent had welcomed us."""
+        """Serve one connection until it is lost. Returns whether the agent had sent Welcome."""
         connected = False
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
@@ -230,7 +238,9 @@ class AgentConnection:
         return connected
 
     def _shake_hands(self, connection: socket.socket, decoder: FrameDecoder) -> list[AgentMessage]:
-        """Hello, Welcome, map the arena, tell the engine; what the agent sent right behind."""
+        """Send Hello, await Welcome, map the arena and tell the engine. Returns the messages that
+        came right behind Welcome.
+        """
         with self._lock:
             self._unsent[:] = encode_frame(self._hello)
         deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
@@ -257,10 +267,10 @@ class AgentConnection:
         return messages[1:]
 
     def _map(self, welcome: Welcome) -> Arena:
-        """The arena of this Welcome; raises ArenaError.
+        """Map the arena of this Welcome. Raises ArenaError.
 
-        The mapping of the connection before is used again where it is of the same life of the same
-        agent: to pin another one would take a GPU's worker seconds.
+        The mapping of the connection before is used again if the agent is the same and has not
+        restarted. A worker with a GPU pins the mapping (cudaHostRegister), which takes seconds.
         """
         path, nbytes = Path(welcome.arena_path), welcome.arena_bytes
         known = self._mapped
@@ -275,7 +285,7 @@ class AgentConnection:
     def _pump(
         self, connection: socket.socket, decoder: FrameDecoder, timeout_s: float | None
     ) -> list[AgentMessage]:
-        """Wait for the socket, write what is unsent, read what is there. Raises OSError, _Lost."""
+        """Wait for the socket, send the buffer, and read messages. Raises OSError, _Lost."""
         readable = self._wait(connection, timeout_s)
         if self._closing:
             raise _Lost("closed by this engine")
@@ -296,7 +306,9 @@ class AgentConnection:
         return [decode_agent_message(payload) for payload in decoder.feed(data)]
 
     def _wait(self, connection: socket.socket | None, timeout_s: float | None) -> bool:
-        """Sleep until woken, timed out, or the connection is usable; whether it can be read."""
+        """Sleep until somebody wakes this thread, the time is over, or the connection is usable.
+        Returns whether it can be read.
+        """
         poller = select.poll()
         poller.register(self._wake_fd, select.POLLIN)
         if connection is not None:
@@ -326,7 +338,7 @@ class AgentConnection:
                     raise _Lost("the agent said Welcome twice")
 
     def _call(self, event: str, *arguments: object) -> None:
-        # Each side has the events of what it does: a scheduler maps nothing, a worker asks nothing.
+        # A worker has no handlers for landings and the cache, a scheduler none for a lost arena.
         handler = getattr(self._events, event, None)
         if handler is None:
             return
@@ -336,7 +348,9 @@ class AgentConnection:
             logger.exception("%s of the engine raised", event)
 
     def _tell_trouble(self, trouble: str) -> None:
-        """Warn once for each new reason: while an agent is down the same one comes for ever."""
+        """Warn once for each new reason, since the same one repeats for as long as the agent is
+        down.
+        """
         level = logging.DEBUG if trouble == self._last_trouble or self._closing else logging.WARNING
         self._last_trouble = trouble
         logger.log(level, "no connection to the node agent at %s: %s", self._path, trouble)

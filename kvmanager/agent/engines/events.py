@@ -1,13 +1,13 @@
-"""Follows what the engines of a host publish about their own prefix caches (vLLM's KV events).
+"""Follows the KV events in which the engines of a host publish changes of their own prefix caches.
 
-Sockets and order of messages only: what events mean is `kvmanager.agent.engines.blocks`'s. Nothing
-waits for this and nothing fails with it; an engine that is not heard of holds nothing as far as we
-know.
+It handles sockets and the order of messages; `kvmanager.agent.engines.blocks` knows what events
+mean. Nothing waits for this module and nothing fails with it. An engine without events counts as
+one that holds nothing.
 
-An endpoint is what `--kv-events-config` of the engine names, as somebody on this host reaches it:
-"tcp://host:port" or "ipc:///path". With the engine's replay endpoint behind a comma, messages that
-were missed are asked for. Messages name prompts by their token ids, so they should not leave the
-host: an engine binds "tcp://*:port" on all interfaces, "ipc:///path" on none.
+An endpoint is the address in the engine's `--kv-events-config`, as this host reaches it:
+"tcp://host:port" or "ipc:///path". Behind a comma stands the engine's replay endpoint, from which
+missed messages are fetched. Messages contain the token ids of prompts, so they should not leave the
+host: with "tcp://*:port" an engine listens on all interfaces, with "ipc:///path" on none.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from transport.tasks import start_task
 logger = logging.getLogger("prfaas.kvmanager.agent")
 
 MAX_WAITING: Final = 100_000
-"""Messages that are not read yet; as many as the engine keeps for a slow reader."""
+"""Most unread messages; vLLM's publisher keeps as many for a slow reader (`hwm`)."""
 REPLAY_S: Final = 2.0
-"""How long the next replayed message is waited for."""
+"""Longest wait for the next replayed message."""
 TOLD_PER_STEP: Final = 1000
-"""Changed blocks that are told in one turn of the event loop: each costs some 3 us."""
+"""Changed blocks that are reported in one turn of the event loop, at some 3 us each."""
 RETRY_S: Final = 1.0
 MAX_RETRY_S: Final = 60.0
 
@@ -47,26 +47,26 @@ Changed = Callable[[list[BlockBits]], None]
 
 
 class EngineCaches:
-    """The followed engines of one agent. Use it on one event loop."""
+    """Follows the engines of one agent. Use it on one event loop."""
 
     def __init__(self, endpoints: Mapping[str, str], changed: Changed) -> None:
-        """`endpoints` by instance; `changed` hears what all of them together hold."""
+        """`endpoints` by instance. `changed` is called with what all of them together hold."""
         self._endpoints = dict(endpoints)
         self._changed = changed
         self._merged = MergedBlocks()
         self._context = zmq.asyncio.Context()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._telling: set[asyncio.Task[None]] = set()
-        """What is left of engines that have gone."""
+        """Tasks that still report the blocks of engines that have left."""
 
     def engine_joined(self, instance: str, layout: KVLayout, namespace: bytes) -> None:
-        """This engine is connected to the agent: follow it, if an endpoint is known."""
+        """Follow this engine, which is connected to the agent, if its endpoint is known."""
         endpoint = self._endpoints.get(instance)
         if endpoint is None or instance in self._tasks or not namespace:
             return
 
         def tell(changes: list[BlockBits]) -> None:
-            # A follower that ends late must not speak for an engine that has left.
+            # A follower that ends late must not report for an engine that has left.
             if self._tasks.get(instance) is task and changes:
                 self._changed(self._merged.instance_changed(instance, changes))
 
@@ -75,7 +75,7 @@ class EngineCaches:
         self._tasks[instance] = task
 
     def engine_left(self, instance: str) -> None:
-        """The engine is not connected any more, and its memory is not worth a word."""
+        """The engine is not connected any more: report that it holds nothing."""
         task = self._tasks.pop(instance, None)
         if task is not None:
             task.cancel()
@@ -89,11 +89,12 @@ class EngineCaches:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        # By default ZeroMQ waits without limit for unsent messages when a context ends.
         self._context.destroy(linger=0)
 
 
 class _Follower:
-    """One engine's publisher."""
+    """Follows one engine's publisher."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class _Follower:
                     await self._follow(events)
                 backoff.reset()
             except Exception as error:
-                # Whatever it is, it must not cost more than this engine's claims.
+                # A failure may only cost the knowledge of this engine's blocks.
                 text = f"{type(error).__name__}: {error}"
                 logger.warning("cannot follow the KV events of %s: %s", self._instance, text)
             await self._reset()
@@ -130,6 +131,7 @@ class _Follower:
     async def _follow(self, events: zmq.asyncio.Socket) -> None:
         events.rcvhwm = MAX_WAITING
         events.subscribe(b"")
+        # A SUB socket reconnects silently, so only its monitor shows that the publisher went away.
         monitor = events.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             events.connect(self._endpoint)
@@ -148,7 +150,7 @@ class _Follower:
             monitor.close(linger=0)
 
     async def _next(self, events: zmq.asyncio.Socket, lost: asyncio.Task[None]) -> None:
-        """Take what comes next, a message or the end."""
+        """Wait for a message or the end of the connection, and process a message."""
         receiving = asyncio.ensure_future(events.recv_multipart())
         try:
             await asyncio.wait({receiving, lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -167,9 +169,11 @@ class _Follower:
             order = self._sequence.live(number)
         if order is MessageOrder.LOST:
             await self._catch_up()
+        # What a replay has brought may come once more on the live socket.
         if number < self._sequence.expected:
             return
         if number > self._sequence.expected:
+            # A lost event may have been a removal, so nothing known before it can be trusted.
             logger.debug("KV events of %s before %d are lost", self._instance, number)
             await _in_steps(self._blocks.clear(), self._tell)
         await self._apply(number, payload)
@@ -184,7 +188,7 @@ class _Follower:
         await _in_steps(changes, self._tell)
 
     async def _catch_up(self) -> None:
-        """Apply what the engine still remembers of the messages that were missed."""
+        """Fetch the missed messages that the engine still has, and apply them."""
         if not self._replay_endpoint:
             return
         async with self._socket(zmq.DEALER) as replay:
@@ -195,16 +199,16 @@ class _Follower:
                     async with asyncio.timeout(REPLAY_S):
                         *_, number_bytes, payload = await replay.recv_multipart()
                     number = int.from_bytes(number_bytes, "big", signed=True)
-                    if number < 0:
+                    if number < 0:  # vLLM's END_SEQ
                         return
                     if number > self._sequence.expected:
                         await _in_steps(self._blocks.clear(), self._tell)
                     if number >= self._sequence.expected:
                         await self._apply(number, payload)
-                    await asyncio.sleep(0)  # others' turn: there may be thousands
+                    await asyncio.sleep(0)  # there may be thousands of messages
 
     async def _reset(self) -> None:
-        """Nothing is known of this engine."""
+        """Forget everything about this engine."""
         await _in_steps(self._blocks.clear(), self._tell)
         self._blocks = self._new_blocks()
         self._sequence = EventSequence()
@@ -219,7 +223,7 @@ class _Follower:
 
 
 async def _in_steps(changes: Iterator[BlockBits], tell: Changed) -> None:
-    """Tell everything, with others' turns in between: there may be a hundred thousand."""
+    """Report all changes in steps, since there may be a hundred thousand of them."""
     while step := list(itertools.islice(changes, TOLD_PER_STEP)):
         tell(step)
         if len(step) == TOLD_PER_STEP:

@@ -1,7 +1,7 @@
-"""Which engine instances are connected to a node agent and which KV layouts they have.
+"""The engine instances that are connected to a node agent, with their KV layouts.
 
-It does not know sockets, transfers or memory. An instance is what its connections say it is: the
-first one sets the layout, the others must agree, and the last one to leave takes it along.
+The first connection of an instance sets its layout, the others must agree, and the instance is
+forgotten when its last connection leaves. It does not know sockets, transfers or memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvmanager.transfers.records import BadRequest, EnginePeer
 
 
 class EngineNotServed(Exception):
-    """This engine cannot be served; the message is told to it."""
+    """This engine cannot be served. It is told the message."""
 
 
 class UnknownLayout(BadRequest):
@@ -47,7 +47,7 @@ class InstanceBook:
         self._instances: dict[str, _Instance] = {}
 
     def join(self, conn_id: int, hello: EngineHello) -> EnginePeer:
-        """Enter a connection; raises EngineRefused."""
+        """Enter a connection. Raises EngineNotServed."""
         if hello.version != PROTOCOL_VERSION:
             raise EngineNotServed(
                 f"the engine speaks version {hello.version}, this agent {PROTOCOL_VERSION}"
@@ -63,6 +63,7 @@ class InstanceBook:
                 f"tp_size {hello.tp_size}, but the layout is for {layout.tp_size} ranks"
             )
         fingerprint = layout.fingerprint()
+        # Before the instance is entered: a refused connection must leave nothing behind.
         self._check_namespace(hello, fingerprint)
         instance = self._instances.setdefault(
             hello.instance, _Instance(layout, fingerprint, hello.tp_size, CacheShape.of(layout))
@@ -79,7 +80,9 @@ class InstanceBook:
         )
 
     def _check_namespace(self, hello: EngineHello, fingerprint: bytes) -> None:
-        """Keys of one namespace name blocks of one layout, and an instance has one namespace."""
+        """Raise EngineNotServed unless all connections of an instance have one namespace, and all
+        instances of a namespace have one layout: a key names the same bytes everywhere.
+        """
         for name, other in self._instances.items():
             if not hello.namespace or not other.namespace:
                 continue
@@ -92,14 +95,14 @@ class InstanceBook:
                 )
 
     def cache_shape(self, fingerprint: bytes) -> CacheShape | None:
-        """How prompts of this KV layout are cached; None when no engine with it caches any."""
+        """The cache shape for this KV layout; None when no engine with it uses the cache."""
         for instance in self._instances.values():
             if instance.fingerprint == fingerprint and instance.namespace:
                 return instance.shape
         return None
 
     def shape(self, instance: str) -> CacheShape:
-        """How prompts of a connected instance would be cached."""
+        """The cache shape for a connected instance, whether it uses the cache or not."""
         return self._instances[instance].shape
 
     def leave(self, peer: EnginePeer) -> None:
@@ -110,7 +113,7 @@ class InstanceBook:
             del self._instances[peer.instance]
 
     def layout(self, fingerprint: bytes | None) -> tuple[bytes, KVLayout]:
-        """The layout with this fingerprint, or with None the only one; raises UnknownLayout."""
+        """The layout with this fingerprint; None: the only layout here. Raises UnknownLayout."""
         known = {i.fingerprint: i.layout for i in self._instances.values()}
         if fingerprint is None:
             if len(known) != 1:

@@ -1,7 +1,7 @@
 """The KV cache events of vLLM (0.32, `vllm.distributed.kv_events`) as they come over its socket.
 
-Pure: bytes in, structs out, and what the sequence numbers say about lost messages. Does not know
-what the events mean for anybody's cache.
+Pure: it decodes bytes into structs and finds lost messages by their sequence numbers. It does not
+know what events mean for a cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ EngineHash = bytes | int
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag="BlockStored"):
-    """Blocks of one group that can be hit from now on; fields as in vLLM."""
+    """Blocks of one group that prompts can hit from now on. The fields are vLLM's."""
 
     block_hashes: list[EngineHash]
     parent_block_hash: EngineHash | None
@@ -32,17 +32,17 @@ class BlockStored(msgspec.Struct, frozen=True, tag="BlockStored"):
 
     @property
     def is_complete(self) -> bool:
-        """Whether every block of the token range is named."""
+        """Whether the event names every block of its token range."""
         return len(self.block_hashes) * self.block_size == len(self.token_ids) > 0
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether it is about the engine's own GPU memory, no tier behind it."""
+        """Whether the event is about the engine's own GPU memory and not about a slower tier."""
         return self.medium in (None, "GPU") and self.locality in (None, "LOCAL")
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag="BlockRemoved"):
-    """Blocks that cannot be hit any more; fields as in vLLM."""
+    """Blocks that prompts cannot hit any more. The fields are vLLM's."""
 
     block_hashes: list[EngineHash]
     medium: str | None = None
@@ -63,7 +63,7 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, frozen=True, array_like=True):
-    """What one message of the engine's publisher holds."""
+    """The content of one message of the engine's publisher."""
 
     ts: float
     events: list[KVEvent]
@@ -74,7 +74,7 @@ _DECODER: Final = msgspec.msgpack.Decoder(EventBatch)
 
 
 def decode_batch(payload: bytes) -> EventBatch:
-    """Raises msgspec.DecodeError or msgspec.ValidationError for what is no batch of events."""
+    """Decode a message. Raises msgspec.DecodeError or msgspec.ValidationError."""
     return _DECODER.decode(payload)
 
 
@@ -84,7 +84,7 @@ class MessageOrder(Enum):
     NEXT = "next"
     KNOWN = "known"
     LOST = "lost"  # messages before it are missing
-    RESTARTED = "restarted"  # the engine counts anew, and so is a new one
+    RESTARTED = "restarted"  # the numbers began again, so the engine is a new one
 
 
 class EventSequence:
@@ -95,7 +95,7 @@ class EventSequence:
         self._last_live = -1
 
     def live(self, number: int) -> MessageOrder:
-        """A message of the live stream; does not count it as applied."""
+        """The order of a message of the live stream. Does not count it as applied."""
         before, self._last_live = self._last_live, number
         if number <= before:
             return MessageOrder.RESTARTED
@@ -104,5 +104,5 @@ class EventSequence:
         return MessageOrder.NEXT if number == self.expected else MessageOrder.LOST
 
     def applied(self, number: int) -> None:
-        """Everything up to this message is accounted for."""
+        """Note that everything up to this message was applied."""
         self.expected = number + 1

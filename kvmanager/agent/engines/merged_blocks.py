@@ -1,4 +1,4 @@
-"""What several engines of one node hold together. Pure; it does not know events or sockets."""
+"""Merges the blocks that several engines of one node hold. Pure; knows no events or sockets."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from kvmanager.agent.engines.blocks import BlockBits
 
 
 class MergedBlocks:
-    """What any of several engines holds. Single-threaded."""
+    """The blocks that any of several engines holds. Single-threaded."""
 
     def __init__(self) -> None:
         self._held: dict[str, dict[bytes, int]] = {}
 
     def instance_changed(self, instance: str, changes: Iterable[BlockBits]) -> list[BlockBits]:
-        """The same changes of one engine, each with what is held by all engines together."""
+        """The changed keys of one engine, each with the bits that all engines together hold."""
         held = self._held.setdefault(instance, {})
         merged = []
         for key, bits in changes:
@@ -26,7 +26,9 @@ class MergedBlocks:
         return merged
 
     def instance_left(self, instance: str) -> Iterator[BlockBits]:
-        """The engine is gone: what is left of the blocks that it held, as each is taken."""
+        """The engine is gone. Yields the blocks that it held with the bits that other engines hold
+        at the time of each step.
+        """
         gone = self._held.pop(instance, {})
         return ((key, self._bits(key)) for key in gone)
 

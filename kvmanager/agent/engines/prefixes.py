@@ -1,16 +1,17 @@
-"""The prefixes that one engine's hashes name, with the keys that our caches give them.
+"""Maps the block hashes of one engine to prefixes, and these to the keys of our caches.
 
 vLLM names its cache blocks by hashes of whole prefixes: the hash at a token boundary is the same
-in every group of layers. A `BlockStored` event brings the token ids of a range and the hash of its
-parent, so that a hash leads to the token ids before it and these to our keys. Events of sliding
-windows and recurrent states leave out blocks without saying which; their hashes mean something
-once a complete event of another group has named them.
+in every group of layers. A `BlockStored` event has the token ids of a range and the hash of its
+parent. So a hash leads to the token ids before it, and these lead to our keys. Events of sliding
+windows and recurrent states leave out blocks without saying which. Their hashes get a meaning once
+a complete event of another group has named them.
 
-Some prefixes are not learnt: children of an unknown parent, blocks with multimodal inputs or prompt
-embeddings and all that follow them, prompts with a LoRA adapter (events bring its name, our keys
-also depend on its path), and what is beyond `max_blocks` while the engine holds all that is known.
+Some prefixes are not learnt: children of an unknown parent; blocks with multimodal inputs or prompt
+embeddings, and all blocks after them; prompts with a LoRA adapter, because events have its name and
+our keys also depend on its path; and blocks beyond `max_blocks` while the engine holds all that are
+known.
 
-It does not know groups of layers or what is held of a prefix, only whether anything is.
+It does not know groups of layers, and of a prefix only whether any group holds it.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ _FREED_PER_BATCH: Final = 4096
 
 
 class Prefix:
-    """A prefix that the engine has named: the tokens after its parent, and which groups hold it.
+    """A prefix that the engine has named: the tokens after its parent, and the groups that hold it.
 
     `key` is our key of the last whole block of ours in the prefix, or the root key. `inside` are
-    the children, if this prefix ends inside a block of ours. A root has no parent; its name
-    is its salt. `held` has a bit for each group that holds the last engine block; `bits` is what
-    was last told of the block of ours that ends here. `is_queued`: it is among those to look at
-    when there is no room.
+    the children, if this prefix ends inside a block of ours. A root has no parent; its name is its
+    salt. `held` has a bit for each group that holds the last engine block. `bits` is the last
+    reported state of the block of ours that ends here. `is_queued`: it is in the queue of prefixes
+    that may be forgotten when there is no room.
     """
 
     __slots__ = (
@@ -69,7 +70,7 @@ class EnginePrefixes:
     """The named prefixes of one engine. One thread only."""
 
     def __init__(self, block_tokens: int, namespace: bytes, max_blocks: int) -> None:
-        """`block_tokens` of ours; `namespace` is what the engine's root keys are made of."""
+        """`block_tokens` is our block size; `namespace` is the engine's part of its root keys."""
         self._block_tokens = block_tokens
         self._namespace = namespace
         self._max_blocks = max_blocks
@@ -77,9 +78,9 @@ class EnginePrefixes:
         """Roots by their salts."""
         self._nodes: dict[EngineHash, Prefix] = {}
         self._maybe_idle: deque[Prefix] = deque()
-        """Prefixes that perhaps nobody holds any more, each once, the oldest entry first."""
+        """Prefixes that perhaps no group holds any more, each once, the oldest entry first."""
         self._cleared: list[dict[EngineHash, Prefix]] = []
-        """What was known before, to be freed little by little."""
+        """Prefixes of before a `clear`, which `free_some` frees in steps."""
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -88,7 +89,7 @@ class EnginePrefixes:
         return name in self._nodes
 
     def known(self, names: Iterable[EngineHash]) -> Iterator[Prefix]:
-        """The prefixes with these names, those left out that mean nothing."""
+        """The prefixes with these names, without the unknown ones."""
         return (self._nodes[name] for name in names if name in self._nodes)
 
     def clear(self) -> None:
@@ -104,7 +105,7 @@ class EnginePrefixes:
         node = self._start(event)
         try:
             tokens = np.array(event.token_ids, dtype="<u4").tobytes()
-        except OverflowError:  # placeholders of inputs that are no tokens
+        except OverflowError:  # negative ids are placeholders of inputs that are no tokens
             return
         size = 4 * event.block_size
         for index, name in enumerate(event.block_hashes):
@@ -113,7 +114,7 @@ class EnginePrefixes:
             node = self._enter(name, node, tokens[index * size : (index + 1) * size])
 
     def _start(self, event: BlockStored) -> Prefix | None:
-        """The prefix that the event's first block continues, if it is known."""
+        """The prefix that the event's first block continues; None if it is unknown."""
         if event.parent_block_hash is not None:
             return self._nodes.get(event.parent_block_hash)
         salt = _salt(event)
@@ -129,7 +130,8 @@ class EnginePrefixes:
         node = self._nodes.get(name)
         end = parent.end + len(tokens) // 4
         if node is None:
-            parent.num_children += 1  # it must not be forgotten now
+            # The count keeps `_is_room` from forgetting the parent.
+            parent.num_children += 1
             is_room = self._is_room()
             parent.num_children -= 1
             if not is_room:
@@ -139,10 +141,12 @@ class EnginePrefixes:
             node = self._nodes[name] = Prefix(name, parent, tokens, end, key)
             self._adopt(parent, node)
             self.maybe_forget(node)
-        elif node.end != end:  # two prefixes with one hash: neither can be told from the other
+        # Two prefixes with one hash cannot be told from each other, so nothing is learnt here.
+        elif node.end != end:
             return None
         elif node.parent is not parent and len(tokens) < len(node.tokens):
-            # Smaller steps than those known: the way back shall pass every boundary.
+            # The event has smaller blocks than the known one. The chain of parents must pass every
+            # boundary, so the node gets the nearer parent.
             self._orphan(node)
             node.parent, node.tokens = parent, tokens
             self._adopt(parent, node)
@@ -163,7 +167,7 @@ class EnginePrefixes:
                 self.maybe_forget(parent)
 
     def _key(self, parent: Prefix, tokens: bytes) -> bytes:
-        """Our key of the last whole block of ours in parent + tokens."""
+        """Our key of the last whole block of ours in the parent's prefix and these tokens."""
         size = self._block_tokens
         start = parent.end // size * size
         if (parent.end + len(tokens) // 4) // size * size == start:
@@ -179,19 +183,19 @@ class EnginePrefixes:
     # ---- bounds
 
     def _is_room(self) -> bool:
-        """Whether one more prefix may be remembered, after forgetting one if there are too many."""
+        """Whether one more prefix may be remembered. Forgets an idle one if there are too many."""
         while len(self._nodes) >= self._max_blocks and self._maybe_idle:
             self._forget_if_idle(self._maybe_idle.popleft())
         return len(self._nodes) < self._max_blocks
 
     def maybe_forget(self, node: Prefix) -> None:
-        """Remember to look at the node when there is no room."""
+        """Queue the node, so that it may be forgotten when there is no room."""
         if not node.is_queued and node.parent is not None:
             node.is_queued = True
             self._maybe_idle.append(node)
 
     def _forget_if_idle(self, node: Prefix) -> None:
-        """Forget a prefix that nobody holds and nothing continues."""
+        """Forget the prefix if no group holds it and nothing continues it."""
         node.is_queued = False
         parent = node.parent
         if node.held or node.bits or node.num_children or parent is None:
@@ -203,26 +207,26 @@ class EnginePrefixes:
             del self._roots[parent.name]
 
     def free_some(self) -> None:
-        """Let some of what was cleared go: to free all of it at once takes a while."""
+        """Free some of the cleared prefixes. To free all at once would hold up the event loop."""
         left = _FREED_PER_BATCH
         while self._cleared and left:
             nodes = self._cleared[-1]
             num_freed = min(len(nodes), left)
             for _ in range(num_freed):
-                nodes.popitem()  # the last comes after those that it continues
+                nodes.popitem()  # children were added after their parents, so they go first
             left -= num_freed
             if not nodes:
                 self._cleared.pop()
 
 
 def _extras(event: BlockStored, index: int) -> list[Any]:
-    """What a block's hash depends on beside tokens."""
+    """The inputs of a block's hash other than tokens (vLLM's `generate_block_hash_extra_keys`)."""
     keys = event.extra_keys
     return list(keys[index] or ()) if keys is not None and index < len(keys) else []
 
 
 def _salt(event: BlockStored) -> str | None:
-    """The tenant of a prompt, from its first block; None when that depends on other things."""
+    """The `cache_salt` of a prompt, from its first block; None when the block depends on more."""
     match _extras(event, 0):
         case []:
             return ""
@@ -232,5 +236,5 @@ def _salt(event: BlockStored) -> str | None:
 
 
 def _is_plain(event: BlockStored, index: int, *, is_first: bool) -> bool:
-    """Whether the block's KVCache depends on tokens alone; the first one's salt is in its root."""
+    """Whether the block's KVCache depends on tokens alone. The root holds the first one's salt."""
     return is_first or not _extras(event, index)

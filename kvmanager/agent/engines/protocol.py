@@ -1,34 +1,35 @@
-"""What an engine and its node agent say over the unix socket: messages and framing.
+"""The protocol between an engine and its node agent on the unix socket: messages and framing.
 
 It does not know sockets, threads or what a message causes.
 
-A frame is a little-endian u32 length and that many bytes of msgpack: one message, a map whose
-"type" names it. Unknown fields are ignored, unknown types and values outside their bounds are a
-`ProtocolError`. Every id is the 16 raw bytes of a transfer id; the same id may name a landing and
-an outbox of one agent, when a prefill is handed over inside a host. An outbox may be opened again
-under its id, for another try: whatever is said of an outbox names the `attempt`, which is above 0,
-rises with every opening, and does not come again when the agent restarts.
+A frame is a little-endian u32 length and that many bytes of msgpack. They hold one message: a map
+whose "type" names it. Unknown fields are ignored. Unknown types, and values outside their bounds,
+raise `ProtocolError`. Every id is the 16 raw bytes of a transfer id. The same id may name a landing
+and an outbox of one agent, when a prefill is handed over inside a host. An outbox may be opened
+again under its id for another try. So every message about an outbox has the `attempt`, which is
+above 0, rises with every opening, and is never used again, even when the agent restarts.
 
-Who may touch memory, and how it comes back:
+Rules for touching memory and giving it back:
 
-- An engine that fills an outbox says `Attach` before it writes the first byte. `FailureNotice` for
-  it means stop; a worker answers `Release` (or `AbortOutbox`) once no copy into the outbox is under
-  way, and only then are the blocks used for something else. That holds for an outbox that it has
-  not begun to fill as well: all workers that might are told, must answer, and must not begin later.
-  They are the workers that were connected when it was opened; no other may fill it, so a worker
-  must not begin an outbox with an attempt up to its `Welcome.last_attempt`.
-  What was said to be `Ready` must not be written again; a transfer that completes needs no
-  `Release`.
-- An engine that waits for a landing says `Watch`, on one connection. `Landed` makes its instance
+- An engine that fills an outbox sends `Attach` before it writes the first byte. `FailureNotice` for
+  the outbox tells it to stop. A worker answers `Release` (or `AbortOutbox`) once none of its copies
+  into the outbox is under way, and only then are the blocks used for something else. This also
+  holds for an outbox that the worker has not begun to fill: all workers that might fill it are
+  told, must answer, and must not begin later. They are the workers that were connected when the
+  outbox was opened. No other may fill it, so a worker must not begin an outbox with an attempt up
+  to its `Welcome.last_attempt`. Ranges that were sent as `Ready` must not be written again. A
+  complete transfer needs no `Release`.
+- An engine that waits for a landing sends `Watch`, on one connection. `Landed` makes its instance
   the owner: the memory is stable until one `Release` from any connection of the instance.
-  `FailureNotice` ends the watch; nothing is owned then.
-- A closed connection forgets its watches and fails the outboxes it was still filling. Memory it
-  could touch is reused when its process is gone, or after a grace time.
-- The prefix cache is asked by an engine's scheduler connection, under handles that the instance
-  chooses, each once. `CacheFind` pins what it finds until `CacheFree`, or until the connection is
-  closed. `CacheReserve` gives memory to fill: either the scheduler takes it back with `CacheCancel`
-  before any worker has heard of it, or every rank's worker says `CacheWritten`, the last time with
-  `is_last`, and then does not touch it any more. A part is in the cache once every rank wrote it.
+  `FailureNotice` ends the watch, and then the instance owns nothing.
+- A closed connection loses its watches, and the outboxes that it was still filling fail. The memory
+  that its process could touch is reused when the process has ended, or after a grace time.
+- An engine's scheduler connection asks the prefix cache, under handles that the instance chooses
+  and uses once. `CacheFind` pins the parts that it finds until `CacheFree`, or until the connection
+  is closed. `CacheReserve` gives memory to fill. Either the scheduler gives it back with
+  `CacheCancel` before any worker has heard of it, or every rank's worker sends `CacheWritten`, the
+  last time with `is_last`, and then does not touch the memory any more. A part is in the cache once
+  every rank has written it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from kvmanager.hashing import KEY_BYTES
 from kvmanager.pool.placement import StatePlacement
 
 PROTOCOL_VERSION: Final = 3
-"""1: first version. 2: the prefix cache. 3: what is said of an outbox names the attempt."""
+"""1: first version. 2: the prefix cache. 3: messages about an outbox have the attempt."""
 
 MAX_FRAME_BYTES: Final = 4 << 20
 MAX_RANGES_PER_READY: Final = 8192
@@ -72,10 +73,10 @@ class ProtocolError(Exception):
 
 
 class EngineHello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message of an engine: who it is. `layout` is `KVLayout.encode()`.
+    """The first message of an engine, with its identity. `layout` is `KVLayout.encode()`.
 
-    `namespace` is what the roots of its cache keys are made of (`kvmanager.hashing.root_key`);
-    empty: this engine does not use the prefix cache.
+    `namespace` goes into the roots of its cache keys (`kvmanager.hashing.root_key`); empty: this
+    engine does not use the prefix cache.
     """
 
     instance: Name
@@ -120,7 +121,7 @@ class AbortOutbox(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class Watch(msgspec.Struct, frozen=True, tag="watch"):
-    """Tell this engine how the landing ends, and let it own what landed."""
+    """Asks to be told how the landing ends, and to own it when it is complete."""
 
     transfer_id: TransferId
 
@@ -135,8 +136,8 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class CacheFind(msgspec.Struct, frozen=True, tag="cache_find"):
-    """What is cached of the prefix with these block keys? One `CacheFound` answers; what it names
-    stays where it is until `CacheFree`.
+    """Asks for the cached part of the prefix with these block keys. One `CacheFound` answers. The
+    slots that it names stay in place until `CacheFree`.
     """
 
     handle: Handle
@@ -144,13 +145,13 @@ class CacheFind(msgspec.Struct, frozen=True, tag="cache_find"):
 
 
 class CacheFree(msgspec.Struct, frozen=True, tag="cache_free"):
-    """What this `CacheFind` found is not read any more, or not wanted."""
+    """The engine does not read the result of this `CacheFind` any more, or does not want it."""
 
     handle: Handle
 
 
 class CacheReserve(msgspec.Struct, frozen=True, tag="cache_reserve"):
-    """Memory to fill for these (index into `keys`, part) pairs. One `CacheSlots` answers.
+    """Asks for memory to fill for these (index into `keys`, part) pairs. One `CacheSlots` answers.
 
     `keys` follow each other in one prefix; the first is block `first_block`, `parent` the key
     before it (the root key for block 0). `replaces`: the key of a block whose windows and state
@@ -166,8 +167,8 @@ class CacheReserve(msgspec.Struct, frozen=True, tag="cache_reserve"):
 
 
 class CacheWritten(msgspec.Struct, frozen=True, tag="cache_written"):
-    """This rank has written its share of these slots. With `is_last` it is done with the handle:
-    what it did not name will not be written.
+    """This rank has written its share of these slots. With `is_last` it is done with the handle,
+    and will not write the slots that it has not named.
     """
 
     handle: Handle
@@ -177,19 +178,19 @@ class CacheWritten(msgspec.Struct, frozen=True, tag="cache_written"):
 
 
 class CacheCancel(msgspec.Struct, frozen=True, tag="cache_cancel"):
-    """The scheduler takes a `CacheReserve` back that no worker has heard of."""
+    """The scheduler cancels a `CacheReserve` that no worker has heard of."""
 
     handle: Handle
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """First message of the agent: where its arena is. A new epoch is a new life of the agent: of
-    what an engine knew about the arena nothing holds any more.
+    """The first message of the agent, with the place of its arena. A new epoch says that the agent
+    has restarted: nothing that an engine knew about the arena holds any more.
 
     `placement` says which window tails and states are worth keeping; None: the agent has no prefix
     cache, or none for this engine. `last_attempt`: outboxes up to it were opened before this
-    connection, which may not fill them and does not hear how they end. `grace_s`: when the agent
-    loses the connection that owns a landing or cached blocks, it keeps their bytes for so long.
+    connection, which may not fill them and is not told how they end. `grace_s`: when the agent
+    loses the connection that owns a landing or cached blocks, it keeps their bytes for this long.
     """
 
     arena_epoch: str
@@ -215,9 +216,9 @@ class Landed(msgspec.Struct, frozen=True, tag="landed"):
 
 
 class FailureNotice(msgspec.Struct, frozen=True, tag="failed"):
-    """The watched landing, or an outbox that this engine fills or might fill, came to nothing.
+    """The watched landing failed, or an outbox that this engine fills or might fill.
 
-    `attempt`: which opening of the outbox; 0 for a landing. Where an engine dies before its first
+    `attempt` is the opening of the outbox; 0 for a landing. When an engine dies before its first
     byte, the same outbox may be opened again for another engine.
     """
 
@@ -227,9 +228,9 @@ class FailureNotice(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class CacheFound(msgspec.Struct, frozen=True, tag="cache_found"):
-    """`num_blocks` leading blocks can be resumed from `slots`, which are pinned: those that
-    `CacheShape.resume_parts(num_blocks)` names. `kv_blocks` leading blocks have their KV here:
-    where that is less than the prompt has, other prompts part from this one there.
+    """The prompt can resume after `num_blocks` leading blocks from `slots`, which are pinned: the
+    parts of `CacheShape.resume_parts(num_blocks)`. The KV of `kv_blocks` leading blocks is here; if
+    the prompt has more blocks, it is there that other prompts part from it.
     """
 
     handle: int
@@ -239,8 +240,8 @@ class CacheFound(msgspec.Struct, frozen=True, tag="cache_found"):
 
 
 class CacheSlots(msgspec.Struct, frozen=True, tag="cache_slots"):
-    """Memory to fill. What was asked for and is not named is there already, or has no room. With no
-    slots at all the handle is over.
+    """The memory to fill. Parts that it does not name are cached already, or have no room. Without
+    any slots the handle is over.
     """
 
     handle: int
@@ -258,7 +259,7 @@ _agent_decoder: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(
 
 
 def encode_frame(message: EngineMessage | AgentMessage) -> bytes:
-    """The message as one frame; raises ProtocolError when it is over MAX_FRAME_BYTES."""
+    """Encode a message as one frame. Raises ProtocolError when it exceeds MAX_FRAME_BYTES."""
     payload = _encoder.encode(message)
     if len(payload) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a message of {len(payload)} bytes: at most {MAX_FRAME_BYTES}")
@@ -266,7 +267,7 @@ def encode_frame(message: EngineMessage | AgentMessage) -> bytes:
 
 
 def decode_engine_message(payload: bytes) -> EngineMessage:
-    """What an engine said; raises ProtocolError."""
+    """Decode a message of an engine. Raises ProtocolError."""
     try:
         return _engine_decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -274,7 +275,7 @@ def decode_engine_message(payload: bytes) -> EngineMessage:
 
 
 def decode_agent_message(payload: bytes) -> AgentMessage:
-    """What an agent said; raises ProtocolError."""
+    """Decode a message of an agent. Raises ProtocolError."""
     try:
         return _agent_decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -282,7 +283,7 @@ def decode_agent_message(payload: bytes) -> AgentMessage:
 
 
 class FrameDecoder:
-    """Cuts a byte stream into payloads; a length is checked before its bytes are waited for."""
+    """Cuts a byte stream into payloads. It checks a length before it waits for the bytes."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()

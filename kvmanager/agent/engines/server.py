@@ -1,7 +1,7 @@
-"""The agent's end of the unix socket: connections of engines, with their framing and their deaths.
+"""The agent's end of the unix socket: connections of engines, framing, and the ends of processes.
 
-It does not know what a message means: the `EngineHandler` does. Whatever an engine sends or fails
-to read costs that engine its connection and nobody else anything.
+It does not know what a message means; the `EngineHandler` does. Whatever an engine sends or fails
+to read costs only that engine its connection.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger("prfaas.kvmanager.agent")
 HELLO_TIMEOUT_S: Final = 5.0
 MAX_CONNECTIONS: Final = 1024
 MAX_UNREAD_BYTES: Final = 4 << 20
-"""How much an engine may leave unread before it counts as stuck."""
+"""Most bytes that an engine may leave unread before it counts as stuck."""
 
 
 class SocketTaken(Exception):
@@ -43,28 +43,30 @@ class SocketTaken(Exception):
 
 
 class EngineHandler(Protocol):
-    """What connections lead to. Called on the event loop; must not block."""
+    """The receiver of messages and events. Its methods run on the event loop and must not block."""
 
-    # `NodeAgent` is what is called. It owns the server, so the server cannot import it.
+    # `NodeAgent` implements it. It owns the server, so the server cannot import it.
 
     def hello(self, conn_id: int, hello: EngineHello) -> AgentMessage:
         """Welcome, or Refused to close the connection."""
 
     def message(self, conn_id: int, message: TransferMessage | CacheMessage) -> None:
-        """Raises ProtocolError for what this engine could not say: it loses its connection."""
+        """Process a message. Raises ProtocolError for a message that this engine must not send,
+        which then costs it its connection.
+        """
 
     def connection_lost(self, conn_id: int) -> None:
         """A welcomed connection is closed. Its process may still run."""
 
     def process_gone(self, conn_id: int) -> None:
-        """The process of a lost connection has ended. Not called when that cannot be known."""
+        """The process of a lost connection has ended. Not called where that cannot be found out."""
 
 
 class EngineServer:
     """Listens on a unix socket path that only this user may open."""
 
     def __init__(self, path: Path, handler: EngineHandler, linger_s: float) -> None:
-        """`linger_s`: how long to watch for the end of the process of a lost connection."""
+        """`linger_s`: time for which the process of a lost connection is watched for its end."""
         self.path = path
         self.handler = handler
         self._linger_s = linger_s
@@ -98,6 +100,7 @@ class EngineServer:
         elif self._listener is not None:
             self._listener.close()
         with contextlib.suppress(OSError):
+            # Another agent may have replaced the file at this path.
             if self.path.stat().st_ino == self._inode:
                 self.path.unlink()
         for connection in list(self._connections.values()):
@@ -113,7 +116,7 @@ class EngineServer:
             watch.close()
 
     def send(self, conn_id: int, message: AgentMessage) -> None:
-        """Never waits; a lost connection is ignored, a stuck one is closed."""
+        """Send a message without waiting. A lost connection is ignored, a stuck one is closed."""
         connection = self._connections.get(conn_id)
         if connection is not None:
             connection.send(message)
@@ -166,6 +169,7 @@ class _EngineConnection(asyncio.Protocol):
             return
         self._server.add(self)
         loop = asyncio.get_running_loop()
+        # A silent connection would hold one of MAX_CONNECTIONS for ever.
         self._hello_timer = loop.call_later(HELLO_TIMEOUT_S, self._refuse, "no Hello in time")
 
     def data_received(self, data: bytes) -> None:
@@ -178,10 +182,10 @@ class _EngineConnection(asyncio.Protocol):
             self._take_next()
 
     def _take_next(self) -> None:
-        """Take one message, and the next in another turn of the event loop.
+        """Process one message now, and the next one in another turn of the event loop.
 
-        Messages that come together may take some milliseconds each, and others wait. Nothing is
-        read meanwhile.
+        Messages that arrive together may take some milliseconds each, and other tasks wait.
+        Reading pauses meanwhile.
         """
         transport = self._transport
         if transport is None or transport.is_closing() or not self._waiting:
@@ -203,7 +207,8 @@ class _EngineConnection(asyncio.Protocol):
             self._refuse(f"the agent failed: {type(error).__name__}: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        while self._waiting:  # what the engine said last counts too
+        # An engine's last messages, such as the end of a prefill, count even if it has gone.
+        while self._waiting:
             self._take(self._waiting.popleft())
         self._server.remove(self)
         if self._hello_timer is not None:
@@ -222,6 +227,8 @@ class _EngineConnection(asyncio.Protocol):
         if transport is None or transport.is_closing():
             return
         transport.write(encode_frame(message))
+        # The event loop waits for no engine, so what a stuck one leaves unread would grow without
+        # bound.
         if transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
             logger.warning("engine connection %d does not read; closing it", self.conn_id)
             transport.abort()
@@ -284,7 +291,9 @@ class _ExitWatch:
 
 
 def _open_pidfd(connection: socket.socket) -> int:
-    """A descriptor that tells when the peer process ends, or -1 where that cannot be had."""
+    """A descriptor that shows when the peer process ends (pidfd_open(2)), or -1 where there is
+    none. Unlike a pid it cannot come to mean another process.
+    """
     try:
         pid, _ = peer_process(connection)
         return os.pidfd_open(pid) if pid > 0 else -1
@@ -313,6 +322,8 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _bind_private(listener: socket.socket, path: Path) -> None:
+    # With the umask the socket never exists with wider permissions; chmod after bind would leave a
+    # gap.
     before = os.umask(0o177)
     try:
         listener.bind(str(path))
@@ -324,6 +335,8 @@ def _remove_if_dead(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         try:
+            # A socket file outlives its process; connect(2) is refused when nobody listens behind
+            # it.
             probe.connect(str(path))
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""What a node agent sees of its links, and how it probes them."""
+"""Watches the links of a node agent, and probes them."""

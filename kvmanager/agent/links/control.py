@@ -1,8 +1,8 @@
-"""The control plane's methods of links: what came over the wire is checked, probes are sent.
+"""The control plane's methods for links: they check requests and send probes.
 
-A probe takes the way of KVCache through an idle link, behind what requests wait for, and is over
-within its lease. Whoever calls has opened a landing for it with `ProbeLanding` elsewhere. It does
-not know when a probe is worth its bytes; `netmon.probing` does.
+A probe takes the same path as KVCache through an idle link, behind what requests wait for, and is
+over within its lease. The caller has opened a landing for it at the other agent (`ProbeLanding`).
+It does not know when a probe is worth its bytes; `netmon.probing` does.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from transport import Endpoint, OutgoingSpec, OutgoingTransfer, Priority
 
 MAX_PROBE_BYTES: Final = 64 << 20
 MAX_PROBES: Final = 4
-"""At a time."""
+"""Most probes at a time."""
 MAX_LEASE_S: Final = 30.0
 RING_BYTES: Final = 4 << 20
 
 
 class LinkControl:
-    """The handlers; errors are those of the transfer table. `probes`: whether it may send any."""
+    """The handlers. They raise the errors of the transfer table. `probes`: whether this agent may
+    send probes.
+    """
 
     def __init__(
         self,
@@ -91,6 +93,7 @@ class LinkControl:
             if not ended.done():
                 ended.set_result(error or "")
 
+        # Random bytes, so that no codec makes the probe smaller.
         ring = RingSpace(memoryview(os.urandom(min(nbytes, RING_BYTES))), nbytes)
         try:
             sending = self._io.open_probe(spec, ring, SendListener(self._io, on_end, self._clock_s))
@@ -103,7 +106,7 @@ class LinkControl:
         except TimeoutError:
             trouble = f"not over within {lease_s:g} s"
         finally:
-            sending.cancel("the probe is over")  # nothing, if it has ended
+            sending.cancel("the probe is over")  # does nothing if it has ended
         return self._judged(spec.endpoint, sending, trouble)
 
     def _judged(
@@ -113,6 +116,7 @@ class LinkControl:
         if progress.first_sent_s is None:
             return SendLinkProbeReply(0, 0.0, error or "nothing was sent")
         until_s = self._clock_s() if progress.completed_s is None else progress.completed_s
+        # The estimator of the link divides by it.
         duration_s = max(1e-6, until_s - progress.first_sent_s)
         result = ProbeResult(acked_bytes=progress.acked_bytes, duration_s=duration_s)
         self._watch.probed(endpoint, result)

@@ -1,6 +1,6 @@
-"""What this process and its host have used, and what the kernel lets TCP do here.
+"""The CPU use of this process and its host, and the kernel's limits for TCP.
 
-Reads /proc and /sys; does not judge the numbers.
+It reads /proc and /sys and does not judge the numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CAP_NET_ADMIN = 12
 def agent_load(now_s: float) -> AgentLoad:
     """The counters of this moment."""
     times = psutil.cpu_times()
-    # Guests are part of user time already; a CPU that waits for a disk is free to work.
+    # psutil counts guest time in user time already. A CPU in iowait is free to work.
     busy_s = times.user + times.nice + times.system + times.irq + times.softirq + times.steal
     return AgentLoad(
         now_s=now_s,
@@ -35,7 +35,8 @@ def agent_load(now_s: float) -> AgentLoad:
 def usable_cpus() -> float:
     """CPUs that this process may use: its affinity, and the CPU quota of its cgroup."""
     cpus = float(len(os.sched_getaffinity(0)))
-    # Inside a container this is its own cgroup's file; elsewhere the root, which has no quota.
+    # In a container this is the file of its own cgroup; elsewhere it is the root cgroup's, which
+    # has no quota.
     quota, _, period = _text("/sys/fs/cgroup/cpu.max").partition(" ")
     if quota.isdecimal() and period.isdecimal() and int(period):
         cpus = min(cpus, int(quota) / int(period))

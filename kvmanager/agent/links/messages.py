@@ -1,5 +1,5 @@
-"""What a node agent says of its sender's links, `netmon.estimate.PathReport` for each: more structs
-of service `prfaas.NodeAgent`.
+"""Messages about a node agent's links, each of which is a `netmon.estimate.PathReport`: structs of
+service `prfaas.NodeAgent`.
 
 They do not know how they travel. A link is named by the endpoint that the sender connects to,
 "host:port". Ages and durations are counted back from the moment of the reply.
@@ -18,10 +18,11 @@ from netmon.estimate import PathReport
 
 
 class WatchLinks(msgspec.Struct, frozen=True):
-    """All links, as soon as there is news after `after_seq`, at the latest after `timeout_s`.
+    """Ask for all links. The answer comes as soon as there is news after `after_seq`, at the latest
+    after `timeout_s`.
 
-    News is a change of any link's condition, and new numbers of links with traffic about twice a
-    second. `sends_probes`: the caller will send the probes that a reply asks for.
+    News is a change of any link's condition and, about twice a second, new numbers of links with
+    traffic. `sends_probes`: the caller will send the probes that a reply asks for.
     """
 
     after_seq: int = 0
@@ -30,8 +31,8 @@ class WatchLinks(msgspec.Struct, frozen=True):
 
 
 class LinkFeed(msgspec.Struct, frozen=True):
-    """All links of an agent. `data_endpoint` is where it receives itself: what others' links to it
-    are named, unless they take a detour.
+    """All links of an agent. `data_endpoint` is the agent's own receiving address, by which the
+    links of others to it are named, unless they go through a proxy.
     """
 
     seq: int
@@ -40,8 +41,8 @@ class LinkFeed(msgspec.Struct, frozen=True):
 
 
 class SendLinkProbe(msgspec.Struct, frozen=True):
-    """Send a probe to the landing that a `ProbeLanding` has opened, and say how it went when it is
-    over. The link's estimate takes it in. After `lease_s` what was not acknowledged is given up.
+    """Send a probe to the landing that a `ProbeLanding` has opened, and answer when it is over. The
+    link's estimate takes the result in. After `lease_s` the probe is given up.
     """
 
     transfer_id: str
@@ -56,7 +57,9 @@ class SendLinkProbe(msgspec.Struct, frozen=True):
 
 
 class SendLinkProbeReply(msgspec.Struct, frozen=True):
-    """`duration_s`: from the first byte sent; 0 when none was. `error` "": all was acknowledged."""
+    """`duration_s` counts from the first byte sent; 0 when none was. `error` "": all bytes were
+    acknowledged.
+    """
 
     acked_bytes: int
     duration_s: float

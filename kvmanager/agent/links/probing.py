@@ -1,9 +1,9 @@
-"""Probes: bytes without meaning from one agent's sender to another's receiver, to measure the path.
+"""Probes: random bytes from one agent's sender to another's receiver, to measure the path.
 
-A probe takes the way of KVCache (the same port, connections, tuning, TLS, checksums) but is no
-transfer of the table and uses no arena: what is sent goes round in a small ring of memory, and
-where it lands nobody keeps it. It is sent behind the KVCache that requests wait for. Each end lives
-on a lease that `status` renews, so that a caller who goes away ends it; its memory is free then.
+A probe uses the same port, connections, tuning, TLS and checksums as KVCache. But it is no transfer
+of the table and uses no arena: the sender reads from a small ring of memory, and the receiver keeps
+nothing. It is sent behind the KVCache that requests wait for. Each end has a lease that `status`
+renews, so that it ends and frees its memory when its caller goes away.
 
 Use it on the agent's event loop; time is an argument.
 """
@@ -43,10 +43,10 @@ from transport import (
 RING_BYTES: Final = 32 << 20
 MAX_PROBE_BYTES: Final = 8 << 30
 MAX_PROBES: Final = 2
-"""At a time, of each role."""
+"""Most probes of each role at a time."""
 MAX_LEASE_S: Final = 60.0
 KEEP_S: Final = 30.0
-"""How long the end of a probe can be asked for."""
+"""Time for which an ended probe can still be asked for."""
 TENANT: Final = "probe"
 
 State = Literal["open", "complete", "failed", "cancelled"]
@@ -58,9 +58,9 @@ _STATES: Final[dict[TransferState, State]] = {
 
 
 class RingSpace:
-    """`nbytes` logical bytes that go round in `memory` (implements `transport.ByteSpace`).
+    """`nbytes` logical bytes that repeat `memory` (implements `transport.ByteSpace`).
 
-    To be read only: bytes a ring apart share memory.
+    Only for reading, because bytes at the distance of the ring's size share memory.
     """
 
     def __init__(self, memory: memoryview, nbytes: int) -> None:
@@ -81,8 +81,8 @@ class RingSpace:
 
 
 class SinkSpace:
-    """`nbytes` logical bytes that nobody keeps: each thread writes into memory of its own, so that
-    what it verifies is what it wrote (implements `transport.ByteSpace`).
+    """`nbytes` logical bytes that nobody keeps (implements `transport.ByteSpace`). Each thread
+    writes into memory of its own, so that it verifies the bytes that it wrote.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -114,7 +114,7 @@ class _Probe:
 
 
 class AgentProbes:
-    """The probes of one agent. Errors are those of the transfer table."""
+    """The probes of one agent. It raises the errors of the transfer table."""
 
     def __init__(self, io: TransferIo, config: TransportConfig, advertised: Endpoint) -> None:
         self._io = io
@@ -128,7 +128,7 @@ class AgentProbes:
         return sum(probe.space is not None for probe in self._of(role).values())
 
     def open_landing(self, request: ProbeLanding, now_s: float) -> ProbeLandingReply:
-        """Let one sender land `nbytes` nowhere. Raises NoArenaRoom, BadRequest."""
+        """Admit one sender to a landing that keeps nothing. Raises NoArenaRoom, BadRequest."""
         lease_s = self._admissible("landing", request.nbytes, request.lease_s)
         transfer_id, token, fingerprint = (secrets.token_bytes(size) for size in (16, 32, 32))
         space = SinkSpace(request.nbytes)
@@ -160,11 +160,13 @@ class AgentProbes:
         lease_s = self._admissible("send", nbytes, lease_s)
         if transfer_id in self._sends:
             raise BadRequest(f"probe {transfer_id.hex()} is being sent already")
-        # A placeholder while the content is made, so that the limit of probes holds meanwhile.
+        # A placeholder, so that the limit of probes counts this one while its content is made.
         empty = RingSpace(memoryview(b""), 0)
         probe = _Probe(nbytes, clock_s() + lease_s, empty, endpoint=endpoint)
         self._sends[transfer_id] = probe
         try:
+            # On a thread: making 32 MiB of random bytes takes tens of milliseconds. No codec makes
+            # them smaller.
             content = await asyncio.to_thread(os.urandom, RING_BYTES)
             if probe.state != "open":
                 raise UnknownTransfer(f"the probe has ended already: {probe.error}")
@@ -174,6 +176,7 @@ class AgentProbes:
             )
             listener = SendListener(self._io, self._send_ended, clock_s)
             probe.outgoing = self._io.open_probe(spec, probe.space, listener)
+        # Also when cancelled: the placeholder must not count as a probe.
         except BaseException:
             self._sends.pop(transfer_id, None)
             raise
@@ -183,7 +186,7 @@ class AgentProbes:
     def status(
         self, transfer_id: bytes, role: ProbeRole, lease_s: float, now_s: float
     ) -> ProbeStatusReply:
-        """How this end is doing; renews its lease. Raises UnknownTransfer, BadRequest."""
+        """The state of this end. Renews its lease. Raises UnknownTransfer, BadRequest."""
         probe = self._of(role).get(transfer_id)
         if probe is None:
             raise UnknownTransfer(
@@ -211,18 +214,19 @@ class AgentProbes:
         )
 
     def end(self, transfer_id: bytes, reason: str, now_s: float) -> bool:
-        """End both roles of this probe here; whether one was alive."""
+        """End both roles of this probe here. Returns whether one was alive."""
+        # A list: `any` of a generator would stop at the first role that was alive.
         ended = [self._cancel(role, transfer_id, reason, now_s) for role in _ROLES]
         return any(ended)
 
     def landing_failed(self, transfer_id: bytes, reason: str) -> None:
-        """Why the receiver gave a landing up, if it is a probe; `tick` notices that it did."""
+        """Note why the receiver gave up a landing, if it is a probe's. `tick` ends the probe."""
         probe = self._landings.get(transfer_id)
         if probe is not None and not probe.error:
             probe.error = reason
 
     def tick(self, now_s: float) -> None:
-        """End what has lost its caller, free what has ended."""
+        """End probes whose lease is over, and forget probes that have ended."""
         for role in _ROLES:
             probes = self._of(role)
             for transfer_id, probe in list(probes.items()):
@@ -277,6 +281,7 @@ class AgentProbes:
         if probe.outgoing is not None:
             probe.done_bytes = probe.outgoing.progress().acked_bytes
         if probe.state != "open":
+            # It was cancelled; only now do the sender's threads read the memory no more.
             probe.space = None
         elif error is None:
             self._over(probe, "complete", "", now_s)

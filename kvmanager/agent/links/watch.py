@@ -1,14 +1,14 @@
-"""Looks at the links of a node agent's sender, several times a second, and keeps what it sees.
+"""Samples the links of a node agent's sender, several times a second, and reports them.
 
-The shell around `netmon`: reads the sender and the network interfaces, feeds one `LinkMonitor` for
-each endpoint, shows Prometheus the reports and tells whoever watches. A link with transfers is
-looked at every `interval_s`, so is one that is not clear or has just become idle; the others are
-looked at about once a second.
+This is the shell around `netmon`. It reads the sender and the network interfaces, feeds one
+`LinkMonitor` for each endpoint, gives Prometheus the reports, and answers callers that watch. It
+samples a link every `interval_s` while the link has transfers, is not clear, or has just become
+idle, and otherwise about once a second.
 
-A link that is down and has no transfers would stay so for ever, since nobody would send through it:
-it is asked to connect again every few seconds, for `GIVE_UP_S` at most.
+A link that is down and has no transfers would stay down for ever, because nobody sends through it.
+So the sender is asked to connect again every few seconds, for at most `GIVE_UP_S`.
 
-Use it on the agent's event loop. It does not know transfers, nor what anybody does with the news.
+Use it on the agent's event loop. It does not know transfers, nor what callers do with reports.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ logger = logging.getLogger("prfaas.kvmanager.agent")
 
 IDLE_INTERVAL_S: Final = 1.0
 RECENT_S: Final = 3.0
-"""How long a link that has become idle is still looked at often."""
+"""Time for which a link that has become idle is still sampled every `interval_s`."""
 NEWS_S: Final = 0.5
-"""Least time between two pieces of news that are only new numbers."""
+"""Least time between two reports that have only new numbers."""
 SHOW_S: Final = 1.0
-"""How often Prometheus is shown new numbers."""
+"""Time between two updates of the Prometheus metrics."""
 RETRY_S: Final = 3.0
 GIVE_UP_S: Final = 600.0
 KEEP_S: Final = 900.0
-"""How long a link that the sender has closed is remembered."""
+"""Time for which a link that the sender has closed is remembered."""
 MAX_WATCH_S: Final = 60.0
 PROBER_S: Final = 30.0
-"""How long after a caller offered to send probes it is counted on."""
+"""Time for which a caller that offered to send probes is expected to do so."""
 
 
 class LinkSource(Protocol):
@@ -66,8 +66,8 @@ class LinkSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchSettings:
-    """`interval_s`: between two looks at a link with traffic. `probes`: whether to ask for probes
-    of idle links.
+    """`interval_s`: time between two samples of a link with traffic. `probes`: whether to ask for
+    probes of idle links.
     """
 
     interval_s: float = 0.2
@@ -77,25 +77,25 @@ class WatchSettings:
 
 @dataclass(slots=True)
 class _Watched:
-    """One endpoint. Times are the agent's clock."""
+    """The state of one endpoint. Times are the agent's clock."""
 
     monitor: LinkMonitor
     condition: LinkCondition = LinkCondition.CLEAR
     due_s: float = -math.inf
     used_s: float = -math.inf
-    """When it last had transfers."""
+    """When the link last had transfers."""
     known_s: float = -math.inf
-    """When the sender last had a link there."""
+    """When the sender last had a link to this endpoint."""
     down_s: float | None = None
     warmed_s: float = -math.inf
     state: LinkState | None = None
     earlier_acked_bytes: int = 0
-    """Acknowledged on links to this endpoint that the sender has closed."""
+    """Bytes acknowledged on earlier links to this endpoint, which the sender has closed."""
     probe_bytes: int = 0
 
 
 class LinkWatch:
-    """Looks at the links of one sender. `start` it, or call `look` by hand."""
+    """Samples the links of one sender. Call `start`, or call `look` for each round."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class LinkWatch:
         data_endpoint: str,
         clock_s: Callable[[], float],
     ) -> None:
-        """`data_endpoint`: where this agent receives itself."""
+        """`data_endpoint`: this agent's own receiving address."""
         self._source = source
         self._settings = settings
         self._metrics = LinkMetrics(registry)
@@ -121,11 +121,11 @@ class LinkWatch:
         self._looking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to look."""
+        """Begin to sample."""
         self._looking = start_task(self._keep_looking(), "look at links")
 
     async def close(self) -> None:
-        """Look no more. Idempotent."""
+        """Stop sampling. Idempotent."""
         looking, self._looking = self._looking, None
         if looking is not None:
             looking.cancel()
@@ -144,7 +144,7 @@ class LinkWatch:
         return self._feed(request, self._clock_s())
 
     def probed(self, endpoint: Endpoint, result: ProbeResult) -> None:
-        """Take in what became of a probe."""
+        """Take in the result of a probe."""
         watched = self._watched.get(endpoint)
         if watched is not None:
             watched.monitor.observe_probe(result, self._clock_s())
@@ -172,6 +172,7 @@ class LinkWatch:
                 interface = self._interface(endpoint.host, interfaces)
                 is_news |= self._look_at(endpoint, watched, interface, now_s)
                 watched.due_s = self._next_look_s(watched, now_s)
+            # A link in use reconnects by itself; an idle one would stay down until it is needed.
             self._reconnect(endpoint, watched, now_s, is_idle=endpoint in activity and not is_used)
         is_news |= self._ask_for_probes(now_s)
         if is_news:
@@ -188,10 +189,11 @@ class LinkWatch:
                 hosts = {endpoint.host for endpoint in self._watched}
                 for host in self._interfaces.keys() - hosts:
                     del self._interfaces[host]
-                for host in hosts - self._interfaces.keys():  # resolving may take its time
+                for host in hosts - self._interfaces.keys():
+                    # On a thread, because resolving a name may block.
                     self._interfaces[host] = await asyncio.to_thread(interface_to, host)
             except Exception:
-                # The next look may well succeed, and routing would go blind without it.
+                # The next round may succeed, and routing depends on the reports.
                 logger.exception("a look at the links failed")
             await asyncio.sleep(aligned_delay_s(self._settings.interval_s, time.monotonic()))
 
@@ -202,9 +204,10 @@ class LinkWatch:
         interface: InterfaceSample | None,
         now_s: float,
     ) -> bool:
-        """Whether its condition has changed."""
+        """Sample one link. Returns whether its condition has changed."""
         state, before = self._source.link_state(endpoint), watched.state
         if before is not None and (state is None or state.acked_bytes < before.acked_bytes):
+            # The sender closed the link and opened a new one, whose counter began at 0.
             watched.earlier_acked_bytes += before.acked_bytes
         watched.state = state
         sample = link_sample(str(endpoint), state, watched.earlier_acked_bytes, interface)
@@ -222,11 +225,11 @@ class LinkWatch:
         return True
 
     def _next_look_s(self, watched: _Watched, now_s: float) -> float:
-        """When to look again although it has no transfers."""
+        """The time of the next sample of a link without transfers."""
         is_clear = watched.condition is LinkCondition.CLEAR
         is_recent = now_s - watched.used_s < RECENT_S or not is_clear
         interval_s = self._settings.interval_s
-        # A little early, because looks themselves are `interval_s` apart.
+        # Half an interval early, because rounds are `interval_s` apart: the next round is in time.
         return now_s + (0.0 if is_recent else max(interval_s, IDLE_INTERVAL_S) - interval_s / 2)
 
     def _reconnect(
@@ -240,7 +243,7 @@ class LinkWatch:
             self._source.warm(endpoint)
 
     def _ask_for_probes(self, now_s: float) -> bool:
-        """Whether a probe is due that somebody can be asked for."""
+        """Ask each link's planner for a probe. Returns whether a caller must be asked for one."""
         if not self._settings.probes or now_s - self._asked_s < 1.0:
             return False
         self._asked_s = now_s
@@ -254,7 +257,7 @@ class LinkWatch:
     def _interface(
         self, host: str, read: dict[str, InterfaceSample | None]
     ) -> InterfaceSample | None:
-        """`read`: what was read in this round."""
+        """The interface to a host. `read` holds the interfaces already read in this round."""
         name = self._interfaces.get(host)
         if name is None:
             return None
@@ -273,7 +276,7 @@ class LinkWatch:
 
     def _report(self, watched: _Watched, request: WatchLinks, now_s: float) -> PathReport:
         report = watched.monitor.report(now_s)
-        # Whoever sends no probes must not take the order for one away.
+        # A caller that sends no probes must not take away the request for one.
         if request.sends_probes:
             report = msgspec.structs.replace(report, probe_bytes=watched.probe_bytes)
             watched.probe_bytes = 0  # one caller sends it
@@ -294,9 +297,10 @@ def link_sample(
     earlier_acked_bytes: int = 0,
     interface: InterfaceSample | None = None,
 ) -> LinkSample:
-    """What the sender's `state` says of a link; None: it has none now, which is idle.
+    """The sample of a link, from the sender's `state`; None: the sender has no link now, so it is
+    idle.
 
-    `earlier_acked_bytes`: of links to the same place that it had before.
+    `earlier_acked_bytes`: acknowledged on earlier links to the same endpoint.
     """
     idle = LinkSample(link=link, acked_bytes=earlier_acked_bytes, interface=interface)
     if state is None:
@@ -308,6 +312,6 @@ def link_sample(
         connections=standing,
         queued_bytes=backlog.queued_bytes,
         acked_bytes=earlier_acked_bytes + state.acked_bytes,
-        # A first connection that is still being made is no trouble.
+        # Without any trouble so far, the first connection may still be on its way.
         is_up=bool(standing) or not state.trouble,
     )

@@ -1,4 +1,4 @@
-"""Names the blocks of one engine's requests in the prefix cache.
+"""Computes the keys of one engine's requests in the prefix cache.
 
 A block's key must be the same in every engine that would compute the same bytes for it, and in no
 other. Reads vLLM's configuration and requests; knows nothing of agents, memory or steps.
@@ -25,21 +25,22 @@ LOSSY_SALT = f"\0lossy-{secrets.token_hex(8)}"
 
 
 def namespace_of(vllm_config: VllmConfig, layout: KVLayout) -> bytes:
-    """What all keys of this engine start from; empty when its KVCache must not be shared.
+    """The start of all keys of this engine; empty when its KVCache must not be shared.
 
     The layout has the weights, the configuration with all overrides, and the cache's data types.
-    What an engine does to its weights as it loads them is added.
+    The quantisation that the engine applies to its weights as it loads them is added.
     """
     cache = vllm_config.cache_config
     if not cache.enable_prefix_caching or getattr(cache, "calculate_kv_scales", False):
-        # Scales that an engine measures on its first requests are its own.
+        # With calculate_kv_scales vLLM measures scales on its first requests, so the same tokens
+        # have other bytes in every engine.
         return b""
     quantization = str(vllm_config.model_config.quantization)
     return blake3(layout.fingerprint() + quantization.encode()).digest(NAMESPACE_BYTES)
 
 
 def may_be_cached(request: Request) -> bool:
-    """Whether the keys say all that the request's KVCache depends on, for as long as it runs."""
+    """Whether the keys cover everything that the request's KVCache depends on while it runs."""
     return (
         request.prompt_token_ids is not None
         and request.prompt_embeds is None
@@ -71,7 +72,7 @@ class RequestKeys:
         self.extend(request.all_token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Add the keys of further blocks that these tokens, the request's from its first, fill."""
+        """Add the keys of further full blocks; `token_ids` are all of the request's tokens."""
         known = len(self.keys)
         if len(token_ids) // self._block_tokens <= known:
             return
@@ -80,12 +81,12 @@ class RequestKeys:
         self.keys += block_keys(rest, self._block_tokens, self.before(known), extras)
 
     def before(self, block: int) -> bytes:
-        """The key that the key of `block` is chained to."""
+        """The key to which the key of `block` is chained."""
         return self.keys[block - 1] if block else self.root
 
 
 def _extras(features: Sequence[Any], block_tokens: int) -> dict[int, bytes]:
-    """For each block that multimodal inputs touch: which they are and where each begins."""
+    """For each block that multimodal inputs touch: their identifiers, and where each begins."""
     extras: dict[int, bytes] = {}
     for feature in features:
         place = feature.mm_position

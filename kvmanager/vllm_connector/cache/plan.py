@@ -1,6 +1,6 @@
-"""Which parts of a prompt's blocks to keep in the prefix cache, and which engine pages they are.
+"""Chooses the parts of a prompt's blocks for the prefix cache, and finds their engine pages.
 
-Pure: block tables and numbers in, block ids out. Knows no agent, handle or request.
+Pure: it maps block tables and numbers to block ids. Knows no agent, handle or request.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def prompt_boundaries(
 ) -> list[int]:
     """The boundaries of a prompt, in blocks, whose windows and states are worth keeping.
 
-    Only those behind `after_tokens`, where the request resumes. A prompt of whole blocks has two
-    ends: the next turn continues behind its last token, but the same prompt asked again resumes a
-    block earlier, because its last token is always computed.
+    Only boundaries behind `after_tokens`, where the request resumes, are considered. A prompt of
+    whole blocks has two ends: the next turn continues behind its last token, but the same prompt
+    resumes a block earlier when it comes again, because vLLM always computes its last token.
     """
     ends = {num_tokens // block_tokens, (num_tokens - 1) // block_tokens}
     return [
@@ -56,17 +56,18 @@ def wanted_parts(
 
 
 def window_reach(shape: CacheShape) -> int:
-    """How many blocks the longest window of a boundary reaches back over."""
+    """The number of blocks that the longest window reaches back over from a boundary."""
     windows = (i for i, part in enumerate(shape.parts) if part.kind is PartKind.WINDOW)
     return max((shape.reach(part) or 0 for part in windows), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class StepTables:
-    """What one request's block tables hold once a step's forward pass is over.
+    """One request's block tables after a step's forward pass.
 
-    state_ends: boundaries that steps ended at, this one's end among them, in tokens.
-    offered: (group, boundary in tokens) -> the block in which vLLM says that state is.
+    state_ends: boundaries in tokens at which steps ended, including this step's end.
+    offered: (group, boundary in tokens) -> the block of that state, as vLLM says
+        (`SchedulerOutput.kv_connector_block_state.boundary_state_offloads`).
     """
 
     tables: Tables
@@ -76,9 +77,9 @@ class StepTables:
 
 
 class CachePages:
-    """The engine's pages of cached blocks. `state_index(group, tokens)` is where in a recurrent
-    group's table the state after so many tokens is; `state_tokens[group]` are the tokens of one
-    block of that table.
+    """The engine's pages of cached blocks. `state_index(group, tokens)` is the index in a recurrent
+    group's table of the state after that many tokens. `state_tokens[group]` is the number of tokens
+    of one block of that table.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class CachePages:
     def to_load(
         self, block: int, part: int, tables: Tables, *, num_tokens: int, local_tokens: int
     ) -> tuple[list[int], ...]:
-        """Pages to fill for resuming at `num_tokens`; none that the engine's own cache holds."""
+        """Pages to fill for resuming at `num_tokens`, without those in the engine's own cache."""
         return tuple(
             [tables[group][self.state_index(group, num_tokens)]]
             if self._groups[group].kind is KVKind.RECURRENT
@@ -105,10 +106,10 @@ class CachePages:
         )
 
     def to_store(self, block: int, part: int, step: StepTables) -> tuple[list[int], ...] | None:
-        """Pages that hold the part after the step; None when not all of them are there any more.
+        """Pages that hold the part after the step; None when some are not there any more.
 
-        Of a window that is shorter than the block only the pages that resuming at the block's end
-        needs: resuming later needs fewer, and in between is no boundary.
+        A window that is shorter than the block needs only the pages for resuming at the block's
+        end: resuming later needs fewer, and there is no boundary in between.
         """
         boundary = (block + 1) * self._shape.block_tokens
         pages = tuple(
@@ -131,9 +132,11 @@ class CachePages:
         return tables[group_index][first : (block + 1) * num_pages]
 
     def _state(self, group: int, boundary: int, step: StepTables) -> list[int]:
-        """The block of the state at `boundary`, which is in it if a step ended there: then later
-        steps work in blocks of their own. Where vLLM offers the block it may be another, or be
-        there without such a step, written inside the forward pass.
+        """The block of the state at `boundary`.
+
+        If a step ended there, the state stays in its block, because later steps use other blocks.
+        vLLM may also offer a block, which may be another one, or hold a state that was written
+        inside a forward pass.
         """
         offered = step.offered.get((group, boundary))
         if offered is not None:

@@ -1,4 +1,4 @@
-"""What the scheduler's side knows about one request and the prefix cache. Values, no rules."""
+"""The scheduler side's records of requests that use the prefix cache. Values, no rules."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ MAX_STATE_ENDS = 4
 
 
 class Stage(Enum):
-    """From a request's arrival to its first step.
+    """The stages of a request from its arrival to its first step.
 
     LANDING    its KVCache comes from elsewhere; the cache is asked only if that fails
-    FINDING    the agent was asked what it has
-    HOLDING    it answered; others are to be scheduled first
-    RESERVING  memory for what the agent lacks was asked for
-    READY      may be scheduled
-    LOADING    what was found is copied into the engine
-    RUNNING    was scheduled, or needs nothing of the cache any more
+    FINDING    the agent was asked for the cached prefix
+    HOLDING    the agent has answered; other requests must be scheduled first
+    RESERVING  memory for blocks that the agent lacks was asked for
+    READY      it may be scheduled
+    LOADING    the cached prefix is being copied into the engine
+    RUNNING    it was scheduled, or needs nothing of the cache any more
     """
 
     LANDING = auto()
@@ -48,10 +48,10 @@ class Find:
 
 @dataclass(slots=True)
 class Store:
-    """Memory asked for under one handle.
+    """Memory that was asked for under one handle.
 
-    slots: what of it is still to be filled, by block; None: not answered yet.
-    handed_over: the workers know the handle, so that it is theirs to end.
+    slots: the slots that are not yet filled, by block; None: the agent has not answered yet.
+    handed_over: the workers know the handle, so that only they may end it.
     """
 
     handle: int
@@ -66,13 +66,13 @@ class Tracked:
     """One request.
 
     kv_blocks: leading blocks whose KV the agent has, or is about to have.
-    hit_tokens: the prefix that the agent's answer can resume.
-    branch_tokens: where the prompt parts from what is cached, if it does.
-    num_tokens: of the prompt, and of the answer so far where it lost its blocks once.
-    waits_since_s: since when it could have been scheduled (HOLDING, RESERVING); 0: could not yet.
+    hit_tokens: length of the prefix that can be resumed from the agent's answer.
+    branch_tokens: length at which the prompt parts from cached ones, if it does.
+    num_tokens: length of the prompt, plus the answer so far if the request lost its blocks once.
+    waits_since_s: time from which on it could have been scheduled (HOLDING, RESERVING); 0: not yet.
     is_planned: memory for the prompt was asked for.
-    asked_blocks: blocks for whose parts memory was asked for, or will not be.
-    state_ends: the last boundaries that steps ended at, in tokens.
+    asked_blocks: number of blocks for which the question of memory is settled.
+    state_ends: the last boundaries at which steps ended, in tokens.
     """
 
     request: Request
@@ -90,7 +90,7 @@ class Tracked:
     state_ends: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_STATE_ENDS))
 
     def restart(self) -> None:
-        """As if it came now: at its arrival, and when it lost its blocks."""
+        """Begin anew: at the request's arrival, and when it has lost its blocks."""
         self.stage, self.waits_since_s = Stage.READY, 0.0
         self.kv_blocks = self.hit_tokens = 0
         self.branch_tokens = None
@@ -101,7 +101,8 @@ class Tracked:
         self.state_ends.clear()
 
     def note_step(self, computed_tokens: int, end_tokens: int) -> None:
-        """A step that computes [computed_tokens, end_tokens)."""
+        """Note a step that computes [computed_tokens, end_tokens)."""
+        # A smaller start means that the request resumed elsewhere, so older ends do not count.
         if self.state_ends and computed_tokens < self.state_ends[-1]:
             self.state_ends.clear()
         for tokens in (computed_tokens, end_tokens):

@@ -1,11 +1,12 @@
-"""The prefix cache as vLLM's scheduler process uses it: what to load, what to store, and when.
+"""The prefix cache in vLLM's scheduler process: decides what to load, what to store, and when.
 
-A request's life: the agent is asked what it has of the prompt (`CacheFind`), then for memory for
-what it lacks (`CacheReserve`), both before the request is scheduled, because window pages and
-recurrent states are there only about the step that computes them. What was found beyond the
-engine's own prefix cache is loaded; after each step the workers are told which parts are complete.
+The agent is asked for the cached prefix of a request (`CacheFind`), and then for memory for the
+blocks that it lacks (`CacheReserve`). Both happen before the request is scheduled, because window
+pages and recurrent states exist only around the step that computes them. The cached prefix is
+loaded as far as it goes beyond the engine's own prefix cache. After each step the workers are told
+which parts are complete.
 
-The cache is a help and never a need. Waiting for the agent is bounded, every failure ends only one
+An engine never depends on this cache. Waiting for the agent is bounded, a failure ends only one
 request's use of the cache, and nothing is raised into the engine.
 
 Answers of the agent arrive on the client's thread, everything else on the scheduler's; `_lock`
@@ -43,8 +44,9 @@ DEFAULT_MIN_LOAD_TOKENS: Final = 64
 RESERVE_TIMEOUT_S: Final = 0.25
 HOLD_TIMEOUT_S: Final = 1.0
 MAX_AHEAD_BLOCKS: Final = 1024
-"""Memory is asked for before its request is scheduled, but not for a whole queue of requests: that
-would keep the cache from everybody else. So many blocks are more than one step computes."""
+"""Most blocks for which memory is asked before their requests are scheduled; more than one step
+computes. Memory for a whole queue of requests would keep the cache from all others.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class PrefixCacheOptions:
 
 
 class CacheScheduler:
-    """All requests' use of the prefix cache. `agent_said` is set with every answer."""
+    """The use of the prefix cache by all requests. Every answer of the agent sets `agent_said`."""
 
     def __init__(
         self,
@@ -69,28 +71,25 @@ class CacheScheduler:
         pages: CachePages,
         options: PrefixCacheOptions,
         agent_said: threading.Event,
+        client: EngineClient,
     ) -> None:
         self._block_tokens = shape.block_tokens
         self._has_states = shape.state_part is not None
         self._pages = pages
         self._options = options
         self._agent_said = agent_said
-        self._client: EngineClient | None = None
+        self._client = client
         self._lock = threading.RLock()
-        # A restarted engine has its predecessor's name; its handles must be new all the same.
+        # Handles begin at the time, because a restarted engine has the name of the one before it,
+        # and the agent may still hold that one's handles.
         self._handles = itertools.count(time.time_ns() // 1000)
-        self._stores = CacheStores(shape, pages, self._handles)
+        self._stores = CacheStores(shape, pages, self._handles, client)
         self._tracked: dict[str, Tracked] = {}
         self._finds: dict[int, Tracked] = {}
         self._ahead: dict[str, int] = {}
         self._loading: dict[str, Find] = {}
         self._adapters = Adapters()
         self.is_stopped = False
-
-    def connect(self, client: EngineClient) -> None:
-        """Use this client from now on."""
-        self._client = client
-        self._stores.connect(client)
 
     # Events of the agent, on the client's thread.
 
@@ -100,7 +99,7 @@ class CacheScheduler:
             self._stores.epoch = welcome.arena_epoch
 
     def on_disconnected(self) -> None:
-        """Nothing of what the agent said holds any more. The workers end what they know of."""
+        """Forget all answers, which do not hold any more. The workers end the handles they know."""
         with self._lock:
             self._stores.placement = None
             self._finds.clear()
@@ -129,8 +128,9 @@ class CacheScheduler:
     # vLLM's scheduler, in the order of a request's life.
 
     def add(self, request: Request, *, landing_tokens: int = 0) -> None:
-        """A new request. `landing_tokens` of it come from a landing, of which the agent keeps the
-        full blocks."""
+        """A new request. `landing_tokens` of it come from a landing, whose full blocks the agent
+        copies into the cache by itself.
+        """
         if self.is_stopped or not self._options.namespace or not may_be_cached(request):
             return
         with self._sheltered(request.request_id):
@@ -159,7 +159,7 @@ class CacheScheduler:
         return matched
 
     def load(self, request: Request, tables: Tables, num_tokens: int) -> CachedParts | None:
-        """Where to copy the last `num_tokens` of what `matched` offered; None: it is gone."""
+        """The pages for the last `num_tokens` that `matched` offered; None: the source is gone."""
         parts: CachedParts | None = None
         with self._sheltered(request.request_id):
             tracked = self._tracked.get(request.request_id)
@@ -171,17 +171,17 @@ class CacheScheduler:
         return parts
 
     def loaded(self, request_id: str) -> None:
-        """A load is over, well or not: its source is not read any more."""
+        """A load has ended, successfully or not, so its source is not read any more."""
         with self._lock:
             find = self._loading.pop(request_id, None)
             if find is not None:
-                self._client_or_raise.cache_free(find.handle)
+                self._client.cache_free(find.handle)
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.stage is Stage.LOADING:
                 tracked.stage = Stage.READY
 
     def preempted(self, request_id: str) -> None:
-        """It lost its blocks and waits again; the agent may have kept most of them."""
+        """The request lost its blocks and waits again. The agent may have most of them."""
         with self._sheltered(request_id):
             tracked = self._tracked.get(request_id)
             if tracked is not None:
@@ -197,9 +197,9 @@ class CacheScheduler:
         tables: Callable[[], Tables | None],
         offered: Mapping[tuple[int, int], int],
     ) -> list[StoreStep]:
-        """The request computes [computed_tokens, end_tokens): what to store behind that.
+        """The stores behind a step in which the request computes [computed_tokens, end_tokens).
 
-        `tables` are asked for only when needed; see `StepTables` for `offered`.
+        `tables` is called only when needed; `StepTables` explains `offered`.
         """
         steps: list[StoreStep] = []
         with self._sheltered(request_id):
@@ -212,7 +212,7 @@ class CacheScheduler:
         return steps
 
     def take_ended(self) -> list[StoreStep]:
-        """Handles that the workers know and that get nothing more."""
+        """Take the last steps of handles that the workers know and that need no more copies."""
         with self._lock:
             return self._stores.take_ended()
 
@@ -222,7 +222,7 @@ class CacheScheduler:
             self._drop(request_id)
 
     def stop(self) -> None:
-        """Neither load nor store from now on: keys do not say any more what the engine computes."""
+        """Stop loading and storing: the keys do not identify the engine's KVCache any more."""
         with self._lock:
             self.is_stopped = True
             for request_id in list(self._tracked):
@@ -231,7 +231,7 @@ class CacheScheduler:
     # From arrival to the first step.
 
     def _find(self, tracked: Tracked) -> None:
-        # The last token is always computed, so what ends with it is of no use.
+        # vLLM always computes the last token, so a cached block that ends with it is of no use.
         num_blocks = min((tracked.num_tokens - 1) // self._block_tokens, MAX_CACHE_BLOCKS)
         keys = tracked.keys.keys[:num_blocks]
         reads = self._options.loads and not tracked.request.skip_reading_prefix_cache
@@ -240,7 +240,7 @@ class CacheScheduler:
             find = Find(next(self._handles), time.monotonic())
             self._finds[find.handle] = tracked
             tracked.find, tracked.stage = find, Stage.FINDING
-            if self._client_or_raise.cache_find(find.handle, keys):
+            if self._client.cache_find(find.handle, keys):
                 return
             del self._finds[find.handle]
             tracked.find = None
@@ -255,7 +255,9 @@ class CacheScheduler:
         self._reserve(tracked)
 
     def _reserve(self, tracked: Tracked) -> None:
-        """Ask for memory for what the prompt will compute, if others have not asked for much."""
+        """Ask for memory for the blocks that the prompt will compute, unless others have asked for
+        much.
+        """
         num_blocks = len(tracked.keys.keys) - tracked.kv_blocks
         if self._ahead and sum(self._ahead.values()) + num_blocks > MAX_AHEAD_BLOCKS:
             tracked.stage = Stage.HOLDING
@@ -267,7 +269,7 @@ class CacheScheduler:
             self._ahead[tracked.request.request_id] = num_blocks
 
     def _advance(self, tracked: Tracked) -> bool:
-        """Whether the request has waited enough to be scheduled."""
+        """Whether the request may be scheduled now, since its answers are here or took too long."""
         now_s = time.monotonic()
         if tracked.stage is Stage.LANDING:
             tracked.restart()
@@ -293,9 +295,10 @@ class CacheScheduler:
     def _offer(self, tracked: Tracked, num_computed_tokens: int) -> int:
         resumed_tokens = max(tracked.hit_tokens, num_computed_tokens)
         if self._has_states and (tracked.branch_tokens or 0) > resumed_tokens:
-            # Where vLLM's own cache sees two prompts part it ends a step, so that the state is
-            # there to be kept (its "shared prefix boundary"). This is one it cannot see. vLLM sets
-            # the attribute anew before each call of `get_num_new_matched_tokens`.
+            # vLLM ends a step where two prompts in its own cache part ("shared prefix boundary"),
+            # so that the state there can be kept. It cannot see where this prompt parts from the
+            # agent's cache, so that boundary is set here. vLLM sets the attribute again before each
+            # call of `get_num_new_matched_tokens`.
             request = tracked.request
             known_tokens = getattr(request, "shared_prefix_boundary", 0)
             request.shared_prefix_boundary = max(known_tokens, tracked.branch_tokens or 0)
@@ -322,7 +325,7 @@ class CacheScheduler:
         return CachedParts(self._stores.epoch, tracked.find.asked_s, tuple(parts))
 
     def _begin(self, tracked: Tracked) -> None:
-        """It is scheduled: what it found is loaded or not wanted."""
+        """The request is scheduled: its cached prefix is loaded by now, or not wanted."""
         if tracked.stage is Stage.RUNNING:
             return
         tracked.stage = Stage.RUNNING
@@ -334,10 +337,10 @@ class CacheScheduler:
     # Ends.
 
     def _free(self, tracked: Tracked) -> None:
-        """Let go of what was found, or of the answer that is yet to come."""
+        """Free the cached prefix, or the answer that is yet to come."""
         if tracked.find is not None:
             self._finds.pop(tracked.find.handle, None)
-            self._client_or_raise.cache_free(tracked.find.handle)
+            self._client.cache_free(tracked.find.handle)
         tracked.find = None
 
     def _end(self, tracked: Tracked) -> None:
@@ -352,7 +355,7 @@ class CacheScheduler:
 
     @contextlib.contextmanager
     def _sheltered(self, request_id: str) -> Iterator[None]:
-        """Hold the lock; an error ends the request's use of the cache and nothing else."""
+        """Hold the lock. An error ends the request's use of the cache and nothing else."""
         with self._lock:
             try:
                 yield
@@ -360,8 +363,3 @@ class CacheScheduler:
                 logger.exception("request %s goes on without the prefix cache", request_id)
                 with contextlib.suppress(Exception):
                     self._drop(request_id)
-
-    @property
-    def _client_or_raise(self) -> EngineClient:
-        assert self._client is not None, "connect() comes first"
-        return self._client

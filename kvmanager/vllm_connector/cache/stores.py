@@ -1,9 +1,9 @@
-"""What of a request's KVCache goes into the prefix cache: from asking for memory to the last part.
+"""Stores requests' KVCache in the prefix cache, from asking for memory to the last part.
 
-A handle begins with `CacheReserve` and its answer names memory. As steps complete blocks, the
-workers are told what to copy; they end the handle with the last part. What they never heard of is
-taken back with `CacheCancel`. A part that is complete but not in the engine's pages (any more) is
-left out: it is lost to the cache and to nobody else.
+A handle begins with `CacheReserve`, and its answer names memory. As steps complete blocks, the
+workers are told what to copy, and end the handle with the last part. A handle that they never heard
+of is cancelled with `CacheCancel`. A complete part that is not in the engine's pages any more is
+left out, and then misses only in the cache.
 
 Does not know finding, loading or waiting. Its owner's lock guards it.
 """
@@ -32,16 +32,19 @@ from kvmanager.vllm_connector.cache.requests import Store, Tracked
 from kvmanager.vllm_connector.metadata import CachedParts, PartPages, StoreStep
 
 MAX_PARTS_PER_HANDLE: Final = 128
-"""So much memory is given, and evicted for it, in one turn of the agent's event loop: some 5 ms."""
+"""The agent gives this much memory, and evicts for it, in one turn of its event loop of some 5 ms.
+"""
 
 
 class CacheStores:
-    """All handles of one engine that memory was asked for under.
+    """All handles of one engine under which memory was asked for.
 
-    `placement` and `epoch` are the connected agent's; without a placement nothing is asked for.
+    `placement` and `epoch` are the connected agent's. Without a placement nothing is asked for.
     """
 
-    def __init__(self, shape: CacheShape, pages: CachePages, handles: Iterator[int]) -> None:
+    def __init__(
+        self, shape: CacheShape, pages: CachePages, handles: Iterator[int], client: EngineClient
+    ) -> None:
         self.placement: StatePlacement | None = None
         self.epoch = ""
         self._shape = shape
@@ -49,16 +52,12 @@ class CacheStores:
         self._handles = handles
         self._has_only_kv = shape.parts[-1].kind is PartKind.KV
         self._reach = max(1, window_reach(shape))
-        self._client: EngineClient | None = None
+        self._client = client
         self._stores: dict[int, Store] = {}
         self._ended: list[StoreStep] = []
 
-    def connect(self, client: EngineClient) -> None:
-        """Use this client from now on."""
-        self._client = client
-
     def reserve_prompt(self, tracked: Tracked) -> None:
-        """Ask for memory for what the prompt will compute and the agent lacks."""
+        """Ask for memory for the parts that the prompt will compute and the agent lacks."""
         tracked.is_planned = True
         num_blocks = min(len(tracked.keys.keys), MAX_CACHE_BLOCKS)
         if self.placement is None or not num_blocks:
@@ -76,9 +75,9 @@ class CacheStores:
             self._reserve(tracked, parts[start : start + MAX_PARTS_PER_HANDLE])
 
     def reserve_answer(self, tracked: Tracked, end_tokens: int) -> None:
-        """Ask for memory for the blocks of the answer that are full behind `end_tokens`.
+        """Ask for memory for the answer's blocks that are full at `end_tokens`.
 
-        With asynchronous scheduling a step's tokens may not be known yet; a later step asks then.
+        With asynchronous scheduling a step's tokens may not be known yet. A later step asks then.
         """
         token_ids = tracked.request.all_token_ids
         known_blocks = min(end_tokens, len(token_ids)) // self._shape.block_tokens
@@ -98,8 +97,9 @@ class CacheStores:
         return (block + 1) * self._shape.block_tokens
 
     def _replaced(self, tracked: Tracked, block: int, placement: StatePlacement) -> bytes:
-        """The key of the answer's last block whose windows and state serve no end any more; the
-        windows of this end reach back over the blocks between."""
+        """The key of the answer's last block whose windows and state no end needs any more. The
+        windows of the present end reach back over the blocks in between.
+        """
         if self._has_only_kv:
             return b""
         old = block - self._reach
@@ -111,7 +111,7 @@ class CacheStores:
         first, last = parts[0][0], parts[-1][0]
         store = Store(next(self._handles), first, time.monotonic())
         self._stores[store.handle] = store
-        is_sent = self._client_or_raise.cache_reserve(
+        is_sent = self._client.cache_reserve(
             store.handle,
             tracked.keys.keys[first : last + 1],
             [(block - first, part) for block, part in parts],
@@ -125,8 +125,9 @@ class CacheStores:
             del self._stores[store.handle]
 
     def answered(self, slots: CacheSlots) -> None:
-        """The agent's answer; without any slot the handle is over."""
+        """Take the agent's answer. Without any slot the handle is over."""
         store = self._stores.get(slots.handle)
+        # None: the request ended before the answer came, and its handle was cancelled.
         if store is None:
             return
         store.slots = deque(sorted(slots.slots, key=lambda slot: slot[:2]))
@@ -140,7 +141,9 @@ class CacheStores:
         tables: Callable[[], Tables | None],
         offered: Mapping[tuple[int, int], int],
     ) -> list[StoreStep]:
-        """What a step that ends at `end_tokens` completes; `tables` are called only if it does."""
+        """The stores that a step completes that ends at `end_tokens`. `tables` is called only if
+        there are any.
+        """
         full_blocks = end_tokens // self._shape.block_tokens
         ready = [
             store
@@ -163,7 +166,7 @@ class CacheStores:
             tracked.stores.remove(store)
             is_open = self._stores.pop(store.handle, None) is not None
             if is_open and not parts and not store.handed_over:
-                self._client_or_raise.cache_cancel(store.handle)
+                self._client.cache_cancel(store.handle)
         if parts or (is_last and store.handed_over):
             return self._step(store, parts, is_last=is_last)
         return None
@@ -185,22 +188,17 @@ class CacheStores:
         return StoreStep(store.handle, CachedParts(self.epoch, store.asked_s, parts), is_last)
 
     def end(self, tracked: Tracked) -> None:
-        """Nothing more of this request is stored."""
+        """Store nothing more of this request, and end its handles."""
         for store in tracked.stores:
             if self._stores.pop(store.handle, None) is None:
                 continue
             if store.handed_over:
                 self._ended.append(self._step(store, (), is_last=True))
             else:
-                self._client_or_raise.cache_cancel(store.handle)
+                self._client.cache_cancel(store.handle)
         tracked.stores.clear()
 
     def take_ended(self) -> list[StoreStep]:
-        """Handles that the workers know and that get nothing more."""
+        """Take the last steps of handles that the workers know and that need no more copies."""
         ended, self._ended = self._ended, []
         return ended
-
-    @property
-    def _client_or_raise(self) -> EngineClient:
-        assert self._client is not None, "connect() comes first"
-        return self._client

@@ -1,8 +1,8 @@
-"""The prefix cache in a vLLM worker: copies parts of cached blocks in, and complete ones out.
+"""The prefix cache in a vLLM worker: copies cached parts into the engine, and complete ones out.
 
-All blocks of one layer are copied with one call, whose bytes are gathered from wherever the parts
-lie. A store that fails, or that came over an older connection to the agent, writes nothing more and
-says so; a load that fails makes the engine compute the prompt.
+One call copies all blocks of one layer, and gathers the bytes from the places of the parts. A store
+that fails, or whose memory came over an older connection to the agent, writes nothing more and says
+so. When a load fails, the engine computes the prompt.
 
 Does not know which parts are worth keeping, nor when.
 """
@@ -59,9 +59,9 @@ class JoinedSpace:
 
 @dataclass(slots=True)
 class Writing:
-    """One handle. `ended`: nothing more is begun; `closed`: nor will the scheduler name it again.
+    """One handle. `ended`: no copy begins any more; `closed`: the scheduler does not use it again.
 
-    The agent is told that we are done with the handle only behind its last copy.
+    The agent is told that this rank is done with the handle only after its last copy.
     """
 
     num_copying: int = 0
@@ -71,7 +71,7 @@ class Writing:
 
 @dataclass(frozen=True, slots=True)
 class LayerCopy:
-    """The pages of one layer that are copied together, and their bytes in the arena."""
+    """Pages of one layer that are copied together, and their bytes in the arena."""
 
     layer: str
     block_ids: list[int]
@@ -79,41 +79,46 @@ class LayerCopy:
 
 
 class CacheWorker:
-    """Called by `WorkerSide`; `stats` answers with the counters of the running interval."""
+    """Called by `WorkerSide`. `pages` are the engine's by layer name. `stats` returns the counters
+    of the running interval.
+    """
 
-    def __init__(self, layout: KVLayout, tp_rank: int, stats: Callable[[], TransferStats]) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        tp_rank: int,
+        client: EngineClient,
+        access: ArenaAccess,
+        pages: Mapping[str, LayerPages],
+        *,
+        stats: Callable[[], TransferStats],
+    ) -> None:
         self._layout = layout
         self._shape = CacheShape.of(layout)
         self._tp_rank = tp_rank
         self._stats = stats
-        self._client: EngineClient | None = None
-        self._access: ArenaAccess | None = None
-        self._pages: Mapping[str, LayerPages] = {}
+        self._client = client
+        self._access = access
+        self._pages = pages
         self._lock = threading.Lock()
         self._connected_at_s = math.inf
         self._writing: dict[int, Writing] = {}
-        # Taken by the thread that ends copies: never held while a copier is called.
+        # The thread that ends copies takes this lock, so it must not be held while a copier is
+        # called, whose `drain` waits for that thread.
         self._writing_lock = threading.Lock()
-
-    def connect(
-        self, client: EngineClient, access: ArenaAccess, pages: Mapping[str, LayerPages]
-    ) -> None:
-        """Use these from now on: the agent, its arena, and the engine's pages by layer name."""
-        self._client, self._access, self._pages = client, access, pages
 
     def on_connected(self) -> None:
         with self._lock:
             self._connected_at_s = time.monotonic()
 
     def on_disconnected(self) -> None:
-        """What the agent gave may belong to others soon. Waits until nothing writes into it."""
+        """Wait until nothing writes into the arena, whose memory the agent may soon use again."""
         with self._lock:
             self._connected_at_s = math.inf
-            if self._access is not None:
-                self._access.drain()
+            self._access.drain()
 
     def store(self, steps: Sequence[StoreStep]) -> None:
-        """Copy what these name; the agent is told when the copies are over."""
+        """Copy the parts of these steps. The agent is told when the copies have ended."""
         for step in steps:
             try:
                 with self._lock:
@@ -142,13 +147,14 @@ class CacheWorker:
         try:
             for copy in copies[:-1]:
                 copier.store(self._pages[copy.layer], copy.block_ids, copy.space, 0, _nothing)
-            # Copies end in the order in which they begin: behind the last one all are over.
+            # Copies end in the order in which they begin, so after the last one all have ended.
             last = copies[-1]
             pages = self._pages[last.layer]
             copier.store(
                 pages, last.block_ids, last.space, 0, lambda error: self._copied(step, error)
             )
         except BaseException:
+            # Copies that have begun still read the pages and write into the arena.
             copier.drain()
             with self._writing_lock:
                 writing.num_copying -= 1
@@ -173,7 +179,7 @@ class CacheWorker:
             self._say(step, parts, is_last=is_last)
 
     def _end(self, step: StoreStep) -> None:
-        """Begin nothing more under this handle, and say so once no copy is under way."""
+        """Begin no more copies under this handle, and tell the agent once none is under way."""
         with self._writing_lock:
             writing = self._writing[step.handle]
             is_new, writing.ended = not writing.ended, True
@@ -182,11 +188,10 @@ class CacheWorker:
             self._say(step, (), is_last=True)
 
     def _say(self, step: StoreStep, parts: Sequence[tuple[int, int]], *, is_last: bool) -> None:
-        """To the agent that gave the memory; its successor has never heard of the handle."""
-        client = self._client_or_raise
-        arena = client.arena
+        """Send `CacheWritten` to the agent that gave the memory, and to no agent after it."""
+        arena = self._client.arena
         if arena is not None and arena.epoch == step.cached.arena_epoch:
-            client.cache_written(step.handle, parts, is_last=is_last)
+            self._client.cache_written(step.handle, parts, is_last=is_last)
 
     def _close(self, handle: int) -> None:
         with self._writing_lock:
@@ -201,17 +206,18 @@ class CacheWorker:
 
     def load(self, cached: CachedParts) -> None:
         """Copy cached parts into the engine's pages. Raises `StaleArenaError` when the agent may
-        have given their memory to others meanwhile, ValueError for a page without a block."""
+        have given their memory to others meanwhile, and ValueError for a page without a block.
+        """
         arena, copier = self._open(cached)
         nbytes = 0
         for copy in self._copies(cached, arena):
             copier.load(self._pages[copy.layer], copy.block_ids, copy.space, 0)
             nbytes += copy.space.nbytes
+        # Checked again: if the connection broke meanwhile, the bytes may be another part's.
         self._check_connection(cached)
         self._stats().add_cache_loaded(nbytes, len({part.index for part in cached.parts}))
 
     def _open(self, cached: CachedParts) -> tuple[Arena, PageCopier]:
-        assert self._access is not None, "connect() comes first"
         self._check_connection(cached)
         return self._access.open(cached.arena_epoch)
 
@@ -220,7 +226,7 @@ class CacheWorker:
             raise StaleArenaError("the connection to the agent broke after it gave this memory")
 
     def _copies(self, cached: CachedParts, arena: Arena) -> Iterator[LayerCopy]:
-        """Layer by layer, all pages of all parts in order."""
+        """The copies layer by layer, with all pages of all parts in order."""
         for part, shape in enumerate(self._shape.parts):
             pages = [item for item in cached.parts if item.part == part]
             if not pages:
@@ -235,6 +241,8 @@ class CacheWorker:
                     skipped = extent.num_pages - count
                     ranges.append((space, extent.offset + skipped * page_bytes, count * page_bytes))
                 block_ids = [block for item in pages for block in item.blocks[group]]
+                # Block 0 is vLLM's null block, which stands for a page that the engine does not
+                # keep.
                 if 0 in block_ids:
                     raise ValueError(
                         f"the engine gave no block for a page that layer {extent.layer.name} needs"
@@ -242,11 +250,6 @@ class CacheWorker:
                 if block_ids:
                     yield LayerCopy(extent.layer.name, block_ids, JoinedSpace(ranges))
 
-    @property
-    def _client_or_raise(self) -> EngineClient:
-        assert self._client is not None, "connect() comes first"
-        return self._client
-
 
 def _nothing(error: BaseException | None) -> None:
-    """The agent hears of a handle's copies with the last one."""
+    """Do nothing: the agent is told of a handle's copies with the last one."""

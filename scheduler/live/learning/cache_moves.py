@@ -1,29 +1,32 @@
-"""Moves of cached prefixes between clusters: those under way, and what those that ended measured.
+"""Moves of cached prefixes between clusters: those under way, and what ended ones measured.
 
-A pair of clusters (from, to) where a move failed, or takes longer than any request waits, is left
-alone for a while. Pure; time is an argument. Does not know prefixes, nodes or routes.
+Where a move between two clusters failed, or takes longer than any request waits, nothing is moved
+between them for a while. Pure; time is an argument. This file does not know prefixes, nodes or
+routes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from netmon.region_link import LinkView
 from scheduler.routing.candidates import MAX_MOVE_S
 
 RETRY_S: Final = 60.0
-"""Between clusters where a move failed none is made for so long."""
+"""How long nothing is moved between two clusters after a failed move, seconds."""
 HALF_LIFE_S: Final = 60.0
 KEPT_S: Final = 600.0
-"""A rate that no move has confirmed for so long is not known any more."""
+"""A rate is forgotten after this time without a move, seconds."""
 
 Pair = tuple[str, str]
 
 
 @dataclass(slots=True)
 class _Measured:
-    """What the moves between two clusters sent and how long it took, older ones counting less."""
+    """What moves between two clusters sent and how long they took. Older moves count less."""
 
     nbytes: float
     seconds: float
@@ -32,7 +35,7 @@ class _Measured:
 
 
 class CacheMoveLedger:
-    """See the module text."""
+    """The moves of one gateway. A pair is (from, to)."""
 
     def __init__(self) -> None:
         self._begun: dict[int, tuple[Pair, float]] = {}
@@ -41,14 +44,14 @@ class CacheMoveLedger:
         self._failed_s: dict[Pair, float] = {}
 
     def begun(self, pair: Pair, now_s: float) -> int:
-        """A move has begun; the key for `over`."""
+        """A move has begun. Returns the key for `over`."""
         self._last_key += 1
         self._begun[self._last_key] = pair, now_s
         return self._last_key
 
     def over(self, key: int, sent: tuple[int, float, float], now_s: float, *, failed: bool) -> None:
-        """A move has ended. `sent`: so many bytes in so many seconds, and the round trip, s; what
-        took no time was not measured.
+        """A move has ended. `sent` is (bytes, seconds, round trip in seconds); 0 seconds if not
+        measured.
         """
         found = self._begun.pop(key, None)
         if found is None:
@@ -56,6 +59,8 @@ class CacheMoveLedger:
         (pair, _), (nbytes, seconds, rtt_s) = found, sent
         if nbytes and seconds > 0:
             seen = self._measured.get(pair) or _Measured(0.0, 0.0, 0.0, now_s)
+            # Bytes and seconds fade alike, so that their ratio is a mean rate weighted by time
+            # and size.
             faded = 0.5 ** ((now_s - seen.at_s) / HALF_LIFE_S)
             self._measured[pair] = _Measured(
                 seen.nbytes * faded + nbytes, seen.seconds * faded + seconds, rtt_s, now_s
@@ -64,23 +69,25 @@ class CacheMoveLedger:
             self._failed_s[pair] = now_s
 
     def moving(self) -> frozenset[Pair]:
-        """Between which clusters a prefix is under way."""
+        """The pairs of clusters between which a prefix is under way."""
         return frozenset(pair for pair, _ in self._begun.values())
 
     def failed_lately(self, now_s: float) -> frozenset[Pair]:
-        """Between which clusters nothing is moved now."""
+        """The pairs of clusters between which nothing may be moved now."""
         failed = [pair for pair, at_s in self._failed_s.items() if now_s - at_s <= RETRY_S]
+        # A move that hangs bars its pair too: a second one would hang beside it.
         late = [pair for pair, at_s in self._begun.values() if now_s - at_s > MAX_MOVE_S]
         return frozenset(failed + late)
 
     def completed(self, link: LinkView, pair: Pair, now_s: float) -> LinkView:
-        """The link with what moves measured of it, where nobody else has: an idle link's rate, or
-        more than the floor of one that nobody has filled.
+        """The link with the rate that moves measured, where nothing else has measured it.
+
+        It gives a rate to an idle link, and more than the floor to a link that nobody has filled.
         """
         seen, rate = self._measured.get(pair), link.available_bytes_per_s
         if seen is None or now_s - seen.at_s > KEPT_S or (rate is not None and not link.is_floor):
             return link
-        return replace(
+        return msgspec.structs.replace(
             link,
             available_bytes_per_s=max(seen.nbytes / seen.seconds, rate or 0.0),
             is_floor=False,

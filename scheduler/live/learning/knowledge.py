@@ -1,9 +1,10 @@
-"""What the region's requests have taught of one model: how long things take and how big they are.
+"""What requests have taught about one model: how long things take and how big they are.
 
 Places are a prefill cluster's name, `HAND_OFF` and `ONE_ENGINE` (`scheduler.routing.decision`). A
-place of which too little was seen borrows the profile of the place that was seen most: the model is
-the same, and a route must compare sides before both were tried. Its own first prefills set the
-level of what it borrows. Pure; time is an argument. Does not know requests, reports or routes.
+place with too few observations borrows the profile of the place with the most: the model is the
+same, and a route must compare sides before both were tried. Its own first prefills set the level of
+the borrowed profile. Pure; time is an argument. This file does not know requests, reports or
+routes.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ MEAN_GAIN: Final = 0.05
 NUM_ERRORS: Final = 64
 NUM_SIZES: Final = 64
 OVERHEAD_KEPT_S: Final = 300.0
-"""An overhead that nobody has seen for so long is not believed any more: a place that a bad moment
-made look slow would never be tried again."""
+"""How long an overhead is believed after its last observation, seconds. Otherwise a place that a
+bad moment made look slow would never be tried again.
+"""
 
 
 class Mean:
-    """An exponential average that weighs its first values alike; None before them."""
+    """An exponential average. Its first `1 / gain` values weigh alike; None before the first."""
 
     def __init__(self, gain: float = MEAN_GAIN) -> None:
         self._gain = gain
@@ -37,7 +39,7 @@ class Mean:
         self.value: float | None = None
 
     def observe(self, value: float) -> None:
-        """What is not finite is passed over."""
+        """Add a value. Values that are not finite are ignored."""
         if not math.isfinite(value):
             return
         self._num_seen += 1
@@ -46,46 +48,46 @@ class Mean:
 
 
 class KvMeter:
-    """Fixed and per-token bytes of a prompt's KVCache, as the line through what landings took."""
+    """Fixed and per-token bytes of a prompt's KVCache: a line through the sizes of landings."""
 
     def __init__(self) -> None:
         self._sizes: deque[tuple[int, int]] = deque()
-        # Of what is in there: x, y, x squared and x times y. Sums of integers do not drift.
+        # Sums over `_sizes`: x, y, x squared, x times y. Sums of integers do not drift as values
+        # leave.
         self._sums = (0, 0, 0, 0)
         self.profile: KvProfile | None = None
-        """None before a landing was reserved. Of one length only it is all per token."""
+        """None before a landing was reserved. With one length only, all bytes count as per token.
+        """
 
     def observe(self, sent_tokens: int, nbytes: int) -> None:
-        """A landing of `nbytes` for so many tokens, those it builds on left out."""
+        """A landing of `nbytes` for `sent_tokens`, without the tokens that were there before."""
         if sent_tokens <= 0 or nbytes <= 0:
             return
+        old_tokens, old_bytes = self._sizes.popleft() if len(self._sizes) == NUM_SIZES else (0, 0)
         self._sizes.append((sent_tokens, nbytes))
-        self._count(sent_tokens, nbytes, 1)
-        if len(self._sizes) > NUM_SIZES:
-            self._count(*self._sizes.popleft(), -1)
-        self.profile = self._line()
-
-    def _count(self, tokens: int, nbytes: int, times: int) -> None:
         x, y, xx, xy = self._sums
         self._sums = (
-            x + times * tokens,
-            y + times * nbytes,
-            xx + times * tokens * tokens,
-            xy + times * tokens * nbytes,
+            x + sent_tokens - old_tokens,
+            y + nbytes - old_bytes,
+            xx + sent_tokens * sent_tokens - old_tokens * old_tokens,
+            xy + sent_tokens * nbytes - old_tokens * old_bytes,
         )
+        self.profile = self._line()
 
     def _line(self) -> KvProfile:
         num, (x, y, xx, xy) = len(self._sizes), self._sums
+        # All landings had one length, so nothing says which bytes are fixed.
         spread = num * xx - x * x
         if not spread:
             return KvProfile(0.0, y / x)
+        # Neither part may be negative, and the line goes through the mean in any case.
         slope = min(max((num * xy - x * y) / spread, 0.0), y / x)
         return KvProfile(max(0.0, (y - slope * x) / num), slope)
 
 
 @dataclass(slots=True)
 class _Overhead:
-    """Of one place, and when it was seen last."""
+    """The overhead of one place, and when it was last observed."""
 
     meter: OverheadMeter
     at_s: float
@@ -117,7 +119,7 @@ class ModelKnowledge:
         self._profiles[place] = LearnedProfile(profile)
 
     def prefill(self, place: str) -> PrefillProfile:
-        """The best belief about a place."""
+        """The best profile for a place: its own, or a borrowed one while its own is not known."""
         own = self.profile(place)
         if own.is_known:
             return own.profile
@@ -129,26 +131,26 @@ class ModelKnowledge:
     def prefilled(
         self, place: str, num_tokens: int, cached_tokens: int, seconds: float, now_s: float
     ) -> None:
-        """A prefill of a prompt took so long by itself."""
+        """A prefill took `seconds` by itself."""
         self.tried(place, now_s)
         self.profile(place).observe(num_tokens, cached_tokens, seconds)
 
     def tried(self, place: str, now_s: float) -> None:
-        """Something was given to a place, from which it will be known how fast it is."""
+        """A request was given to a place, which will show how fast it is."""
         self._tried_s[place] = now_s
 
     def untried_s(self, place: str, now_s: float) -> float:
-        """How long nothing was learnt of a place; infinite for one never tried."""
+        """How long nothing was learnt of a place; infinite for one that was never tried."""
         return now_s - self._tried_s.get(place, -math.inf)
 
     @property
     def places(self) -> list[str]:
-        """All that prefilled or answered for this model."""
+        """All places that prefilled or answered for this model."""
         return sorted(self._profiles.keys() | self._overheads.keys())
 
     @property
     def is_measured(self) -> bool:
-        """Whether any prefill was seen: predictions are mere guesses before that."""
+        """Whether any prefill was measured. Before that, predictions are mere guesses."""
         return any(learned.num_seen > 0 for learned in self._profiles.values())
 
     @property
@@ -172,11 +174,11 @@ class ModelKnowledge:
         return self._step.value
 
     def overhead_s(self, place: str, now_s: float) -> float:
-        """What TTFTs take there beyond what is predicted."""
+        """How much longer TTFTs take there than predicted."""
         return self.overheads(now_s).get(place, 0.0)
 
     def overheads(self, now_s: float) -> dict[str, float]:
-        """`overhead_s` of all places where any was seen lately."""
+        """`overhead_s` of all places with a recent observation."""
         return {
             place: found.meter.seconds
             for place, found in self._overheads.items()
@@ -189,7 +191,7 @@ class ModelKnowledge:
         return median(errors) if errors else None
 
     def reserved(self, num_tokens: int, cached_tokens: int, nbytes: int) -> None:
-        """A landing for so many tokens, of which it has some already, took `nbytes`."""
+        """A landing for `num_tokens`, of which it has `cached_tokens`, took `nbytes`."""
         self._kv.observe(num_tokens - cached_tokens, nbytes)
 
     def answered(
@@ -201,26 +203,29 @@ class ModelKnowledge:
         *,
         teaches_overhead: bool = True,
     ) -> None:
-        """A first token, as predicted when it was routed and as measured from arrival. What was
-        predicted with another place's profile says nothing of the overhead. `teaches_overhead`
-        False: neither does this one.
+        """A first token came, predicted when the request was routed and measured from its arrival.
+
+        It teaches nothing about the overhead if the profile of another place predicted it, or if
+        `teaches_overhead` is False.
         """
         predicted_s = predicted.ttft_s
         if not (0 < measured_s < math.inf and 0 <= predicted_s < math.inf):
             return
         errors = self._errors.setdefault(place, deque(maxlen=NUM_ERRORS))
         errors.append(abs(predicted_s / measured_s - 1))
-        # The last one that was needed to know a profile was this request's own.
+        # The first `MIN_SEEN` prefills were predicted with another place's profile.
         if self.profile(place).num_seen <= MIN_SEEN or not teaches_overhead:
             return
         found = self._overheads.get(place)
+        # After a long pause the old observations describe another state, so a new meter starts.
         if found is None or now_s - found.at_s > OVERHEAD_KEPT_S:
             found = self._overheads[place] = _Overhead(OverheadMeter(), now_s)
         found.at_s = now_s
+        # The overhead that was predicted is part of what is measured here, so it is taken out.
         found.meter.observe(predicted_s - predicted.overhead_s, measured_s)
 
     def decoded(self, num_tokens: int, seconds: float, now_s: float) -> None:
-        """An answer of so many tokens took so long after its first one."""
+        """An answer of `num_tokens` ended `seconds` after its first token."""
         self.traffic.finished(num_tokens, now_s)
         self._decode.observe(seconds)
         if num_tokens > 1:

@@ -2,18 +2,19 @@
 
     seconds(n, c) = a + b (n - c) + q (n^2 - c^2) + s P(n, c)        a, b, q, s >= 0
 
-for a prompt of n tokens of which c were cached. P is the time by the prior profile, or by a guess
-where there is none; so `s` alone carries what one length teaches over to all others, and a, b, q
-bend the curve as far as the data ask for it.
+The prompt has n tokens, of which c were cached. P is the time by the prior profile, or by a guess
+where there is none. With `s` alone, one length teaches about all others; a (s), b (s per token) and
+q (s per token squared) bend the curve as far as the data ask for it.
 
-- The least squares are those of log(measured / predicted): half and double weigh the same, and a
-  noisy place is not taken for a slow one. A residual beyond `_MOST_ERROR` counts as that, so that a
+- It is a least squares fit of log(measured / predicted). So half and double weigh the same, and a
+  noisy place does not look slow. A residual beyond `_MOST_ERROR` counts as that value, so that a
   stall teaches little.
-- Older prefills weigh less, by a half-life in prefills. Long prompts are rare, so it is long.
-- Speed may change faster than that forgets. When the last prefills clearly disagree with the curve,
-  all of them together, their median scales it until the curve has followed.
-- The bend is held back as much as the prefills scatter: the ridge is their variance over that which
-  is expected of the bend.
+- Older prefills weigh less, with a half-life in prefills. It is long, because long prompts are
+  rare.
+- Speed may change faster than old prefills are forgotten. When the latest prefills together clearly
+  disagree with the curve, their median scales it until the curve has followed.
+- The more the prefills scatter, the less the curve may bend: the ridge is their variance over the
+  variance that is expected of the bend.
 
 Pure; knows neither queues nor why a prefill took as long as it did.
 """
@@ -32,42 +33,47 @@ from scheduler.planning.lengths import Floats
 from scheduler.routing.profiles import PrefillProfile
 
 GUESS: Final = PrefillProfile((0.0,), ((0.0, 1e-3, 0.0),))
-"""1 ms for each token: what is believed of a place of which nothing is known. The first prefill
-replaces the level."""
+"""The guess for a place of which nothing is known: 1 ms per token. The first prefill replaces its
+level.
+"""
 MIN_SEEN: Final = 3
-"""Prefills that make a place known."""
+"""The number of prefills that makes a place known."""
 _POSSIBLE_S: Final = (1e-6, 1e6)
 _HALF_LIFE: Final = 100.0
 _MOST_ERROR: Final = 0.4
 _LEAST_SCATTER: Final = 0.005
 _BEND: Final = 0.4
-"""Share of the time by which the bend is expected to differ from the prior."""
+"""The share of the time by which the bend is expected to differ from the prior."""
 _PRIOR_ERROR: Final = 2.0
-"""By how much of itself a prior may be off as a whole: rather that than a bend."""
+"""The share by which the whole prior may be off. It is large: the level moves rather than the bend.
+"""
 _LEAST_RIDGE: Final = 1e-9
 _EARLY_VARIANCE: Final = 0.3
-"""Over the square of the number of prefills: two or three lie on some curve however they scatter,
-so that what is left of their errors says nothing yet."""
+"""Added to the variance, over the square of the number of prefills. Two or three prefills lie on
+some curve however much they scatter, so their residuals say nothing yet.
+"""
 _NUM_LATEST: Final = 24
 _NUM_ERRORS: Final = 32
 _CLEAR: Final = 3.5
-"""Standard errors of the latest median that are no chance."""
+"""How many standard errors the latest median must be off to be no chance."""
 _PASSES: Final = 3
 _CONVERGED: Final = 1e-3
 _SAME: Final = 1e-6
-"""Relative error of a prediction that was right."""
+"""The relative error of a prediction that counts as right."""
 
 _ACTIVE: Final = np.array([m for m in itertools.product((0.0, 1.0), repeat=4) if any(m)])
-"""Which of the coefficients (s, a, b, q) are above 0: every way."""
+"""Each way in which some of the coefficients (s, a, b, q) are above 0."""
+# For each way: `_KEPT` keeps the equations of the active coefficients, and `_OTHERS` puts 1 on
+# the diagonal of the others, so that all ways are solved as one batch.
 _KEPT: Final = _ACTIVE[:, :, None] * _ACTIVE[:, None, :]
 _OTHERS: Final = np.eye(4) * (1 - _ACTIVE)[:, None, :]
 
 
 class LearnedProfile:
-    """T(n) of one place. See the module text."""
+    """T(n) of one place."""
 
     def __init__(self, prior: PrefillProfile | None = None, *, memory: int = 256) -> None:
-        """`memory`: prefills that are remembered. Raises ValueError below 1."""
+        """`memory` is the number of prefills that are remembered. ValueError below 1."""
         if memory < 1:
             raise ValueError(f"memory {memory} must be at least 1")
         self._prior = prior
@@ -85,35 +91,34 @@ class LearnedProfile:
 
     @property
     def profile(self) -> PrefillProfile:
-        """The best belief now; the prior, or `GUESS`, before anything was seen."""
+        """The best estimate now; the prior, or `GUESS`, before anything was observed."""
         return self._profile
 
     @property
     def num_seen(self) -> int:
-        """Prefills that taught something."""
+        """How many prefills taught something."""
         return self._num_seen
 
     @property
     def is_known(self) -> bool:
-        """Whether the belief rests on something: a prior, or enough prefills."""
+        """Whether the estimate rests on something: a prior, or enough prefills."""
         return self._prior is not None or self._num_seen >= MIN_SEEN
 
     @property
     def error(self) -> float | None:
-        """Median of |predicted / measured - 1| of the latest prefills, each predicted from those
-        before it; None before there was one.
+        """Median of |predicted / measured - 1| of the latest prefills; None before the first.
+
+        Each one was predicted from those before it.
         """
         return statistics.median(self._errors) if self._errors else None
 
     def observe(self, num_tokens: int, cached_tokens: int, seconds: float) -> None:
-        """A prefill took so long by itself. What cannot be is passed over. At least one token is
-        computed, however much is cached.
-        """
+        """A prefill took `seconds` by itself. Impossible values are ignored."""
         if not (0 < num_tokens < math.inf and 0 <= cached_tokens <= num_tokens):
             return
         if not _POSSIBLE_S[0] <= seconds <= _POSSIBLE_S[1]:
             return
-        # Engines compute at least the last token, to sample from it.
+        # Engines compute at least the last token, to sample from it, however much is cached.
         cached = min(cached_tokens, num_tokens - 1)
         error = math.inf
         if self.is_known:
@@ -123,16 +128,16 @@ class LearnedProfile:
         if self._num_seen < MIN_SEEN:
             self._first.append((num_tokens, cached, seconds))
         self._num_seen += 1
-        # What took as long as predicted asks for no other curve, and a fit takes its time.
+        # A prefill that took as long as predicted changes nothing, and a fit takes time.
         if error > _SAME:
             self._learn()
 
     def scaled(self, shape: PrefillProfile) -> PrefillProfile:
-        """`shape`, the profile of another place, at the level of the first few prefills here; as
-        it is before there were any.
+        """The profile `shape` of another place, at the level of the first few prefills here.
 
-        Whatever goes wrong makes a prefill slower, never faster. So a single one that was slower
-        than `shape` is believed by half, in logarithms; of two the faster one counts.
+        Before there were any, it is `shape` itself. Disturbances make a prefill slower, never
+        faster. So a single one that was slower than `shape` is believed by half, in logarithms, and
+        of two the faster one counts.
         """
         ratios = [
             seconds / shape.prefill_s(num_tokens, cached)
@@ -143,7 +148,7 @@ class LearnedProfile:
         level = statistics.median_low(ratios)
         if len(ratios) == 1:
             level = min(level, math.sqrt(level))
-        return shape.corrected(shape.factor * level, shape.overhead_s * level)
+        return shape.corrected(shape.factor * level)
 
     def _row(self, num_tokens: int, cached: int) -> tuple[float, float, float, float]:
         num_uncached = num_tokens - cached
@@ -151,7 +156,8 @@ class LearnedProfile:
         return shape_s, 1.0, float(num_uncached), float(num_uncached * (num_tokens + cached))
 
     def _remember(self, row: tuple[float, ...], seconds: float) -> None:
-        # Room for twice the memory: rows stay contiguous and are moved once in `memory` prefills.
+        # There is room for twice the memory. So rows stay contiguous, and are moved once in
+        # `memory` prefills.
         if self._end == len(self._seconds):
             self._rows[: self._memory] = self._rows[self._memory :]
             self._seconds[: self._memory] = self._seconds[self._memory :]
@@ -165,8 +171,8 @@ class LearnedProfile:
         rows, seconds = self._rows[start : self._end], self._seconds[start : self._end]
         weights = self._weights[len(self._weights) - len(seconds) :]
         if self._prior is None and self._num_seen <= MIN_SEEN:
-            # A guess may be off by any factor, and the first prefill of an engine often is a stall:
-            # of two the faster one is believed.
+            # A guess may be off by any factor, and an engine's first prefill often is a stall. Of
+            # two prefills the faster one is believed.
             scale = statistics.median_low((seconds / rows[:, 0]).tolist())
             self._found = np.array([scale, 0.0, 0.0, 0.0])
         for _ in range(_PASSES):
@@ -176,9 +182,9 @@ class LearnedProfile:
         self._profile = self._fitted(self._level(rows, seconds))
 
     def _pass(self, rows: Floats, seconds: Floats, weights: Floats) -> float:
-        """One Gauss-Newton step. Returns how far the predictions have moved at most."""
+        """One Gauss-Newton step. Returns the largest relative change of a prediction."""
         predicted = rows @ self._found
-        # A stall is bounded: it may pull as much as an error of this size and no more.
+        # A stall may pull as much as an error of this size, and no more.
         errors = np.log(seconds / predicted).clip(-_MOST_ERROR, _MOST_ERROR)
         relative = rows / predicted[:, None]
         weighted = relative.T * weights
@@ -200,13 +206,15 @@ class LearnedProfile:
         return np.array([scale, bend, bend, bend])
 
     def _level(self, rows: Floats, seconds: Floats) -> float:
-        """The factor that the latest prefills ask for; 1 unless they are clear about it."""
+        """The factor that the latest prefills ask for; 1 unless they clearly disagree."""
         if len(seconds) < _NUM_LATEST:
             return 1.0
+        # The median and the quartiles, since a few stalls among the latest must not count.
         latest = slice(-_NUM_LATEST, None)
         ratios = np.log(seconds[latest] / (rows[latest] @ self._found)).tolist()
         low, median, high = statistics.quantiles(ratios, n=4)
-        # 1.35 quartile ranges are a normal distribution's deviation, and 1.25 is its median's.
+        # For a normal distribution, the standard deviation is the quartile range / 1.35, and the
+        # standard error of the median is 1.25 standard deviations / sqrt(n).
         chance = 1.25 * max(_LEAST_SCATTER, (high - low) / 1.35) / math.sqrt(_NUM_LATEST)
         return math.exp(median) if abs(median) > _CLEAR * chance else 1.0
 
@@ -223,18 +231,19 @@ class LearnedProfile:
 
 
 def _plain(profile: PrefillProfile) -> PrefillProfile:
-    """The same times with factor and overhead worked into the coefficients."""
+    """The same times with the factor put into the coefficients."""
     return PrefillProfile(
         profile.starts,
         tuple(
-            (a * profile.factor + profile.overhead_s, b * profile.factor, c * profile.factor)
+            (a * profile.factor, b * profile.factor, c * profile.factor)
             for a, b, c in profile.coefficients
         ),
     )
 
 
 def _least(matrix: Floats, wanted: Floats) -> Floats:
-    """The x >= 0 with the least x'Mx - 2 w'x: the best of all choices of what is above 0."""
+    """The x >= 0 with the least x'Mx - 2 w'x. With 4 coefficients, all active sets can be tried."""
+    # Scaled to a unit diagonal: s is near 1 and q near 1e-9, too far apart to solve well.
     scale = np.sqrt(matrix.diagonal())
     normal = matrix / np.outer(scale, scale)
     target = wanted / scale

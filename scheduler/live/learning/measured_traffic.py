@@ -1,19 +1,20 @@
-"""What arrived lately, in bounded memory, as the traffic that the planner takes.
+"""Recent arrivals, in bounded memory, as the traffic that the planner takes.
 
-Lengths are counted in narrow logarithmic bins, a row of them per slice of time. Older slices weigh
-less, by a half-life. Where the distribution clearly changed (two-sample Kolmogorov-Smirnov test at
-the best cut between old and new) everything before the cut is dropped: traffic that stays as it is
-gets long windows and so little noise, traffic that shifts is seen as it is now within minutes.
+Lengths are counted in narrow logarithmic bins, with a row of them for each slice of time. Older
+slices weigh less, with a half-life. Where the distribution clearly changed (two-sample
+Kolmogorov-Smirnov test at the best cut between old and new), everything before the cut is dropped.
+Constant traffic thus gets long windows and little noise, and a shift is seen within minutes.
 
-Prompts and outputs are followed apart, because an output's length is known only at its end and
-either may change alone. Time is an argument; if it goes back, it stands still. Knows no clusters,
-no queues and no plan.
+Prompts and outputs are followed apart, because the length of an output is known only at its end and
+either may change alone. Time is an argument; if it goes back, it stands still. This file knows no
+clusters, no queues and no plan.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -22,41 +23,26 @@ from scheduler.planning.region_model import Traffic
 
 BINS_PER_OCTAVE = 32
 NUM_BINS = 24 * BINS_PER_OCTAVE
-"""Up to 16M tokens; what is longer is counted in the last bin."""
+"""Up to 16M tokens. Longer prompts are counted in the last bin."""
 POINTS_PER_BIN = 4
-"""A bin becomes so many lengths, spread evenly over it."""
+"""How many lengths, evenly spread over it, a bin becomes."""
+SLICE_S: Final = 60.0
+HALF_LIFE_S: Final = 3600.0
+"""The age at which a request counts half."""
+MEMORY_S: Final = 7200.0
+"""Older requests are dropped."""
+NUM_SLICES: Final = math.ceil(MEMORY_S / SLICE_S)
+"""Rows of 6 KiB that are kept, for prompts and again for outputs."""
+MIN_RECENT: Final = 100
+"""A cut is tried only with at least this many requests on either side: with fewer the asymptotic
+bound of the test does not hold."""
 CHANGE_ODDS = 1e-6
-"""How often two samples of one distribution may be taken for different, per cut that is tried."""
+"""The probability that two samples of one distribution are taken for different, for each cut."""
+# The KS distance that chance exceeds with probability p is about sqrt(-ln(p / 2) / 2) times
+# sqrt(1 / n + 1 / m) for samples of n and m.
 _KS_SCALE = math.sqrt(-math.log(CHANGE_ODDS / 2) / 2)
 Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
 _EDGES: Floats = np.exp2(np.arange(NUM_BINS + 1) / BINS_PER_OCTAVE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeterConfig:
-    """How long traffic is remembered."""
-
-    slice_s: float = 60.0
-    half_life_s: float = 3600.0
-    """Age at which a request counts half."""
-    memory_s: float = 7200.0
-    """Nothing older is kept. Memory is memory_s / slice_s rows of 6 KiB, twice."""
-    min_recent: int = 100
-    """Requests on either side of a cut that is tried."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.slice_s <= self.memory_s:
-            raise ValueError(
-                f"slice_s {self.slice_s:g} must be above 0 and at most memory_s {self.memory_s:g}"
-            )
-        if not self.half_life_s > 0:
-            raise ValueError(f"half_life_s {self.half_life_s:g} must be above 0")
-        if self.min_recent < 1:
-            raise ValueError(f"min_recent {self.min_recent} must be at least 1")
-
-    @property
-    def num_slices(self) -> int:
-        return math.ceil(self.memory_s / self.slice_s)
 
 
 @dataclass(frozen=True)
@@ -66,16 +52,16 @@ class LengthSample:
     lengths: EmpiricalLengths
     mean_tokens: float
     num: float
-    """How many equally weighted values it is worth (Kish's effective sample size)."""
+    """The number of equally weighted values with the same error (Kish's effective sample size)."""
     relative_error: float
-    """Standard error of the mean over the mean."""
+    """Standard error of the mean, over the mean."""
     window_s: float
-    """How far back it reaches; at least 1 s."""
+    """How far back it reaches, seconds; at least 1."""
 
 
 @dataclass(frozen=True)
 class MeasuredTraffic:
-    """Traffic as it was measured, and how far to trust it."""
+    """Measured traffic, and how far to trust it."""
 
     uncached: LengthSample
     """The parts of prompts that had to be prefilled."""
@@ -83,17 +69,17 @@ class MeasuredTraffic:
     input_tokens: float
     """Mean length of whole prompts."""
     hit_ratio: float
-    """Share of all prompt tokens that were cached."""
+    """The share of all prompt tokens that were cached."""
     rate_rps: float
     """Arrivals per second over the window of `uncached`."""
 
     @property
     def num_requests(self) -> float:
-        """What it rests on: the fewer of the prompts and the outputs."""
+        """The number of requests it rests on: of prompts and outputs, the fewer."""
         return min(self.uncached.num, self.output.num)
 
     def traffic(self, *, uncached_scale: float = 1.0, output_scale: float = 1.0) -> Traffic:
-        """The traffic as a plan takes it; the scales ask what if a mean were off by that factor."""
+        """The traffic as a plan takes it, with the means multiplied by the scales."""
         lengths = self.uncached.lengths
         return Traffic(
             lengths if uncached_scale == 1 else lengths.scaled(uncached_scale),
@@ -105,10 +91,9 @@ class MeasuredTraffic:
 class TrafficMeter:
     """Counts requests as they come and go."""
 
-    def __init__(self, config: MeterConfig | None = None) -> None:
-        self._config = config or MeterConfig()
-        self._uncached = _Channel(self._config, num_extra=1)
-        self._output = _Channel(self._config, num_extra=0)
+    def __init__(self) -> None:
+        self._uncached = _Channel(num_extra=1)
+        self._output = _Channel(num_extra=0)
 
     def arrived(self, prompt_tokens: int, cached_tokens: int, now_s: float) -> None:
         """A request came. At least one token of it is always computed."""
@@ -119,12 +104,12 @@ class TrafficMeter:
         self._uncached.add(max(1, prompt_tokens - cached_tokens), now_s, max(1, prompt_tokens))
 
     def finished(self, output_tokens: int, now_s: float) -> None:
-        """A request ended after so many tokens. One that produced none says nothing of decode."""
+        """A request ended with `output_tokens`. One without output says nothing of decode."""
         if output_tokens > 0:
             self._output.add(output_tokens, now_s)
 
     def measured(self, now_s: float) -> MeasuredTraffic | None:
-        """What is known now; None before a request came and one ended. Changes nothing."""
+        """The traffic so far; None until a request has come and one has ended. Changes nothing."""
         prompts, outputs = self._uncached.seen(now_s), self._output.seen(now_s)
         if prompts is None or outputs is None:
             return None
@@ -138,8 +123,9 @@ class TrafficMeter:
         )
 
     def forget_before_change(self, now_s: float) -> None:
-        """Drop what is older than the clearest change for good: a later and smaller change would
-        be hard to see beside it.
+        """Drop for good what is older than the clearest change.
+
+        Otherwise a later and smaller change would be hard to see beside this one.
         """
         self._uncached.forget_before_change(now_s)
         self._output.forget_before_change(now_s)
@@ -147,9 +133,7 @@ class TrafficMeter:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A window: its weighted sample, how many values it holds, and the means of what came with
-    them.
-    """
+    """A window: its weighted sample, its number of values, and the means of what came with them."""
 
     sample: LengthSample
     num: int
@@ -159,16 +143,14 @@ class _Seen:
 class _Channel:
     """Counts of one quantity by slice of time: a ring of rows, the newest at `_newest`."""
 
-    def __init__(self, config: MeterConfig, num_extra: int) -> None:
-        self._config = config
-        num = config.num_slices
-        self._counts = np.zeros((num, NUM_BINS), np.int64)
-        self._sums = np.zeros((num, 2 + num_extra))
-        """Of the values, of their squares, and of what came with them."""
+    def __init__(self, num_extra: int) -> None:
+        self._counts = np.zeros((NUM_SLICES, NUM_BINS), np.int64)
+        self._sums = np.zeros((NUM_SLICES, 2 + num_extra))
+        """Sums of the values, of their squares, and of what came with them."""
         self._num_used = 0
-        """Slices from the newest back that belong to the window."""
+        """How many slices, from the newest back, belong to the window."""
         self._newest: int | None = None
-        """Number of the newest slice since time 0."""
+        """The number of the newest slice, counted from time 0."""
         self._began_s = 0.0
 
     def add(self, value: int, now_s: float, extra: int = 0) -> None:
@@ -183,17 +165,18 @@ class _Channel:
             sums[2] += extra
 
     def seen(self, now_s: float) -> _Seen | None:
-        """What the window holds since its clearest change; None: nothing."""
+        """The window since its clearest change; None if it is empty."""
         rows, ages_s = self._window(now_s)
         if not self._counts[rows].any():
             return None
-        weights: Floats = np.exp2(-ages_s / self._config.half_life_s)
+        weights: Floats = np.exp2(-ages_s / HALF_LIFE_S)
         counts: Floats = weights @ self._counts[rows]
         total = counts.sum()
         mean, square, *extra = (float(each) for each in weights @ self._sums[rows] / total)
+        # Kish: (sum of weights)^2 / sum of squared weights.
         num = float(total**2 / (weights**2 @ self._counts[rows].sum(axis=1)))
         spread = math.sqrt(max(0.0, square - mean**2))
-        oldest_s = ((self._newest or 0) - len(rows) + 1) * self._config.slice_s
+        oldest_s = ((self._newest or 0) - len(rows) + 1) * SLICE_S
         sample = LengthSample(
             _lengths_of(counts, mean),
             mean,
@@ -207,38 +190,35 @@ class _Channel:
         self._num_used = len(self._window(now_s)[0])
 
     def _window(self, now_s: float) -> tuple[Rows, Floats]:
-        """The rows since the clearest change, the newest first, and how old each is."""
+        """The rows since the clearest change, the newest first, and the age of each."""
         newest = self._newest or 0
-        age = max(0, int(now_s // self._config.slice_s) - newest)
-        num = max(0, min(self._num_used, self._config.num_slices - age))
-        rows = self._since_change((newest - np.arange(num)) % self._config.num_slices)
-        ages_s: Floats = (age + np.arange(len(rows), dtype=np.float64)) * self._config.slice_s
+        age = max(0, int(now_s // SLICE_S) - newest)
+        num = max(0, min(self._num_used, NUM_SLICES - age))
+        rows = self._since_change((newest - np.arange(num)) % NUM_SLICES)
+        ages_s: Floats = (age + np.arange(len(rows), dtype=np.float64)) * SLICE_S
         return rows, ages_s
 
     def _advance(self, now_s: float) -> None:
-        """Open the slice that `now_s` lies in; slices in between stay empty."""
-        current = int(now_s // self._config.slice_s)
+        """Open the slice that contains `now_s`. Slices in between stay empty."""
+        current = int(now_s // SLICE_S)
         if self._newest is None:
             self._newest, self._num_used, self._began_s = current, 1, now_s
             return
         steps = current - self._newest
         if steps <= 0:
             return
-        num = self._config.num_slices
-        opened = np.arange(self._newest + 1, current + 1)[-num:] % num
+        opened = np.arange(self._newest + 1, current + 1)[-NUM_SLICES:] % NUM_SLICES
         self._counts[opened] = 0
         self._sums[opened] = 0
         self._newest = current
-        self._num_used = min(num, self._num_used + steps)
+        self._num_used = min(NUM_SLICES, self._num_used + steps)
 
     def _since_change(self, rows: Rows) -> Rows:
-        """Those of `rows` that are not older than the clearest change, if there is one."""
+        """The part of `rows` that is not older than the clearest change, if there is one."""
         upto = np.cumsum(self._counts[rows], axis=0)
         newer = upto[:-1].sum(axis=1, dtype=np.float64)
         older = upto[-1:].sum() - newer
-        tried = np.flatnonzero(
-            (newer >= self._config.min_recent) & (older >= self._config.min_recent)
-        )
+        tried = np.flatnonzero((newer >= MIN_RECENT) & (older >= MIN_RECENT))
         if not len(tried):
             return rows
         new = np.cumsum(upto[tried], axis=1) / newer[tried, None]
@@ -251,7 +231,7 @@ class _Channel:
 
 
 def _lengths_of(counts: Floats, mean: float) -> EmpiricalLengths:
-    """Bins as lengths spread over them, moved so that the mean is exact."""
+    """Bins as lengths spread over them, scaled so that the mean is exact."""
     full = np.flatnonzero(counts)
     inside = (np.arange(POINTS_PER_BIN) + 0.5) / POINTS_PER_BIN
     low, high = _EDGES[full, None], _EDGES[full + 1, None]

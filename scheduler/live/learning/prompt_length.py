@@ -1,8 +1,8 @@
-"""How many tokens a prompt holds that nobody has counted, and what counted prompts teach of that.
+"""How many tokens an uncounted prompt has, and what counted prompts teach about that.
 
-Only text has a length in tokens that grows with its bytes. An image, a clip or an embedding becomes
+Only text has a number of tokens that grows with its bytes. An image, a clip or an embedding becomes
 as many tokens as the model's encoder makes of it, however many bytes carried it. So a prompt is
-measured as bytes of text, token ids and a number of units of each kind of media. Pure. Does not
+measured by its bytes of text, its token ids and the units of each kind of media. Pure. Does not
 know JSON, models or routes.
 """
 
@@ -16,7 +16,9 @@ from typing import Final
 
 
 class Media(StrEnum):
-    """What a prompt may hold besides text. `EMBEDS` is counted in base64 bytes, others in parts."""
+    """What a prompt may have besides text. `EMBEDS` is counted in base64 bytes, the others in
+    parts.
+    """
 
     IMAGE = "image"
     AUDIO = "audio"
@@ -25,13 +27,15 @@ class Media(StrEnum):
 
 
 BYTES_PER_TOKEN: Final = 4.0
-"""Bytes of UTF-8 a token, before any prompt was counted: what tokenizers need for English; code
-needs fewer bytes, Chinese about as many."""
+"""UTF-8 bytes per token before any prompt was counted: the value of common tokenizers for English.
+Code needs fewer bytes, Chinese about as many.
+"""
 TOKENS_PER_UNIT: Final[Mapping[Media, float]] = MappingProxyType(
     {
-        # A megapixel in patches of 32 x 32 pixels (Qwen3-VL); others make 256 to 4,000 of an image.
+        # A megapixel in patches of 32 x 32 pixels (Qwen3-VL). Other models make 256 to 4,000
+        # tokens.
         Media.IMAGE: 1024.0,
-        # One window of 30 s of an encoder like Whisper's, 25 tokens a second (Qwen2-Audio).
+        # One window of 30 s of an encoder like Whisper's, at 25 tokens a second (Qwen2-Audio).
         Media.AUDIO: 750.0,
         # 32 frames of 256 tokens (InternVL, LLaVA-OneVision).
         Media.VIDEO: 8192.0,
@@ -39,15 +43,17 @@ TOKENS_PER_UNIT: Final[Mapping[Media, float]] = MappingProxyType(
         Media.EMBEDS: 1 / (4096 * 2 * 4 / 3),
     }
 )
-"""Before an answer said how many tokens the model makes of them."""
+"""Tokens per unit, before an answer said how many tokens the model makes of them."""
 TEXT_GAIN: Final = 0.02
 MEDIA_GAIN: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class PromptContent:
-    """What a prompt is made of: UTF-8 bytes of text with the JSON around it, token ids that the
-    client sent, and units of media. `text_bytes` of a prompt of ids alone is 0.
+    """The content of a prompt.
+
+    `text_bytes` are the UTF-8 bytes of text with the JSON around it, 0 for a prompt of ids alone.
+    `num_ids` are token ids that the client sent, `media` the units of each kind.
     """
 
     text_bytes: int = 0
@@ -56,7 +62,7 @@ class PromptContent:
 
 
 class LengthEstimator:
-    """Tokens of prompts of one model, learnt from those whose length an engine has told."""
+    """Estimates the tokens of one model's prompts. It learns from lengths that engines reported."""
 
     def __init__(self) -> None:
         self._text_bytes = 0.0
@@ -71,19 +77,22 @@ class LengthEstimator:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of text a token, over all that was counted lately: long prompts weigh more, as
-        their lengths matter more, and what a chat template adds to a short one says little about
-        text.
+        """Bytes of text per token, over what was counted lately.
+
+        Long prompts weigh more: their lengths matter more, and the chat template around a short
+        prompt says little about text.
         """
         return self._text_bytes / self._text_tokens if self.is_known else BYTES_PER_TOKEN
 
     def tokens_per_unit(self, kind: Media) -> float:
-        """What the model makes of one image, clip or byte of embeddings, as a mean."""
+        """The mean number of tokens that the model makes of one image, clip or byte of
+        embeddings.
+        """
         units = self._units.get(kind, 0.0)
         return self._unit_tokens[kind] / units if units else TOKENS_PER_UNIT[kind]
 
     def num_tokens(self, content: PromptContent, at_most: int | None = None) -> int:
-        """About how many tokens a prompt holds, at least 1; `at_most` is a bound, where one is
+        """About how many tokens a prompt has, at least 1. `at_most` is an upper bound where
         known.
         """
         text = content.text_bytes / self.bytes_per_token
@@ -92,8 +101,10 @@ class LengthEstimator:
         return likely if at_most is None else min(likely, at_most)
 
     def counted(self, content: PromptContent, num_tokens: int) -> None:
-        """An engine found so many tokens in a prompt. Ids teach nothing, and neither does a prompt
-        with several kinds of media: nobody says how many tokens are whose.
+        """An engine counted `num_tokens` in a prompt.
+
+        Ids teach nothing. Nor does a prompt with several kinds of media, since nothing says which
+        tokens belong to which kind.
         """
         kinds = [kind for kind, num in content.media.items() if num > 0]
         rest = float(num_tokens - content.num_ids)
@@ -105,6 +116,7 @@ class LengthEstimator:
                 self._text_bytes = keep * self._text_bytes + content.text_bytes
                 self._text_tokens = keep * self._text_tokens + rest
             return
+        # Text beside the media has its learnt length; what is left belongs to the media.
         kind, keep = kinds[0], 1 - MEDIA_GAIN
         in_media = rest - content.text_bytes / self.bytes_per_token
         if in_media > 0:

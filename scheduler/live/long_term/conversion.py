@@ -1,7 +1,7 @@
 """Turning one instance of a PD cluster from prefill to decode or back, step by step.
 
-A role is a routing fact: every instance can do both, and which it does is what the cluster front
-sends it. So a conversion is drain and relabel, without a restart:
+Every instance can prefill and decode; its role is only what the cluster front sends to it. So a
+conversion drains and relabels the instance, without a restart:
 
     (none) --start--> DRAINING --drained--> RELABELLING --relabelled--> DWELLING --time--> (none)
                          |                       |
@@ -11,17 +11,17 @@ sends it. So a conversion is drain and relabel, without a restart:
 
 Rules:
 
-- One `Converter` a cluster, one conversion at a time; one that dwells counts. The others of its
-  role keep serving, and there is always one: the last usable instance of a role is never taken.
-- The least loaded instance is taken, because it is drained first.
-- Every label carries an epoch, one more than the instance's last. An instance refuses an epoch that
-  is not above its own, so a late or repeated order cannot undo a newer one. When nobody knows
-  whether a relabelling came through, the old role is ordered with a still later epoch.
-- Whatever ends early gives the instance back to the role it had.
+- A cluster has one `Converter` and one conversion at a time, dwelling included. The other instances
+  of the role keep serving: the last usable instance of a role is never taken.
+- The least loaded instance is taken, because it drains soonest.
+- Every order of a role carries an epoch, one more than the instance's last. An instance refuses an
+  epoch that is not above its own, so a late or repeated order cannot undo a newer one. When nobody
+  knows whether a relabelling came through, the old role is ordered with a still later epoch.
+- A conversion that ends early gives the instance its old role back.
 
-The same events give the same effects; an event about an instance that is not in that phase does
-nothing. No I/O, no clock: the shell performs effects, in order, and reports events. Why an instance
-should be converted is `scheduler.live.long_term.loop`'s.
+The same events give the same effects. An event about an instance that is not in that phase does
+nothing. No I/O, no clock: the shell performs effects, in order, and reports events. The reasons for
+a conversion are in `scheduler.live.long_term.loop`.
 """
 
 from __future__ import annotations
@@ -34,18 +34,21 @@ from typing import Final, Literal
 from scheduler.reports import Role
 
 PdRole = Literal["prefill", "decode"]
-"""What an instance can be converted from and to. `both` is never converted: the instance serves
-either kind of work already, and an operator chose that for it."""
+"""The roles that an instance can be converted from and to. `both` is never converted: the instance
+serves either kind of work already, and an operator chose that for it.
+"""
 
 DWELL_S: Final = 240.0
 MAX_DRAIN_S: Final = 900.0
-"""No drain may take longer: so long a front in another process is waited for."""
+"""The longest drain, seconds. A front in another process is waited for as long."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleStatus:
-    """The answer to `GET /v1/pd_role`: the role an instance has, since which order of it, and
-    whether it is ready for work of that role (False while it drains or changes).
+    """The answer to `GET /v1/pd_role`: the instance's role, and the epoch of the order that gave
+    it.
+
+    `ready` says whether it is ready for work of that role. It is False while it drains or changes.
     """
 
     role: Role
@@ -62,9 +65,9 @@ class RoleChange:
 
 
 def applied(status: RoleStatus, change: RoleChange) -> RoleStatus | None:
-    """The status after a change; None where the order is too old and must be refused.
+    """The status after a change; None if the order is too old and must be refused.
 
-    The same order again is no error: its answer may have been lost.
+    The same order again is no error, since its answer may have been lost.
     """
     if change.epoch == status.epoch and change.role == status.role:
         return status
@@ -75,7 +78,7 @@ def applied(status: RoleStatus, change: RoleChange) -> RoleStatus | None:
 
 @dataclass(frozen=True, slots=True)
 class ConversionWish:
-    """One instance of `cluster` should change its role; one that serves `model`, if it is given."""
+    """One instance of `cluster` should change its role. It must serve `model`, if that is given."""
 
     cluster: str
     from_role: PdRole
@@ -88,7 +91,9 @@ class ConversionWish:
 
 @dataclass(frozen=True, slots=True)
 class RoleView:
-    """An instance as a candidate. `num_tokens` is the work it has left, by prompt and output."""
+    """An instance as a candidate. `num_tokens` counts the prompt and output that it has left
+    to do.
+    """
 
     name: str
     role: Role
@@ -100,14 +105,14 @@ class RoleView:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Give the instance no new work; report `drained` when it has none left."""
+    """Give the instance no new work. Report `drained` when it has none left."""
 
     instance: str
 
 
 @dataclass(frozen=True, slots=True)
 class SetRole:
-    """`POST /v1/pd_role` to the instance, and route by it; report `relabelled` or `failed`."""
+    """Send `POST /v1/pd_role` to the instance and route by it. Report `relabelled` or `failed`."""
 
     instance: str
     change: RoleChange
@@ -115,7 +120,7 @@ class SetRole:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Give the instance work again, by the role it has."""
+    """Give the instance work again, of the role it has."""
 
     instance: str
 
@@ -130,7 +135,7 @@ class ConversionOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The instance has the new role, or was given back; nothing is left to do but to say so."""
+    """The instance has its new role, or its old one again. This only has to be announced."""
 
     instance: str
     wish: ConversionWish
@@ -149,25 +154,25 @@ class ConversionPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """One conversion now. `epoch` is that of its order."""
+    """One conversion in its present phase. `epoch` is that of its order."""
 
     instance: str
     wish: ConversionWish
     epoch: int
     phase: ConversionPhase
     since_s: float
-    """When the phase began."""
+    """When the phase began, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionConfig:
     drain_limit_s: float = 600.0
-    """A drain that takes longer is given up, seconds, at most 900: the longest decodes must fit.
-    Also for conversions that operators order.
+    """A drain that takes longer is given up, seconds, at most 900: the longest decodes must fit. It
+    also holds for conversions that operators order.
     """
     relabel_limit_s: float = 30.0
     dwell_s: float = DWELL_S
-    """From the new label until the cluster may convert again."""
+    """The time from the new role until the cluster may convert again, seconds."""
 
     def __post_init__(self) -> None:
         if not 0 < self.drain_limit_s <= MAX_DRAIN_S:
@@ -183,14 +188,14 @@ class ConversionConfig:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What became of a wish: effects, or none and the reason."""
+    """The result of a wish: effects, or none and the reason."""
 
     effects: tuple[Effect, ...]
     reason: str
 
 
 def never_converted(names: Sequence[str]) -> str:
-    """Why instances with the role `both` keep it."""
+    """Says why instances with the role `both` keep it."""
     have = "has" if len(names) == 1 else "have"
     return f"{', '.join(names)} {have} the role both, which is never converted"
 
@@ -204,7 +209,7 @@ class Converter:
 
     @property
     def current(self) -> Conversion | None:
-        """What is going on, dwelling included; None: a wish would be taken."""
+        """The present conversion, dwelling included. None: a wish would be taken."""
         return self._current
 
     def start(
@@ -215,7 +220,7 @@ class Converter:
         *,
         only: str = "",
     ) -> Start:
-        """Begin with the cluster's least loaded instance, or with `only`; or say why not."""
+        """Convert the cluster's least loaded instance, or `only`; else say why not."""
         if self._current is not None:
             return Start((), f"{self._current.instance} is {self._current.phase}")
         usable = [view for view in instances if view.role == wish.from_role and view.is_usable]
@@ -235,7 +240,7 @@ class Converter:
         return Start((Drain(chosen.name),), f"{chosen.name} {'was asked for' if only else said}")
 
     def drained(self, instance: str, now_s: float) -> tuple[Effect, ...]:
-        """It has no work left."""
+        """The instance has no work left."""
         found = self._at(instance, ConversionPhase.DRAINING)
         if found is None:
             return ()
@@ -243,7 +248,7 @@ class Converter:
         return (SetRole(instance, RoleChange(found.wish.to_role, found.epoch)),)
 
     def relabelled(self, instance: str, epoch: int, now_s: float) -> tuple[Effect, ...]:
-        """It confirmed the role of this epoch."""
+        """The instance confirmed the role of this epoch."""
         found = self._at(instance, ConversionPhase.RELABELLING)
         if found is None or epoch != found.epoch:
             return ()
@@ -252,14 +257,14 @@ class Converter:
         return (Resume(instance), Ended(instance, found.wish, ConversionOutcome.CONVERTED, detail))
 
     def failed(self, instance: str, detail: str) -> tuple[Effect, ...]:
-        """It died, or an effect could not be performed. Once converted this means nothing."""
+        """The instance died, or an effect failed. After the conversion this means nothing."""
         found = self._at(instance, ConversionPhase.DRAINING) or self._at(
             instance, ConversionPhase.RELABELLING
         )
         return () if found is None else self._give_back(found, ConversionOutcome.FAILED, detail)
 
     def tick(self, now_s: float) -> tuple[Effect, ...]:
-        """Time passed: what took too long is given up, what dwelt long enough is over."""
+        """Give up a phase that took too long, and end a dwelling that was long enough."""
         found = self._current
         if found is None:
             return ()
@@ -286,6 +291,7 @@ class Converter:
         ended = Ended(found.instance, found.wish, outcome, detail)
         if found.phase is ConversionPhase.DRAINING:
             return (Resume(found.instance), ended)
+        # The first order may have arrived, so the old role needs an epoch above it.
         undo = SetRole(found.instance, RoleChange(found.wish.from_role, found.epoch + 1))
         return (undo, Resume(found.instance), ended)
 

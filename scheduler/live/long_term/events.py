@@ -2,14 +2,14 @@
 
     PeriodLook ... PeriodOver -> PlansAsked -> ConversionAnswered for each wish ... ConversionEnded
 
-A plan may take seconds to solve, too long for an event. So `PeriodOver` poses the question of each
-model and `PlansAsked` answers it: whoever hands events over may compute `LongTermQuestion.answer`
-elsewhere between the two and leave it in the model's plan. What nobody has computed, as when a
-recording is played, `PlansAsked` computes; the answer is the same.
+Solving a plan may take seconds, too long for an event. So `PeriodOver` poses each model's question
+and `PlansAsked` answers it. Between the two, the caller may compute `LongTermQuestion.answer`
+elsewhere and leave it in the model's plan. If it does not, as in the replay of a recording,
+`PlansAsked` computes the answer, which is the same.
 
-A region serves several models where each has instances of its own: every model has its own
-question, plan and conversions. The thresholds are those of prefill clusters, so a cluster that
-serves several models is in no plan, and the step of each model says so.
+A region can serve several models, each with instances of its own. Every model has its own question,
+plan and conversions. Thresholds belong to prefill clusters, so a cluster that serves several models
+is in no plan, and the step of each of its models says so.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from scheduler.live.long_term.model_plan import ModelPlan, PlanGoal, ThresholdPl
 from scheduler.live.long_term.running_region import RegionFacts, model_region
 
 NOT_KNOWN: Final = "not_known"
-"""The reason of a step for which there is nothing to plan with."""
+"""The reason of a step when something is missing to plan with."""
+LOOK_S: Final = 2.0
+"""The time between two looks at reports and links, seconds."""
 SAME_TOKENS: Final = 0.5
-"""Thresholds that are closer are the same: prompts have whole tokens."""
+"""Thresholds closer than this are the same, because prompts have whole tokens."""
 
 
 class ThresholdChange(msgspec.Struct, frozen=True):
-    """t of a prefill cluster, before and from now on."""
+    """The threshold of a prefill cluster, before and from now on."""
 
     cluster: str
     before_tokens: float
@@ -41,10 +43,10 @@ class ThresholdChange(msgspec.Struct, frozen=True):
 class PlanStep(msgspec.Struct, frozen=True, kw_only=True):
     """What the plan of one model says for the next period.
 
-    `reason` is a `StepReason`, or `NOT_KNOWN` for what `unknown` tells. `changes` are those that
-    `thresholds` make: with `conversions` they are made when `ConversionAnswered` says so; else they
-    are made already, unless plans are advice or they wait for the conversion of `waits_for`.
-    `notes` say what the plan leaves out, and why.
+    `reason` is a `StepReason`, or `NOT_KNOWN` with the explanation in `unknown`. `changes` are the
+    changes by `thresholds`. Without `conversions` they are made already, unless plans are advice or
+    the changes wait for the conversion of `waits_for`. With `conversions`, `ConversionAnswered`
+    makes them. `notes` say what the plan leaves out, and why.
     """
 
     model: str
@@ -61,27 +63,30 @@ class PlanStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeriodLook(Event[None], frozen=True):
-    """Time for a look at reports and links, at even intervals."""
+    """A sample of reports and links, taken every `LOOK_S`."""
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
-        """They count for the means of the period as they are now."""
+        """Their present values count for the means of the period."""
         live.period.see(live.reports.values(), live.links)
 
 
 class PeriodOver(Event[None], frozen=True):
-    """A period is over. The PD cluster is busy with `conversion`, dwelling included; it `is_busy`
-    also without one while an instance is given back.
+    """A period is over.
+
+    The PD cluster is busy with `conversion`, dwelling included. `is_busy` is also True without one
+    while an instance gets its old role back.
     """
 
     conversion: Conversion | None
     is_busy: bool
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
-        """Each model's plan is asked anew."""
+        """Pose the question of each model's plan."""
         live.period.see(live.reports.values(), live.links)
         means, settings = live.period.take(), live.settings
         for model, plan in live.plans.items():
             known = live.knowledge(model)
+            # A plan must not rest on traffic from both before and after a change.
             known.traffic.forget_before_change(now_s)
             measured = known.traffic.measured(now_s)
             facts = RegionFacts(
@@ -100,37 +105,42 @@ class PeriodOver(Event[None], frozen=True):
 
 
 class PlansAsked(Event[list[PlanStep]], frozen=True):
-    """What do the plans of the last period say? Those with most to gain come first: only one
-    conversion can begin.
+    """Asks what the plans of the last period say.
+
+    The steps with the greatest gain come first, since only one conversion can begin.
     """
 
     def apply(self, live: LiveScheduler, now_s: float) -> list[PlanStep]:
-        """What needs no conversion first is set, where plans are followed."""
+        """The step of each model. Thresholds that need no conversion first are set, if plans are
+        followed.
+        """
         steps = [_step(live, model, plan) for model, plan in live.plans.items()]
         return sorted(steps, key=lambda step: -step.numbers.get("gain", 0.0))
 
 
 class ConversionAnswered(Event[list[ThresholdChange]], frozen=True):
-    """The conversion of `instance` has begun for a wish; "": the wish was refused."""
+    """The conversion of `instance` has begun for a wish, or the wish was refused ("")."""
 
     wish: ConversionWish
     instance: str
 
     def apply(self, live: LiveScheduler, now_s: float) -> list[ThresholdChange]:
-        """The thresholds that are set for the time until it has ended."""
+        """The thresholds that are set until the conversion has ended."""
         plan = live.plans.get(self.wish.model)
         return [] if plan is None else _set(live, plan.answered(self.wish, self.instance))
 
 
 class ConversionEnded(Event[list[ThresholdChange]], frozen=True):
-    """A conversion has ended, whoever asked for it; a wish without a model may be any's."""
+    """A conversion has ended, whoever asked for it. A wish without a model may belong to any
+    model.
+    """
 
     wish: ConversionWish
     instance: str
     is_converted: bool
 
     def apply(self, live: LiveScheduler, now_s: float) -> list[ThresholdChange]:
-        """The thresholds that are set for the division that there is now."""
+        """The thresholds that are set for the division as it is now."""
         changes = []
         for model, plan in live.plans.items():
             if self.wish.model in ("", model):
@@ -168,7 +178,7 @@ def _step(live: LiveScheduler, model: str, plan: ModelPlan) -> PlanStep:
 
 
 def _set(live: LiveScheduler, planned: ThresholdPlan | None) -> list[ThresholdChange]:
-    """Let thresholds follow a plan; those that change."""
+    """Let thresholds follow a plan. Returns those that change."""
     if planned is None:
         return []
     changes = _changes(live, planned.tokens)

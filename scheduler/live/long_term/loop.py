@@ -1,34 +1,36 @@
-"""The long timescale: every few minutes, t and the division of instances that the traffic asks for.
+"""The long timescale: every few minutes, the threshold t and the division that the traffic asks
+for.
 
-Measured traffic, the region's profiles and links, the present t and division, and when each PD
-cluster had its last conversion are a `LongTermQuestion`. Its answer is a `LongTermDecision`: t to
-use now, t to use once conversions are done, the conversions, the plan they lead to, and the reason,
-also for doing nothing. The same question has the same answer, whoever computes it and when.
+A `LongTermQuestion` has the measured traffic, the region's profiles and links, the present t and
+division, and when each PD cluster had its last conversion. The answer is a `LongTermDecision`: t
+until the conversions have ended, t after them, the conversions, the plan that they lead to, and the
+reason, also for doing nothing. The same question has the same answer, whoever computes it and when.
 
 Rules:
 
-1. Solve the best division for the measured traffic (paper, 3.4.3), where no cluster gives up the
-   last instance of a role. t is free to change, so what a conversion gains is counted against the
-   present division with *its* best t, not with the present t.
-2. Convert when the way to the best division gains `min_gain` or more, and when the next step is no
-   loss even if the measured means are off by `num_errors` standard errors the unlucky way: noise of
-   few samples does not convert, and needs no other threshold.
-3. One instance a cluster and step, towards the best division. Throughput is concave in the
-   division, so every step gains and a wrong one is cheap. A change that asks for more instances
+1. Solve for the best division for the measured traffic (PrfaaS 3.4.3). No cluster gives up the last
+   instance of a role. The gain of a conversion is counted against the present division with *its*
+   best t, not with the present t, because t is free to change.
+2. Convert when the best division gains `min_gain` or more, and when the next step is no loss even
+   if the measured means are off by `NUM_ERRORS` standard errors in the unlucky direction. So the
+   noise of few samples converts nothing, and no other threshold is needed.
+3. Each step converts one instance of a cluster, towards the best division. Throughput is concave in
+   the division, so every step gains, and a wrong one costs little. A change by several instances
    takes as many steps.
-4. A cluster waits `dwell_s` before the next conversion, `reverse_dwell_s` before one the other way.
-   None is asked of a cluster whose last one still runs. One that failed counts as the other way:
-   an instance that cannot be drained must not be taken from its work every few minutes.
-5. t follows at every step where that gains `min_threshold_gain`. A step moves at most
-   `max_moved_share` of the requests to the other side.
+4. A cluster waits `dwell_s` before its next conversion, and `reverse_dwell_s` before one in the
+   other direction. While a conversion runs, its cluster is asked for no other. A failed conversion
+   counts as one in the other direction: an instance that cannot be drained must not be taken from
+   its work every few minutes.
+5. t follows at every step where that gains `MIN_THRESHOLD_GAIN`. A step moves at most
+   `MAX_MOVED_SHARE` of the requests to the other side.
 
-While an instance drains it is lost to both roles. So t counts on the fewer prefill instances until
-then: at once when one stops to prefill, afterwards when one will begin to.
+While an instance drains it is lost to both roles. So t counts on the fewer prefill instances: at
+once if a prefill instance is taken, and until the end of the conversion if one is gained.
 
-An answer costs tens of milliseconds for one pair of clusters and seconds for several: compute it
-off the event loop. No I/O, no clock. What is kept from one question to the next is
-`model_plan`'s; how an instance is converted is `conversion`'s; congestion of seconds is
-`scheduler.routing.threshold`'s.
+An answer costs tens of milliseconds for one pair of clusters and seconds for several, so it is
+computed off the event loop. No I/O, no clock. `model_plan` keeps what lasts from one question to
+the next, `conversion` converts an instance, and `scheduler.routing.threshold` reacts to congestion
+within seconds.
 """
 
 from __future__ import annotations
@@ -38,21 +40,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 
 from scheduler.live.learning.measured_traffic import MeasuredTraffic
 from scheduler.live.long_term.conversion import DWELL_S, ConversionWish
-from scheduler.planning.allocation import Allocation, Corrections, measured_region
+from scheduler.planning.allocation import Allocation, measured_region
 from scheduler.planning.division_search import Bounds, Division, best_at, best_within, thresholds_of
 from scheduler.planning.plan import Plan, is_pair, threshold_plan
 from scheduler.planning.region_model import Region
 from scheduler.planning.route_search import NoRouteError
 from scheduler.planning.throughput import Mode
 
+NUM_ERRORS: Final = 4.0
+"""How many standard errors the measured means may be off. It is above 3, because many steps look at
+the same traffic, and chance exceeds 3 within weeks."""
+MIN_THRESHOLD_GAIN: Final = 0.005
+"""The throughput that another t must gain, as a share of the present one."""
+MAX_MOVED_SHARE: Final = 0.5
+"""The largest share of requests that one step of t may move to the other side."""
 _ROUNDING = 1e-9
 _MAX_ERROR = 0.5
-"""A mean is not taken to be off by more than this share of it."""
+"""The largest error assumed of a mean, as a share of it."""
 
 
 class StepReason(StrEnum):
@@ -70,28 +80,21 @@ class StepReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongTermConfig:
-    """How eager the loop is."""
+    """How eagerly the loop acts."""
 
     period_s: float = 300.0
-    """Between two solutions, seconds."""
+    """The time between two solutions, seconds."""
     min_requests: int = 200
-    """Requests that must have been measured before anything changes."""
+    """Nothing changes before this many requests have been measured."""
     min_gain: float = 0.03
-    """Throughput that conversions must gain altogether, as a share of the present."""
-    num_errors: float = 4.0
-    """Standard errors of the measured means by which they may be off. Many steps look at the same
-    traffic, so 3 are met by chance within weeks.
-    """
+    """The throughput that conversions must gain altogether, as a share of the present one."""
     dwell_s: float = DWELL_S
-    """Least time from one conversion of a cluster to its next, seconds; also for conversions that
-    operators order. Less than a period, so that a shift that asks for several instances gets one
-    each period.
+    """The least time from one conversion of a cluster to its next, seconds. It also holds for
+    conversions that operators order. It is less than a period, so that a shift that asks for
+    several instances gets one each period.
     """
     reverse_dwell_s: float = 1800.0
-    """Least time from a conversion to one in the other direction, seconds."""
-    min_threshold_gain: float = 0.005
-    max_moved_share: float = 0.5
-    """Of requests, that a step of t may move to the other side."""
+    """The least time from a conversion to one in the other direction, seconds."""
 
     def __post_init__(self) -> None:
         if not (self.period_s > 0 and self.min_requests >= 1):
@@ -104,18 +107,13 @@ class LongTermConfig:
                 f"dwell_s {self.dwell_s:g} must be at most reverse_dwell_s "
                 f"{self.reverse_dwell_s:g}, neither negative"
             )
-        if not (self.min_gain > 0 and self.num_errors >= 0 and self.min_threshold_gain >= 0):
-            raise ValueError(
-                f"min_gain {self.min_gain:g} must be above 0, num_errors {self.num_errors:g} and "
-                f"min_threshold_gain {self.min_threshold_gain:g} not below"
-            )
-        if not 0 < self.max_moved_share <= 1:
-            raise ValueError(f"max_moved_share {self.max_moved_share:g} must be in (0, 1]")
+        if not self.min_gain > 0:
+            raise ValueError(f"min_gain {self.min_gain:g} must be above 0")
 
 
 @dataclass(frozen=True)
 class LongTermDecision:
-    """What to do until the next step. `numbers` hold what `reason` rests on; rates are requests/s.
+    """What to do until the next step. `numbers` are what `reason` rests on; rates are requests/s:
 
     kept_rps       with the present t and division
     present_rps    with the present division and its best t
@@ -126,32 +124,25 @@ class LongTermDecision:
 
     reason: StepReason
     thresholds: Mapping[str, float]
-    """t of each prefill cluster from now on."""
+    """The threshold of each prefill cluster from now on."""
     thresholds_after: Mapping[str, float]
-    """t once the conversions are done."""
+    """The thresholds for when the conversions are done."""
     conversions: tuple[ConversionWish, ...] = ()
     plan: Plan | None = None
-    """The best plan, that the loop works towards; None when none was made."""
+    """The best plan, towards which the loop works; None when none was made."""
     adopted: Plan | None = None
     """The routing that `thresholds_after` stand for; None: they stay as they are."""
     numbers: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
-    def __str__(self) -> str:
-        told = "".join(f"; {key}={value:.4g}" for key, value in self.numbers.items())
-        if self.reason is not StepReason.CONVERT:
-            return f"no conversion because {self.reason}{told}"
-        wishes = ", ".join(f"{w.cluster}: {w.from_role} to {w.to_role}" for w in self.conversions)
-        return f"convert {wishes}{told}"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongTermQuestion:
-    """What is the best t and division of one region for the next period?
+    """What are the best threshold and division of one region for the next period?
 
-    `region` is as it is configured and learnt, without `corrections`. `changed` says of each PD
-    cluster when a conversion was last asked of it or ended, and by how much it changed N_p: 0 if it
-    failed. `adopted` is the routing that the present thresholds stand for, where one t does not
-    describe it. `current` has all PD clusters of `region`, and `model` those instances serve.
+    `region` is as configured and learnt. `current` has all PD clusters of `region`; its instances
+    serve `model`. `changed` says for each PD cluster when a conversion was last asked of it or
+    ended, and by how much it changed N_p (0 if it failed). `adopted` is the routing that the
+    present thresholds stand for, where one threshold does not describe it.
     """
 
     model: str
@@ -159,7 +150,6 @@ class LongTermQuestion:
     region: Region
     measured: MeasuredTraffic | None
     current: Allocation
-    corrections: Corrections
     changed: Mapping[str, tuple[float, int]]
     adopted: Plan | None
     now_s: float
@@ -196,9 +186,10 @@ class LongTermQuestion:
         tokens = dict(current.thresholds)
         adopted: Plan | None = None
         if reason is StepReason.CONVERT:
+            # An instance that will prefill does not yet, and one that will decode no longer does.
             fewer = {name: min(n, division[name]) for name, n in current.num_prefill.items()}
             tokens, adopted = self._towards(best_at(model, [fewer])), after
-        elif _gain(present, kept) >= self.config.min_threshold_gain:
+        elif _gain(present, kept) >= MIN_THRESHOLD_GAIN:
             tokens, adopted = self._towards(present), present
         return LongTermDecision(
             reason,
@@ -211,7 +202,9 @@ class LongTermQuestion:
         )
 
     def _reason(self, measured: MeasuredTraffic, plans: tuple[Plan, Plan, Plan]) -> StepReason:
-        """Of going from the first of the plans to the second, on the way to the third."""
+        """Why to take or not to take the step from the first of the plans to the second, on the way
+        to the third.
+        """
         present, after, best = plans
         steps = _steps(self.current.num_prefill, best)
         gain = _gain(best, present)
@@ -219,10 +212,12 @@ class LongTermQuestion:
             return StepReason.BEST_ALREADY
         if gain < self.config.min_gain:
             return StepReason.SMALL_GAIN
+        # No cluster that must change may change now.
         if after is present:
             running = any(steps[name] for name in self.current.converting)
             return StepReason.CONVERTING if running else StepReason.DWELLING
         num_steps = max(map(abs, steps.values()))
+        # The first of several steps must bring its part of the whole gain.
         if _gain(after, present) < self.config.min_gain / num_steps:
             return StepReason.SMALL_GAIN
         ways = {int(np.sign(n)) for n in _steps(self.current.num_prefill, after).values() if n}
@@ -231,9 +226,11 @@ class LongTermQuestion:
         return StepReason.UNSURE
 
     def _holds(self, measured: MeasuredTraffic, way: int, present: Plan, after: Plan) -> bool:
-        """Whether the step is no loss with the means off against it; `way` 1: more prefill."""
+        """Whether the step is no loss with the means off against it. `way` is 1 towards more
+        prefill.
+        """
         uncached, output = (
-            min(_MAX_ERROR, self.config.num_errors * sample.relative_error)
+            min(_MAX_ERROR, NUM_ERRORS * sample.relative_error)
             for sample in (measured.uncached, measured.output)
         )
         unlucky = self._modelled(measured, 1 - way * uncached, 1 + way * output)
@@ -243,16 +240,17 @@ class LongTermQuestion:
     def _modelled(
         self, measured: MeasuredTraffic, uncached_scale: float = 1.0, output_scale: float = 1.0
     ) -> Region:
-        """The region as it is, or as it would be if the measured means were off."""
+        """The region as measured, or as it would be with other means."""
         traffic = measured.traffic(uncached_scale=uncached_scale, output_scale=output_scale)
-        return measured_region(self.region, traffic, self.current, self.corrections)
+        return measured_region(self.region, traffic, self.current)
 
     def _next(self, best: Plan) -> dict[str, int]:
-        """N_p a step further towards the best plan, where a cluster may change now."""
+        """N_p one step further towards the best plan, for the clusters that may change now."""
         division = dict(self.current.num_prefill)
         for name, wanted in _steps(self.current.num_prefill, best).items():
             if wanted and name not in self.current.converting:
                 step = 1 if wanted > 0 else -1
+                # A cluster that was never converted owes no dwelling, in either direction.
                 changed_s, last = self.changed.get(name, (-math.inf, step))
                 same = last == step
                 dwell_s = self.config.dwell_s if same else self.config.reverse_dwell_s
@@ -271,21 +269,25 @@ class LongTermQuestion:
         return tuple(wishes)
 
     def _towards(self, plan: Plan) -> dict[str, float]:
-        """The plan's thresholds, as far towards them as one step may go."""
-        lengths, most = plan.region.traffic.lengths, self.config.max_moved_share
+        """The plan's thresholds, or as far towards them as one step may go."""
+        lengths = plan.region.traffic.lengths
         found = thresholds_of(plan)
         for name, wanted in found.items():
             present = self.current.thresholds.get(name)
             if present is None:
                 continue
+            # Row 0 of the moments is P(L <= x), so the difference is the share of requests that
+            # moves.
             start, end = lengths.moments_to([present, wanted])[0]
-            if abs(end - start) > most:
-                share = start + math.copysign(most, end - start)
+            if abs(end - start) > MAX_MOVED_SHARE:
+                share = start + math.copysign(MAX_MOVED_SHARE, end - start)
                 found[name] = float(lengths.quantile([share])[0])
         return found
 
     def _kept(self, model: Region) -> Plan | None:
-        """The present t and division in this traffic; None: nothing says what they mean."""
+        """The present threshold and division in this traffic; None if nothing says what they
+        mean.
+        """
         current = self.current
         if is_pair(model):
             if not model.prefill_clusters or not current.thresholds:
@@ -294,6 +296,7 @@ class LongTermQuestion:
             return threshold_plan(model, tokens, current.num_prefill[model.pd_clusters[0].name])
         try:
             kept = self.adopted and self.adopted.kept_in(model)
+        # The adopted plan is for other clusters or links than the region has now.
         except ValueError:
             return None
         return kept and replace(kept, num_prefill=dict(current.num_prefill))
@@ -304,7 +307,7 @@ class LongTermQuestion:
 
 
 def _bounds(current: Allocation) -> Bounds:
-    """Every cluster keeps one instance of each role that it has."""
+    """The least and the most N_p: every cluster keeps one instance of each role that it has."""
     found = {}
     for name, num_prefill in current.num_prefill.items():
         num_decode = current.num_decode[name]
@@ -317,7 +320,7 @@ def _division(plan: Plan) -> dict[str, int]:
 
 
 def _steps(num_prefill: Division, plan: Plan) -> dict[str, int]:
-    """By how much N_p of each cluster would have to change."""
+    """The change of N_p that each cluster would need."""
     return {name: n - num_prefill[name] for name, n in _division(plan).items()}
 
 
@@ -326,7 +329,7 @@ def _rps(plan: Plan) -> float:
 
 
 def _gain(new: Plan, old: Plan) -> float:
-    """Of throughput, as a share of the old."""
+    """The gain in throughput, as a share of the old one."""
     before, after = _rps(old), _rps(new)
     if before > 0:
         return after / before - 1

@@ -1,9 +1,9 @@
 """The plan that one served model follows, from one period to the next.
 
-Every period it is asked anew, and t and conversions follow the answer. t for a division that is
-still to come waits until the conversion that leads there has ended well. One at a time: a wish is
-carried out or refused before the next question. Pure; does not know who sets thresholds or
-converts instances.
+Every period poses a question, and the threshold and conversions follow the answer. A threshold for
+a division that is still to come waits until the conversion to it has ended well. A wish is carried
+out or refused before the next question. Pure; does not know who sets thresholds or converts
+instances.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from scheduler.live.learning.measured_traffic import MeasuredTraffic
 from scheduler.live.long_term.conversion import ConversionWish
 from scheduler.live.long_term.loop import LongTermConfig, LongTermDecision, LongTermQuestion
 from scheduler.live.long_term.running_region import Modelled, NotModelled
-from scheduler.planning.allocation import UNCORRECTED, Corrections
 from scheduler.planning.division_search import thresholds_of
 from scheduler.planning.plan import Plan
 from scheduler.planning.region_model import Region
@@ -35,7 +34,7 @@ class PlanGoal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_goal(plan: Plan) -> PlanGoal:
-    """What a plan aims at."""
+    """The goal that a plan describes."""
     num_prefill = {name: round(num) for name, num in plan.num_prefill.items()}
     return PlanGoal(
         num_prefill=num_prefill,
@@ -51,32 +50,40 @@ def plan_goal(plan: Plan) -> PlanGoal:
 
 @dataclass(frozen=True, slots=True)
 class ThresholdPlan:
-    """t of each prefill cluster, and the bytes/s that the best plan sends over its link."""
+    """The threshold of each prefill cluster, and the bytes/s that the best plan sends over its
+    link.
+    """
 
     tokens: Mapping[str, float]
     sends: Mapping[str, float]
 
 
-class ModelPlan:
-    """See the module text. In every period `ask`, then `decide`, then `answered` for each wish."""
+def sends_of(plan: Plan) -> dict[str, float]:
+    """The bytes/s that the plan sends from each prefill cluster at the region's highest rate."""
+    by_link = plan.link_bytes_per_s(Mode.EXACT, plan.system_rps(Mode.EXACT))
+    return {link.source: by_link.get(link.name, 0.0) for link in plan.region.links}
 
-    def __init__(self, model: str = "") -> None:
+
+class ModelPlan:
+    """The plan of one model. Each period calls `ask`, `decide`, then `answered` for each wish."""
+
+    def __init__(self, model: str) -> None:
         self.region: Region | None = None
-        """As it was planned with last; None: it was not, for the reason that `unknown` says."""
+        """The region as last planned; None if it was not, for the reason in `unknown`."""
         self.unknown = "no period is over yet"
         self.notes: tuple[str, ...] = ()
         """What was left out of the region, and why."""
         self.question: LongTermQuestion | None = None
-        """What `decide` will answer."""
+        """The question that `decide` will answer."""
         self.answer: LongTermDecision | None = None
-        """The answer to `question`, where somebody has computed it already."""
+        """The answer to `question`, where the caller has computed it already."""
         self.converts = ""
-        """The instance whose conversion is the last step of this plan."""
+        """The instance whose conversion is the last step of this plan; "" for none."""
         self._model = model
         self._after: ThresholdPlan | None = None
-        """t for when `converts` has its new role."""
+        """The thresholds for when `converts` has its new role."""
         self._changed: dict[str, tuple[float, int]] = {}
-        """See `LongTermQuestion`."""
+        """When and how each PD cluster was last converted, as in `LongTermQuestion.changed`."""
         self._adopted: Plan | None = None
 
     def ask(
@@ -85,9 +92,8 @@ class ModelPlan:
         measured: MeasuredTraffic | None,
         config: LongTermConfig,
         now_s: float,
-        corrections: Corrections = UNCORRECTED,
     ) -> None:
-        """A period is over, and this is what it was like."""
+        """Pose the question for a period that is over."""
         self.question = self.answer = None
         if isinstance(modelled, NotModelled):
             self.region, self.unknown, self.notes = None, modelled.reason, ()
@@ -99,59 +105,61 @@ class ModelPlan:
             region=modelled.region,
             measured=measured,
             current=modelled.current,
-            corrections=corrections,
             changed=dict(self._changed),
             adopted=self._adopted,
             now_s=now_s,
         )
 
     def decide(self) -> LongTermDecision | None:
-        """The answer, which counts from now on; None: nothing is asked."""
+        """The answer, which holds from now on; None if nothing was asked."""
         question, self.question = self.question, None
         if question is None:
             return None
         decision = self.answer = self.answer or question.answer()
         self._adopted = decision.adopted or self._adopted
+        # Dwelling counts from the wish, so that a wish that hangs is not repeated meanwhile.
         for wish in decision.conversions:
             self._changed[wish.cluster] = question.now_s, _way(wish)
         return decision
 
     def to_set(self) -> ThresholdPlan | None:
-        """What to set at once by the decision; None: nothing, or not before a conversion."""
+        """What to set at once by the decision; None: nothing, or only after a conversion."""
         decision = self.answer
         if decision is None or decision.plan is None or decision.conversions:
             return None
-        planned = ThresholdPlan(decision.thresholds, _sends(decision.plan))
+        planned = ThresholdPlan(decision.thresholds, sends_of(decision.plan))
         if not self.converts:
             return planned
-        # It was decided for the division that there will be.
+        # The decision is for the division after the conversion under way.
         self._after = planned
         return None
 
     def answered(self, wish: ConversionWish, instance: str) -> ThresholdPlan | None:
-        """What to set when the conversion of `instance` has begun for a wish of the decision; "":
-        the wish was refused.
+        """What to set when the conversion of `instance` has begun for a wish, or the wish was
+        refused ("").
         """
         decision = self.answer
         if decision is None or decision.plan is None or wish not in decision.conversions:
             return None
-        sends = _sends(decision.plan)
+        sends = sends_of(decision.plan)
         if instance:
             self.converts = instance
             self._after = ThresholdPlan(decision.thresholds_after, sends)
         elif self.converts or wish.from_role == "prefill":
-            return None  # t is meant for another division than the present one.
+            return None  # The threshold is for another division than the present one.
         return ThresholdPlan(decision.thresholds, sends)
 
     def ended(
         self, wish: ConversionWish, instance: str, now_s: float, *, is_converted: bool
     ) -> ThresholdPlan | None:
-        """What to set when a conversion has ended, whoever asked for it: the new division is there,
-        or the old one is again.
+        """What to set when a conversion has ended, whoever asked for it.
+
+        The new division is there, or the old one is again.
         """
         self._changed[wish.cluster] = now_s, _way(wish) if is_converted else 0
         if instance != self.converts:
             return None
+        # After a failure the thresholds in force are those for the old division already.
         after, self.converts, self._after = self._after, "", None
         return after if is_converted else None
 
@@ -159,9 +167,3 @@ class ModelPlan:
 def _way(wish: ConversionWish) -> int:
     """By how much a conversion changes N_p."""
     return 1 if wish.to_role == "prefill" else -1
-
-
-def _sends(plan: Plan) -> dict[str, float]:
-    """What the plan sends from each prefill cluster at the highest load that it can bear."""
-    by_link = plan.link_bytes_per_s(Mode.EXACT, plan.system_rps(Mode.EXACT))
-    return {link.source: by_link.get(link.name, 0.0) for link in plan.region.links}

@@ -1,7 +1,7 @@
 """The running region as the planner takes it: from reports, links and what requests have taught.
 
-What lasts for seconds must not move instances. So rates and health are means over a period, and an
-instance counts that was healthy for half of it. Pure; does not know the plan, nor requests.
+Disturbances of seconds must not move instances. So rates and health are means over a period, and an
+instance counts if it was healthy for half of it. Pure; knows neither the plan nor requests.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from scheduler.routing.decision import HAND_OFF, ONE_ENGINE
 from scheduler.routing.profiles import KvProfile
 
 HEALTHY_SHARE: Final = 0.5
-"""Of a period, from which on an instance counts."""
+"""An instance counts if it was healthy for at least this share of a period."""
 
 UNFILLED_BYTES_PER_S: Final = 12.5e9
-"""What a link is planned with that nobody filled: it is not what limits the region now. Should a
-plan fill it, the next period knows what it carries."""
+"""The rate assumed for a link that nobody has filled, bytes/s. Such a link does not limit the
+region now. Should a plan fill it, the next period knows its rate.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class LinkMean:
 
 @dataclass(frozen=True, slots=True)
 class PeriodMeans:
-    """What a period was like. `healthy`: the share of it, by cluster, and instance with model."""
+    """A period in means. `healthy` is the share of it, by cluster, then by instance and model."""
 
     links: Mapping[LinkPair, LinkMean] = field(default_factory=dict)
     healthy: Mapping[str, Mapping[tuple[str, str], float]] = field(default_factory=dict)
@@ -66,19 +67,19 @@ class PeriodMeans:
         }
 
     def models(self, cluster: str) -> set[str]:
-        """What the instances of a cluster serve; "": an instance named no model."""
+        """The models that the instances of a cluster serve; "" if an instance named none."""
         return {served for _, served in self.healthy.get(cluster, {})}
 
 
 class PeriodMeter:
-    """Makes the means of a period out of looks at even intervals."""
+    """Makes the means of a period from samples at even intervals."""
 
     def __init__(self) -> None:
         self._once_measured: set[LinkPair] = set()
         self._clear()
 
     def see(self, reports: Iterable[Reported], links: Mapping[LinkPair, LinkView]) -> None:
-        """One look. A cluster without a report has no healthy instance now."""
+        """Take one sample. A cluster without a report has no healthy instance now."""
         self._num_looks += 1
         for source in reports:
             counts = self._healthy.setdefault(source.name, {})
@@ -103,6 +104,7 @@ class PeriodMeter:
         self._rtts[pair] = link.rtt_s
         rate = link.available_bytes_per_s
         if rate is None:
+            # No rate yet: an empty list marks a link that may be planned with as unfilled.
             if self._is_forgotten(pair, link):
                 self._floors.setdefault(pair, [])
         elif link.is_floor:
@@ -112,14 +114,18 @@ class PeriodMeter:
             self._once_measured.add(pair)
 
     def _is_forgotten(self, pair: LinkPair, link: LinkView) -> bool:
-        """Whether a rate was known and is too old now. Were such a link not planned with, one that
-        no prompt is long enough for would never be used again.
+        """Whether a rate was known and is too old now.
+
+        Such a link stays in the plan. Otherwise a link that no prompt is long enough for would
+        never be used again.
         """
         return link.state is LinkCondition.CLEAR and pair in self._once_measured
 
     def _rate(self, pair: LinkPair) -> float | None:
-        """While nobody filled it, a link carried at least the most that was measured: else seconds
-        of congestion would stand for a period in which it had nothing to carry.
+        """The mean rate, where a floor counts as at least the highest measured rate.
+
+        Otherwise a few seconds of congestion would stand for a period in which the link was mostly
+        idle.
         """
         rates, floors = self._rates.get(pair, []), self._floors.get(pair, [])
         if not rates:
@@ -131,7 +137,7 @@ class PeriodMeter:
     def _clear(self) -> None:
         self._num_looks = 0
         self._floors: dict[LinkPair, list[float]] = {}
-        """Also of links that nobody filled and of which no rate is known."""
+        """It also has links that nobody filled and whose rate is unknown."""
         self._healthy: dict[str, dict[tuple[str, str], int]] = {}
         self._rates: dict[LinkPair, list[float]] = {}
         self._rtts: dict[LinkPair, float] = {}
@@ -139,9 +145,10 @@ class PeriodMeter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionFacts:
-    """All that the region is modelled from. `traffic` is None before the first request has ended,
-    `conversion` the one that the PD cluster is busy with.
-    `other_models` are served beside `model`, by instances of their own.
+    """All that the model of the region is made from.
+
+    `traffic` is None before the first request has ended. `conversion` is what the PD cluster is
+    busy with. `other_models` are served beside `model`, by instances of their own.
     """
 
     model: str
@@ -158,7 +165,7 @@ class RegionFacts:
 
 @dataclass(frozen=True, slots=True)
 class Modelled:
-    """The region, what it is set to, and what was left out of it and why."""
+    """The region, its present settings, and what was left out of it and why."""
 
     region: Region
     current: Allocation
@@ -175,8 +182,8 @@ class NotModelled:
 def model_region(facts: RegionFacts) -> Modelled | NotModelled:
     """The region for the planner, or everything that is missing for one.
 
-    A prefill cluster that was away for the period is left out. Decode steps are taken as measured:
-    those of a full batch may be longer.
+    A prefill cluster that was away for the period is left out. The time of a decode step is taken
+    as measured; a step of a full batch may take longer.
     """
     if facts.traffic is None:
         return NotModelled("no request has ended yet")
@@ -204,9 +211,11 @@ def model_region(facts: RegionFacts) -> Modelled | NotModelled:
 def division(
     pd: Reported, model: str, means: PeriodMeans, conversion: Conversion | None
 ) -> tuple[int, int]:
-    """Instances of the PD cluster that prefill and that decode for the model, now or once the
-    conversion that runs is done. Those that do both count as decode: every request that they serve
-    whole takes a slot there, but the router need not give them prefills of others.
+    """The instances of the PD cluster that prefill and that decode for the model: (N_p, N_d).
+
+    It counts instances as they will be after the conversion that runs. Instances that do both count
+    as decode: every request that they serve whole takes a slot there, while the router need not
+    give them prefills of others.
     """
     roles = [role for _, role in _counted(pd, model, means, conversion)]
     num_prefill = sum(role == "prefill" for role in roles)
@@ -214,8 +223,10 @@ def division(
 
 
 def pd_profile(knowledge: ModelKnowledge) -> LearnedProfile:
-    """Prefill times in the PD cluster. Its engines are alike: what those that serve requests whole
-    have shown holds for all, until some prefill for others.
+    """Prefill times in the PD cluster.
+
+    Its engines are alike. So until some instances prefill for others, the times of those that serve
+    requests whole hold for all.
     """
     own, whole = knowledge.profile(HAND_OFF), knowledge.profile(ONE_ENGINE)
     return own if own.is_known or not whole.is_known else whole
@@ -224,14 +235,14 @@ def pd_profile(knowledge: ModelKnowledge) -> LearnedProfile:
 def _counted(
     pd: Reported, model: str, means: PeriodMeans, conversion: Conversion | None
 ) -> Iterator[tuple[InstanceReport, Role]]:
-    """The PD cluster's instances that can be had, and the role that each will have."""
+    """The usable instances of the PD cluster, and the role that each will have."""
     lasting = means.lasting(pd.name, model)
     for item in pd.report.instances if pd.report is not None else ():
         role: Role = item.role
         if item.name not in lasting:
             continue
         if conversion is not None and conversion.instance == item.name:
-            # It will be back in work, whichever role it is seen with now.
+            # It will serve again after the conversion, whatever its report says now.
             role = conversion.wish.to_role
         elif item.draining or not item.role_ready:
             continue
@@ -239,7 +250,10 @@ def _counted(
 
 
 def _pd_cluster(facts: RegionFacts, missing: list[str], notes: list[str]) -> PdClusterModel | None:
-    """None, and why in `missing`, where it cannot be divided or not all is known of it."""
+    """The PD cluster for the planner, or None with the reasons in `missing`.
+
+    It is None where it cannot be divided or not everything about it is known.
+    """
     name, known = facts.pd.name, facts.knowledge
     if facts.pd.report is None:
         missing.append(f"{name} has sent no report lately")
@@ -301,7 +315,7 @@ def _prefill_clusters(
 
 
 def _others(facts: RegionFacts, cluster: str) -> list[str]:
-    """The other served models that instances of a cluster are for."""
+    """The other served models that a cluster has instances for."""
     served = facts.means.models(cluster)
     unnamed = ["any other model"] if facts.other_models and "" in served else []
     return [*sorted(served & facts.other_models), *unnamed]

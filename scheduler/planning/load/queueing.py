@@ -1,29 +1,29 @@
 """TTFT under load: requests played through a region's queues, links, decode slots and memory.
 
-The model. A request waits for a server of its prefill station, is prefilled, and has landed when
-its KVCache is at the decode pool; it then waits for a decode slot and holds it for its decode time.
+A request waits for a server of its prefill station and is prefilled. It has landed when its KVCache
+is at the decode pool. Then it waits for a decode slot and holds it for its decode time.
 
     TTFT = queue + prefill + transfer tail + wait for a slot + one decode step
 
-1. Stations and decode pools serve first come, first served, whichever server is free first.
-2. A link is a fluid queue that sends first whatever was emitted first, at its full rate while there
-   is anything to send. Prefills on their way emit `kv_token_bytes / service_s` each; the fixed
-   bytes come at the end. A request has landed when everything emitted up to the end of its prefill,
-   its fixed bytes included, has been sent: tail = backlog / rate + delay. Without a link: no tail.
+1. Stations and decode pools serve first come, first served, on whichever server is free first.
+2. A link is a fluid queue. It sends first what was emitted first, at its full rate while there is
+   anything to send. Running prefills emit `kv_token_bytes / service_s` each; the fixed bytes come
+   at the end. A request has landed when everything emitted up to the end of its prefill, its fixed
+   bytes included, has been sent: tail = backlog / rate + delay. Without a link there is no tail.
 3. Where a pool's memory is bounded, a request takes its bytes when its prefill starts and gives
    them back when its decode ends. A prefill without room waits at the head of its station's queue
    and holds back those behind it, but not other stations.
-4. At one instant, things that end come before things that begin, and earlier requests come first.
+4. At one instant, ends come before beginnings, and earlier requests come first.
 
-Two ways to the same timeline. Without rule 3 nothing that happens later in a request's life changes
-what happens earlier in another's, so each stage is computed for all requests at once. Only if that
-shows a limit overrun does the event loop run, which knows rule 3 and is about ten times slower.
+The same timeline is computed in two ways. Without rule 3 no later event in one request's life
+changes an earlier one in another's, so each stage is computed for all requests at once. Only if the
+result exceeds a limit does the event loop run, which knows rule 3 and is about ten times slower.
 
-The simulation is of a steady state only if the load is below what the system can carry. Near the
-capacity of a station, link or pool, waits grow with the number of requests simulated.
+The simulation describes a steady state only if the load is below what the system can carry. Near
+the capacity of a station, link or pool, waits grow with the number of requests simulated.
 
-It may not know how lengths, prefill times or bytes come about, nor why a request goes where it
-goes.
+This file may not know where lengths, prefill times or bytes come from, nor why a request takes its
+route.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SimulationResult:
-    """What the requests after the warm-up saw, an entry each, in order of arrival.
+    """What the requests after the warm-up saw, one entry each, in order of arrival.
 
     `timeline` has all requests.
     """
@@ -98,10 +98,10 @@ class SimulationResult:
 
 
 def simulate(system: System, requests: Requests, *, warmup: float = 0.1) -> SimulationResult:
-    """Play `requests` through `system`; the first `warmup` share of them is left out of the result.
+    """Play `requests` through `system`. The result leaves out the first `warmup` share of them.
 
-    Deterministic. ValueError where a request names what is not there, has no server or slot, or
-    could never fit into its pool's memory.
+    Deterministic. ValueError if a request names a place that is not there or has no server or slot,
+    or could never fit into its pool's memory.
     """
     if not 0 <= warmup < 1:
         raise ValueError(f"warmup is {warmup:g}; it must be a share from 0 to below 1")
@@ -109,6 +109,7 @@ def simulate(system: System, requests: Requests, *, warmup: float = 0.1) -> Simu
     timeline = timeline_in_stages(system, requests)
     if _overruns_a_limit(system, requests, timeline):
         timeline = EventLoop(system, requests).run()
+    # At least one request is kept: there are no quantiles of none.
     kept = slice(min(int(warmup * len(requests)), len(requests) - 1), None)
     arrivals_s = requests.arrivals_s[kept]
     step_s = np.array([pool.step_s for pool in system.pools])[requests.pool[kept]]
@@ -125,7 +126,7 @@ def simulate(system: System, requests: Requests, *, warmup: float = 0.1) -> Simu
 
 
 def timeline_in_stages(system: System, requests: Requests) -> Timeline:
-    """Everything but rule 3."""
+    """The timeline by all rules except rule 3."""
     start_s = np.empty(len(requests))
     for index, station in enumerate(system.stations):
         at = np.flatnonzero(requests.station == index)
@@ -142,6 +143,7 @@ def timeline_in_stages(system: System, requests: Requests) -> Timeline:
     slot_s = np.empty(len(requests))
     for index, pool in enumerate(system.pools):
         at = np.flatnonzero(requests.pool == index)
+        # Slots are taken in the order of landing, not of arrival.
         at = at[np.argsort(landed_s[at], kind="stable")]
         slot_s[at] = fcfs_starts(landed_s[at], requests.decode_s[at], pool.num_slots)
     return Timeline(
@@ -154,10 +156,10 @@ def timeline_in_stages(system: System, requests: Requests) -> Timeline:
 
 
 def fcfs_starts(ready_s: Floats, hold_s: Floats, num_servers: int) -> list[float]:
-    """When each of a queue's requests gets a server, in the order in which they become ready.
+    """When each request of a queue gets a server, in the order in which they become ready.
 
-    The recursion of Kiefer and Wolfowitz (On the theory of queues with many servers, 1955), with a
-    heap of the times at which servers become free. Servers never used are not in the heap.
+    This is the recursion of Kiefer and Wolfowitz (On the theory of queues with many servers, 1955),
+    with a heap of the times at which servers become free. Unused servers are not in the heap.
     """
     starts_s: list[float] = []
     free_s: list[float] = []
@@ -175,12 +177,13 @@ def fcfs_starts(ready_s: Floats, hold_s: Floats, num_servers: int) -> list[float
 def fluid_backlog(
     times_s: Floats, inflow_changes: Floats, bursts_bytes: Floats, bytes_per_s: float
 ) -> Floats:
-    """Backlog of a link at each of `times_s` (ascending), its burst included.
+    """The backlog of a link at each of `times_s` (ascending), its burst included, in bytes.
 
-    At each time the inflow changes by so many bytes/s and a burst may come. With X(t) = bytes in
-    until t less rate * t, the backlog is X(t) less the lowest X(s-) of all s <= t: reflection at 0.
+    At each time the inflow changes by some bytes/s and a burst may come. With X(t) = bytes in until
+    t less rate * t, the backlog is X(t) less the lowest X(s-) of all s <= t (reflection at 0).
     """
     elapsed_s = np.diff(times_s, prepend=times_s[:1])
+    # Without the change at this time: until now the inflow before it has filled the link.
     inflow = np.cumsum(inflow_changes) - inflow_changes
     in_bytes = np.cumsum(inflow * elapsed_s + bursts_bytes)
     net_bytes = in_bytes - bytes_per_s * (times_s - times_s[:1])
@@ -191,7 +194,7 @@ def fluid_backlog(
 def _backlog_at_ends(
     requests: Requests, at: Indexes, start_s: Floats, bytes_per_s: float
 ) -> Floats:
-    """A link's backlog at the end of each prefill. `at`: the requests whose KVCache crosses it."""
+    """A link's backlog at the end of each prefill, bytes. `at` are the requests that cross it."""
     rates, bursts_bytes = (values[at] for values in requests.emission())
     times_s = np.concatenate((start_s[at], start_s[at] + requests.service_s[at]))
     order = np.argsort(times_s, kind="stable")
@@ -218,10 +221,10 @@ def _overruns_a_limit(system: System, requests: Requests, timeline: Timeline) ->
 
 
 def _peak_memory_bytes(requests: Requests, timeline: Timeline, pool: int) -> int:
-    """The most memory that a pool's requests hold at any time."""
+    """The most memory that a pool's requests hold at any time, bytes."""
     at = np.flatnonzero(requests.pool == pool)
     nbytes = requests.whole_memory_bytes()[at]
-    # Ends first in the array, so that the stable sort puts them first at one instant.
+    # Ends come first in the array, so that the stable sort puts them first at one instant (rule 4).
     times_s = np.concatenate((timeline.done_s[at], timeline.start_s[at]))
     order = np.argsort(times_s, kind="stable")
     return int(np.max(np.cumsum(np.concatenate((-nbytes, nbytes))[order]), initial=0))

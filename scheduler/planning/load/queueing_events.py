@@ -1,8 +1,8 @@
-"""The queueing simulation event by event, for when bounded decode memory holds prefills up.
+"""The queueing simulation event by event, for when bounded decode memory delays prefills.
 
 The rules are in `scheduler.planning.load.queueing`, which runs this only where it must. Each event
-changes a few counters and may let others happen; the heap holds what is bound to happen. It may not
-know what the times are good for. No I/O, no randomness.
+changes a few counters and may make others possible. The heap holds the events with a known time.
+This file may not know what the times are used for. No I/O, no randomness.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from scheduler.planning.load.queueing_model import (
 DECODE_END: Final = 0
 PREFILL_END: Final = 1
 LANDED: Final = 2
-"""Events of the loop, in their order at one instant; arrivals come after all of them."""
+"""The events of the loop, in their order at one instant. Arrivals come after all of them."""
 
 
 class _LinkState:
-    """The fluid queue of one link, moved on from event to event."""
+    """The fluid queue of one link, updated from event to event."""
 
     __slots__ = ("_backlog_bytes", "_clock_s", "_inflow", "_link")
 
@@ -40,8 +40,11 @@ class _LinkState:
         self._backlog_bytes = 0.0
 
     def change(self, now_s: float, inflow_change: float, burst_bytes: float = 0.0) -> float:
-        """Change the inflow, add a burst; how long from now until everything so far has landed."""
+        """Change the inflow and add a burst. Returns the seconds until everything so far has
+        landed.
+        """
         grown = (self._inflow - self._link.bytes_per_s) * (now_s - self._clock_s)
+        # The link may have run empty on the way, and it sends nothing ahead of its emission.
         self._backlog_bytes = max(0.0, self._backlog_bytes + grown) + burst_bytes
         self._inflow += inflow_change
         self._clock_s = now_s
@@ -49,7 +52,7 @@ class _LinkState:
 
 
 class EventLoop:
-    """All rules, one event after the other. Good for one `run`."""
+    """All rules, one event after the other. `run` may be called once."""
 
     def __init__(self, system: System, requests: Requests) -> None:
         rates, bursts_bytes = requests.emission()
@@ -83,6 +86,7 @@ class EventLoop:
         events = self._events
         arriving, num_requests = 0, len(arrivals_s)
         while events or arriving < num_requests:
+            # Strictly before: at one instant, ends come before an arrival (rule 4).
             if arriving < num_requests and (not events or arrivals_s[arriving] < events[0][0]):
                 queues[stations[arriving]].append(arriving)
                 self._start_prefills(stations[arriving], arrivals_s[arriving])
@@ -105,6 +109,7 @@ class EventLoop:
         while queue and self._free_servers[station]:
             request = queue[0]
             pool, nbytes = self._pool[request], self._bytes[request]
+            # Later requests wait too: rule 3 keeps the queue first come, first served.
             if nbytes > self._free_bytes[pool]:
                 return
             queue.popleft()
@@ -144,6 +149,7 @@ class EventLoop:
         else:
             self._free_slots[pool] += 1
         self._free_bytes[pool] += self._bytes[request]
+        # Memory is free for all stations at once; the earliest request of any is first.
         heads = [(queue[0], station) for station, queue in enumerate(self._queues) if queue]
         for _, station in sorted(heads):
             self._start_prefills(station, now_s)

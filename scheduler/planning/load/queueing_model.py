@@ -1,8 +1,8 @@
-"""What the queueing simulation is told and what it tells: a region, its requests, their timelines.
+"""Input and output of the queueing simulation: a region, its requests, their timelines.
 
-Value types of `scheduler.planning.load.queueing`, where the rules are. Constructors raise
-ValueError for a value that can never be meant, `check_fit` for requests that a region cannot serve.
-No clock; random draws come from a generator that the caller seeds.
+These are the value types of `scheduler.planning.load.queueing`, which has the rules. Constructors
+raise ValueError for a value that cannot be meant, `check_fit` for requests that a region cannot
+serve. No clock; random draws come from a generator that the caller seeds.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from scheduler.planning.lengths import Floats
 Indexes = NDArray[np.intp]
 
 INSTANT_S: Final = 1e-6
-"""A shorter prefill emits everything at its end: as a rate it would cost the others' digits."""
+"""A prefill shorter than this emits everything at its end, seconds. As a rate, its bytes would be
+so large that the sums of the others would lose digits.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Station:
     """Prefill instances with one queue.
 
-    `links` gives, by decode pool, the link that KVCache for it crosses; a pool that is not in it is
+    `links` gives, by decode pool, the link that KVCache for the pool crosses. A pool without one is
     where the instances are.
     """
 
@@ -41,7 +43,7 @@ class Station:
 
 @dataclass(frozen=True, slots=True)
 class QueueingLink:
-    """One direction between two clusters: what it carries, and how long a byte is under way."""
+    """One direction between two clusters: its rate, and how long a byte is under way."""
 
     bytes_per_s: float
     delay_s: float = 0.0
@@ -79,7 +81,7 @@ class SlotPool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """A region: requests name stations and pools, stations name pools and links, by position."""
+    """A region. Requests name stations and pools, stations name pools and links, by position."""
 
     stations: tuple[Station, ...]
     pools: tuple[SlotPool, ...]
@@ -100,12 +102,12 @@ class System:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Requests:
-    """What arrives: arrays of one length, a request each, in the order of arrival.
+    """What arrives: arrays of equal length with one entry per request, in the order of arrival.
 
     `kv_token_bytes` leave at an even rate during the prefill, `kv_fixed_bytes` at its end; both are
-    only looked at where there is a link from the station to the pool. `decode_s` is how long a
-    decode slot is held, the first step included. `memory_bytes` is what the request takes of its
-    pool's memory (rounded up to whole bytes); None where no pool is bounded.
+    used only where there is a link from the station to the pool. `decode_s` is how long a decode
+    slot is held, the first step included. `memory_bytes` is what the request takes of its pool's
+    memory (rounded up to whole bytes); None where no pool is bounded.
     """
 
     arrivals_s: Floats
@@ -142,14 +144,14 @@ class Requests:
         return len(self.arrivals_s)
 
     def emission(self) -> tuple[Floats, Floats]:
-        """KVCache bytes/s that each prefill emits while it runs, and bytes at its end."""
+        """KVCache bytes/s that each prefill emits while it runs, and the bytes at its end."""
         lasts = self.service_s >= INSTANT_S
         rates = np.zeros(len(self))
         np.divide(self.kv_token_bytes, self.service_s, out=rates, where=lasts)
         return rates, self.kv_fixed_bytes + np.where(lasts, 0, self.kv_token_bytes)
 
     def whole_memory_bytes(self) -> Indexes:
-        """Memory as integers, 0 if not given: they add up exactly in whichever order they come."""
+        """Memory as integers, 0 if not given. Integers add up exactly in any order."""
         if self.memory_bytes is None:
             return np.zeros(len(self), np.intp)
         return np.ceil(self.memory_bytes).astype(np.intp)
@@ -172,9 +174,8 @@ class Requests:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Timeline:
-    """When each request's prefill began and ended, its KVCache had landed, decode began and ended.
-
-    Times are on the clock of `Requests.arrivals_s`.
+    """The times at which each request's prefill began and ended, its KVCache had landed, and its
+    decode began and ended. They are on the clock of `Requests.arrivals_s`.
     """
 
     start_s: Floats

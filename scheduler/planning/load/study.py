@@ -1,8 +1,8 @@
 """TTFT of a plan under load: draws requests, sends each over its route, simulates the queues.
 
 Load is a share of what the hardware really sustains (`exact`). Arrivals are Poisson, lengths are
-drawn from the traffic's distribution, the output length is its mean. The same seed gives the same
-requests whatever the load, so that loads can be compared.
+drawn from the traffic's distribution, and the output length is its mean. The same seed gives the
+same requests at any load, so that loads can be compared.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def study_load(
     num_requests: int = NUM_REQUESTS,
     seed: int = 1,
 ) -> list[LoadPoint]:
-    """TTFT at each load. A shared instance counts whole for the role it mostly has."""
+    """TTFT at each load. An instance with shared roles counts whole for its main role."""
     capacity_rps = plan.system_rps(Mode.EXACT)
     system, drawn = system_of(plan), draw(plan, num_requests, seed)
     points = []
@@ -78,7 +78,8 @@ def simulate_plan(
 
 
 def draw(plan: Plan, num_requests: int, seed: int) -> Requests:
-    """Requests that arrive at 1 a second on average, each on its route; see `at_rate`."""
+    """Requests that arrive at 1 a second on average, each on its route. `at_rate` scales them."""
+    # One stream for each quantity: more draws of one must not shift the others.
     lengths_rng, routes_rng, arrivals_rng = (
         np.random.default_rng((seed, stream)) for stream in range(3)
     )
@@ -115,9 +116,10 @@ def highest_load_within(
 ) -> float:
     """The highest share of the exact capacity at which 90% of first tokens come in time.
 
-    0 when not even an empty region manages. Found by bisection to 0.5% of capacity.
+    It is 0 if even an empty region is too slow. Bisection finds it to 0.5% of capacity.
     """
     capacity_rps = plan.system_rps(Mode.EXACT)
+    # The same requests at every load, or chance could make a higher load look better.
     system, drawn = system_of(plan), draw(plan, num_requests, seed)
 
     def is_kept(load: float) -> bool:
@@ -125,6 +127,7 @@ def highest_load_within(
         return found.ttft.p90_s <= ttft_p90_s
 
     low, high = 0.0, 1.0
+    # A load of 0 has no requests; a hundredth stands for an empty region.
     if not is_kept(0.01):
         return 0.0
     while high - low > 0.005:
@@ -158,10 +161,11 @@ def system_of(plan: Plan) -> System:
             )
             for pd in region.pd_clusters
         ),
+        # Bytes are under way in one direction: half a round trip.
         links=tuple(QueueingLink(link.bytes_per_s, link.rtt_s / 2) for link in region.links),
     )
 
 
 def _whole(instances: float) -> int:
-    """The nearest whole number, but not 0 for a part of an instance."""
+    """The nearest whole number, but 1 for a small part of an instance."""
     return max(1, round(instances)) if instances > 0 else 0

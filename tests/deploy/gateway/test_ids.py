@@ -1,10 +1,10 @@
 """What a request is called: request ids, traces."""
 
 import pytest
+from steps import at_once
 
 from deploy.gateway.intake.accept import engine_headers, is_traceparent, usable_request_id
 from deploy.gateway.intake.inbound import parsing_request
-from kvmanager.token_ids import at_once
 
 TRACE = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
 

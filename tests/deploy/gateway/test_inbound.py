@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from steps import at_once
 
 from deploy.gateway.errors import ApiError
 from deploy.gateway.intake.inbound import Kind, parsing_request, with_kv_transfer_params
-from kvmanager.token_ids import TokenIds, at_once
+from kvmanager.token_ids import TokenIds
 from scheduler.live.learning.prompt_length import Media, PromptContent
 
 PARAMS = {"prfaas": {"role": "consumer", "runs": [[0, 4]]}}

@@ -18,7 +18,8 @@ from scheduler.routing.prediction import Prediction
 from scheduler.routing.views import DecodeView
 
 IDLE = DecodeView(slots_total=4, decode_s=10.0)
-FULL = DecodeView(slots_total=4, slots_used=4, decode_s=10.0, left_s=(6.0, 7.0, 8.0, 9.0))
+FULL = DecodeView(slots_total=4, slots_used=4, decode_s=24.0)
+"""A slot falls free every 6 s."""
 IN_5_S = Prediction(queue_s=1.0, prefill_s=4.0)
 
 

@@ -17,7 +17,7 @@ from scheduler.live.core import Event
 from scheduler.live.feedback import CacheMoveBegun, CacheMoveOver
 from scheduler.reports import ClusterReport, InstanceReport
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, CacheMove, MoveReason, Reason
-from scheduler.routing.replication import NodeLoad, ReplicationLimits
+from scheduler.routing.replication import NodeLoad
 from scheduler.routing.short_term import RouteDecision
 from transport.rpc import RpcError
 
@@ -211,8 +211,6 @@ class TestPlacement:
             return [NodeLoad(cluster="pd", node=node, load=1.0) for node in ("a", "b")]
 
         monkeypatch.setattr("deploy.gateway.cache.placement.INTERVAL_S", 0.01)
-        limits = ReplicationLimits(min_per_s=0.01)
-        monkeypatch.setattr("deploy.gateway.cache.placement.LIMITS", limits)
         one = PrefixPlacement(moves, directory, loads, clock=world.clock)
         yield one
         await one.close()
@@ -225,7 +223,7 @@ class TestPlacement:
     async def test_a_hot_prefix_is_copied_and_dropped_when_it_is_cold(
         self, world: World, moves: CacheMoves, directory: FakeDirectory, placement: PrefixPlacement
     ) -> None:
-        self.routed(placement, directory, 20)
+        self.routed(placement, directory, 30)
         await placement.step()
         assert moves.moving == {(KEYS[5], NodeName("pd", "b"))}
         await settled(moves)
@@ -242,7 +240,7 @@ class TestPlacement:
     async def test_a_cold_copy_that_its_node_gave_up_is_not_looked_for_any_more(
         self, world: World, moves: CacheMoves, directory: FakeDirectory, placement: PrefixPlacement
     ) -> None:
-        self.routed(placement, directory, 20)
+        self.routed(placement, directory, 30)
         await placement.step()
         await settled(moves)
         world.now_s = 10_000.0
@@ -261,7 +259,7 @@ class TestPlacement:
         self, world: World, moves: CacheMoves, directory: FakeDirectory, placement: PrefixPlacement
     ) -> None:
         world.failing = RpcError("NO_ROOM", "full")
-        self.routed(placement, directory, 20)
+        self.routed(placement, directory, 30)
         await placement.step()
         await settled(moves)
         assert (await placement.step()).replicate == ()
@@ -272,7 +270,7 @@ class TestPlacement:
         self, world: World, moves: CacheMoves, directory: FakeDirectory, placement: PrefixPlacement
     ) -> None:
         placement.start()
-        self.routed(placement, directory, 20)
+        self.routed(placement, directory, 30)
         async with asyncio.timeout(5):
             while not world.sent:
                 await asyncio.sleep(0.01)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import base64
 import json
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from live_region_cases import FAST_LINK, MODEL, Region, instance, report, teach
+from msgspec.structs import replace
+from steps import at_once
 
 from deploy.gateway.intake.inbound import InboundRequest, parsing_request
 from deploy.gateway.scheduling.feedback import Feedback, Usage, usage_of
 from deploy.gateway.serving.records import RequestRecord
 from kvmanager.landing import ReservedLanding
-from kvmanager.token_ids import at_once
 from local_pd.messages import DecodeSlot
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView

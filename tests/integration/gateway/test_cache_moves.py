@@ -21,12 +21,14 @@ from kvmanager.hashing import block_keys
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.metrics import PdMetrics
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
-from prfaas.engines.instances import InstancesConfig, InstanceSpec
+from prfaas.engines.health import ProbeTiming
+from prfaas.engines.instance import InstanceSpec
+from prfaas.engines.instances import InstancesConfig
 from prfaas.metrics import PrefillMetrics
 from scheduler.live.feedback import CacheMoveBegun, CacheMoveOver
 from scheduler.routing.decision import ONE_ENGINE
 
-PROBING = InstancesConfig(probe_interval_s=0.2, start_probe_interval_s=0.1, poll_load=True)
+PROBING = InstancesConfig(probes=ProbeTiming(interval_s=0.2, start_interval_s=0.1), poll_load=True)
 PROMPT = "x" * 300
 NUM_BLOCKS = 299 // B
 KEYS = block_keys(list(PROMPT.encode())[: NUM_BLOCKS * B], B, ROOT)

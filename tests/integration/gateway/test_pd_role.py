@@ -18,7 +18,9 @@ from deploy.gateway.scheduling.config import LongTermSection, SchedulingConfig
 from deploy.gateway.server import start_server
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.metrics import PdMetrics
-from prfaas.engines.instances import InstancesConfig, InstanceSpec
+from prfaas.engines.health import ProbeTiming
+from prfaas.engines.instance import InstanceSpec
+from prfaas.engines.instances import InstancesConfig
 
 ROLES = {"d0": "decode", "d1": "decode", "p0": "prefill"}
 KEYS = {"Authorization": "Bearer secret"}
@@ -67,7 +69,7 @@ async def rig() -> AsyncIterator[Rig]:
             for name, role in ROLES.items()
         ]
         probing = InstancesConfig(
-            probe_interval_s=0.05, start_probe_interval_s=0.05, poll_load=True
+            probes=ProbeTiming(interval_s=0.05, start_interval_s=0.05), poll_load=True
         )
         pd = EmbeddedPdCluster(
             "home",

@@ -27,7 +27,7 @@ async def start(path: Path, *options: str) -> asyncio.subprocess.Process:
 async def end_of(process: asyncio.subprocess.Process) -> tuple[int | None, bytes]:
     """Exit status and standard error of a process that should end by itself."""
     try:
-        _, errors = await asyncio.wait_for(process.communicate(), 20)
+        _, errors = await asyncio.wait_for(process.communicate(), 60)
     finally:
         if process.returncode is None:
             process.kill()

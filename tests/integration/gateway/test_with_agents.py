@@ -22,10 +22,14 @@ from kvmanager.agent.messages import Reserve, ReserveReply, StatusReply
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.metrics import PdMetrics
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
-from prfaas.engines.instances import InstancesConfig, InstanceSpec
+from prfaas.engines.health import ProbeTiming
+from prfaas.engines.instance import InstanceSpec
+from prfaas.engines.instances import InstancesConfig
 from prfaas.metrics import PrefillMetrics
 
-PROBING = InstancesConfig(probe_interval_s=0.2, start_probe_interval_s=0.1, poll_load=True)
+pytestmark = pytest.mark.slow
+
+PROBING = InstancesConfig(probes=ProbeTiming(interval_s=0.2, start_interval_s=0.1), poll_load=True)
 BODY = {"model": "tiny", "prompt": "x" * 300}
 
 

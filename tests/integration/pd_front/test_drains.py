@@ -10,6 +10,7 @@ from front_doubles import (
 from pd_front_rig import CONFIG, PdRig, make_rig
 
 from local_pd.errors import NoInstance, RoleRefused
+from local_pd.messages import DirectRequest
 from local_pd.remote import RemotePdCluster
 from local_pd.server import SERVICE
 from prfaas.engines.errors import UnknownInstance
@@ -108,7 +109,7 @@ async def test_an_engine_that_drains_serves_what_no_other_can(rig: PdRig) -> Non
     for instance in rig.embedded._instances.by_name.values():
         instance.draining = True
     assert (await rig.front.report()).healthy
-    assert (await rig.front.direct("r1")).instance == "d0"
+    assert (await rig.front.direct(DirectRequest(request_id="r1"))).instance == "d0"
     with pytest.raises(NoInstance, match="is draining"):
         await rig.reserve()
 

@@ -10,6 +10,7 @@ from front_doubles import (
 )
 from pd_front_rig import PdRig, make_rig
 
+from local_pd.messages import ReserveRequest
 from prfaas.engines.errors import PrefillFailed
 
 
@@ -24,7 +25,9 @@ async def test_a_local_prefill_fills_the_landing(rig: PdRig) -> None:
 
 async def test_grants_reach_the_agents(rig: PdRig) -> None:
     digest = rig.job_for(await rig.reserve()).landing.token_digest
-    slot = await rig.front.reserve(8, digest, "r2", grant=b"to land")
+    slot = await rig.front.reserve(
+        ReserveRequest(num_tokens=8, token_digest=digest, request_id="r2", grant=b"to land")
+    )
     assert rig.landing(slot).grant == b"to land"
     await rig.front.prefill_locally(msgspec.structs.replace(rig.job_for(slot), grant=b"to send"))
     assert rig.nodes[0].grants == [b"to send"]

@@ -54,7 +54,6 @@ class Rank:
     def __init__(self, client: FakeClient, rank: int) -> None:
         self.client = client
         self.counts = TransferStats()
-        self.worker = CacheWorker(LAYOUT, rank, lambda: self.counts)
         generator = torch.Generator().manual_seed(rank)
         self.pages = {
             layer.name: LayerPages(
@@ -70,7 +69,9 @@ class Rank:
         self.access = ArenaAccess(any_client, torch.device("cpu"))
         if client.arena is not None:
             self.access.prepare(client.arena)
-        self.worker.connect(any_client, self.access, self.pages)
+        self.worker = CacheWorker(
+            LAYOUT, rank, any_client, self.access, self.pages, stats=lambda: self.counts
+        )
         self.worker.on_connected()
 
     def rows(self, layer: str, *blocks: int) -> bytes:

@@ -331,7 +331,7 @@ def test_an_announcement_that_raises_does_not_stop_the_next(
     cuda.streams[0].run()
     assert notes.wait_for(1) == [("next", None)]
     copier.drain()
-    assert "was not taken note of" in caplog.text
+    assert "the callback at the end of a copy raised" in caplog.text
 
 
 def test_a_load_returns_when_the_pages_have_their_bytes(

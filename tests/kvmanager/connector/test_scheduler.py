@@ -38,7 +38,7 @@ class RecordingClient:
         self.connected = connected
         self.said: list[tuple[str, bytes]] = []
 
-    def start(self) -> None: ...
+    def start(self, events: object) -> None: ...
     def close(self) -> None: ...
 
     def watch(self, transfer_id: bytes) -> bool:
@@ -90,9 +90,11 @@ def scheduler_side(
         transfer_group_ids=(0, 1, 2),
         select_transfer_block_ids=tuple,
     )
+    any_client: Any = client
     side = SchedulerSide(
         LAYOUT,
         config,
+        any_client,
         mamba_cache_mode="align",
         landing_timeout_s=landing_timeout_s,
         produces=roles.get("produces", True),
@@ -101,7 +103,7 @@ def scheduler_side(
         if isinstance(client, CachingClient)
         else PrefixCacheOptions(),
     )
-    side.connect(client)  # type: ignore[arg-type]
+    side.start()
     if isinstance(client, CachingClient):
         client.side = side
         arena: Any = None

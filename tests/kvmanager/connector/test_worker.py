@@ -47,7 +47,7 @@ class RecordingClient:
         self.arena: Arena | None = arena
         self.said: list[tuple[Any, ...]] = []
 
-    def start(self) -> None: ...
+    def start(self, events: object) -> None: ...
     def close(self) -> None: ...
 
     def attach(self, transfer_id: bytes, attempt: int) -> bool:
@@ -81,12 +81,11 @@ class Engine:
     def __init__(self, arena: Arena) -> None:
         self.client = RecordingClient(arena)
         self.arena = arena
-        unused: Any = None
-        self.side = WorkerSide(LAYOUT, 0, unused)
+        client: Any = self.client
         rows = torch.full((4, PAGE), 7, dtype=torch.uint8)
-        self.side._pages = {"full": LayerPages(LAYOUT.groups[0].layers[0], rows)}
-        self.client_as_any: Any = self.client
-        self.side.connect(self.client_as_any)
+        pages = {"full": LayerPages(LAYOUT.groups[0].layers[0], rows)}
+        self.side = WorkerSide(LAYOUT, 0, client, pages)
+        self.side.start()
         self.connect(last_attempt=0)
 
     def connect(self, last_attempt: int) -> None:

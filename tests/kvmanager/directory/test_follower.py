@@ -3,7 +3,8 @@
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
@@ -13,14 +14,14 @@ from kvmanager.config_files.problems import FileError
 from kvmanager.directory.config import load
 from kvmanager.directory.directory import FROM_THE_BEGINNING, Directory, Position
 from kvmanager.directory.errors import StoreError
-from kvmanager.directory.feed_client import DirectoryFollower, DirectorySink, FollowTiming
-from kvmanager.directory.messages import NodeName, ResumeRule
+from kvmanager.directory.feed_client import POLL_S, RETRY_S, DirectoryFollower, DirectorySink, Sleep
+from kvmanager.directory.messages import FORGET_S, NodeName, ResumeRule
 from kvmanager.directory.metrics import DirectoryMetrics
 from kvmanager.directory.reader import Outage
+from transport.backoff import Backoff
 from transport.rpc import RpcError
 
 NODE, OTHER = NodeName("c", "n0"), NodeName("c", "n1")
-TIMING = FollowTiming(poll_s=0.001, batch_s=0, retry_s=0.0001, max_retry_s=0.001, no_cache_s=0.001)
 KEYS = [bytes([i]) * 16 for i in range(4)]
 RULE = ResumeRule(has_kv=True, window_reach=0, has_state=False)
 
@@ -42,7 +43,7 @@ class Agent:
     closed: bool = False
 
     async def watch_cache(self, epoch: str, after_seq: int, timeout_s: float) -> CacheFeed:
-        assert timeout_s == TIMING.poll_s
+        assert timeout_s == POLL_S
         self.asked.append((epoch, after_seq))
         if not self.answers:
             self.done.set()
@@ -56,13 +57,18 @@ class Agent:
         self.closed = True
 
 
+async def at_once(delay_s: float) -> None:
+    """A sleep that only lets others run."""
+    await asyncio.sleep(0)
+
+
 async def followed(
-    agent: Agent, timing: FollowTiming = TIMING
+    agent: Agent, *, forget_s: float = FORGET_S, sleep: Sleep = at_once
 ) -> tuple[Directory, DirectoryFollower]:
     """A directory after the agent has given all its answers."""
     directory = Directory()
     sink = DirectorySink(directory, clock=lambda: 100.0)
-    follower = DirectoryFollower(sink, lambda _: agent, timing=timing)
+    follower = DirectoryFollower(sink, lambda _: agent, forget_s=forget_s, sleep=sleep)
     await follower.follow({NODE: "agent:1"})
     await asyncio.wait_for(agent.done.wait(), 5)
     await follower.stop()
@@ -109,10 +115,20 @@ async def test_a_bad_message_is_counted_and_followed_by_a_snapshot(
     assert "flags 0xffff have bits beyond" in caplog.text
 
 
-async def test_a_silent_agent_keeps_its_state_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_silent_agent_keeps_its_state_for_a_while(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    least_jitter = partial(Backoff, uniform=lambda: 0.0)  # half of each delay
+    monkeypatch.setattr("kvmanager.directory.feed_client.Backoff", least_jitter)
     gone = RpcError("UNAVAILABLE", "gone")
     agent = Agent([feed(1, KEYS[0], snapshot=True), gone, gone, gone])
-    directory, follower = await followed(agent)
+    delays_s: list[float] = []
+
+    async def sleep(delay_s: float) -> None:
+        delays_s.append(delay_s)
+
+    directory, follower = await followed(agent, sleep=sleep)
+    assert delays_s[1:] == [RETRY_S / 2, RETRY_S, 2 * RETRY_S]
     assert num_kv_blocks(directory) == 1
     assert follower.counts.failures == 3
     assert caplog.text.count("not followed now") == 1
@@ -121,7 +137,7 @@ async def test_a_silent_agent_keeps_its_state_for_a_while(caplog: pytest.LogCapt
 async def test_an_agent_that_is_silent_for_long_is_forgotten() -> None:
     gone = RpcError("UNAVAILABLE", "gone")
     agent = Agent([feed(1, KEYS[0], snapshot=True), gone])
-    directory, _ = await followed(agent, replace(TIMING, forget_s=-1))
+    directory, _ = await followed(agent, forget_s=-1)
     assert directory.nodes(0.0) == []
     assert agent.asked[-1] == FROM_THE_BEGINNING
 
@@ -149,7 +165,7 @@ async def test_agents_come_and_go() -> None:
         return agents[target]
 
     directory = Directory()
-    follower = DirectoryFollower(DirectorySink(directory), connect, timing=TIMING)
+    follower = DirectoryFollower(DirectorySink(directory), connect, sleep=at_once)
 
     async def known(targets: dict[NodeName, str]) -> list[str]:
         await follower.follow(targets)
@@ -190,8 +206,7 @@ class Sink:
 async def test_a_store_may_be_another_writers_or_fail() -> None:
     sink = Sink([None, StoreError("gone"), FROM_THE_BEGINNING])
     agent = Agent([feed(1, KEYS[0], snapshot=True)])
-    timing = replace(TIMING, forget_s=-1)
-    follower = DirectoryFollower(sink, lambda _: agent, timing=timing)
+    follower = DirectoryFollower(sink, lambda _: agent, forget_s=-1, sleep=at_once)
     await follower.follow({NODE: "agent:1"})
     await asyncio.wait_for(agent.done.wait(), 5)
     assert len(sink.applied) == 1

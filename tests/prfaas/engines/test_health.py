@@ -1,7 +1,7 @@
 """Health from probes, load between two looks at an engine, and its metrics text."""
 
 from prfaas.engines.client import EngineLoad, parse_load
-from prfaas.engines.health import HealthConfig, HealthTracker
+from prfaas.engines.health import HealthTracker
 from prfaas.engines.load import LoadEstimate
 
 METRICS = """\
@@ -34,7 +34,7 @@ def test_other_text_means_no_load() -> None:
 
 
 def test_one_good_probe_makes_healthy_several_bad_ones_do_not_end_it() -> None:
-    tracker = HealthTracker(HealthConfig(num_failures=3))
+    tracker = HealthTracker()
     assert not tracker.healthy
     assert not tracker.probe_failed("refused")
     assert tracker.reason == "refused"
@@ -48,16 +48,17 @@ def test_one_good_probe_makes_healthy_several_bad_ones_do_not_end_it() -> None:
 
 
 def test_a_good_probe_resets_the_count() -> None:
-    tracker = HealthTracker(HealthConfig(num_failures=2))
+    tracker = HealthTracker()
     tracker.probe_succeeded()
     for _ in range(5):
+        assert not tracker.probe_failed("slow")
         assert not tracker.probe_failed("slow")
         tracker.probe_succeeded()
     assert tracker.healthy
 
 
 def test_a_lost_request_is_proof() -> None:
-    tracker = HealthTracker(HealthConfig())
+    tracker = HealthTracker()
     tracker.probe_succeeded()
     assert tracker.mark_lost("connection reset")
     assert not tracker.mark_lost("connection reset")

@@ -1,12 +1,12 @@
 """Admission: predicted against present decode load, empty regions, Retry-After, tenants."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from scheduling_cases import decode_views, seconds, untimed
 
 from scheduler.live.admission import (
@@ -30,7 +30,8 @@ AT_DECODE = AdmissionConfig(policy=AdmissionPolicy.AT_DECODE)
 HALF_MEMORY = AdmissionConfig(policy=AdmissionPolicy.PRESENT, max_decode_load=0.5)
 NOW = AdmissionRequest(Prediction())
 IN_5_S = AdmissionRequest(Prediction(queue_s=1.0, prefill_s=4.0))
-FULL = DecodeView(slots_total=4, slots_used=4, decode_s=10.0, left_s=(1.0, 3.0, 8.0, 9.0))
+FULL = DecodeView(slots_total=4, slots_used=4, decode_s=10.0)
+"""A slot falls free every 2.5 s."""
 
 
 def verdict(
@@ -42,25 +43,21 @@ def verdict(
 def test_the_load_at_a_moment_counts_who_lands_and_who_ends() -> None:
     view = replace(FULL, landing_s=(2.0, 4.0, 30.0), num_waiting=1)
     assert decode_load_at(view, 0.0) == DecodeLoad(5, 0.0)
-    assert decode_load_at(view, 3.5).occupied == 5 - 2 + 1
+    assert decode_load_at(view, 3.5).occupied == 5 - 1 + 1
     assert decode_load_at(view, 5.0).occupied == 5 - 2 + 2
     # What landed at 2 s has decoded by 13 s, what waited may have.
     assert decode_load_at(view, 13.0).occupied == 5 - 5 + 2 - 1
 
 
 def test_decodes_of_unknown_age_end_evenly() -> None:
-    view = replace(FULL, left_s=None)
-    assert [decode_load_at(view, t).occupied for t in (0, 2.5, 5, 10, 20)] == [4, 3, 2, 0, 0]
-    quick = replace(view, decode_s=0.5)
+    assert [decode_load_at(FULL, t).occupied for t in (0, 2.5, 5, 10, 20)] == [4, 3, 2, 0, 0]
+    quick = replace(FULL, decode_s=0.5)
     assert [decode_load_at(quick, t).occupied for t in (0, 0.25, 0.5)] == [4, 2, 0]
 
 
 def test_while_nobody_knows_how_long_a_decode_takes_none_counts_as_ended() -> None:
     view = DecodeView(slots_total=4, slots_used=4, num_waiting=1, landing_s=(1.0, 2.0))
     assert [decode_load_at(view, t).occupied for t in (0, 1.5, 5, 1e6)] == [5, 6, 7, 7]
-    # Where their lengths are known, those that decode end all the same; what waits does not.
-    known = replace(view, left_s=(1.0, 1.0, 1.0, 9.0))
-    assert decode_load_at(known, 5.0).occupied == 7 - 3
 
 
 def test_a_full_pool_admits_nothing_more_before_the_first_answer_has_ended() -> None:
@@ -75,14 +72,14 @@ def test_a_full_pool_admits_nothing_more_before_the_first_answer_has_ended() -> 
 
 
 def test_decodes_that_take_no_time_are_over_at_any_later_moment() -> None:
-    view = replace(FULL, left_s=None, decode_s=0.0, num_waiting=9, landing_s=(1.0,))
+    view = replace(FULL, decode_s=0.0, num_waiting=9, landing_s=(1.0,))
     assert [decode_load_at(view, t).occupied for t in (0, 0.5, 2)] == [13, 0, 0]
 
 
 def test_memory_follows_those_that_hold_it() -> None:
     view = replace(FULL, kv_bytes=400.0, landing_s=(1.0, 2.0), landing_kv_bytes=100.0)
     assert decode_load_at(view, 0.0).kv_bytes == 400
-    assert decode_load_at(view, 3.5).kv_bytes == pytest.approx(200 + 100)
+    assert decode_load_at(view, 3.5).kv_bytes == pytest.approx(300 + 100)
 
 
 def test_a_pool_that_is_full_now_takes_what_will_find_room() -> None:
@@ -92,14 +89,14 @@ def test_a_pool_that_is_full_now_takes_what_will_find_room() -> None:
     now = verdict(FULL, PRESENT)
     assert (now.admitted, now.reason) == (False, AdmissionReason.DECODE_LOAD)
     assert now.numbers["decode_load"] == 1.25
-    assert now.retry_after_s == 1
+    assert now.retry_after_s == 3
 
 
 def test_a_pool_that_has_room_now_may_be_full_by_then() -> None:
-    view = replace(FULL, slots_used=1, left_s=(9.0,), landing_s=(1.0, 2.0, 3.0))
+    view = replace(FULL, slots_used=1, landing_s=(1.0, 2.0, 3.0))
     then = verdict(view)
     assert (then.admitted, then.reason) == (False, AdmissionReason.DECODE_LOAD)
-    assert (then.numbers["occupied"], then.retry_after_s) == (4, 9)
+    assert (then.numbers["occupied"], then.retry_after_s) == (4, 3)
     assert verdict(view, PRESENT).admitted
 
 
@@ -108,7 +105,7 @@ def test_rejection_at_decode_lets_everything_be_prefilled_first() -> None:
     refused = admit_decode(0.0, replace(FULL, num_waiting=50), AT_DECODE)
     assert (refused.admitted, refused.reason) == (False, AdmissionReason.DECODE_LOAD)
     assert refused.retry_after_s == 60
-    assert admit_decode(0.0, replace(FULL, slots_used=3, left_s=None), AT_DECODE).admitted
+    assert admit_decode(0.0, replace(FULL, slots_used=3), AT_DECODE).admitted
     assert admit_decode(0.0, DecodeView(slots_total=1), AT_DECODE).reason is AdmissionReason.EMPTY
     none = admit_decode(0.0, DecodeView(slots_total=0), AT_DECODE)
     assert none.reason is AdmissionReason.NO_DECODE_SLOTS
@@ -116,7 +113,7 @@ def test_rejection_at_decode_lets_everything_be_prefilled_first() -> None:
 
 def test_memory_can_be_what_is_full() -> None:
     view = replace(FULL, kv_bytes=800.0, kv_total_bytes=500.0)
-    request = AdmissionRequest(Prediction(prefill_s=3.5), kv_bytes=200.0)
+    request = AdmissionRequest(Prediction(prefill_s=5.0), kv_bytes=200.0)
     found = verdict(view, request=request)
     assert (found.admitted, found.reason) == (False, AdmissionReason.DECODE_MEMORY)
     assert found.numbers["kv_bytes"] == pytest.approx(600)
@@ -187,9 +184,9 @@ def test_what_holds_unless_somebody_says_otherwise() -> None:
 
 
 def test_a_moment_is_now_until_it_is_later() -> None:
-    """What ends or lands at this very moment has not ended yet, and has landed."""
-    view = DecodeView(slots_total=4, slots_used=2, left_s=(0.0, 0.25), landing_s=(0.0,))
-    for decode_s, at_half in ((0.0, 0), (0.25, 0), (0.5, 0), (0.75, 1), (None, 1)):
+    """What lands at this very moment has landed, and nothing has ended by now."""
+    view = DecodeView(slots_total=4, slots_used=2, landing_s=(0.0,))
+    for decode_s, at_half in ((0.0, 0), (0.25, 0), (0.5, 0), (0.75, 2), (None, 3)):
         timed = replace(view, decode_s=decode_s)
         assert decode_load_at(timed, 0.0).occupied == 3
         assert decode_load_at(timed, 0.5).occupied == at_half
@@ -278,9 +275,9 @@ def test_memory_that_nobody_holds_refuses_nobody() -> None:
 
 def test_a_refusal_for_memory_waits_for_as_many_as_hold_what_is_missing() -> None:
     # Two requests of 6 bytes each; 5 bytes are missing, or 7: one must end, or both do.
-    assert memory(12.0, 1.0, 16.0, left_s=(3.0, 5.0)).retry_after_s == 3
-    found = memory(12.0, 3.0, 16.0, left_s=(3.0, 5.0))
-    assert found.retry_after_s == 5
+    assert memory(12.0, 1.0, 16.0, decode_s=24.0).retry_after_s == 3
+    found = memory(12.0, 3.0, 16.0, decode_s=24.0)
+    assert found.retry_after_s == 6
     assert found.numbers == {
         "at_s": 0.0,
         "decode_load": 3 / 8,
@@ -425,11 +422,7 @@ def test_more_load_never_lets_a_request_in(
     more = (
         replace(decode, num_waiting=decode.num_waiting + 1),
         replace(decode, landing_s=tuple(sorted((*decode.landing_s, at_s)))),
-        replace(
-            decode,
-            slots_used=decode.slots_used + 1,
-            left_s=None if decode.left_s is None else (*decode.left_s, 1e6),
-        ),
+        replace(decode, slots_used=decode.slots_used + 1),
     )
     for fuller in more:
         assert not admit(request, fuller, config, 0.0).admitted

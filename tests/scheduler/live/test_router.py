@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from live_region_cases import FAST_LINK, MODEL, Region, instance, job, report, teach
+from msgspec.structs import replace
 
 from deploy.gateway.scheduling.scheduler import RegionScheduler
 from netmon.estimate import LinkCondition

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from paper_region import FAST, KV, LENGTHS, SLOW
 
-from scheduler.planning.curves import Curve
-from scheduler.planning.lengths import EmpiricalLengths, LogNormalLengths
+from scheduler.planning.lengths import EmpiricalLengths
 from scheduler.planning.load.queueing_model import links_of
 from scheduler.planning.load.study import (
     at_rate,
@@ -19,7 +19,6 @@ from scheduler.planning.load.study import (
 from scheduler.planning.pair_search import best_of_pair, search_pair, threshold_grid
 from scheduler.planning.plan import best_plan, threshold_plan
 from scheduler.planning.region_model import (
-    KvSize,
     Link,
     PdClusterModel,
     PrefillClusterModel,
@@ -28,11 +27,6 @@ from scheduler.planning.region_model import (
 )
 from scheduler.planning.route_search import NoRouteError, search_routes
 from scheduler.planning.throughput import Mode
-
-FAST = Curve.quadratic(0.39180, 4.2061e-5, 9.937e-11)
-SLOW = Curve.quadratic(0.4488, 1.3177e-4, 2.7035e-10)
-KV = KvSize(Curve.quadratic(1.8e8, 17280), 1.8e8)
-LENGTHS = LogNormalLengths(9.9, 1, 128, 131072)
 
 
 def pair(num_fast: int = 4, num_slow: int = 8, gbps: float = 100) -> Region:

@@ -15,9 +15,11 @@ from deploy.plan.solve.case_study import case_study_region
 from scheduler.live.admission import AdmissionConfig
 from scheduler.live.core import Event, LiveScheduler
 from scheduler.live.feedback import Prefilled
+from scheduler.live.long_term.loop import LongTermConfig
+from scheduler.live.long_term.model_plan import ThresholdPlan
 from scheduler.planning.plan import best_plan
 from scheduler.planning.throughput import Mode
-from scheduler.replay.deciding import LiveDecider
+from scheduler.replay.deciding import Decider
 from scheduler.replay.driver import replay
 from scheduler.replay.jobs import Fate
 from scheduler.replay.links import LinkChange, RateSchedule
@@ -31,7 +33,10 @@ from scheduler.routing.decision import HAND_OFF
 from scheduler.routing.profiles import PrefillProfile
 
 GBIT = 1e9 / 8
-POLICY = Policy(admission=AdmissionConfig(ttft_slo_s=20))
+POLICY = Policy(
+    admission=AdmissionConfig(ttft_slo_s=20),
+    long_term=LongTermConfig(period_s=30, min_requests=30),
+)
 
 
 def shaky_model() -> ReplayModel:
@@ -59,7 +64,7 @@ class Recorded:
 
 @cache
 def recorded() -> Recorded:
-    """Two minutes with more load than the region can take."""
+    """Two minutes with more load than the region can take, and longer answers than it is set to."""
     model = shaky_model()
     traffic = model.region.traffic
     rate_rps = 1.2 * best_plan(model.region, Mode.EXACT).system_rps(Mode.EXACT)
@@ -67,7 +72,7 @@ def recorded() -> Recorded:
         duration_s=120,
         rate_rps=rate_rps,
         lengths=traffic.lengths,
-        output_tokens=traffic.output_tokens,
+        output_tokens=2 * traffic.output_tokens,
     )
     frames: list[bytes] = []
     seen: deque[Any] = deque()
@@ -128,7 +133,7 @@ def scheduler_that_sees(seen: deque[Any]) -> LiveScheduler:
     clusters = (model.pd, *model.region.prefill_clusters)
     stations: Any = [SeenAgain(c.name, PrefillProfile.of(c.prefill), seen) for c in clusters]
     parts = Parts(stations, stations[0], None, ())
-    return LiveDecider(parts, model, POLICY, {}).live
+    return Decider(parts, model, POLICY, ThresholdPlan({}, {})).live
 
 
 def test_every_decision_of_a_replay_is_the_live_schedulers_and_comes_out_the_same_again() -> None:
@@ -144,6 +149,10 @@ def test_every_decision_of_a_replay_is_the_live_schedulers_and_comes_out_the_sam
     assert refused == sum(job.fate is Fate.REFUSED for job in jobs) > 0
     assert {word.partition(" ")[0] for word, _ in routes} == {"h200", HAND_OFF}
     assert len(routes) > 3
+    plans = played.outcomes["PlansAsked"]
+    assert plans["replayed (convert)", "replayed (convert)"] > 0
+    assert played.outcomes["ConversionAnswered"].total() > 0
+    assert found.outcome.role_changes
 
 
 def test_decisions_rest_on_what_the_scheduler_learnt() -> None:

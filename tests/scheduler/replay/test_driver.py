@@ -183,18 +183,21 @@ def test_refusals_keep_the_objective_of_the_others(policy: AdmissionPolicy) -> N
     assert (found.wasted_share > 0) == (policy is AdmissionPolicy.AT_DECODE)
 
 
-def test_the_long_timescale_converts_for_longer_outputs_and_drains_first() -> None:
+@pytest.mark.parametrize("routing", Routing)
+def test_the_long_timescale_converts_for_longer_outputs_and_drains_first(routing: Routing) -> None:
     traffic = region().traffic
     phases = [
         Phase(duration_s=600, rate_rps=2.0, lengths=traffic.lengths, output_tokens=1024),
         Phase(duration_s=1500, rate_rps=1.2, lengths=traffic.lengths, output_tokens=3072),
     ]
     work = drawn(phases, 3)
-    found = replay(model(), work, Policy(long_term=LongTermConfig(period_s=300)))
+    policy = Policy(routing=routing, long_term=LongTermConfig(period_s=300))
+    found = replay(model(), work, policy)
     assert [change.to_role for change in found.role_changes] == ["decode", "decode"]
     assert all(job.fate is Fate.DONE for job in found.jobs)
     assert found.series.values["num_decode"][-1] == 7
-    assert any("convert h20: prefill to decode" in line for line in found.rebalances)
+    assert found.rebalances[0].startswith("300 s: no conversion because ")
+    assert any("convert h20: prefill to decode; requests=" in line for line in found.rebalances)
     assert found.summary(1800).ttft.p90_s < 30
 
 

@@ -140,7 +140,7 @@ def a_day() -> list[Event[Any]]:
         CacheMoveBegun("home", "far"),
         CacheMoveOver(1, False, 10**6, 0.1, 0.01),
         asked(4000, sendable_tokens={"home": 3000}),
-        LinkHeard("far", "home", replace(LINK, state=LinkCondition.CONGESTED)),
+        LinkHeard("far", "home", msgspec.structs.replace(LINK, state=LinkCondition.CONGESTED)),
         ThresholdsAsked(),
         asked(4000),
         ThresholdPlanned("far", 3000.0, 1e6),

@@ -11,7 +11,6 @@ from scheduler.routing.replication import (
     HotPrefix,
     NodeLoad,
     NodeName,
-    ReplicationLimits,
     ReplicationPlan,
     ReplicationState,
     plan_replication,
@@ -88,12 +87,11 @@ class TestByteBudget:
             ByteBudget(0, 1)
 
 
-LIMITS = ReplicationLimits(min_per_s=0.1, per_copy_per_s=1.0, max_copies=3, max_moves=2)
 STATE = ReplicationState(budget_bytes=1 << 30)
 
 
 def hot(
-    name: int = 1, per_s: float = 0.5, holders: tuple[NodeName, ...] = (("pd", "a"),)
+    name: int = 1, per_s: float = 0.25, holders: tuple[NodeName, ...] = (("pd", "a"),)
 ) -> HotPrefix:
     demand = Demand(prefix(name), per_s)
     return HotPrefix(demand, SHAPE, dict.fromkeys(holders, 3))
@@ -108,7 +106,7 @@ def plan(
     loads: list[NodeLoad] | None = None,
     state: ReplicationState = STATE,
 ) -> ReplicationPlan:
-    return plan_replication(prefixes, loads or nodes(a=5, b=3, c=1), state, LIMITS)
+    return plan_replication(prefixes, loads or nodes(a=5, b=3, c=1), state)
 
 
 class TestPlan:
@@ -117,19 +115,19 @@ class TestPlan:
         assert (order.cluster, order.source, order.destination) == ("pd", "a", "c")
         assert order.parts == ((0, 0), (1, 0), (2, 0), (2, 1))
         assert order.nbytes == 3 * 1000 + 5000
-        assert order.reason == "0.5 requests/s, 1 of 2"
+        assert order.reason == "0.25 requests/s, 1 of 2"
 
     def test_the_least_loaded_holder_sends(self) -> None:
         holders = (("pd", "a"), ("pd", "b"))
-        (order,) = plan(hot(per_s=1.5, holders=holders)).replicate
+        (order,) = plan(hot(per_s=0.75, holders=holders)).replicate
         assert (order.source, order.destination) == ("b", "c")
 
     def test_more_demand_is_worth_more_copies_up_to_a_limit(self) -> None:
         holders = (("pd", "a"), ("pd", "c"))
-        assert plan(hot(per_s=0.9, holders=holders)).notes == (
+        assert plan(hot(per_s=0.45, holders=holders)).notes == (
             "010101010101 in pd: 2 copies, 0 coming, 2 wanted",
         )
-        assert plan(hot(per_s=1.1, holders=holders)).replicate[0].destination == "b"
+        assert plan(hot(per_s=0.55, holders=holders)).replicate[0].destination == "b"
         assert not plan(hot(per_s=99, holders=(*holders, ("pd", "b")))).replicate
 
     def test_a_cluster_of_one_node_has_nobody_to_share_with(self) -> None:
@@ -143,7 +141,7 @@ class TestPlan:
         assert plan(hot(holders=(("prefill", "a"),))).replicate == ()
 
     def test_cold_prefixes_stay_where_they_are(self) -> None:
-        assert "fewer than 0.1" in plan(hot(per_s=0.05)).notes[0]
+        assert "fewer than 0.05" in plan(hot(per_s=0.045)).notes[0]
         assert plan().notes == ("nothing is in demand",)
 
     def test_sick_and_barred_nodes_get_nothing(self) -> None:
@@ -174,11 +172,11 @@ class TestPlan:
     def test_a_copy_without_demand_is_dropped_unless_it_is_the_last(self) -> None:
         state = ReplicationState(budget_bytes=0, replicas=[(prefix(1), ("pd", "b"))])
         both = (("pd", "a"), ("pd", "b"))
-        (demoted,) = plan(hot(per_s=0.02, holders=both), state=state).demote
+        (demoted,) = plan(hot(per_s=0.01, holders=both), state=state).demote
         assert (demoted.cluster, demoted.node, demoted.keep_blocks) == ("pd", "b", 0)
-        assert demoted.reason == "0.02 requests/s, 1 other copies"
-        assert plan(hot(per_s=0.03, holders=both), state=state).demote == ()
-        assert plan(hot(per_s=0.02, holders=both[1:]), state=state).demote == ()
+        assert demoted.reason == "0.01 requests/s, 1 other copies"
+        assert plan(hot(per_s=0.015, holders=both), state=state).demote == ()
+        assert plan(hot(per_s=0.01, holders=both[1:]), state=state).demote == ()
 
     def test_what_a_dropped_copy_shares_with_others_is_kept(self) -> None:
         holders = (("pd", "a"), ("pd", "b"))

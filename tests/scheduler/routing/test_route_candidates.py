@@ -1,8 +1,9 @@
 """What can be had for one request: exact room, ages and rates, and when moving a cache pays."""
 
-from dataclasses import replace
+import dataclasses
 
 import pytest
+from msgspec.structs import replace
 from scheduling_cases import CONFIG, GOOD_LINK, far, instances, near, prompt, region
 
 from netmon.estimate import LinkCondition
@@ -34,7 +35,7 @@ NO_STEP = DecodeView(slots_total=1)
 
 
 def config(**fields: object) -> RouteConfig:
-    return RouteConfig(kv=KV, **fields)  # type: ignore[arg-type]
+    return dataclasses.replace(CONFIG, **{"kv": KV, **fields})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("age_s", "taken_s", "now_s"), [(5.0, 0.0, 0.0), (2.0, 7.0, 10.0)])
@@ -50,17 +51,16 @@ def test_a_link_is_stale_when_it_was_looked_at_longer_ago_than_allowed(
 def test_room_is_enough_when_exactly_what_is_sent_fits() -> None:
     size = 1000 + 100 * 50
 
-    def fits(room_bytes: int | None, **fields: object) -> bool:
-        return has_landing_room(prompt(50, **fields), region(landing_room_bytes=room_bytes), KV)
+    def fits(room_bytes: int | None) -> bool:
+        return has_landing_room(prompt(50), region(landing_room_bytes=room_bytes), KV)
 
     assert (fits(size), fits(size - 1), fits(None)) == (True, False, True)
-    assert (fits(777, transfer_bytes=777), fits(776, transfer_bytes=777)) == (True, False)
 
 
 def test_a_host_without_room_takes_not_even_nothing() -> None:
-    nothing = prompt(50, transfer_bytes=0)
-    assert not has_landing_room(nothing, region(landing_room_bytes=0), KV)
-    assert has_landing_room(nothing, region(landing_room_bytes=1), KV)
+    nothing = KvProfile(fixed_bytes=0.0, token_bytes=0.0)
+    assert not has_landing_room(prompt(50), region(landing_room_bytes=0), nothing)
+    assert has_landing_room(prompt(50), region(landing_room_bytes=1), nothing)
 
 
 def test_what_is_sent_is_what_the_landing_node_lacks() -> None:
@@ -68,11 +68,6 @@ def test_what_is_sent_is_what_the_landing_node_lacks() -> None:
     assert wire_bytes(prompt(50, landing_cached_tokens=20), KV) == (3000.0, 1000.0)
     assert wire_bytes(prompt(50, landing_cached_tokens=50), KV) == (0.0, 1000.0)
     assert wire_bytes(prompt(50, landing_cached_tokens=60), KV) == (0.0, 1000.0)
-
-
-def test_a_size_that_is_known_counts_and_its_fixed_part_goes_last() -> None:
-    assert wire_bytes(prompt(50, transfer_bytes=1700), KV) == (700.0, 1000.0)
-    assert wire_bytes(prompt(50, transfer_bytes=400), KV) == (0.0, 400.0)
 
 
 @pytest.mark.parametrize("name", ["margin_s", "margin_share", "hand_off_tokens"])
@@ -179,7 +174,7 @@ def test_a_prefix_no_longer_than_the_own_one_is_left() -> None:
 def test_a_cluster_of_which_no_cache_is_known_has_none() -> None:
     free = KvProfile(fixed_bytes=0.0, token_bytes=0.0)
     view = home(wide())
-    settings = RouteConfig(kv=free)
+    settings = config(kv=free)
     found = local_candidate(prompt(512), view, settings)
     assert (source(found), found.cached_tokens) == (None, 0)
 
@@ -191,7 +186,7 @@ def test_a_move_is_made_when_it_saves_exactly_the_least_that_it_must(
 ) -> None:
     """128 of 256 tokens come from elsewhere: the move takes exactly 0.5 s and saves 1 s."""
     monkeypatch.setattr("scheduler.routing.candidates.MIN_MOVE_SAVING_S", least_s)
-    settings = RouteConfig(kv=KvProfile(fixed_bytes=0.0, token_bytes=1e6))
+    settings = config(kv=KvProfile(fixed_bytes=0.0, token_bytes=1e6))
     way, wide_enough = LinkView(available_bytes_per_s=2.56e8), replace(WIDE, is_floor=True)
     if is_local:
         view = home(wide(link=wide_enough))

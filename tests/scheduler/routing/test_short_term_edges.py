@@ -1,9 +1,10 @@
 """The sharp edges of routing: exactly t, exactly the margin, the reason that a client is told."""
 
+import dataclasses
 import math
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from scheduling_cases import CONFIG, GOOD_LINK, far, instances, near, prompt, region
 
 from netmon.estimate import LinkCondition
@@ -121,7 +122,7 @@ def timed(remote_s: float, local_s: float, threshold_tokens: float) -> RegionSna
 
 
 def test_exactly_the_margin_does_not_pay_for_leaving_a_side() -> None:
-    config = RouteConfig(kv=NO_BYTES, margin_s=1.0, margin_share=0.5)  # 5 s of 8 s
+    config = dataclasses.replace(CONFIG, kv=NO_BYTES, margin_s=1.0, margin_share=0.5)  # 5 s of 8 s
     kept = routed(1000, timed(8.0, 3.0, 0.0), config=config)
     assert (kept.target, kept.reason) == ("far", Reason.ABOVE_THRESHOLD)
     left = routed(1000, timed(8.0, 2.9375, 0.0), config=config)
@@ -142,13 +143,15 @@ def test_a_side_that_never_ends_is_not_left_for_another_that_never_ends() -> Non
 
 
 def test_any_time_at_all_is_sooner_than_never() -> None:
-    config = RouteConfig(kv=NO_BYTES, margin_s=0.0, margin_share=0.0)
+    config = dataclasses.replace(CONFIG, kv=NO_BYTES, margin_s=0.0, margin_share=0.0)
     away = region(far(prefill=lasting(1e9)), local=near(instances=()))
     assert routed(5000, away, config=config).reason is Reason.REMOTE_SOONER
 
 
 def test_kvcache_may_land_exactly_as_late_as_is_allowed() -> None:
-    config = RouteConfig(kv=KvProfile(fixed_bytes=2e7, token_bytes=0.0), max_tail_s=20.0)
+    config = dataclasses.replace(
+        CONFIG, kv=KvProfile(fixed_bytes=2e7, token_bytes=0.0), max_tail_s=20.0
+    )
     busy_home = near(instances=instances(1000.0))
     in_time = region(far(link=replace(GOOD_LINK, available_bytes_per_s=1e6)), local=busy_home)
     found = routed(20_000, in_time, config=config)

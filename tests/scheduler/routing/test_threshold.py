@@ -1,11 +1,11 @@
 """The threshold between two plans: up at once, down slowly, never below the plan's."""
 
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from scheduling_cases import links, untimed
 
 from netmon.estimate import LinkCondition

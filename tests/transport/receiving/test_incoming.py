@@ -16,14 +16,8 @@ from transport.receiving.incoming import RAW_LENGTH, Discarded, IncomingData, Ve
 from transport.receiving.incoming_transfer import IncomingTransfer
 from transport.receiving.incoming_transfers import OpenRequest
 from transport.receiving.reception import Reception
-from transport.wire.frames import (
-    FrameHeader,
-    FrameReader,
-    FrameType,
-    Step,
-    encode_data_header,
-    encode_frame,
-)
+from transport.wire.frame_reader import FrameReader, Step
+from transport.wire.frames import FrameHeader, FrameType, encode_data_header, encode_frame
 
 CONFIG = TransportConfig(max_frame_bytes=100_000, max_ranges_per_transfer=2, drop_grace_s=0)
 SPEC = make_spec(1)

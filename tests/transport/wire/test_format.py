@@ -8,12 +8,11 @@ from xxhash import xxh3_64_intdigest
 from transport.codec.codecs import Codec
 from transport.config import TransportConfig
 from transport.errors import PeerError
+from transport.wire.frame_reader import FrameReader, Step
 from transport.wire.frames import (
     HEADER_BYTES,
     NO_TRANSFER,
-    FrameReader,
     FrameType,
-    Step,
     checksum,
     decode_digest,
     decode_open,

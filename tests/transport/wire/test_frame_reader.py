@@ -7,12 +7,11 @@ import weakref
 import pytest
 
 from transport.errors import PeerError
+from transport.wire.frame_reader import FrameReader, Step
 from transport.wire.frames import (
     HEADER_BYTES,
     DataFlags,
-    FrameReader,
     FrameType,
-    Step,
     encode_data_header,
     encode_frame,
     encode_header,

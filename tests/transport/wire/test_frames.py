@@ -7,12 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transport.errors import PeerError
+from transport.wire.frame_reader import FrameReader, Step
 from transport.wire.frames import (
     HEADER_BYTES,
     MAX_CONTROL_BYTES,
-    FrameReader,
     FrameType,
-    Step,
     decode_open,
     decode_ranges,
     decode_reason,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from live_region_cases import FAST_LINK, MODEL, Region, instance, report, teach
+from msgspec.structs import replace
 
 from deploy.gateway.scheduling.scheduler import RegionScheduler
 from netmon.estimate import LinkCondition

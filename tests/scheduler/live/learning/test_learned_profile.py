@@ -62,7 +62,7 @@ def test_before_anything_was_seen() -> None:
     learned = LearnedProfile()
     assert learned.profile == GUESS
     assert (learned.num_seen, learned.is_known, learned.error) == (0, False, None)
-    prior = TYPICAL.corrected(1.5, 0.1)
+    prior = TYPICAL.corrected(1.5)
     assert LearnedProfile(prior).profile == prior
     assert LearnedProfile(prior).is_known
 
@@ -186,7 +186,8 @@ def test_one_length_teaches_the_level_and_leaves_the_shape_tame() -> None:
 def test_a_prior_gives_the_shape_where_nothing_was_seen() -> None:
     points = [(1000.0, 0.2), (8000.0, 1.0), (32_000.0, 5.0), (128_000.0, 40.0)]
     prior = PrefillProfile.of(interpolate(points).curve)
-    truth = prior.corrected(1.5, 0.1)
+    pieces = tuple((1.5 * a + 0.1, 1.5 * b, 1.5 * c) for a, b, c in prior.coefficients)
+    truth = PrefillProfile(prior.starts, pieces)
     one, rng = LearnedProfile(prior), random.Random(0)
     for _ in range(20):
         one.observe(8000, 0, truth.prefill_s(8000) * math.exp(rng.gauss(0.0, 0.05)))

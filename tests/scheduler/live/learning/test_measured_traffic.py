@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paper_region import LENGTHS
 
-from scheduler.live.learning.measured_traffic import MeasuredTraffic, MeterConfig, TrafficMeter
-from scheduler.planning.lengths import LogNormalLengths, mean_tokens
-
-LENGTHS = LogNormalLengths(9.9, 1, 128, 131072)
+from scheduler.live.learning.measured_traffic import MIN_RECENT, MeasuredTraffic, TrafficMeter
+from scheduler.planning.lengths import mean_tokens
 
 
 def feed(
@@ -73,19 +72,19 @@ def test_the_distribution_comes_back_within_a_bin() -> None:
 
 
 def test_old_requests_weigh_less_and_go_at_last() -> None:
-    config = MeterConfig(slice_s=10, half_life_s=100, memory_s=400, min_recent=1000)
-    meter = TrafficMeter(config)
-    for _ in range(100):
+    meter = TrafficMeter()
+    num = MIN_RECENT - 1  # too few for a change to be looked for
+    for _ in range(num):
         meter.arrived(100, 0, 0)
         meter.finished(1, 0)
-    for _ in range(100):
-        meter.arrived(400, 0, 100)
-        meter.finished(1, 100)
-    assert known(meter, 100).uncached.mean_tokens == pytest.approx((400 + 100 / 2) / 1.5)
-    assert known(meter, 390).uncached.num < 200
-    assert known(meter, 400).uncached.mean_tokens == pytest.approx(400)
-    assert known(meter, 499).uncached.mean_tokens == pytest.approx(400)
-    assert meter.measured(500) is None
+    for _ in range(num):
+        meter.arrived(400, 0, 3600)
+        meter.finished(1, 3600)
+    assert known(meter, 3600).uncached.mean_tokens == pytest.approx((400 + 100 / 2) / 1.5)
+    assert known(meter, 7140).uncached.num < 2 * num
+    assert known(meter, 7200).uncached.mean_tokens == pytest.approx(400)
+    assert known(meter, 10_799).uncached.mean_tokens == pytest.approx(400)
+    assert meter.measured(10_800) is None
 
 
 @pytest.mark.parametrize("change", [{"scale": 1.5}, {"scale": 1 / 3.0}, {"output": 341.0}])
@@ -122,33 +121,36 @@ def test_time_that_goes_back_stands_still() -> None:
 def test_impossible_values_are_refused() -> None:
     with pytest.raises(ValueError, match="200 of 100 tokens cached"):
         TrafficMeter().arrived(100, 200, 0)
-    with pytest.raises(ValueError, match="slice_s 60 must be above 0 and at most memory_s 30"):
-        MeterConfig(memory_s=30)
-    with pytest.raises(ValueError, match="half_life_s"):
-        MeterConfig(half_life_s=0)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.tuples(
-            st.integers(0, 1 << 26), st.floats(0, 1), st.integers(0, 1 << 20), st.floats(0, 1000)
+            st.integers(0, 1 << 26),
+            st.floats(0, 1),
+            st.integers(0, 1 << 20),
+            st.floats(0, 5000),
+            st.sampled_from([1, MIN_RECENT]),
         ),
         max_size=40,
     )
 )
 def test_whatever_came_the_summary_makes_sense(
-    requests: list[tuple[int, float, int, float]],
+    requests: list[tuple[int, float, int, float, int]],
 ) -> None:
-    meter = TrafficMeter(MeterConfig(slice_s=10, memory_s=200, half_life_s=50, min_recent=2))
+    meter = TrafficMeter()
     now_s = 0.0
-    for prompt, cached, output, wait_s in requests:
+    num_requests = 0
+    for prompt, cached, output, wait_s, times in requests:
         now_s += wait_s
-        meter.arrived(prompt, int(prompt * cached), now_s)
-        meter.finished(output, now_s)
+        num_requests += times
+        for _ in range(times):
+            meter.arrived(prompt, int(prompt * cached), now_s)
+            meter.finished(output, now_s)
         found = meter.measured(now_s)
         if found is not None:
             assert 0 <= found.hit_ratio <= 1
-            assert 0 < found.num_requests <= len(requests) + 1e-9
+            assert 0 < found.num_requests <= num_requests + 1e-6
             assert found.rate_rps >= 0
             assert mean_tokens(found.uncached.lengths) == pytest.approx(found.uncached.mean_tokens)

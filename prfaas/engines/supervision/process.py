@@ -17,10 +17,10 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Final
 
-from prfaas.engines.guard import live_session_members
-from prfaas.engines.log_files import open_log
 from prfaas.engines.ownership import finished
-from prfaas.engines.spawn import spawn
+from prfaas.engines.supervision.guard import live_session_members
+from prfaas.engines.supervision.log_files import open_log
+from prfaas.engines.supervision.spawn import spawn
 
 logger = logging.getLogger("prfaas.engines")
 
@@ -49,7 +49,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """`log_offset_bytes`: what earlier runs wrote to the log."""
+    """A process that runs. Its own output begins at `log_offset_bytes` of the log."""
 
     pid: int
     log_offset_bytes: int
@@ -79,13 +79,13 @@ class ChildProcess:
             if started.exception() is None:
                 await cls(spec, started.result(), ended).stop()
 
-        # A thread of the child's own, and none of a pool's: the kernel tells the guard of its
-        # parent's death when this thread ends, and it must not before the process does.
+        # Each child has a thread of its own: PR_SET_PDEATHSIG fires when the parent *thread* ends,
+        # so a thread of a pool, which may end earlier, would take the guard with it.
         Thread(target=_live, args=(spec, loop, started, ended), daemon=True).start()
         try:
             await asyncio.wait({started})
         except asyncio.CancelledError:
-            # A start cannot be broken off half-way.
+            # The thread cannot be interrupted, so wait for its result and then stop the process.
             await finished(undo())
             raise
         return cls(spec, started.result(), ended)
@@ -149,6 +149,7 @@ class ChildProcess:
             for pid in members:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            # Without /proc no members are known, but the guard's id is.
             if not members:
                 self._signal_guard(signal.SIGKILL)
             await asyncio.sleep(0.02)
@@ -163,7 +164,7 @@ def _live(
     """Start the command and wait for its end; both futures belong to `loop`."""
 
     def tell(callback: Callable[[Any], None], value: object) -> None:
-        # A loop that is closed has nobody who waits for the command.
+        # RuntimeError: the loop is closed, so nobody waits for the command any more.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(callback, value)
 
@@ -176,7 +177,7 @@ def _live(
     try:
         _, status = os.waitpid(found.pid, 0)
     except ChildProcessError:
-        # Somebody in this process who waits for any child was faster, and has the status.
+        # Other code in this process waits for any child (waitpid(-1)) and took the status.
         status = _UNKNOWN_STATUS
     tell(ended.set_result, os.waitstatus_to_exitcode(status))
 

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from prfaas.engines.log_files import NUM_OLD_LOGS, open_log, rotate
+from prfaas.engines.supervision.log_files import NUM_OLD_LOGS, open_log, rotate
 
 
 def test_a_log_in_use_is_rotated_and_goes_on(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.engines.errors import EngineStartFailed
-from prfaas.engines.log_lines import shortened
+from prfaas.engines.supervision.log_lines import shortened
 
 
 @pytest.mark.parametrize(

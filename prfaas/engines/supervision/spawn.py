@@ -1,8 +1,9 @@
 """Starts a program while the other threads of this process go on.
 
 `subprocess` and `os.posix_spawn` hold the interpreter's lock until the kernel has given the new
-process a core and read its program. On a busy machine that takes 100 ms and more, in which no
-thread runs, event loops among them. `ctypes` gives the lock up for the C library's posix_spawn.
+process a core and read its program. On a busy machine that takes 100 ms and more, and no other
+Python thread runs meanwhile, event loops included. `ctypes` releases the lock while it calls the C
+library's posix_spawn.
 
 It does not know what the program is for, and leaves waiting for its end to the caller.
 """
@@ -23,8 +24,9 @@ _OPAQUE_BYTES: Final = 1024
 def spawn(argv: Sequence[str], env: Mapping[str, str], output: Path) -> int:
     """Start `argv`, whose first word is the program's path, and return its process id.
 
-    It leads a session of its own, reads nothing, and appends what it writes to `output`. Blocks
-    until its program is loaded. To the kernel its parent is the calling thread. OSError.
+    The program leads a session of its own, reads nothing, and appends its output to `output`. The
+    call blocks until the program is loaded. For PR_SET_PDEATHSIG its parent is the calling thread.
+    Raises OSError.
     """
     libc = ctypes.CDLL(None)
     # posix_spawn and its relatives return the error's number instead of setting errno.

@@ -1,7 +1,7 @@
-"""A line of an engine's log as a person is shown it: one line, without colours, of bounded length.
+"""Makes a line of an engine's log fit to show a person: printable, colourless, of bounded length.
 
 Engines write lines of thousands of characters (their whole configuration), colours, and progress
-bars that move the cursor. Does not know where lines come from.
+bars that move the cursor. This module does not know where lines come from.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keeps one process running: start, wait until healthy, watch, restart with backoff, stop.
 
-It does not know what the process serves; health is a coroutine it is given. The policy of
-restarts is in restart.py, processes and signals in process.py.
+It does not know what the process serves: its caller gives it a probe. restart.py decides when to
+start again, process.py handles processes and signals.
 """
 
 import asyncio
@@ -13,47 +13,46 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Final
 
 from prfaas.engines.command import EngineSpec
 from prfaas.engines.errors import EngineStartFailed
-from prfaas.engines.log_files import rotate
+from prfaas.engines.health import ProbeTiming
 from prfaas.engines.ownership import finished
-from prfaas.engines.process import ChildProcess, ProcessSpec
-from prfaas.engines.restart import RestartConfig, RestartPolicy
+from prfaas.engines.supervision.log_files import rotate
+from prfaas.engines.supervision.process import ChildProcess, ProcessSpec
+from prfaas.engines.supervision.restart import RestartPolicy
 from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.engines")
 
+HANG_TIMEOUT_S: Final = 60.0
+NUM_LOG_LINES: Final = 30
+"""Last lines of its log that the error of a process shows."""
 Probe = Callable[[], Awaitable[bool]]
 """True when the process serves. May raise; that counts as False."""
 
 
 class ProcessState(StrEnum):
-    """What the supervisor is about."""
+    """The states of a supervised process."""
 
     STOPPED = "stopped"
     STARTING = "starting"
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"
     BACKOFF = "backoff"
-    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisorConfig:
-    """Probe intervals and patience.
+    """Probe intervals, and the time limit of a start.
 
-    A process not healthy `start_timeout_s` after its start, or unhealthy for `hang_timeout_s`
-    later, is killed and counts as failed.
+    A process that is not healthy `start_timeout_s` after its start, or that was healthy and then is
+    not for `HANG_TIMEOUT_S`, is killed and counts as failed.
     """
 
-    restart: RestartConfig = field(default_factory=RestartConfig)
     start_timeout_s: float = 600.0
-    start_probe_interval_s: float = 0.25
-    probe_interval_s: float = 2.0
-    probe_timeout_s: float = 5.0
-    hang_timeout_s: float = 60.0
-    num_log_lines: int = 30
+    probes: ProbeTiming = field(default_factory=ProbeTiming)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ class Supervisor:
         self.reason = "not started"
         self.last_error: EngineStartFailed | None = None
         self._config = config or SupervisorConfig()
-        self._policy = RestartPolicy(self._config.restart)
+        self._policy = RestartPolicy()
         self._probe = probe
         self._on_event = on_event
         self._task: asyncio.Task[None] | None = None
@@ -98,7 +97,7 @@ class Supervisor:
         return self._child.pid if self._child is not None else None
 
     def members(self) -> list[int]:
-        """Every process of the current run that lives."""
+        """The processes of the current run that still run."""
         return self._child.members() if self._child is not None else []
 
     def start(self) -> None:
@@ -116,12 +115,11 @@ class Supervisor:
     ) -> None:
         """Wait until the process is healthy; `progress` gets its newest log line about once a
         second. Raises EngineStartFailed with the log's last lines: on the first failed start, or
-        (`patient`) only when the restarts are given up or the time is over.
+        (`patient`) only when the time is over or it was stopped.
         """
         deadline_s = time.monotonic() + timeout_s
         while self.state is not ProcessState.HEALTHY:
-            over = self.state in (ProcessState.FAILED, ProcessState.STOPPED)
-            if over or (self.last_error is not None and not patient):
+            if self.state is ProcessState.STOPPED or (self.last_error is not None and not patient):
                 raise self.last_error or self._failure(self.reason)
             if time.monotonic() >= deadline_s:
                 raise self._failure(f"not healthy after {timeout_s:g} s")
@@ -144,16 +142,14 @@ class Supervisor:
     async def _run(self) -> None:
         while True:
             reason = await self._run_once()
-            decision = self._policy.process_ended(time.monotonic())
-            if decision.delay_s is None:
-                self._move(ProcessState.FAILED, f"{reason}; {decision.reason}")
-                return
-            self._move(ProcessState.BACKOFF, f"{reason}; {decision.reason}")
-            await asyncio.sleep(decision.delay_s)
+            delay_s = self._policy.process_ended(time.monotonic())
+            again = f"failure {self._policy.num_failures} in a row, next start in {delay_s:.3g} s"
+            self._move(ProcessState.BACKOFF, f"{reason}; {again}")
+            await asyncio.sleep(delay_s)
             self._move(ProcessState.STARTING, f"restart {self._policy.num_restarts}")
 
     async def _run_once(self) -> str:
-        """One life of the process; why it ended. Nothing of it runs afterwards."""
+        """Run the process once and return why it ended. Nothing of it runs afterwards."""
         try:
             child = await ChildProcess.start(self.spec)
         except OSError as error:
@@ -177,7 +173,7 @@ class Supervisor:
 
     async def _watch(self, exited: asyncio.Task[int]) -> str | None:
         """Probe until the process ends (None) or has to be killed (the reason)."""
-        config = self._config
+        config, probes = self._config, self._config.probes
         last_good_s = time.monotonic()
         was_healthy = False
         while not exited.done():
@@ -190,11 +186,11 @@ class Supervisor:
                     self._move(ProcessState.HEALTHY, "probe succeeded")
             elif was_healthy and self.state is ProcessState.HEALTHY:
                 self._move(ProcessState.UNHEALTHY, "probe failed")
-            patience_s = config.hang_timeout_s if was_healthy else config.start_timeout_s
+            patience_s = HANG_TIMEOUT_S if was_healthy else config.start_timeout_s
             await self._rotate_log()
             if time.monotonic() - last_good_s > patience_s:
                 return f"not healthy for {patience_s:g} s"
-            interval_s = config.probe_interval_s if was_healthy else config.start_probe_interval_s
+            interval_s = probes.interval_s if was_healthy else probes.start_interval_s
             await asyncio.wait({exited}, timeout=interval_s)
         return None
 
@@ -206,7 +202,7 @@ class Supervisor:
 
     async def _is_healthy(self) -> bool:
         try:
-            async with asyncio.timeout(self._config.probe_timeout_s):
+            async with asyncio.timeout(self._config.probes.timeout_s):
                 return await self._probe()
         except Exception:
             logger.debug("%s: probe failed", self.spec.name, exc_info=True)
@@ -217,7 +213,7 @@ class Supervisor:
         return lines[0] if lines else self.reason
 
     def _failure(self, reason: str) -> EngineStartFailed:
-        tail = self._child.log_tail(self._config.num_log_lines) if self._child is not None else []
+        tail = self._child.log_tail(NUM_LOG_LINES) if self._child is not None else []
         return EngineStartFailed(self.spec.name, reason, tail, str(self.spec.log_path))
 
     def _move(self, state: ProcessState, reason: str) -> None:
