@@ -58,14 +58,16 @@ ACCESS: Final[Mapping[str, ServiceAccess]] = {
     ),
     "prfaas.PrefillCluster": ServiceAccess(
         servers=frozenset[Role]({"prefill-front"}),
-        callers=dict.fromkeys(("Submit", "Report", "Drain", "Resume"), _GATEWAY),
+        # `prfaas up` looks at a front with Report, to see whether it serves.
+        callers={"Report": _SEES} | dict.fromkeys(("Submit", "Drain", "Resume"), _GATEWAY),
     ),
     "prfaas.PdCluster": ServiceAccess(
         servers=frozenset[Role]({"pd-front"}),
-        callers=dict.fromkeys(
+        callers={"Report": _SEES}
+        | dict.fromkeys(
             (
                 *("Reserve", "Renew", "AwaitLanding", "Release", "Ended", "Direct", "Prefill"),
-                *("Report", "Drain", "Resume", "SetRole"),
+                *("Drain", "Resume", "SetRole"),
             ),
             _GATEWAY,
         ),

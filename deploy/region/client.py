@@ -10,13 +10,17 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 
 from deploy.command_line import CommandFailed, print_json
 
+if TYPE_CHECKING:
+    from deploy.region.launch.rundir import RegionState
+
 _TIMEOUT_S = 60.0
+_HINT = "give its gateway with --gateway URL"
 
 T = TypeVar("T")
 
@@ -40,8 +44,8 @@ def find_gateway(gateway: str = "", run_dir: Path | None = None) -> str:
 
     if gateway:
         return gateway
-    _, state = find_run(run_dir, hint="give its gateway with --gateway URL")
-    return state.gateway_url
+    root, state = find_run(run_dir, hint=_HINT)
+    return _with_gateway(root, state).gateway_url
 
 
 def find_pages(gateway: str = "", run_dir: Path | None = None, key: str = "") -> tuple[str, str]:
@@ -52,8 +56,17 @@ def find_pages(gateway: str = "", run_dir: Path | None = None, key: str = "") ->
 
     if gateway:
         return gateway, key
-    root, state = find_run(run_dir, hint="give its gateway with --gateway URL")
+    root, state = find_run(run_dir, hint=_HINT)
+    state = _with_gateway(root, state)
     return state.admin_url or state.gateway_url, key or operator_key(root)
+
+
+def _with_gateway(root: Path, state: RegionState) -> RegionState:
+    from deploy.region.launch.rundir import WhichRun
+
+    if not state.gateway_url:
+        raise WhichRun(f"{state.title} in {root} is a part without the gateway; {_HINT}", 1)
+    return state
 
 
 def ask(url: str, path: str, kind: type[T], *, key: str = "", body: bytes | None = None) -> T:

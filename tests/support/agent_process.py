@@ -215,13 +215,13 @@ class AgentProcess:
         return self.call("Await", request, TransferReport, timeout_s + 5)
 
 
-class DrivenEngine:
-    """One engine connection driven by a test; a context manager."""
+class EngineConnection:
+    """One engine's connection to the agent at `socket`, driven by hand."""
 
     def __init__(
         self,
-        agent: AgentProcess,
-        instance: str = "engine",
+        socket: Path,
+        instance: str,
         layout: KVLayout = SMALL_LAYOUT,
         *,
         tp_rank: int = 0,
@@ -234,7 +234,7 @@ class DrivenEngine:
         hello = EngineHello(
             instance, role, os.getpid(), layout.encode(), tp_rank, layout.tp_size, namespace
         )
-        self.client = EngineClient(agent.socket, hello)
+        self.client = EngineClient(socket, hello)
 
     def on_connected(self, welcome: Welcome, arena: Arena) -> None:
         self.events.put(("connected", welcome.arena_epoch))
@@ -263,14 +263,6 @@ class DrivenEngine:
         except Empty:
             raise AssertionError(f"no event within {timeout_s} s") from None
 
-    def __enter__(self) -> Self:
-        self.client.start(self)
-        assert self.next()[0] == "connected"
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.client.close()
-
     def write(self, runs: list[tuple[int, int]], data: bytes, offset: int = 0) -> None:
         """Put `data` at a logical offset of the outbox at `runs`."""
         arena = self.client.arena
@@ -283,3 +275,24 @@ class DrivenEngine:
         arena = self.client.arena
         assert arena is not None
         return b"".join(arena.view(runs, nbytes).views(0, nbytes))
+
+
+class DrivenEngine(EngineConnection):
+    """One engine connection driven by a test; a context manager."""
+
+    def __init__(
+        self,
+        agent: AgentProcess,
+        instance: str = "engine",
+        layout: KVLayout = SMALL_LAYOUT,
+        **hello: Any,
+    ) -> None:
+        super().__init__(agent.socket, instance, layout, **hello)
+
+    def __enter__(self) -> Self:
+        self.client.start(self)
+        assert self.next()[0] == "connected"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()

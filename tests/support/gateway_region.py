@@ -60,7 +60,7 @@ class OpenAiEngine:
         self.next_token.set()
         self._runner: web.AppRunner | None = None
 
-    async def start(self) -> None:
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
         app = web.Application(client_max_size=1 << 28)
         for path in ("/v1/completions", "/v1/chat/completions"):
             app.router.add_post(path, self._serve)
@@ -71,7 +71,7 @@ class OpenAiEngine:
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
         )
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        await web.TCPSite(self._runner, host, port).start()
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://{host}:{port}"
 

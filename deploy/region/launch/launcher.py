@@ -1,4 +1,4 @@
-"""Runs a whole region on this machine: relays, node agents, engines, gateway, all supervised.
+"""Runs a region, or a part of it, on this machine: relays, node agents, engines, fronts, gateway.
 
 It is a library (`async with RunningRegion(...) as region`) and the core of `prfaas up`. Whatever
 ends it, an error, a signal or even SIGKILL, none of its processes outlives it. It does not know
@@ -23,6 +23,7 @@ import psutil
 from deploy.command_line import CommandFailed
 from deploy.lab.emulator.control import RelayControl
 from deploy.region.launch.arenas import discard_arenas
+from deploy.region.launch.parts import Part, part_problems, whole
 from deploy.region.launch.plan import (
     STOP_ORDER,
     Kind,
@@ -31,11 +32,15 @@ from deploy.region.launch.plan import (
     admin_url,
     gateway_url,
 )
-from deploy.region.launch.ports import ResolvedRegion, resolve_ports, taken_ports
+from deploy.region.launch.ports import (
+    ResolvedRegion,
+    resolve_part,
+    resolve_ports,
+    taken_ports,
+)
 from deploy.region.launch.probes import Prober, region_trouble
 from deploy.region.launch.rundir import (
     Phase,
-    ProcessRecord,
     RegionState,
     RunDirectory,
     RunLock,
@@ -43,7 +48,7 @@ from deploy.region.launch.rundir import (
     remove_leftovers,
 )
 from deploy.region.launch.running import RunningProcess
-from deploy.region.launch.trust import grants_of, region_key_of, run_credentials
+from deploy.region.launch.trust import engine_key_file, make_keys, run_credentials
 from deploy.region.spec.checks import check_region
 from deploy.region.spec.loading import missing_models
 from deploy.region.spec.region import RegionSpec
@@ -56,19 +61,17 @@ from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.health import ProbeTiming
 from prfaas.engines.supervision.supervisor import SupervisorConfig, SupervisorEvent
 from transport import Credentials, Endpoint, Role
-from transport.grants import new_key_pair
-from transport.region_key import new_key
 
 logger = logging.getLogger("prfaas.deploy.region")
 
 # Relays and agents first: engines connect to their agent, and the gateway needs all of them.
-_STAGES: tuple[tuple[Kind, ...], ...] = (("relay", "agent"), ("engine",), ("gateway",))
+_STAGES: tuple[tuple[Kind, ...], ...] = (("relay", "agent"), ("engine",), ("front",), ("gateway",))
 # Only engines load a model before they serve.
 _NO_ENGINE: Final = SupervisorConfig(
     start_timeout_s=60.0, probes=ProbeTiming(start_interval_s=0.05)
 )
 SETTLE_TIMEOUT_S: Final = 60.0
-"""From the gateway's start until its fronts find every instance usable."""
+"""From the gateway's start until its fronts find every instance of this machine usable."""
 
 
 class RegionStartFailed(CommandFailed):
@@ -92,7 +95,8 @@ class ProcessProgress:
 
 
 class RunningRegion:
-    """A region on this machine. `start` or enter it. After `stop` only its logs are left.
+    """A region, or a part of one, on this machine. `start` or enter it. After `stop` only its logs
+    are left.
 
     All methods belong to one event loop.
     """
@@ -102,13 +106,17 @@ class RunningRegion:
         region: RegionSpec,
         run_dir: Path,
         *,
+        part: Part | None = None,
         on_progress: Callable[[ProcessProgress], None] | None = None,
         environment: Mapping[str, str] | None = None,
         adapt: Callable[[PlannedProcess], PlannedProcess] = lambda planned: planned,
     ) -> None:
-        """`adapt` may change the command or the environment of a process before it starts."""
+        """Without a `part` all of the region runs here. `adapt` may change the command or the
+        environment of a process before it starts.
+        """
         self._adapt = adapt
         self._wanted = region
+        self._part = part or whole(region)
         self._root = run_dir
         self._on_progress = on_progress
         self._environment = dict(os.environ if environment is None else environment)
@@ -130,6 +138,11 @@ class RunningRegion:
         return self._resolved_region().region
 
     @property
+    def part(self) -> Part:
+        """The part of the region that runs here."""
+        return self._part
+
+    @property
     def directory(self) -> RunDirectory:
         """The directory of logs and sockets. RuntimeError before `start`."""
         if self._directory is None:
@@ -138,8 +151,8 @@ class RunningRegion:
 
     @property
     def gateway_url(self) -> str:
-        """The base URL of the OpenAI API, without /v1."""
-        return gateway_url(self.region)
+        """The base URL of the OpenAI API, without /v1; "" if the gateway runs elsewhere."""
+        return gateway_url(self.region) if self._part.has_gateway else ""
 
     @property
     def processes(self) -> Sequence[RunningProcess]:
@@ -147,7 +160,10 @@ class RunningRegion:
         return tuple(self._processes.values())
 
     def process(self, name: str) -> RunningProcess:
-        """A process by its name: "gateway", "agent.NODE" or an instance. KeyError if unknown."""
+        """A process by its name: "gateway", "agent.NODE", "front.CLUSTER" or an instance.
+
+        KeyError if unknown.
+        """
         return self._processes[name]
 
     def engine(self, instance: str) -> RunningProcess:
@@ -191,7 +207,7 @@ class RunningRegion:
     def engine_access(self) -> EngineAccess:
         """How to ask the engines. Reads files."""
         tls = tls_files(self.region.security.tls)
-        return EngineAccess(self.directory.engine_key, tls)
+        return EngineAccess(engine_key_file(self.region, self.directory), tls)
 
     def credentials(self, role: Role) -> Credentials | None:
         """What a process of this role shows to the region's processes, which it may then call as
@@ -209,7 +225,8 @@ class RunningRegion:
         await self.stop()
 
     async def start(self) -> None:
-        """Start everything. Returns when the gateway serves and every instance is usable.
+        """Start everything. Returns when all processes serve and the gateway, if it runs here, can
+        use every instance that runs here.
 
         Raises FileError (the specification, ports in use), RunDirectoryError, RegionStartFailed.
         After any exception, also a cancellation, everything is stopped again.
@@ -224,13 +241,15 @@ class RunningRegion:
         self._write_state()
 
     async def wait_settled(self, timeout_s: float) -> None:
-        """Wait until the gateway's fronts, which probe by themselves, find every instance usable.
+        """Wait until the gateway's fronts, which probe by themselves, find the instances usable
+        that run here. Those of other hosts may start at any time.
 
         RegionStartFailed after `timeout_s`, with what they miss.
         """
         deadline_s = time.monotonic() + timeout_s
         url, key = admin_url(self.region), self.operator_key
-        while (trouble := await region_trouble(url, key)) is not None:
+        names = [process.name for process in self.processes if process.kind == "engine"]
+        while (trouble := await region_trouble(url, key, names)) is not None:
             if time.monotonic() > deadline_s:
                 raise RegionStartFailed(f"the gateway runs, but {trouble}")
             self._report(self.gateway, trouble, state="waiting")
@@ -260,25 +279,24 @@ class RunningRegion:
             process.kill_now()
 
     def _prepare(self) -> None:
+        region, part = self._wanted, self._part
         problems = (
-            check_region(self._wanted) or missing_models(self._wanted) or taken_ports(self._wanted)
+            check_region(region)
+            or part_problems(region, part)
+            or missing_models(region, part.nodes)
         )
+        if not problems and not part.is_whole:
+            self._resolved = resolve_part(region, part)
+            region = self._resolved.region
+        problems = problems or taken_ports(region, part)
         if problems:
-            raise FileError(f"region {self._wanted.name}", problems)
+            raise FileError(f"region {region.name}", problems)
         # The lock before ports are chosen: two launchers in one directory must not both go on.
         self._lock = RunLock(self._root)
         directory = self._directory = open_run_directory(self._root)
-        self._resolved = resolve_ports(self._wanted)
+        self._resolved = self._resolved or resolve_ports(region)
         self._planner = Planner(self._resolved, directory, self._environment)
-        key = region_key_of(self._wanted, directory.region_key, "operator")
-        if key is not None and key.file == directory.region_key:
-            write_private(directory.region_key, f"{new_key()}\n".encode())
-        if grants_of(self._wanted, directory.granting_key) is not None:
-            private, public = new_key_pair()
-            write_private(directory.granting_key, private)
-            write_private(directory.granting_keys, public)
-        for secret in (directory.engine_key, directory.operator_key):
-            write_private(secret, f"{new_key()}\n".encode())
+        make_keys(region, directory, part)
         for path, text in self._planner.files().items():
             write_private(path, text.encode())  # keys and passwords are among it
 
@@ -295,7 +313,8 @@ class RunningRegion:
             for process in stage:
                 process.start()
             await self._wait_healthy(stage)
-        await self.wait_settled(SETTLE_TIMEOUT_S)
+        if self._part.has_gateway:
+            await self.wait_settled(SETTLE_TIMEOUT_S)
 
     def _supervised(self, item: PlannedProcess, prober: Prober) -> RunningProcess:
         supervision = SupervisorConfig() if item.kind == "engine" else _NO_ENGINE
@@ -361,15 +380,20 @@ class RunningRegion:
         own = psutil.Process()
         state = RegionState(
             region=self.region.name,
+            part=self._part.name,
             phase=self._phase,
             launcher_pid=own.pid,
             launcher_started_s=own.create_time(),
             started_s=self._started_s,
             gateway_url=self.gateway_url,
-            admin_url=admin_url(self.region),
+            admin_url=admin_url(self.region) if self._part.has_gateway else "",
             region_file=str(directory.region_file),
-            processes=tuple(_record(process) for process in self._processes.values()),
-            relays={item.name: str(directory.socket(item.name)) for item in self._resolved.relays},
+            processes=tuple(process.record for process in self._processes.values()),
+            relays={
+                process.name: str(directory.socket(process.name))
+                for process in self._processes.values()
+                if process.kind == "relay"
+            },
             agents=self._agent_controls(),
         )
         # A full disk must not stop a region that serves.
@@ -379,24 +403,10 @@ class RunningRegion:
     def _agent_controls(self) -> dict[str, str]:
         return {
             node.name: str(Endpoint(node.host, node.agent.control_port))
-            for cluster in self.region.clusters
-            for node in cluster.nodes
+            for node in self.region.nodes
         }
 
     def _resolved_region(self) -> ResolvedRegion:
         if self._resolved is None:
             raise RuntimeError("the region is not started")
         return self._resolved
-
-
-def _record(process: RunningProcess) -> ProcessRecord:
-    return ProcessRecord(
-        name=process.name,
-        kind=process.kind,
-        state=str(process.state),
-        reason=process.reason,
-        pid=process.pid,
-        address=process.address,
-        log=str(process.log_path),
-        num_restarts=process.num_restarts,
-    )

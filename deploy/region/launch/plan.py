@@ -1,4 +1,4 @@
-"""Which processes a region on one machine consists of, and the command line of each.
+"""Which processes a region, or the part of it on one host, consists of, and their command lines.
 
 Pure: it takes a resolved region, paths and an environment, and returns process descriptions. It
 does not know when they are started or whether they are healthy.
@@ -19,23 +19,26 @@ from deploy.gateway.file import GatewayFile, PdSource, PrefillSource
 from deploy.lab.emulator.control import relay_argv
 from deploy.processes import module_argv, module_environment
 from deploy.region.launch.arenas import arena_name
+from deploy.region.launch.parts import fronts_apart
 from deploy.region.launch.ports import RelayPlan, ResolvedRegion, advertised_address
 from deploy.region.launch.rundir import RunDirectory
-from deploy.region.launch.trust import grants_of, region_key_of
+from deploy.region.launch.trust import engine_key_file, grants_of, region_key_of
 from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionInstance, RegionSpec, role_of
 from kvmanager.agent.config import AgentSection
 from kvmanager.config_files.fields import TlsSection
 from kvmanager.config_files.security import is_loopback
+from local_pd.front_config import PdFrontConfig
 from prfaas.engines.command import EngineOptions, EngineSpec
 from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.supervision.process import KILL_S, ProcessSpec
+from prfaas.front_config import PrefillFrontConfig
 from transport import Endpoint
 
-Kind = Literal["relay", "agent", "engine", "gateway"]
+Kind = Literal["relay", "agent", "engine", "front", "gateway"]
 
 # The gateway first, so that no request meets an engine that is gone; relays last, since agents
 # use them.
-STOP_ORDER: tuple[Kind, ...] = ("gateway", "engine", "agent", "relay")
+STOP_ORDER: tuple[Kind, ...] = ("gateway", "front", "engine", "agent", "relay")
 
 _CLOSE_S = 5.0
 _ENGINE_GRACE_S = 15.0
@@ -67,7 +70,7 @@ class PlannedProcess:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Makes the processes of one region."""
+    """Makes the processes of one part of a region."""
 
     resolved: ResolvedRegion
     directory: RunDirectory
@@ -75,14 +78,18 @@ class Planner:
 
     def processes(self) -> list[PlannedProcess]:
         """All processes, in the order in which they should be started."""
-        region = self.resolved.region
-        nodes = [node for cluster in region.clusters for node in cluster.nodes]
+        region, part, nodes = self.resolved.region, self.resolved.part, self._nodes()
         return [
-            *(self._relay(relay) for relay in self.resolved.relays),
+            *(self._relay(relay) for relay in self.resolved.relays if relay.node in part.nodes),
             *(self._agent(node) for node in nodes),
             *(self._engine(node, item) for node in nodes for item in node.instances),
-            self._gateway(region),
+            *(self._front(region.cluster(name)) for name in part.fronts),
+            *([self._gateway(region)] if part.has_gateway else []),
         ]
+
+    def _nodes(self) -> list[NodeSpec]:
+        part = self.resolved.part
+        return [node for node in self.resolved.region.nodes if node.name in part.nodes]
 
     def files(self) -> dict[Path, str]:
         """The files that the processes read. They must be written before the processes start."""
@@ -92,17 +99,29 @@ class Planner:
             directory.region_file: region.model_dump_json(
                 by_alias=True, exclude_none=True, indent=1
             ),
-            directory.gateway_file: gateway_file(resolved, directory).model_dump_json(
+        }
+        if resolved.part.has_gateway:
+            files[directory.gateway_file] = gateway_file(resolved, directory).model_dump_json(
                 # Keys stay in their file or variable: the run directory must not have a second
                 # copy.
                 exclude={"gateway": {"api_keys"}},
                 indent=1,
-            ),
-        }
-        for cluster in region.clusters:
-            for node in cluster.nodes:
-                files[self._agent_file(node)] = json.dumps(self._agent_settings(node), indent=1)
+            )
+        for name in resolved.part.fronts:
+            front = front_file(resolved, directory, region.cluster(name))
+            files[self._front_file(name)] = front.model_dump_json(indent=1)
+        for node in self._nodes():
+            files[self._agent_file(node)] = json.dumps(self._agent_settings(node), indent=1)
         return files
+
+    def _front_file(self, cluster: str) -> Path:
+        return self.directory.root / f"front.{cluster}.json"
+
+    def _front(self, cluster: ClusterSpec) -> PlannedProcess:
+        command = "prefill" if cluster.kind == "prefill" else "pd"
+        file = str(self._front_file(cluster.name))
+        argv = [*module_argv("deploy.cli", command), "--config", file]
+        return self._planned(f"front.{cluster.name}", "front", front_address(cluster), argv)
 
     def _relay(self, relay: RelayPlan) -> PlannedProcess:
         control = self.directory.socket(relay.name)
@@ -139,7 +158,8 @@ class Planner:
         key = region_key_of(self.resolved.region, self.directory.region_key, node.name)
         if key is not None:
             settings["region_key"] = key.model_dump(mode="json")
-        grants = grants_of(self.resolved.region, self.directory.granting_keys)
+        region = self.resolved.region
+        grants = grants_of(region, region.security.granting_keys or self.directory.granting_keys)
         if grants is not None:
             settings["granting_keys"] = grants.model_dump(mode="json")
         if security.tls is not None:
@@ -149,9 +169,8 @@ class Planner:
     def _destinations(self) -> list[str]:
         """Where agents receive, and the detours of links to there."""
         region = self.resolved.region
-        nodes = [node for cluster in region.clusters for node in cluster.nodes]
         detours = {address for link in region.links for address in link.endpoints.values()}
-        return sorted(detours | {advertised_address(node) for node in nodes})
+        return sorted(detours | {advertised_address(node) for node in region.nodes})
 
     def _cache_settings(self, node: NodeSpec) -> dict[str, object]:
         agent, region = node.agent, self.resolved.region
@@ -190,7 +209,7 @@ class Planner:
             instance,
             self.directory.socket(node.name),
             kv_events=self._kv_events(node, instance),
-            key_file=self.directory.engine_key,
+            key_file=engine_key_file(self.resolved.region, self.directory),
         )
         process = ProcessSpec(
             name=instance.name,
@@ -243,9 +262,17 @@ def engine_spec(
 
 
 def gateway_file(resolved: ResolvedRegion, directory: RunDirectory) -> GatewayFile:
-    """The file of the gateway's process: the clusters with their fronts embedded in it."""
-    region = resolved.region
+    """The file of the gateway's process. Without parts all fronts are embedded in it."""
+    region, security = resolved.region, resolved.region.security
     gateway, pd = region.gateway, region.pd_cluster
+    apart = () if resolved.part.is_whole else fronts_apart(region)
+
+    def source(cluster: ClusterSpec) -> dict[str, object]:
+        if cluster in apart:
+            return {"name": cluster.name, "front": front_address(cluster)}
+        return {"name": cluster.name, "instances": _instances(region, cluster)}
+
+    prefills = pd in apart and any(role_of(item, pd) == "prefill" for item in pd.instances)
     return GatewayFile.of(
         gateway=GatewayConfig(
             **{name: getattr(gateway, name) for name in GatewaySection.model_fields},
@@ -256,23 +283,46 @@ def gateway_file(resolved: ResolvedRegion, directory: RunDirectory) -> GatewayFi
         ),
         api_keys_file=gateway.api_keys_file,
         api_keys_env=gateway.api_keys_env,
-        engine_key_file=directory.engine_key,
+        engine_key_file=engine_key_file(region, directory),
         operator_key_file=directory.operator_key,
-        pd=PdSource.of(name=pd.name, instances=_instances(region, pd)),
+        pd=PdSource.of(**source(pd), has_prefill_instances=prefills),
         prefill=tuple(
             PrefillSource.of(
-                name=cluster.name,
-                instances=_instances(region, cluster),
+                **source(cluster),
                 link=region.link_from(cluster.name).name,
                 endpoints=_endpoints(region, cluster),
             )
             for cluster in region.prefill_clusters
         ),
-        tls=region.security.tls,
+        tls=security.tls,
         region_key=region_key_of(region, directory.region_key, "gateway"),
-        granting_key=grants_of(region, directory.granting_key),
-        trusted_network=region.security.trusted_network,
+        granting_key=grants_of(region, security.granting_key or directory.granting_key),
+        trusted_network=security.trusted_network,
     )
+
+
+def front_file(
+    resolved: ResolvedRegion, directory: RunDirectory, cluster: ClusterSpec
+) -> PrefillFrontConfig | PdFrontConfig:
+    """The file of a front that is a process of its own."""
+    region = resolved.region
+    settings = {
+        "name": cluster.name,
+        "listen": front_address(cluster),
+        "instances": _instances(region, cluster),
+        "engine_key_file": engine_key_file(region, directory),
+        "tls": region.security.tls,
+        "region_key": region_key_of(region, directory.region_key, cluster.name),
+        "trusted_network": region.security.trusted_network,
+    }
+    if cluster.kind == "prefill":
+        return PrefillFrontConfig.of(**settings, queue=region.gateway.scheduling.queue)
+    return PdFrontConfig.of(**settings)
+
+
+def front_address(cluster: ClusterSpec) -> str:
+    """host:port of the cluster's front, where it is a process of its own."""
+    return str(Endpoint(cluster.nodes[0].host, cluster.front_port))
 
 
 def gateway_url(region: RegionSpec) -> str:

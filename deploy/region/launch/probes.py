@@ -6,6 +6,7 @@ It knows the ports and protocols of our processes, but not what to do about an a
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 
 import aiohttp
 import msgspec
@@ -14,11 +15,15 @@ from deploy.region.client import CannotAsk, asked
 from deploy.region.launch.plan import PlannedProcess
 from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import StatusReply
+from local_pd import server as pd_front
+from prfaas import server as prefill_front
 from prfaas.engines.access import EngineAccess
 from prfaas.engines.client import EngineHttp
+from prfaas.engines.prefill_rpc import Empty
 from prfaas.engines.supervision.supervisor import Probe
 from scheduler.reports import ClusterReport
 from transport import Credentials
+from transport.rpc import RpcClient
 
 _TIMEOUT_S = 5.0
 
@@ -30,23 +35,26 @@ class _RegionView(msgspec.Struct):
     prefill: dict[str, ClusterReport] = {}
 
 
-async def region_trouble(admin_url: str, key: str) -> str | None:
-    """What the gateway still misses, None once all its instances are usable."""
+async def region_trouble(admin_url: str, key: str, names: Collection[str]) -> str | None:
+    """What the gateway still misses, None once the instances of these `names` are usable."""
     try:
         view = await asked(admin_url, "/prfaas/region", _RegionView, key=key)
     except CannotAsk as error:
         return f"it does not answer: {error}"
     if view.pd is None:
         return "it has no report of the PD cluster"
-    for cluster in (view.pd, *view.prefill.values()):
-        for instance in cluster.instances:
-            if not instance.healthy:
-                return f"{instance.name} is not usable: {instance.reason}"
+    clusters = (view.pd, *view.prefill.values())
+    seen = {item.name: item for cluster in clusters for item in cluster.instances}
+    for name in names:
+        if name not in seen:
+            return f"it has no report of {name}"
+        if not seen[name].healthy:
+            return f"{name} is not usable: {seen[name].reason}"
     return None
 
 
 class Prober:
-    """Makes probes. `session` belongs to its owner; `close` ends the connections to agents."""
+    """Makes probes. `session` belongs to its owner; `close` ends the others."""
 
     def __init__(
         self,
@@ -58,6 +66,7 @@ class Prober:
         self._credentials = credentials
         self._access = access
         self._agents: dict[str, AgentClient] = {}
+        self._fronts: list[RpcClient] = []
 
     def probe(self, planned: PlannedProcess) -> Probe:
         """The question that tells whether this process serves."""
@@ -67,6 +76,8 @@ class Prober:
             return self._agent_probe(planned.address)
         if planned.kind == "engine":
             return EngineHttp(planned.address, self._session, self._access).health
+        if planned.kind == "front":
+            return self._front_probe(planned)
         return self._gateway_probe(planned)
 
     async def agent_status(self, control: str) -> StatusReply:
@@ -76,9 +87,11 @@ class Prober:
         return await self._agents[control].status(_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Close the connections to agents."""
+        """Close the connections to agents and fronts."""
         for agent in self._agents.values():
             await agent.close()
+        for front in self._fronts:
+            await front.close()
 
     def _relay_probe(self, planned: PlannedProcess) -> Probe:
         argv = list(planned.process.argv)
@@ -94,6 +107,18 @@ class Prober:
     def _agent_probe(self, control: str) -> Probe:
         async def probe() -> bool:
             await self.agent_status(control)
+            return True
+
+        return probe
+
+    def _front_probe(self, planned: PlannedProcess) -> Probe:
+        service = prefill_front.SERVICE if "prefill" in planned.process.argv else pd_front.SERVICE
+        client = RpcClient(planned.address, service, self._credentials)
+        self._fronts.append(client)
+
+        async def probe() -> bool:
+            # A front whose engines are all down still serves, as a gateway does.
+            await client.call("Report", Empty(), ClusterReport, _TIMEOUT_S)
             return True
 
         return probe

@@ -87,7 +87,14 @@ class RegionState(msgspec.Struct, frozen=True):
     relays: dict[str, str]
     agents: dict[str, str]
     admin_url: str = ""
-    """Where the gateway's pages for operators are."""
+    """Where the gateway's pages for operators are; like `gateway_url` "" if it runs elsewhere."""
+    part: str = ""
+    """The part of the region that runs here; "" if all of it does."""
+
+    @property
+    def title(self) -> str:
+        """What runs, for people."""
+        return f"{self.region}, part {self.part}" if self.part else self.region
 
     def launcher_lives(self) -> bool:
         """Whether the process that wrote this still runs."""
@@ -283,7 +290,10 @@ def find_run(
         where = f"in {roots[0]}" if run_dir or name else f"under {base}"
         raise WhichRun(f"no region runs {where}" + (f"; {hint}" if hint else ""), 1)
     choice = "choose one with --run-dir" + (f", or {hint}" if hint else "")
-    names = (f"{state.region} at {state.gateway_url} in {root}" for root, state in runs.items())
+    names = (
+        f"{state.title}{' at ' if state.gateway_url else ''}{state.gateway_url} in {root}"
+        for root, state in runs.items()
+    )
     raise WhichRun(f"several regions run; {choice}: {', '.join(names)}", 2)
 
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from deploy.region.launch.plan import Kind, PlannedProcess
+from deploy.region.launch.rundir import ProcessRecord
 from prfaas.engines.supervision.supervisor import (
     Probe,
     ProcessState,
@@ -69,6 +70,20 @@ class RunningProcess:
     def log_path(self) -> Path:
         """The log with the output of all its runs."""
         return self._supervisor.spec.log_path
+
+    @property
+    def record(self) -> ProcessRecord:
+        """It in the state file."""
+        return ProcessRecord(
+            name=self.name,
+            kind=self.kind,
+            state=str(self.state),
+            reason=self.reason,
+            pid=self.pid,
+            address=self.address,
+            log=str(self.log_path),
+            num_restarts=self.num_restarts,
+        )
 
     def elapsed_s(self, now_s: float) -> float:
         """The time since it was first started, seconds."""

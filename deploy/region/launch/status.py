@@ -59,10 +59,10 @@ async def region_status(state: RegionState) -> RegionStatus:
     lives = state.launcher_lives()
     credentials = credentials_in(state) if lives else None
     # The agents of a dead launcher are gone, and asking them would only take time.
+    started = {item.name for item in state.processes} if lives else set()
+    own = {node: at for node, at in state.agents.items() if f"agent.{node}" in started}
     agents, plan = await asyncio.gather(
-        asyncio.gather(
-            *(_agent(control, credentials) for control in (state.agents.values() if lives else ()))
-        ),
+        asyncio.gather(*(_agent(control, credentials) for control in own.values())),
         _plan(state, lives),
     )
     links = [_link(Path(path)) for path in state.relays.values()]
@@ -70,8 +70,7 @@ async def region_status(state: RegionState) -> RegionStatus:
         state=state,
         launcher_lives=lives,
         use={item.name: _use(item.pid) for item in state.processes if lives and item.pid},
-        # Without a launcher no agent was asked, so the two may differ in length.
-        agents={n: s for n, s in zip(state.agents, agents, strict=False) if s is not None},
+        agents={n: s for n, s in zip(own, agents, strict=True) if s is not None},
         links={n: r for n, r in zip(state.relays, links, strict=True) if r is not None},
         plan=plan,
     )
@@ -83,7 +82,7 @@ def render_status(status: RegionStatus) -> RenderableType:
     phase = state.phase if status.launcher_lives else "dead: its launcher was killed"
     style = "green" if phase == "running" else "yellow" if status.launcher_lives else "bold red"
     title = Text.assemble(
-        ("region ", "dim"), (state.region, "bold"), "  ", (phase, style), "  ", state.gateway_url
+        ("region ", "dim"), (state.title, "bold"), "  ", (phase, style), "  ", state.gateway_url
     )
     tables = [_process_table(status)]
     if status.agents:
@@ -196,7 +195,7 @@ def _link_table(status: RegionStatus) -> Table:
 
 
 async def _plan(state: RegionState, lives: bool) -> PlanOverview | None:
-    if not lives:
+    if not (lives and state.gateway_url):
         return None
     try:
         key = await asyncio.to_thread(operator_key, Path(state.region_file).parent)

@@ -1,17 +1,21 @@
 """How the processes of a run know each other, and how commands of its user speak to them.
 
-It reads the region's file and makes none.
+A region's file may name the files of keys; what it does not name is made for the run.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from deploy.region.launch.rundir import REGION_KEY, RegionState
+from deploy.region.launch.parts import Part
+from deploy.region.launch.rundir import REGION_KEY, RegionState, RunDirectory
 from deploy.region.spec.region import RegionSpec
 from kvmanager.config_files.fields import tls_files
 from kvmanager.config_files.security import GrantsSection, RegionKeySection, credentials_of
+from kvmanager.private_files import write_private
 from transport import Credentials, Role
+from transport.grants import new_key_pair
+from transport.region_key import new_key
 
 
 def region_key_of(region: RegionSpec, made: Path, name: str) -> RegionKeySection | None:
@@ -22,6 +26,29 @@ def region_key_of(region: RegionSpec, made: Path, name: str) -> RegionKeySection
     if security.trusted_network or security.tls is not None:
         return None
     return RegionKeySection(file=security.region_key or made, region=region.name, name=name)
+
+
+def engine_key_file(region: RegionSpec, directory: RunDirectory) -> Path:
+    """The file with the key that engines demand."""
+    return region.security.engine_key or directory.engine_key
+
+
+def make_keys(region: RegionSpec, directory: RunDirectory, part: Part) -> None:
+    """Write the keys that the region's file does not name. OSError."""
+    security = region.security
+    made = []
+    if not (security.tls or security.region_key or security.trusted_network):
+        made.append(directory.region_key)
+    if security.engine_key is None:
+        made.append(directory.engine_key)
+    if part.has_gateway:
+        made.append(directory.operator_key)
+    for path in made:
+        write_private(path, f"{new_key()}\n".encode())
+    if security.granting_key is None and not security.trusted_network:
+        private, public = new_key_pair()
+        write_private(directory.granting_key, private)
+        write_private(directory.granting_keys, public)
 
 
 def grants_of(region: RegionSpec, file: Path) -> GrantsSection | None:

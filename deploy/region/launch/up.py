@@ -15,14 +15,18 @@ from pathlib import Path
 from rich.console import Console
 
 from deploy.region.launch.launcher import ProcessProgress, RunningRegion
+from deploy.region.launch.parts import Part
 from deploy.region.launch.progress import ProgressView, line_view, progress_view
 from deploy.region.spec.region import RegionSpec
 from kvmanager.logs import set_up_logging
 from prfaas.engines.supervision.log_files import MAX_LOG_BYTES, NUM_OLD_LOGS
 
 
-async def keep_up(region: RegionSpec, root: Path, console: Console, as_json: bool) -> bool:
-    """Start `region` and keep it until SIGINT, SIGTERM or SIGHUP; a second signal kills.
+async def keep_up(
+    region: RegionSpec, part: Part, root: Path, console: Console, *, as_json: bool
+) -> bool:
+    """Start the part of `region` and keep it until SIGINT, SIGTERM or SIGHUP; a second signal
+    kills.
 
     The log of this process goes to launcher.log beside the others. Returns False if it had to stop
     before it ran. Raises the errors of `RunningRegion.start`.
@@ -36,7 +40,7 @@ async def keep_up(region: RegionSpec, root: Path, console: Console, as_json: boo
     def show(progress: ProcessProgress) -> None:
         shown.show(progress)
 
-    running = RunningRegion(region, root, on_progress=show)
+    running = RunningRegion(region, root, part=part, on_progress=show)
 
     def on_signal() -> None:
         if stop.is_set():
@@ -85,17 +89,24 @@ async def _start(running: RunningRegion, view: ProgressView, stop: asyncio.Event
 
 
 def _announce(running: RunningRegion, console: Console, as_json: bool) -> None:
-    url, root = running.gateway_url, running.directory.root
+    url, root, part = running.gateway_url, running.directory.root, running.part
     if as_json:
         ready = {"event": "ready", "gateway": url, "run_dir": str(root), "pid": os.getpid()}
         print(json.dumps(ready), flush=True)
+        return
+    logs = f"  logs are in {root / 'logs'}; Ctrl-C stops everything"
+    if not part.is_whole:
+        names = ", ".join(process.name for process in running.processes)
+        console.print(f"part [bold]{part.name}[/bold] of region {running.region.name}: {names}")
+    if not part.has_gateway:
+        console.print(logs, highlight=False, soft_wrap=True)
         return
     model = running.region.models[0].name
     console.print(f"region [bold]{running.region.name}[/bold] serves at [bold]{url}[/bold]")
     console.print(
         f"  curl {url}/v1/completions -H 'Content-Type: application/json' \\\n"
         f'    -d \'{{"model": "{model}", "prompt": "Once upon a time", "max_tokens": 32}}\'\n'
-        f"  logs are in {root / 'logs'}; Ctrl-C stops everything",
+        f"{logs}",
         highlight=False,
         soft_wrap=True,
     )

@@ -6,6 +6,7 @@ It sees one specification and nothing else: no files, and no ports of this machi
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from deploy.region.spec.region import (
@@ -29,6 +30,7 @@ def check_region(region: RegionSpec) -> list[Problem]:
     return [
         *_check_names(region),
         *_check_clusters(region),
+        *_check_gateway(region),
         *_check_links(region),
         *_check_security(region),
         *_check_ports(region),
@@ -65,7 +67,7 @@ def _check_names(region: RegionSpec) -> Iterator[Problem]:
             seen.add(name)
     for path, name in instances:
         # Names of processes, logs and sockets of the launcher itself.
-        if name == "gateway" or name.startswith(("agent.", "link.")):
+        if name == "gateway" or name.startswith(("agent.", "front.", "link.")):
             message = f"{name!r} names another process of the region; choose another name"
             yield Problem((*path, "name"), message)
 
@@ -113,6 +115,12 @@ def _check_slots(at: KeyPath, instance: RegionInstance, model: ModelSpec) -> Ite
     if any(arg.split("=")[0] == MAX_NUM_SEQS for arg in model.args + instance.args):
         message = f"{MAX_NUM_SEQS} is not what routing counts on; write decode_slots instead"
         yield Problem((*at, "args"), message)
+
+
+def _check_gateway(region: RegionSpec) -> Iterator[Problem]:
+    name, nodes = region.gateway.node, [node.name for node in region.nodes]
+    if name is not None and name not in nodes:
+        yield Problem(("gateway", "node"), f"no node is called {name!r}{suggestion(name, nodes)}")
 
 
 def _check_links(region: RegionSpec) -> Iterator[Problem]:
@@ -163,6 +171,14 @@ def _check_security(region: RegionSpec) -> Iterator[Problem]:
         if security.trusted_network and getattr(security, name) is not None:
             message = f"true contradicts `{name}`; remove one of the two"
             yield Problem(("security", "trusted_network"), message)
+    keys = ("granting_key", "granting_keys")
+    for name, other in (keys, keys[::-1]):
+        if getattr(security, name) is not None and getattr(security, other) is None:
+            message = f"what {name} signs or checks needs its other half; give both or none"
+            yield Problem(("security", other), message)
+        if getattr(security, name) is not None and security.trusted_network:
+            message = f"true contradicts `{name}`; remove one of the two"
+            yield Problem(("security", "trusted_network"), message)
     gateway = region.gateway
     if gateway.api_keys_file is not None and gateway.api_keys_env is not None:
         message = "api_keys_file is given too; keep one of the two"
@@ -196,23 +212,46 @@ def _check_security(region: RegionSpec) -> Iterator[Problem]:
 
 
 def _check_ports(region: RegionSpec) -> Iterator[Problem]:
-    taken: dict[tuple[str, int], str] = {}
-    for path, host, port in fixed_ports(region):
-        where = Problem(path, "").where
-        if port and (host, port) in taken:
-            message = f"port {port} is taken by {taken[host, port]}; choose another, or 0 for any"
-            yield Problem(path, message)
-        taken.setdefault((host, port), where)
+    taken: dict[tuple[str, str, int], str] = {}
+    for item in fixed_ports(region):
+        # Loopback of two hosts are two networks.
+        key = (item.machine, item.host, item.port)
+        where = Problem(item.path, "").where
+        if item.port and key in taken:
+            message = f"port {item.port} is taken by {taken[key]}; choose another, or 0 for any"
+            yield Problem(item.path, message)
+        taken.setdefault(key, where)
 
 
-def fixed_ports(region: RegionSpec) -> Iterator[tuple[KeyPath, str, int]]:
-    """Every port of the region with its path and host; port 0 where any port will do."""
-    yield ("gateway", "port"), region.gateway.host, region.gateway.port
-    if region.gateway.admin is not None:
-        admin = Endpoint.parse(region.gateway.admin)
-        yield ("gateway", "admin"), admin.host, admin.port
+@dataclass(frozen=True, slots=True)
+class FixedPort:
+    """A port that a process of the region listens on; 0 where any will do. `owner` is a node, a
+    cluster (its front), or "" (the gateway); `machine` is the address of their host.
+    """
+
+    path: KeyPath
+    owner: str
+    machine: str
+    host: str
+    port: int
+
+
+def fixed_ports(region: RegionSpec) -> Iterator[FixedPort]:
+    """Every port of the region."""
+    gateway = region.gateway
+    yield FixedPort(("gateway", "port"), "", gateway.host, gateway.host, gateway.port)
+    if gateway.admin is not None:
+        admin = Endpoint.parse(gateway.admin)
+        yield FixedPort(("gateway", "admin"), "", admin.host, admin.host, admin.port)
+    for c, cluster in enumerate(region.clusters):
+        host = cluster.nodes[0].host
+        path: KeyPath = ("clusters", c, "front_port")
+        yield FixedPort(path, cluster.name, host, host, cluster.front_port)
     for path, _, node in _nodes(region):
         for key in ("data_port", "control_port", "metrics_port"):
-            yield (*path, "agent", key), node.host, getattr(node.agent, key)
+            port = getattr(node.agent, key)
+            yield FixedPort((*path, "agent", key), node.name, node.host, node.host, port)
+        engine_host = region.engine_host(node)
         for i, instance in enumerate(node.instances):
-            yield (*path, "instances", i, "port"), region.engine_host(node), instance.port
+            at = (*path, "instances", i, "port")
+            yield FixedPort(at, node.name, node.host, engine_host, instance.port)

@@ -5,7 +5,7 @@ Paths in the file are relative to the file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from deploy.region.spec.checks import check_region
@@ -58,9 +58,9 @@ def _absolute(region: RegionSpec, directory: Path) -> RegionSpec:
     if gateway.recorder is not None:
         recorder = gateway.recorder.model_copy(update={"dir": full(gateway.recorder.dir)})
         gateway = gateway.model_copy(update={"recorder": recorder})
-    if security.region_key is not None:
-        update = {"region_key": full(security.region_key)}
-        security = security.model_copy(update=update)
+    keys = ("region_key", "engine_key", "granting_key", "granting_keys")
+    given = {key: path for key in keys if (path := getattr(security, key)) is not None}
+    security = security.model_copy(update={key: full(path) for key, path in given.items()})
     if security.tls is not None:
         files = {key: full(path) for key, path in security.tls}
         security = security.model_copy(update={"tls": security.tls.model_copy(update=files)})
@@ -79,13 +79,21 @@ def _with_full_ssd_dirs(cluster: ClusterSpec, full: Callable[[Path], Path]) -> C
     return cluster.model_copy(update={"nodes": tuple(nodes)})
 
 
-def missing_models(region: RegionSpec) -> list[Problem]:
-    """The models whose path is a directory that this machine does not have."""
+def missing_models(region: RegionSpec, nodes: Collection[str] | None = None) -> list[Problem]:
+    """The models whose path is a directory that this machine does not have. With `nodes`, those
+    that these nodes serve.
+    """
+    served = {
+        region.model_of(instance).name
+        for node in region.nodes
+        if nodes is None or node.name in nodes
+        for instance in node.instances
+    }
     return [
         Problem(
             ("models", index, "path"),
             f"there is no {model.path} here; a relative path starts at the region file's directory",
         )
         for index, model in enumerate(region.models)
-        if Path(model.path).is_absolute() and not Path(model.path).is_dir()
+        if model.name in served and Path(model.path).is_absolute() and not Path(model.path).is_dir()
     ]

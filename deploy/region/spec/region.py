@@ -113,6 +113,10 @@ class ClusterSpec(Section):
     """prefill: it only prefills. pd: it prefills and decodes."""
     nodes: Annotated[tuple[NodeSpec, ...], Field(min_length=1)]
     """Its hosts."""
+    front_port: Port = 0
+    """The gRPC port of its front on its first node, where the gateway runs in another cluster and
+    every host starts its own part; 0: 7200, or the next free one.
+    """
 
     @property
     def instances(self) -> tuple[RegionInstance, ...]:
@@ -152,6 +156,11 @@ class LinkSpec(Section):
 class GatewaySpec(GatewaySection, ApiKeysSection):
     """The only entry endpoint of the region."""
 
+    node: Name | None = None
+    """The node on whose host it runs, where every host starts its own part. Left out: the first
+    node of the PD cluster.
+    """
+
 
 class SecuritySpec(Section):
     """How processes trust each other: `tls`, the region's key, or the statement that everybody on
@@ -164,6 +173,16 @@ class SecuritySpec(Section):
     """
     region_key: Path | None = None
     """File of the region's key (docs/security.md). Left out: `prfaas up` makes one for its run."""
+    engine_key: Path | None = None
+    """File with the key that engines demand, the same on every host. Left out: `prfaas up` makes
+    one for its run.
+    """
+    granting_key: Path | None = None
+    """File with the gateway's private key of grants, on its host only. Left out: `prfaas up` makes
+    a pair of keys for its run.
+    """
+    granting_keys: Path | None = None
+    """File with the public keys of grants, on every host. It belongs to `granting_key`."""
     trusted_network: bool = False
     """true: neither; every process that reaches the ports of another may call everything."""
 
@@ -191,6 +210,16 @@ class RegionSpec(Section):
     @property
     def prefill_clusters(self) -> tuple[ClusterSpec, ...]:
         return tuple(cluster for cluster in self.clusters if cluster.kind == "prefill")
+
+    @property
+    def nodes(self) -> tuple[NodeSpec, ...]:
+        return tuple(node for cluster in self.clusters for node in cluster.nodes)
+
+    @property
+    def gateway_node(self) -> NodeSpec:
+        """The node on whose host the gateway runs. StopIteration for an unknown name."""
+        name = self.gateway.node or self.pd_cluster.nodes[0].name
+        return next(node for node in self.nodes if node.name == name)
 
     def cluster(self, name: str) -> ClusterSpec:
         """The cluster of this name. KeyError if there is none."""

@@ -1,0 +1,207 @@
+"""One region file on two hosts: each starts its own part, in run directories of their own.
+
+The hosts are two addresses of this machine, and everything is real but the engines' computing.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from standin_engine import install
+from typer.testing import CliRunner, Result
+
+from deploy.cli import app
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 60.0
+PROMPT = list(range(200))
+
+
+def told(*words: str) -> Result:
+    """A command that ends by itself."""
+    return CliRunner().invoke(app, words)
+
+
+def wait_for(condition: Callable[[], object], what: object) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.05)
+
+
+@dataclass
+class Host:
+    """A host with its copy of the region's file and its keys; `up` starts the part of its node."""
+
+    node: str
+    folder: Path
+    launcher: subprocess.Popen[str] | None = None
+
+    @property
+    def run_dir(self) -> str:
+        return str(self.folder / "run")
+
+    def up(self) -> dict[str, Any]:
+        """Returns what it says when its part runs."""
+        words = ["up", str(self.folder / "region.yaml"), "--node", self.node]
+        with (self.folder / "stderr").open("w") as stderr:
+            self.launcher = subprocess.Popen(
+                [sys.executable, "-m", "deploy.cli", *words, "--run-dir", self.run_dir, "--json"],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                cwd=ROOT,
+            )
+        assert self.launcher.stdout is not None
+        for line in self.launcher.stdout:
+            event: dict[str, Any] = json.loads(line)
+            if event["event"] == "ready":
+                return event
+        pytest.fail(f"{self.node} ended: {(self.folder / 'stderr').read_text()}")
+
+    def down(self) -> str:
+        """Returns what is said."""
+        said = told("down", "--run-dir", self.run_dir)
+        assert said.exit_code == 0, said.stderr
+        assert self.launcher is not None
+        assert self.launcher.wait(PATIENCE_S) == 0
+        self.close()
+        return said.stdout
+
+    def status(self) -> dict[str, Any]:
+        shown = told("status", "--run-dir", self.run_dir, "--json")
+        assert shown.exit_code == 0, shown.stdout
+        status: dict[str, Any] = json.loads(shown.stdout)
+        return status
+
+    def close(self) -> None:
+        if self.launcher is not None:
+            if self.launcher.poll() is None:
+                self.launcher.kill()
+            self.launcher.communicate()
+            self.launcher = None
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[dict[str, Host]]:
+    python_path = install(tmp_path / "engine")
+    # Other addresses for every run, so that the ports that hosts work out are free.
+    net = f"127.{random.randint(1, 254)}.{random.randint(1, 254)}"
+
+    def node(name: str, host: int, role: str) -> dict[str, Any]:
+        agent = {"arena_gib": 0.01, "arena_dir": str(tmp_path)}
+        instances = [{"name": f"{name}-engine", "role": role}]
+        return {"name": name, "host": f"{net}.{host}", "agent": agent, "instances": instances}
+
+    region = {
+        "name": "two",
+        "gateway": {
+            "port": 0,
+            "host": f"{net}.1",
+            "threshold_tokens": 100,
+            "scheduling": {"routing": {"policy": "threshold"}},
+        },
+        "models": [
+            {
+                "name": "small",
+                "path": str(tmp_path),
+                "prefix_caching": False,
+                "env": {"PYTHONPATH": python_path},
+            }
+        ],
+        "clusters": [
+            {"name": "far", "kind": "prefill", "nodes": [node("a1", 2, "prefill")]},
+            {"name": "home", "kind": "pd", "nodes": [node("b1", 1, "both")]},
+        ],
+        "links": [{"from": "far", "to": "home"}],
+        "security": {
+            "tls": {name: f"keys/{name}.pem" for name in ("cert", "key", "ca")},
+            "engine_key": "keys/engine.key",
+            "granting_key": "keys/granting.key",
+            "granting_keys": "keys/granting.pub",
+        },
+    }
+    file = tmp_path / "region.yaml"
+    file.write_text(json.dumps(region))
+    made = told("certs", "init", str(tmp_path / "made"), str(file))
+    assert made.exit_code == 0, made.stderr
+    both = {}
+    for name in ("a1", "b1"):
+        folder = tmp_path / f"host-{name}"
+        shutil.copytree(tmp_path / "made" / name, folder / "keys")
+        shutil.copy(file, folder)
+        both[name] = Host(name, folder)
+    yield both
+    for host in both.values():
+        host.close()
+
+
+def fetch(url: str, body: dict[str, Any] | None = None) -> tuple[dict[str, str], Any]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+        return dict(response.headers), json.loads(response.read())
+
+
+def test_two_hosts_with_one_file_are_one_region(hosts: dict[str, Host]) -> None:
+    prefill, home = hosts["a1"], hosts["b1"]
+    # In any order: the gateway starts before the cluster whose front it asks.
+    gateway = home.up()["gateway"]
+    assert prefill.up()["gateway"] == ""
+
+    reasons: list[str] = []
+
+    def answer() -> str:
+        """Where a long prompt was prefilled. The decode engine compares what landed."""
+        body = {"model": "small", "prompt": PROMPT, "max_tokens": 4}
+        headers, answer = fetch(f"{gateway}/v1/completions", body)
+        assert answer["choices"][0]["text"]
+        reasons.append(headers["x-prfaas-reason"])
+        return headers["x-prfaas-route"]
+
+    wait_for(lambda: answer() == "prefill_cluster", reasons)
+
+    a_status, b_status = prefill.status(), home.status()
+    assert a_status["state"]["part"] == "a1"
+    assert [item["name"] for item in a_status["state"]["processes"]] == [
+        "agent.a1", "a1-engine", "front.far",
+    ]  # fmt: skip
+    assert list(a_status["agents"]) == ["a1"]
+    assert [item["name"] for item in b_status["state"]["processes"]] == [
+        "agent.b1", "b1-engine", "gateway",
+    ]  # fmt: skip
+    assert b_status["plan"] is not None
+    elsewhere = told("role", "ls", "--run-dir", prefill.run_dir)
+    assert "a part without the gateway; give its gateway with --gateway" in elsewhere.stderr
+    words = ("doctor", "link", "a1", "b1", "--run-dir", prefill.run_dir, "--seconds", "1", "--json")
+    assert json.loads(told(*words).stdout)["measured"]["nbytes"] > 0
+
+    assert prefill.down() == "region two, part a1 is down\n"
+    assert answer() == "local"
+    assert "no region runs" in told("status", "--run-dir", prefill.run_dir).stderr
+    prefill.up()
+    wait_for(lambda: answer() == "prefill_cluster", reasons)
+    home.down()
+    prefill.down()
+
+
+def test_a_host_without_its_keys_is_told_what_to_copy(hosts: dict[str, Host]) -> None:
+    (hosts["b1"].folder / "keys" / "granting.key").unlink()
+    file = str(hosts["b1"].folder / "region.yaml")
+    refused = told("up", file, "--node", "b1", "--run-dir", hosts["b1"].run_dir)
+    assert refused.exit_code == 2
+    assert "security.granting_key: there is no " in refused.stderr
+    assert "`prfaas certs init DIR FILE` makes it" in refused.stderr
