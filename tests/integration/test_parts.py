@@ -23,10 +23,10 @@ from typer.testing import CliRunner, Result
 
 from deploy.cli import app
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 PROMPT = list(range(200))
 
 
