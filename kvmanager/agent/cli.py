@@ -28,6 +28,7 @@ from kvmanager.config_files.options import setting
 from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.logs import set_up_logging
 from kvmanager.loop.metrics import LoopCollector
+from kvmanager.loop.systemd import served
 from kvmanager.loop.watch import LoopWatch, settle_heap
 from kvmanager.pool.ssd import SsdError
 from transport import Endpoint, TransportError
@@ -124,7 +125,8 @@ async def serve(config: AgentConfig) -> None:
         print(json.dumps(ready), flush=True)
         with LoopWatch() as watch:
             agent.metrics.registry.register(LoopCollector("prfaas_agent", watch.gaps))
-            await stopping.wait()
+            async with served():
+                await stopping.wait()
         logger.info("stopping")
     finally:
         await rpc.stop(grace_s=0.2)

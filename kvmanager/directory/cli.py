@@ -30,6 +30,7 @@ from kvmanager.directory.metrics import DirectoryMetrics
 from kvmanager.directory.service import DirectoryService
 from kvmanager.logs import set_up_logging
 from kvmanager.loop.metrics import LoopCollector
+from kvmanager.loop.systemd import served
 from kvmanager.loop.watch import LoopWatch, settle_heap
 from transport import Endpoint
 from transport.rpc import RpcError, RpcServer
@@ -93,8 +94,9 @@ async def _serve_grpc(config: DirectoryConfig, stopping: asyncio.Event) -> None:
         _say_ready(control=str(Endpoint(host, port)))
         with LoopWatch() as watch:
             metrics.show_loop(watch)
-            while not await _stopped(stopping):
-                metrics.update(await directory.nodes(), directory.core.nbytes)
+            async with served():
+                while not await _stopped(stopping):
+                    metrics.update(await directory.nodes(), directory.core.nbytes)
     finally:
         await metrics.close()
         await server.stop(grace_s=0.2)
@@ -119,8 +121,9 @@ async def _fill_redis(config: DirectoryConfig, url: str, stopping: asyncio.Event
         _say_ready()
         with LoopWatch() as watch:
             metrics.show_loop(watch)
-            while not await _stopped(stopping):
-                metrics.update(await reader.nodes(), 0)
+            async with served():
+                while not await _stopped(stopping):
+                    metrics.update(await reader.nodes(), 0)
     finally:
         await metrics.close()
         await follower.stop()

@@ -19,6 +19,7 @@ from prometheus_client import REGISTRY, Info, start_http_server
 from kvmanager.config_files.yaml_files import exit_on_bad_file, read_settings
 from kvmanager.logs import set_up_logging
 from kvmanager.loop.metrics import LoopCollector
+from kvmanager.loop.systemd import served
 from kvmanager.loop.watch import LoopWatch, settle_heap
 from prfaas.engines.front_config import EXPECTED, FrontConfig
 from transport import Endpoint
@@ -103,7 +104,8 @@ async def serve_front(
         sys.stdout.flush()
         with LoopWatch() as watch:
             REGISTRY.register(LoopCollector(metrics_prefix, watch.gaps))
-            await stop.wait()
+            async with served():
+                await stop.wait()
         logger.info("%s: stopping", front.name)
         if metrics is not None:
             # Waits for the server's next look at its own state, up to half a second away.

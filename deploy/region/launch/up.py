@@ -19,6 +19,7 @@ from deploy.region.launch.parts import Part
 from deploy.region.launch.progress import ProgressView, line_view, progress_view
 from deploy.region.spec.region import RegionSpec
 from kvmanager.logs import set_up_logging
+from kvmanager.loop.systemd import served
 from prfaas.engines.supervision.log_files import MAX_LOG_BYTES, NUM_OLD_LOGS
 
 
@@ -56,7 +57,8 @@ async def keep_up(
             return False
         shown = later
         _announce(running, console, as_json)
-        await stop.wait()
+        async with served():
+            await stop.wait()
         if not as_json:
             console.print("stopping", style="dim")
         return True
