@@ -21,7 +21,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from deploy.region.launch.parts import fronts_apart
 from deploy.region.spec.region import NodeSpec, RegionSpec
-from kvmanager.private_files import make_private_directory, write_private
+from kvmanager.private_files import make_new_directory, make_private_directory, write_private
 from transport import Endpoint, Identity, Role
 from transport.grants import new_key_pair
 from transport.region_key import new_key
@@ -72,9 +72,7 @@ def make(region: RegionSpec, directory: Path, *, days: int) -> None:
     It has one folder for each host with the files of `settings_of`, the private key of grants only
     for the gateway's, and the authority's `ca.pem` and `ca.key`, which no host needs.
     """
-    make_private_directory(directory)
-    if any(directory.iterdir()):
-        raise FileExistsError(f"{directory} is not empty: keys that are in use must not be lost")
+    make_new_directory(directory)
     wanted = set(settings_of(region).values())
     private, public = new_key_pair()
     shared = {

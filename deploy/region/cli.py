@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from deploy.command_line import JsonOption, RunDirOption, fail, print_json
-from deploy.region.file_cli import FileArgument, SetOption, load_or_exit
+from deploy.region.file_cli import FileArgument, NodeOption, SetOption, SiteOption, load_or_exit
 from deploy.region.launch.rundir import (
     RegionState,
     RunDirectoryError,
@@ -36,10 +36,6 @@ NameArgument = Annotated[
     str | None,
     typer.Argument(metavar="[NAME]", help="region, or REGION.PART; not needed if only one runs"),
 ]
-SiteOption = Annotated[
-    str | None, typer.Option(metavar="CLUSTER", help="only this cluster's nodes are here")
-]
-NodeOption = Annotated[str | None, typer.Option(metavar="NODE", help="only this node is here")]
 
 
 def up_command(

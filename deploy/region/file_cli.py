@@ -1,12 +1,13 @@
-"""`prfaas region`: looks at region files. It also has what all commands that take one share.
+"""`prfaas region`: what follows from region files. It also has what commands share that take one.
 
-It reads files and writes text, and starts nothing.
+It reads and writes files, and starts nothing.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -16,14 +17,19 @@ from deploy.command_line import JsonOption, command_group, fail, print_json
 from deploy.region.spec.loading import load_region
 from deploy.region.spec.region import RegionSpec, region_schema
 from kvmanager.config_files.problems import FileError
+from kvmanager.private_files import make_new_directory, make_private_directory, write_private
 
-region_app = command_group("Look at region files: their schema, and whether one is right.")
+region_app = command_group("Region files: their schema, checks, what a change does, systemd units.")
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="region file, YAML")]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="fill ${NAME} in the file; repeatable"),
 ]
+SiteOption = Annotated[
+    str | None, typer.Option(metavar="CLUSTER", help="only this cluster's nodes")
+]
+NodeOption = Annotated[str | None, typer.Option(metavar="NODE", help="only this node")]
 
 
 @region_app.command("schema")
@@ -65,6 +71,89 @@ def check_command(
     engines = sum(len(cluster.instances) for cluster in region.clusters)
     names = ", ".join(f"{cluster.name} ({cluster.kind})" for cluster in region.clusters)
     typer.echo(f"{file} is right: region {region.name}, clusters {names}, {engines} engines")
+
+
+@region_app.command("diff")
+def diff_command(
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="the file that runs")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="the file that is wanted")],
+    variables: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say which processes a change of a region file would start, stop and restart, and why.
+
+    It compares what each process is told. Files that the region file names, such as keys and
+    certificates, are not compared.
+
+    \b
+    prfaas region diff region.yaml region-new.yaml
+    """
+    before, after = (load_or_exit(file, variables or []) for file in (old, new))
+    from deploy.region.diff import changes
+
+    found = changes(before, after)
+    if as_json:
+        print_json({"changes": found})
+        return
+    for item in found:
+        why = f": {', '.join(item.settings)}" if item.settings else ""
+        typer.echo(f"{item.what} {item.process} ({item.kind}, node {item.node}){why}")
+    if not found:
+        typer.echo("no process changes")
+
+
+@region_app.command("render")
+def render_command(
+    file: FileArgument,
+    systemd: Annotated[Path, typer.Option(metavar="DIR", help="write systemd units below DIR")],
+    variables: SetOption = None,
+    site: SiteOption = None,
+    node: NodeOption = None,
+    config: Annotated[
+        Path | None, typer.Option(help="where the files will be; default: /etc/prfaas/REGION")
+    ] = None,
+    user: Annotated[str, typer.Option(help="user of the services")] = "prfaas",
+    python: Annotated[str, typer.Option(help="the interpreter on the hosts")] = sys.executable,
+) -> None:
+    """Write systemd units for every host of a region: one service for each process.
+
+    DIR, which must be empty or missing, gets a folder for each host with its units and the files
+    that the processes read. Keys, certificates and models are used where the region file says; as
+    relative paths start at the file, write whole paths where hosts keep them elsewhere. Variables
+    for all services, such as API keys, may be in the file `environment` beside the others.
+
+    \b
+    prfaas region render region.yaml --systemd units
+    prfaas region render region.yaml --systemd units --node a1 --user vllm
+    """
+    region = load_or_exit(file, variables or [])
+    from deploy.region.certs import hosts_of
+    from deploy.region.launch.parts import part_of, spread_problems
+    from deploy.region.launch.systemd_units import HostPaths, rendered, target_name
+
+    if problems := spread_problems(region):
+        fail(str(FileError(str(file), problems)), 2)
+    wanted = part_of(region, site=site, node=node).nodes
+    paths = HostPaths((config or Path("/etc/prfaas") / region.name).absolute(), user, python)
+    try:
+        make_new_directory(systemd)
+        for host in hosts_of(region):
+            if nodes := tuple(name for name in host.nodes if name in wanted):
+                _write(systemd / nodes[0], rendered(region, nodes, paths))
+                typer.echo(
+                    f"host {host.addresses[0]}: copy {systemd / nodes[0]}/config/. to "
+                    f"{paths.config}, {systemd / nodes[0]}/systemd/. to /etc/systemd/system"
+                )
+    except OSError as error:
+        fail(str(error), 1)
+    typer.echo(f"then: systemctl daemon-reload && systemctl enable --now {target_name(region)}")
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        make_private_directory(path.parent)
+        write_private(path, text.encode())
 
 
 def load_or_exit(file: Path, variables: list[str]) -> RegionSpec:

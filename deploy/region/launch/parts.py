@@ -57,13 +57,19 @@ def part_of(region: RegionSpec, *, site: str | None = None, node: str | None = N
         names = [cluster.name for cluster in region.clusters]
         if site not in names:
             raise UnknownPart(f"--site: no cluster is called {site!r}{suggestion(site, names)}")
-        return _part(region, site, tuple(item.name for item in region.cluster(site).nodes))
+        return part_with(region, site, tuple(item.name for item in region.cluster(site).nodes))
     if node is not None:
         names = [item.name for item in region.nodes]
         if node not in names:
             raise UnknownPart(f"--node: no node is called {node!r}{suggestion(node, names)}")
-        return _part(region, node, (node,))
+        return part_with(region, node, (node,))
     return whole(region)
+
+
+def part_with(region: RegionSpec, name: str, nodes: tuple[str, ...]) -> Part:
+    """The part of a host with these nodes."""
+    fronts = tuple(c.name for c in fronts_apart(region) if c.nodes[0].name in nodes)
+    return Part(name, nodes, fronts, has_gateway=region.gateway_node.name in nodes)
 
 
 def fronts_apart(region: RegionSpec) -> tuple[ClusterSpec, ...]:
@@ -76,10 +82,15 @@ def fronts_apart(region: RegionSpec) -> tuple[ClusterSpec, ...]:
 
 
 def part_problems(region: RegionSpec, part: Part) -> list[Problem]:
-    """What keeps the hosts of this region from starting their parts of it. Looks for files."""
+    """What keeps this host from starting its part. Looks for files."""
     if part.is_whole:
         return []
-    return [*_unnamed_keys(region)] or [*_unreachable_engines(region), *missing_files(region, part)]
+    return spread_problems(region) or list(missing_files(region, part))
+
+
+def spread_problems(region: RegionSpec) -> list[Problem]:
+    """What keeps several hosts from starting parts of the region."""
+    return [*_unnamed_keys(region)] or [*_unreachable_engines(region)]
 
 
 def missing_files(region: RegionSpec, part: Part) -> Iterator[Problem]:
@@ -96,11 +107,6 @@ def missing_files(region: RegionSpec, part: Part) -> Iterator[Problem]:
     for path, file in files.items():
         if file is not None and not file.is_file():
             yield Problem(("security", *path), f"there is no {file} on this host; {_INIT}")
-
-
-def _part(region: RegionSpec, name: str, nodes: tuple[str, ...]) -> Part:
-    fronts = tuple(c.name for c in fronts_apart(region) if c.nodes[0].name in nodes)
-    return Part(name, nodes, fronts, has_gateway=region.gateway_node.name in nodes)
 
 
 def _unnamed_keys(region: RegionSpec) -> Iterator[Problem]:
