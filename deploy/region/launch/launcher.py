@@ -23,6 +23,7 @@ import psutil
 from deploy.command_line import CommandFailed
 from deploy.lab.emulator.control import RelayControl
 from deploy.region.launch.arenas import discard_arenas
+from deploy.region.launch.devices import Division, divided_here
 from deploy.region.launch.parts import Part, part_problems, whole
 from deploy.region.launch.plan import (
     STOP_ORDER,
@@ -124,6 +125,7 @@ class RunningRegion:
         self._directory: RunDirectory | None = None
         self._resolved: ResolvedRegion | None = None
         self._planner: Planner | None = None
+        self._devices = Division()
         self._session: aiohttp.ClientSession | None = None
         self._prober: Prober | None = None
         self._processes: dict[str, RunningProcess] = {}
@@ -141,6 +143,11 @@ class RunningRegion:
     def part(self) -> Part:
         """The part of the region that runs here."""
         return self._part
+
+    @property
+    def devices(self) -> Division:
+        """The GPUs and cores of this machine that its engines have got."""
+        return self._devices
 
     @property
     def directory(self) -> RunDirectory:
@@ -294,8 +301,13 @@ class RunningRegion:
         # The lock before ports are chosen: two launchers in one directory must not both go on.
         self._lock = RunLock(self._root)
         directory = self._directory = open_run_directory(self._root)
-        self._resolved = self._resolved or resolve_ports(region)
-        self._planner = Planner(self._resolved, directory, self._environment)
+        if part.is_whole:
+            self._resolved = resolve_ports(region)
+        assert self._resolved is not None
+        self._devices = divided_here(region, part, self._environment)
+        self._planner = Planner(
+            self._resolved, directory, self._environment, self._devices.environment
+        )
         make_keys(region, directory, part)
         for path, text in self._planner.files().items():
             write_private(path, text.encode())  # keys and passwords are among it

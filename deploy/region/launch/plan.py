@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -75,6 +75,8 @@ class Planner:
     resolved: ResolvedRegion
     directory: RunDirectory
     environment: Mapping[str, str]
+    devices: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """By instance, the variables that give its engine GPUs or cores of this machine."""
 
     def processes(self) -> list[PlannedProcess]:
         """All processes, in the order in which they should be started."""
@@ -210,6 +212,7 @@ class Planner:
             self.directory.socket(node.name),
             kv_events=self._kv_events(node, instance),
             key_file=engine_key_file(self.resolved.region, self.directory),
+            devices=self.devices.get(instance.name, {}),
         )
         process = ProcessSpec(
             name=instance.name,
@@ -240,11 +243,17 @@ def engine_spec(
     *,
     kv_events: str | None = None,
     key_file: Path | None = None,
+    devices: Mapping[str, str] | None = None,
 ) -> EngineSpec:
-    """How the instance's engine is started. Without a socket it is a plain engine."""
+    """How the instance's engine is started. Without a socket it is a plain engine. The file's own
+    variables win over those of `devices`.
+    """
     model = region.model_of(instance)
     options = {name: getattr(model, name) for name in EngineOptions.model_fields}
-    options |= {"args": model.args + instance.args, "env": model.env | instance.env}
+    options |= {
+        "args": model.args + instance.args,
+        "env": dict(devices or {}) | model.env | instance.env,
+    }
     return EngineSpec(
         **options,
         instance=instance.name,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from deploy.region.launch.devices import divided
 from deploy.region.launch.parts import Part, part_with
 from deploy.region.launch.plan import PlannedProcess, Planner
 from deploy.region.launch.ports import resolve_part
@@ -25,6 +26,7 @@ WATCHDOG_S: Final = 30
 START_S: Final = 600
 """An agent may have to touch every page of a large arena before it serves."""
 MAX_FILES: Final = 1 << 20
+MAX_GPUS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,10 @@ def rendered(region: RegionSpec, nodes: tuple[str, ...], paths: HostPaths) -> di
     part = part_with(region, nodes[0], nodes)
     runtime = f"prfaas/{region.name}"
     directory = RunDirectory(paths.config, Path("/run") / runtime)
-    planner = Planner(resolve_part(region, part), directory, {})
+    here = [node for node in region.nodes if node.name in nodes]
+    # The first GPUs of the host, whichever machine writes the units. Cores are the host's to give.
+    devices = divided(region, here, gpus=[str(number) for number in range(MAX_GPUS)], cores=())
+    planner = Planner(resolve_part(region, part), directory, {}, devices.environment)
     processes = planner.processes()
     files = {
         f"config/{path.name}": _without_run_keys(text)

@@ -96,6 +96,11 @@ def _announce(running: RunningRegion, console: Console, as_json: bool) -> None:
         ready = {"event": "ready", "gateway": url, "run_dir": str(root), "pid": os.getpid()}
         print(json.dumps(ready), flush=True)
         return
+    for instance, variables in running.devices.environment.items():
+        for name, value in variables.items():
+            console.print(f"  {instance}: {name}={value}", highlight=False, soft_wrap=True)
+    for note in running.devices.notes:
+        console.print(f"  {note}", highlight=False, soft_wrap=True)
     logs = f"  logs are in {root / 'logs'}; Ctrl-C stops everything"
     if not part.is_whole:
         names = ", ".join(process.name for process in running.processes)

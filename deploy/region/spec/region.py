@@ -73,7 +73,10 @@ class RegionInstance(Section):
     args: tuple[str, ...] = ()
     """Further vLLM options of this instance. They win over those of the model."""
     env: dict[str, str] = Field(default={})
-    """Added to the environment of this engine, after that of the model."""
+    """Added to the environment of this engine, after that of the model. Without
+    CUDA_VISIBLE_DEVICES, or VLLM_CPU_OMP_THREADS_BIND for an engine on the CPU, `prfaas up` divides
+    the GPUs and cores of the host among its engines.
+    """
 
 
 class AgentSpec(AgentSection):

@@ -94,7 +94,10 @@ def test_units_say_when_they_serve_and_are_limited(region: RegionSpec) -> None:
     assert int(unit(files, "gateway")["Service"]["TimeoutStopSec"]) > 30
     argv = shlex.split(service["ExecStart"])
     assert argv[argv.index("--seed") + 1] == "$$x"
-    assert 'NOTE=50%% of "it"' in shlex.split(service["Environment"])
+    environment = shlex.split(service["Environment"])
+    assert 'NOTE=50%% of "it"' in environment
+    assert "CUDA_VISIBLE_DEVICES=0" in environment
+    assert "CUDA_VISIBLE_DEVICES=1" in shlex.split(unit(files, "q")["Service"]["Environment"])
 
 
 def test_systemd_takes_the_units(region: RegionSpec, tmp_path: Path) -> None:

@@ -1,0 +1,122 @@
+"""GPUs and CPU cores of a host, divided among the engines that run there.
+
+`divided` decides, from what it is given. The other functions look at this machine. What the file
+says in `env` of a model or instance wins: such an engine is left out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from deploy.region.launch.parts import Part
+from deploy.region.spec.region import NodeSpec, RegionInstance, RegionSpec
+
+GPU_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
+CORE_VARIABLE: Final = "VLLM_CPU_OMP_THREADS_BIND"
+_GPUS: Final = Path("/proc/driver/nvidia/gpus")
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The variables of each engine by instance, and why some engines share devices."""
+
+    environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+
+def divided(
+    region: RegionSpec, nodes: Iterable[NodeSpec], *, gpus: Sequence[str], cores: Sequence[int]
+) -> Division:
+    """GPUs, and equal shares of the cores, for the engines of the nodes on this machine.
+
+    An engine with `kv_space_gib` is one on the CPU. If there is not enough for all engines of a
+    sort, none of them is bound.
+    """
+    engines = [item for node in nodes for item in node.instances]
+    on_cpu = [item for item in engines if region.model_of(item).kv_space_gib is not None]
+    on_gpu = [item for item in engines if item not in on_cpu]
+    environment, notes = _gpus_of(region, on_gpu, gpus)
+    more, more_notes = _cores_of(region, on_cpu, cores)
+    return Division(environment | more, (*notes, *more_notes))
+
+
+def divided_here(region: RegionSpec, part: Part, environment: Mapping[str, str]) -> Division:
+    """The devices of this machine for the engines of the part.
+
+    Nodes with one address share a machine, so those of other parts count too.
+    """
+    own = [node for node in region.nodes if node.name in part.nodes]
+    hosts = {node.host for node in own}
+    nodes = [node for node in region.nodes if part.is_whole or node.host in hosts]
+    found = divided(region, nodes, gpus=gpus_here(environment), cores=cores_here())
+    names = {item.name for node in own for item in node.instances}
+    mine = {name: told for name, told in found.environment.items() if name in names}
+    return Division(mine, found.notes)
+
+
+def gpus_here(environment: Mapping[str, str]) -> list[str]:
+    """The GPUs that this process may use, as its environment names them or by number."""
+    given = environment.get(GPU_VARIABLE)
+    if given is not None:
+        return [name for name in given.split(",") if name]
+    return [str(number) for number in range(len(list(_GPUS.glob("*"))))]
+
+
+def cores_here() -> list[int]:
+    """The CPUs that this process may run on."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def _given(region: RegionSpec, instance: RegionInstance, variable: str) -> str | None:
+    return (region.model_of(instance).env | instance.env).get(variable)
+
+
+_Found = tuple[dict[str, dict[str, str]], list[str]]
+
+
+def _gpus_of(region: RegionSpec, engines: Sequence[RegionInstance], gpus: Sequence[str]) -> _Found:
+    if not gpus:
+        return {}, []
+    taken = {
+        name
+        for item in engines
+        for name in (_given(region, item, GPU_VARIABLE) or "").split(",")
+        if name
+    }
+    free = [name for name in gpus if name not in taken]
+    wanting = [item for item in engines if _given(region, item, GPU_VARIABLE) is None]
+    sizes = [region.model_of(item).tensor_parallel_size for item in wanting]
+    if sum(sizes) > len(free):
+        note = f"{len(wanting)} engines want {sum(sizes)} GPUs and {len(free)} are free"
+        return {}, [f"{note}: none is assigned; give {GPU_VARIABLE} in env"]
+    parts: dict[str, dict[str, str]] = {}
+    for item, size in zip(wanting, sizes, strict=True):
+        parts[item.name] = {GPU_VARIABLE: ",".join(free[:size])}
+        free = free[size:]
+    return parts, []
+
+
+def _cores_of(
+    region: RegionSpec, engines: Sequence[RegionInstance], cores: Sequence[int]
+) -> _Found:
+    wanting = [item for item in engines if _given(region, item, CORE_VARIABLE) is None]
+    # Nobody knows here which cores an engine takes that binds itself.
+    if len(wanting) < len(engines) or not wanting:
+        return {}, []
+    workers = sum(region.model_of(item).tensor_parallel_size for item in wanting)
+    share = len(cores) // workers
+    if share == 0:
+        return {}, [f"{workers} workers of engines share {len(cores)} CPU cores, none has its own"]
+    parts: dict[str, dict[str, str]] = {}
+    rest = list(cores)
+    for item in wanting:
+        groups = []
+        for _ in range(region.model_of(item).tensor_parallel_size):
+            groups.append(",".join(map(str, rest[:share])))
+            rest = rest[share:]
+        parts[item.name] = {CORE_VARIABLE: "|".join(groups)}
+    return parts, []
