@@ -130,7 +130,7 @@ def _unreachable_engines(region: RegionSpec) -> Iterator[Problem]:
         if cluster.kind == "pd":
             asking.append(region.gateway_node)  # it streams their answers
         for n, node in enumerate(cluster.nodes):
-            if region.engine_host(node) == node.host:
+            if region.engine_host(node) == node.bound_host:
                 continue
             for other in asking:
                 if other.host != node.host:

@@ -148,8 +148,8 @@ class Planner:
     def _agent_settings(self, node: NodeSpec) -> dict[str, object]:
         agent, security = node.agent, self.resolved.region.security
         settings: dict[str, object] = {
-            "listen": str(Endpoint(node.host, agent.data_port)),
-            "control": str(Endpoint(node.host, agent.control_port)),
+            "listen": str(Endpoint(node.bound_host, agent.data_port)),
+            "control": str(Endpoint(node.bound_host, agent.control_port)),
             "socket": str(self.directory.socket(node.name)),
             "advertise": advertised_address(node),
             "send_to": self._destinations(),
@@ -221,7 +221,8 @@ class Planner:
             env=spec.environment(self.environment),
             term_grace_s=grace_s("engine", self.resolved.region.gateway.timeouts),
         )
-        return PlannedProcess(instance.name, "engine", spec.url, process)
+        url = _engine_url(self.resolved.region, node, instance)
+        return PlannedProcess(instance.name, "engine", url, process)
 
     def _gateway(self, region: RegionSpec) -> PlannedProcess:
         argv = [*module_argv("deploy.cli", "gateway"), "--config", str(self.directory.gateway_file)]
@@ -317,7 +318,7 @@ def front_file(
     region = resolved.region
     settings = {
         "name": cluster.name,
-        "listen": front_address(cluster),
+        "listen": str(Endpoint(cluster.nodes[0].bound_host, cluster.front_port)),
         "instances": _instances(region, cluster),
         "engine_key_file": engine_key_file(region, directory),
         "tls": region.security.tls,
@@ -330,7 +331,7 @@ def front_file(
 
 
 def front_address(cluster: ClusterSpec) -> str:
-    """host:port of the cluster's front, where it is a process of its own."""
+    """Where the gateway reaches the cluster's front that is a process of its own."""
     return str(Endpoint(cluster.nodes[0].host, cluster.front_port))
 
 
@@ -358,7 +359,9 @@ def engine_tls(region: RegionSpec, node: NodeSpec) -> TlsSection | None:
 
 def _engine_url(region: RegionSpec, node: NodeSpec, instance: RegionInstance) -> str:
     scheme = "http" if engine_tls(region, node) is None else "https"
-    return f"{scheme}://{Endpoint(region.engine_host(node), instance.port)}"
+    bound = region.engine_host(node)
+    host = node.host if bound == node.bound_host else bound
+    return f"{scheme}://{Endpoint(host, instance.port)}"
 
 
 def _instances(region: RegionSpec, cluster: ClusterSpec) -> tuple[InstanceSpec, ...]:

@@ -187,7 +187,7 @@ def _resolve_cluster(region: RegionSpec, cluster: ClusterSpec, choose: _Choose) 
     for node in cluster.nodes:
         host, engine_host = node.host, region.engine_host(node)
         ports = {
-            key: getattr(node.agent, key) or choose(host, host, first)
+            key: getattr(node.agent, key) or choose(host, node.bound_host, first)
             for key, first in firsts.items()
         }
         agent: AgentSpec = node.agent.model_copy(update=ports)
@@ -206,10 +206,10 @@ def _resolve_link(
         return link
     endpoints = {}
     for node in region.cluster(link.to).nodes:
-        listen = str(Endpoint(node.host, choose(node.host, node.host, RELAY_PORT)))
-        target = advertised_address(node)
+        port = choose(node.host, node.bound_host, RELAY_PORT)
+        listen, target = str(Endpoint(node.bound_host, port)), advertised_address(node)
         relays.append(RelayPlan(link.name, node.name, listen, target, link.emulate))
-        endpoints[node.name] = listen
+        endpoints[node.name] = str(Endpoint(node.host, port))
     return link.model_copy(update={"endpoints": endpoints, "emulate": None})
 
 

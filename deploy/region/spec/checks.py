@@ -244,13 +244,13 @@ def fixed_ports(region: RegionSpec) -> Iterator[FixedPort]:
         admin = Endpoint.parse(gateway.admin)
         yield FixedPort(("gateway", "admin"), "", admin.host, admin.host, admin.port)
     for c, cluster in enumerate(region.clusters):
-        host = cluster.nodes[0].host
+        first = cluster.nodes[0]
         path: KeyPath = ("clusters", c, "front_port")
-        yield FixedPort(path, cluster.name, host, host, cluster.front_port)
+        yield FixedPort(path, cluster.name, first.host, first.bound_host, cluster.front_port)
     for path, _, node in _nodes(region):
         for key in ("data_port", "control_port", "metrics_port"):
             port = getattr(node.agent, key)
-            yield FixedPort((*path, "agent", key), node.name, node.host, node.host, port)
+            yield FixedPort((*path, "agent", key), node.name, node.host, node.bound_host, port)
         engine_host = region.engine_host(node)
         for i, instance in enumerate(node.instances):
             at = (*path, "instances", i, "port")

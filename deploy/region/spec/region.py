@@ -100,11 +100,19 @@ class NodeSpec(Section):
     name: Name
     """The name of the node; no other node of the region may have it."""
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """The address at which the others reach it."""
+    """The address at which the others, and its own processes, reach it."""
+    listen: Annotated[str, Field(min_length=1)] | None = None
+    """The address that its processes listen on, where that is another one: behind NAT, or in a
+    container. Left out: `host`.
+    """
     agent: AgentSpec = AgentSpec()
     """Its node agent."""
     instances: Annotated[tuple[RegionInstance, ...], Field(min_length=1)]
     """Its engines."""
+
+    @property
+    def bound_host(self) -> str:
+        return self.listen or self.host
 
 
 class ClusterSpec(Section):
@@ -258,7 +266,7 @@ class RegionSpec(Section):
         network with TLS, or where it is trusted; all processes of `prfaas up` are on one host.
         """
         is_safe = self.security.tls is not None or self.security.trusted_network
-        return node.host if is_safe or is_loopback(node.host) else "127.0.0.1"
+        return node.bound_host if is_safe or is_loopback(node.bound_host) else "127.0.0.1"
 
     def caches(self, node: NodeSpec) -> bool:
         """Whether the node has a prefix cache: a model there wants one, and there is room for

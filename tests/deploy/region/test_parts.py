@@ -148,6 +148,35 @@ def test_a_part_writes_only_what_its_processes_read() -> None:
     assert set(agent.send_to) == {f"10.{site}.0.{host}:7100" for site in (0, 1) for host in (1, 2)}
 
 
+def test_behind_nat_processes_listen_elsewhere_than_others_connect() -> None:
+    text = TWO_SITES.replace("host: 10.0.0.1,", "host: 198.51.100.7, listen: 0.0.0.0,")
+    text = text.replace("to: home", "to: home, emulate: {rtt: 1ms}")
+    text = text.replace("host: 10.1.0.1,", "host: 198.51.100.9, listen: 10.1.0.1,")
+    region = region_of(text=text)
+    plan = planner(region, part_of(region, node="a1"))
+    agent = yaml.safe_load(plan.files()[Path("/run/two/agent.a1.json")])
+    assert (agent["listen"], agent["control"]) == ("0.0.0.0:7100", "0.0.0.0:7101")
+    assert agent["advertise"] == "198.51.100.7:7100"
+    front = yaml.safe_load(plan.files()[Path("/run/two/front.far.json")])
+    assert (front["listen"], front["instances"][0]["agent"], front["instances"][0]["url"]) == (
+        "0.0.0.0:7200",
+        "198.51.100.7:7101",
+        "https://198.51.100.7:7400",
+    )
+    engine = next(item for item in plan.processes() if item.kind == "engine")
+    argv = list(engine.process.argv)
+    assert (argv[argv.index("--host") + 1], engine.address) == (
+        "0.0.0.0",
+        "https://198.51.100.7:7400",
+    )
+    home = planner(region, part_of(region, node="b1"))
+    (relay,) = [item for item in home.processes() if item.kind == "relay"]
+    assert relay.address == "10.1.0.1:7900"
+    file = GatewayFile.model_validate(yaml.safe_load(home.files()[home.directory.gateway_file]))
+    assert file.prefill[0].front == "198.51.100.7:7200"
+    assert file.prefill[0].endpoints["198.51.100.9:7100"] == "198.51.100.9:7900"
+
+
 def test_unknown_parts_are_refused() -> None:
     region = region_of()
     with pytest.raises(UnknownPart, match="no node is called 'a3'; known here: a1, a2, b1, b2"):
