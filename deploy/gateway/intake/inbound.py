@@ -19,6 +19,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from deploy.gateway.errors import ApiError
+from deploy.gateway.intake.media_names import with_own_names
 from kvmanager.token_ids import Steps, TokenIds, parsing
 from scheduler.live.learning.prompt_length import LengthEstimator, Media, PromptContent
 from scheduler.routing.decision import RequestShape
@@ -178,6 +179,8 @@ def salted(request: InboundRequest, cache_salt: str | None) -> InboundRequest:
     if cache_salt == request.cache_salt:
         return request
     body = _with_field(request.body, b"cache_salt", cache_salt)
+    if request.kind == "chat" and cache_salt is not None:
+        body = with_own_names(body, cache_salt)
     return msgspec.structs.replace(request, body=body, cache_salt=cache_salt)
 
 
