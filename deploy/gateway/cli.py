@@ -18,7 +18,7 @@ import typer
 import uvloop
 
 from deploy.gateway.app import Gateway
-from deploy.gateway.config import GatewayConfig
+from deploy.gateway.config import GatewayConfig, open_listeners
 from deploy.gateway.file import (
     GatewayFile,
     agent_clients,
@@ -30,11 +30,9 @@ from deploy.gateway.file import (
 )
 from deploy.gateway.server import serve_gateway
 from kvmanager.config_files.problems import FileError, Problem
-from kvmanager.config_files.security import is_loopback
 from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.logs import set_up_logging
 from kvmanager.private_files import read_secret
-from transport import Endpoint
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -67,16 +65,22 @@ def gateway_command(
 
 def check_listener(gateway: GatewayConfig, *, trusted_network: bool) -> None:
     """FileError: everybody who reaches it could use the models, or change roles."""
-    listeners = {"host": (gateway.host, "use the models")}
-    if gateway.admin is not None:
-        listeners["admin"] = (Endpoint.parse(gateway.admin).host, "change roles")
-    for name, (host, what) in listeners.items():
-        if not (gateway.api_keys or trusted_network or is_loopback(host)):
-            message = (
-                f"{host} is reachable from other hosts and anybody could {what}; give "
-                "api_keys_file or api_keys_env, or set trusted_network"
-            )
-            raise FileError("the gateway's file", [Problem(("gateway", name), message)])
+    if gateway.api_keys or trusted_network:
+        return
+    mend = "give api_keys_file or api_keys_env, or set trusted_network"
+    problems = [
+        Problem(("gateway", name), f"{danger}; {mend}")
+        for name, danger in open_listeners(gateway).items()
+    ]
+    if problems:
+        raise FileError("the gateway's file", problems)
+
+
+def open_doors(file: GatewayFile) -> str | None:
+    """What everybody on the network may do, for the log and /health; None: nothing."""
+    listeners = {} if file.gateway.api_keys else open_listeners(file.gateway)
+    found = filter(None, (file.open_doors("gateway"), *listeners.values()))
+    return "; ".join(found) or None
 
 
 async def run(file: GatewayFile) -> None:
@@ -92,7 +96,7 @@ async def run(file: GatewayFile) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    doors = file.open_doors("gateway")
+    doors = open_doors(file)
     if doors is not None:
         logger.warning("%s", doors)
     config = file.gateway

@@ -33,8 +33,10 @@ from kvmanager.config_files.fields import (
     TokensOrZero,
     spelled,
 )
+from kvmanager.config_files.security import is_loopback
 from kvmanager.config_files.units import parse_rate
 from scheduler.live.ledger import KEEP_ENDED_S
+from transport import Endpoint
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _UNNAMED: Final = re.compile(r"key-[0-9a-f]{8}")
@@ -218,6 +220,18 @@ class GatewaySection(Section):
     """Records scheduling to files. Left out: nothing is recorded."""
     timeouts: TimeoutConfig = TimeoutConfig()
     """The limits on every wait."""
+
+
+def open_listeners(gateway: GatewaySection) -> dict[str, str]:
+    """What others could do without API keys, by the setting of the address where they could."""
+    listeners = {"host": (gateway.host, "use the models")}
+    if gateway.admin is not None:
+        listeners["admin"] = (Endpoint.parse(gateway.admin).host, "change roles")
+    return {
+        name: f"{host} is reachable from other hosts and anybody could {what}"
+        for name, (host, what) in listeners.items()
+        if not is_loopback(host)
+    }
 
 
 class GatewayConfig(GatewaySection):

@@ -9,7 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from deploy.gateway.cli import check_listener
+from deploy.gateway.cli import open_doors as gateway_doors
 from deploy.gateway.config import GatewayConfig, ModelConfig, parse_api_keys
+from deploy.gateway.file import GatewayFile
 from kvmanager.agent.config import AgentConfig
 from kvmanager.config_files.fields import Section
 from kvmanager.config_files.problems import FileError
@@ -88,6 +90,22 @@ def test_a_gateway_for_everybody_needs_keys() -> None:
     with pytest.raises(FileError, match=r"gateway\.admin: 0\.0\.0\.0 .* change roles"):
         check_listener(pages, trusted_network=False)
     check_listener(pages.model_copy(update={"api_keys": keys}), trusted_network=False)
+
+
+def test_a_gateway_says_what_everybody_may_do() -> None:
+    def said(**settings: Any) -> str | None:
+        gateway = {"models": [{"name": "m"}], "host": "0.0.0.0", "admin": EVERYWHERE} | settings
+        pd = {"name": "p", "front": "h:1"}
+        return gateway_doors(
+            GatewayFile.model_validate({"gateway": gateway, "pd": pd, "trusted_network": True})
+        )
+
+    found = str(said())
+    assert "read and plant the KVCache of all tenants" in found
+    assert "anybody could use the models" in found
+    assert "anybody could change roles" in found
+    assert "anybody could" not in str(said(api_keys=[{"key": "secret"}]))
+    assert "anybody could" not in str(said(host="127.0.0.1", admin="127.0.0.1:1"))
 
 
 def test_what_a_trusted_network_leaves_open_is_said() -> None:

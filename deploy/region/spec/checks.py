@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from deploy.gateway.config import open_listeners
 from deploy.region.spec.region import (
     ClusterSpec,
     ModelSpec,
@@ -17,7 +18,7 @@ from deploy.region.spec.region import (
     role_of,
 )
 from kvmanager.config_files.problems import KeyPath, Problem, suggestion
-from kvmanager.config_files.security import check_redis, is_loopback
+from kvmanager.config_files.security import check_redis
 from kvmanager.config_files.units import parse_rate
 from transport import Endpoint
 
@@ -173,16 +174,10 @@ def _check_security(region: RegionSpec) -> Iterator[Problem]:
     except ValueError as error:
         yield Problem(("gateway", "directory", "url"), str(error))
     has_keys = bool(gateway.api_keys_file or gateway.api_keys_env)
-    listeners = {"host": (gateway.host, "use the models")}
-    if gateway.admin is not None:
-        listeners["admin"] = (Endpoint.parse(gateway.admin).host, "change roles")
-    for name, (host, what) in listeners.items():
-        if not (has_keys or security.trusted_network or is_loopback(host)):
-            message = (
-                f"{host} is reachable from other hosts and anybody could {what}; give "
-                "api_keys_file or api_keys_env, or set security.trusted_network"
-            )
-            yield Problem(("gateway", name), message)
+    if not (has_keys or security.trusted_network):
+        mend = "give api_keys_file or api_keys_env, or set security.trusted_network"
+        for name, danger in open_listeners(gateway).items():
+            yield Problem(("gateway", name), f"{danger}; {mend}")
     if gateway.scheduling.admission.tenants and not has_keys:
         message = "tenants are API keys; give api_keys_file or api_keys_env, or use default_tenant"
         yield Problem(("gateway", "scheduling", "admission", "tenants"), message)
