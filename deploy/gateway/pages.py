@@ -241,6 +241,8 @@ class Pages:
             raise ApiError(415, "unsupported_media_type", f"Send the body as {JSON_TYPE}.")
         self.limits.check_accepting()
         body = await self.limits.read_small(request)
+        # The key may have been revoked while the body arrived.
+        self.keys.check_operator(_authorization(request))
         status, role = await self.role_pages.change(body, request.query)
         return _json(role, status)
 
