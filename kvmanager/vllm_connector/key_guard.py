@@ -1,4 +1,4 @@
-"""Keeps strangers from an engine: ASGI middleware for vLLM's `--middleware`.
+"""Asks every client of an engine for a key: ASGI middleware for vLLM's `--middleware`.
 
 vLLM's own `--api-key` guards /v1, /v2, /inference and /cohere only. Beside them a server has
 /invocations, which completes as /v1 does, /tokenize, /metrics, and whatever the next release adds.
@@ -29,7 +29,7 @@ _POLICY_VIOLATION: Final = 1008  # RFC 6455, 7.4.1
 
 
 class KeyGuard:
-    """Passes on what has the header "Authorization: Bearer KEY"; answers all else with 401."""
+    """Passes a request on if it has the header "Authorization: Bearer KEY", else answers 401."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         """Raises KeyError, OSError or ValueError where there is no usable key: an engine that was
