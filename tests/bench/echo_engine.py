@@ -42,11 +42,11 @@ class EchoEngine(asyncio.Protocol):
 
     async def _paced(self) -> None:
         """Events one by one, as decoding makes them, so that each is a piece of its own."""
-        self._transport.write(_STREAM_HEAD)
+        self._transport.write(STREAM_HEAD)
         for _ in range(NUM_PACED_EVENTS):
-            self._transport.write(_CHUNK)
+            self._transport.write(STREAM_PIECE)
             await asyncio.sleep(PACE_S)
-        self._transport.write(_STREAM_END)
+        self._transport.write(STREAM_END)
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -73,12 +73,12 @@ def response(body: bytes) -> bytes:
 # A router may have written the body anew, with other spaces.
 _PACED = re.compile(rb'"prompt": ?"paced"')
 _STREAMED = re.compile(rb'"stream": ?true')
-_STREAM_HEAD = (
+STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 )
-_CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
-_STREAM_END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
-_STREAM = _STREAM_HEAD + _CHUNK * NUM_EVENTS + _STREAM_END
+STREAM_PIECE = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
+STREAM_END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+_STREAM = STREAM_HEAD + STREAM_PIECE * NUM_EVENTS + STREAM_END
 
 
 def take_message(buffer: bytearray) -> tuple[bytes, bytes] | None:
