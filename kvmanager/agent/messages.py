@@ -238,7 +238,8 @@ class StatusReply(msgspec.Struct, frozen=True):
 
     `free_bytes` are free for transfers, including what the prefix cache would give up for them. One
     more landing may take `landing_room_bytes` of them; None from an older agent. `open_doors` tells
-    people what somebody on the network may do there.
+    people what somebody on the network may do there. `is_encrypted`: KVCache leaves and enters over
+    mutual TLS only.
     """
 
     arena_epoch: str
@@ -260,6 +261,7 @@ class StatusReply(msgspec.Struct, frozen=True):
     cache: CacheStatus | None = None
     landing_room_bytes: int | None = None
     open_doors: list[str] = []
+    is_encrypted: bool = False
 
 
 class WatchCache(msgspec.Struct, frozen=True):

@@ -194,6 +194,7 @@ class NodeAgent:
             cache=None if self.cache is None else self.cache.status(),
             landing_room_bytes=self.landing_room_bytes,
             open_doors=self.config.open_doors,
+            is_encrypted=self.config.tls is not None,
         )
 
     @property
