@@ -8,6 +8,7 @@
 # make bench BENCH_ARGS=--smoke   the same at their smallest size, to see that they run
 # make docs   write the configuration reference and build the documentation's site into site/
 # make soak   minutes of faults between a sender and a receiver, every byte verified
+# make soak SOAK_ARGS=--tls   the same over mutual TLS
 # make fuzz   random and mutated bytes against the wire format, guided by coverage
 # make mutants FILES="scheduler/routing/short_term.py"  which small faults in a file its unit tests miss
 # make pins   hashes of what the requirements pin, and docs/licences.md, after a pin was changed
