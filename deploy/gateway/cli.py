@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -83,6 +84,15 @@ def open_doors(file: GatewayFile) -> str | None:
     return "; ".join(found) or None
 
 
+def weaknesses(file: GatewayFile) -> Iterator[str]:
+    """What tenants and other users of the host may do, for the log. Looks at files."""
+    config, path = file.gateway, file.api_keys_file
+    if not config.operators and len({key.tenant for key in config.api_keys}) > 1:
+        yield "every tenant may see and change what operators may: name gateway.operators"
+    if path is not None and path.stat().st_mode & 0o027:
+        yield f"others may read {path}: chmod 600 it"
+
+
 async def run(file: GatewayFile) -> None:
     """Serve until SIGTERM or SIGINT; a second one skips the drain. Prints one line when ready."""
     stop = asyncio.Event()
@@ -99,9 +109,8 @@ async def run(file: GatewayFile) -> None:
     doors = open_doors(file)
     if doors is not None:
         logger.warning("%s", doors)
-    config = file.gateway
-    if not config.operators and len({key.tenant for key in config.api_keys}) > 1:
-        logger.warning("every tenant may see and change what operators may: name gateway.operators")
+    for weakness in weaknesses(file):
+        logger.warning("%s", weakness)
     granter = build_granter(file)
     # Made on the loop: the clients belong to the event loop on which they are made.
     agents = agent_clients(file, granter)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from deploy.gateway.cli import check_listener
+from deploy.gateway.cli import check_listener, weaknesses
 from deploy.gateway.cli import open_doors as gateway_doors
 from deploy.gateway.config import GatewayConfig, ModelConfig, parse_api_keys
-from deploy.gateway.file import GatewayFile
+from deploy.gateway.file import GatewayFile, load_gateway_file
 from kvmanager.agent.config import AgentConfig
 from kvmanager.config_files.fields import Section
 from kvmanager.config_files.problems import FileError
@@ -106,6 +107,23 @@ def test_a_gateway_says_what_everybody_may_do() -> None:
     assert "anybody could change roles" in found
     assert "anybody could" not in str(said(api_keys=[{"key": "secret"}]))
     assert "anybody could" not in str(said(host="127.0.0.1", admin="127.0.0.1:1"))
+
+
+def test_a_gateway_says_who_may_be_an_operator_and_read_its_keys(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ops one\nacme two\n")
+    settings = tmp_path / "gateway.json"
+
+    def said(mode: int, *operators: str) -> str:
+        keys.chmod(mode)
+        gateway = {"models": [{"name": "m"}], "operators": operators}
+        pd = {"name": "p", "front": "h:1"}
+        settings.write_text(json.dumps({"gateway": gateway, "pd": pd, "api_keys_file": str(keys)}))
+        return "; ".join(weaknesses(load_gateway_file(settings)))
+
+    assert said(0o600, "ops") == said(0o640, "ops") == ""
+    assert "others may read" in said(0o644, "ops")
+    assert "every tenant may see and change" in said(0o600)
 
 
 def test_what_a_trusted_network_leaves_open_is_said() -> None:
