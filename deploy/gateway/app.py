@@ -349,7 +349,8 @@ async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamRe
             response.headers["Allow"] = error.headers["Allow"]
         return response
     except Exception:
-        logger.exception("%s %s failed", request.method, request.path)
+        # Not the decoded path, which may have line breaks and so look like other messages.
+        logger.exception("%s %s failed", request.method, request.raw_path)
         return _error_response(request, ApiError(500, "internal_error", _INTERNAL_ERROR))
 
 
