@@ -223,7 +223,7 @@ class GatewaySection(Section):
 
 
 def open_listeners(gateway: GatewaySection) -> dict[str, str]:
-    """What others could do without API keys, by the setting of the address where they could."""
+    """The danger of each address that other hosts reach if there are no API keys, by setting."""
     listeners = {"host": (gateway.host, "use the models")}
     if gateway.admin is not None:
         listeners["admin"] = (Endpoint.parse(gateway.admin).host, "change roles")
@@ -357,7 +357,7 @@ def with_api_keys(config: GatewayConfig, keys: Iterable[ApiKey]) -> GatewayConfi
 
 
 def tenants_by_key(keys: Iterable[ApiKey]) -> dict[str, str]:
-    """Whose each key is. Raises `ValueError` for a key that two tenants have."""
+    """The tenant of each key. Raises `ValueError` for a key that two tenants have."""
     tenants: dict[str, str] = {}
     for key in keys:
         tenant = tenants.setdefault(key.key.get_secret_value(), key.tenant)

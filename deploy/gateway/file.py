@@ -160,7 +160,7 @@ def load_gateway_file(path: Path, environ: Mapping[str, str] = os.environ) -> Ga
 
 
 def build_granter(file: GatewayFile) -> Granter | None:
-    """What signs for node agents; None where they ask for nothing. Raises `FileError`."""
+    """The signer of grants for node agents; None without a key. Raises `FileError`."""
     if file.granting_key is None:
         return None
     try:

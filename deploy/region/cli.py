@@ -142,7 +142,7 @@ def _stop_limit_s(state: RegionState) -> float:
 
 
 def _region_of(state: RegionState) -> RegionSpec | None:
-    """What a launcher wrote of its region; None where it is gone, or of an older version."""
+    """The region as its launcher wrote it; None where that is gone, or of an older version."""
     from deploy.region.spec.region import RegionSpec
 
     try:

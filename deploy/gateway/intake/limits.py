@@ -280,7 +280,7 @@ class Limits:
 
 
 def network_of(address: str | None) -> str:
-    """What counts as one address: in IPv6 the 64 bits that a host may choose from."""
+    """The address, or in IPv6 its network: a host may choose from 64 bits of addresses."""
     try:
         ip = ipaddress.ip_address(address or "")
     except ValueError:
@@ -291,7 +291,7 @@ def network_of(address: str | None) -> str:
 
 
 def _take(counts: Counter[str], name: str, number: int) -> None:
-    """Less of this; what is at nothing is forgotten, so that no name stays."""
+    """Take `number` off a count, and forget it at nothing, so that no name stays."""
     counts[name] -= number
     if counts[name] <= 0:
         del counts[name]

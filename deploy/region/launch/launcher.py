@@ -185,7 +185,7 @@ class RunningRegion:
 
     @property
     def operator_key(self) -> str:
-        """What the gateway's pages for operators ask for, beside the region's API keys."""
+        """A key that opens the gateway's pages for operators, beside the region's API keys."""
         return read_secret(self.directory.operator_key)
 
     def engine_access(self) -> EngineAccess:
@@ -194,8 +194,8 @@ class RunningRegion:
         return EngineAccess(self.directory.engine_key, tls)
 
     def credentials(self, role: Role) -> Credentials | None:
-        """What a process of this role shows to the region's processes, which it may then call as
-        the role allows (`transport.access`).
+        """Credentials with which a process may call the region's processes as its role allows
+        (`transport.access`).
         """
         return run_credentials(self.region, self.directory.region_key, role)
 

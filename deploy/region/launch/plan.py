@@ -147,7 +147,7 @@ class Planner:
         return settings
 
     def _destinations(self) -> list[str]:
-        """Where agents receive, and the detours of links to there."""
+        """The addresses at which agents receive, and the detours of links to them."""
         region = self.resolved.region
         nodes = [node for cluster in region.clusters for node in cluster.nodes]
         detours = {address for link in region.links for address in link.endpoints.values()}

@@ -1,6 +1,6 @@
-"""How the processes of a run know each other, and how commands of its user speak to them.
+"""Finds the keys and certificates of a run, for its processes and for commands of its user.
 
-It reads the region's file and makes none.
+It makes none of them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def grants_of(region: RegionSpec, file: Path) -> GrantsSection | None:
 
 
 def run_credentials(region: RegionSpec, made: Path, role: Role) -> Credentials | None:
-    """What one more process of the run shows to the others, where it has this role."""
+    """The credentials of one more process of the run, in this role."""
     tls = tls_files(region.security.tls)
     return credentials_of(tls, region_key_of(region, made, role), role)
 
 
 def credentials_in(state: RegionState) -> Credentials | None:
-    """What a command of the user shows to the processes of this run."""
+    """The credentials of a command of the user, to call processes of this run."""
     path = Path(state.region_file)
     region = RegionSpec.model_validate_json(path.read_bytes())
     return run_credentials(region, path.parent / REGION_KEY, "operator")
