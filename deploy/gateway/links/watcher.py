@@ -160,7 +160,7 @@ def without_incompatible(
     if not any(item.healthy and is_incompatible(item) for item in report.instances):
         return report
     instances = tuple(
-        structs.replace(item, healthy=False, reason=INCOMPATIBLE)
+        structs.replace(item, healthy=False, compatible=False, reason=INCOMPATIBLE)
         if item.healthy and is_incompatible(item)
         else item
         for item in report.instances

@@ -22,6 +22,7 @@ import psutil
 
 from deploy.command_line import CommandFailed
 from deploy.lab.emulator.control import RelayControl
+from deploy.region.cache_identity import unlike_engines
 from deploy.region.launch.arenas import discard_arenas
 from deploy.region.launch.plan import (
     STOP_ORDER,
@@ -236,6 +237,15 @@ class RunningRegion:
             self._report(self.gateway, trouble, state="waiting")
             await asyncio.sleep(0.1)
         self._report(self.gateway, self.gateway.reason)
+
+    async def differences(self) -> list[str]:
+        """A sentence for each pair of engines of one name between which no KVCache is shared.
+
+        Raises RpcError where an agent does not answer.
+        """
+        assert self._prober is not None
+        controls = self._agent_controls().values()
+        return unlike_engines([await self._prober.agent_status(control) for control in controls])
 
     async def stop(self) -> None:
         """Stop everything, gateway first. Goes on to the end even if cancelled. Idempotent."""

@@ -31,7 +31,10 @@ class _RegionView(msgspec.Struct):
 
 
 async def region_trouble(admin_url: str, key: str) -> str | None:
-    """What the gateway still misses, None once all its instances are usable."""
+    """What the gateway still misses, None once all its instances are usable.
+
+    An instance whose KVCache nobody can use stays so, however long one waits: it is not missed.
+    """
     try:
         view = await asked(admin_url, "/prfaas/region", _RegionView, key=key)
     except CannotAsk as error:
@@ -40,7 +43,7 @@ async def region_trouble(admin_url: str, key: str) -> str | None:
         return "it has no report of the PD cluster"
     for cluster in (view.pd, *view.prefill.values()):
         for instance in cluster.instances:
-            if not instance.healthy:
+            if not instance.healthy and instance.compatible:
                 return f"{instance.name} is not usable: {instance.reason}"
     return None
 

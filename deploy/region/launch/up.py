@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
+from collections.abc import Sequence
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -19,6 +21,9 @@ from deploy.region.launch.progress import ProgressView, line_view, progress_view
 from deploy.region.spec.region import RegionSpec
 from kvmanager.logs import set_up_logging
 from prfaas.engines.supervision.log_files import MAX_LOG_BYTES, NUM_OLD_LOGS
+from transport.rpc import RpcError
+
+logger = logging.getLogger("prfaas.deploy.region")
 
 
 async def keep_up(region: RegionSpec, root: Path, console: Console, as_json: bool) -> bool:
@@ -51,7 +56,7 @@ async def keep_up(region: RegionSpec, root: Path, console: Console, as_json: boo
         if not await _start(running, view, stop):
             return False
         shown = later
-        _announce(running, console, as_json)
+        _announce(running, console, as_json, await _differences(running))
         await stop.wait()
         if not as_json:
             console.print("stopping", style="dim")
@@ -84,12 +89,24 @@ async def _start(running: RunningRegion, view: ProgressView, stop: asyncio.Event
         return True
 
 
-def _announce(running: RunningRegion, console: Console, as_json: bool) -> None:
+async def _differences(running: RunningRegion) -> list[str]:
+    try:
+        return await running.differences()
+    except RpcError as error:  # an agent that died meanwhile: the view of processes says so
+        logger.warning("cannot compare the engines: %s", error)
+        return []
+
+
+def _announce(
+    running: RunningRegion, console: Console, as_json: bool, differences: Sequence[str]
+) -> None:
     url, root = running.gateway_url, running.directory.root
     if as_json:
         ready = {"event": "ready", "gateway": url, "run_dir": str(root), "pid": os.getpid()}
-        print(json.dumps(ready), flush=True)
+        print(json.dumps(ready | {"differences": list(differences)}), flush=True)
         return
+    for sentence in differences:
+        console.print(sentence, style="red", soft_wrap=True)
     model = running.region.models[0].name
     console.print(f"region [bold]{running.region.name}[/bold] serves at [bold]{url}[/bold]")
     console.print(

@@ -87,6 +87,7 @@ def test_instances_whose_kvcache_nobody_can_use_get_no_prompts() -> None:
     mixed = without_incompatible(cluster(*fine.instances, instance(layout_fingerprint="b")), home)
     assert mixed is not None
     assert [item.healthy for item in mixed.instances] == [True, True, False]
+    assert [item.compatible for item in mixed.instances] == [True, True, False]
     assert mixed.healthy
     swapped = without_incompatible(cluster(instance(layout_fingerprint="c")), home)
     assert swapped is not None
