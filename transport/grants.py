@@ -39,6 +39,8 @@ GRANT_S: Final = 60.0
 """How long a grant holds that is used at once."""
 SKEW_S: Final = 60.0
 """How far the wall clocks of a gateway and an agent may be apart."""
+MAX_GRANT_BYTES: Final = 4096
+"""Far above what a grant has: checking a signature takes time for every byte."""
 _SIGNATURE_BYTES: Final = 64
 # Keeps a signature from meaning anything elsewhere, should somebody use the key twice.
 _CONTEXT: Final = b"prfaas grant 1\0"
@@ -61,7 +63,9 @@ class NotGranted(Exception):
     """The call has no grant that allows it; the message is for people."""
 
 
-class Granted(msgspec.Struct, frozen=True, kw_only=True):
+# A field that a newer gateway signs may be one more condition: who does not know it must not let
+# the call in.
+class Granted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one call does. Empty fields do not apply to the method.
 
     `agent`: the agent that is called, named by where it receives KVCache; "" in a grant: any of the
@@ -77,7 +81,7 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int = 0
 
 
-class Grant(msgspec.Struct, frozen=True, kw_only=True):
+class Grant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is signed. Times are seconds of Unix time; `nonce` tells two grants apart."""
 
     region: str
@@ -110,6 +114,8 @@ def read_grant(keys: Sequence[Ed25519PublicKey], raw: bytes, what: str) -> Grant
     """The grant, if one of the keys has signed it. Raises NotGranted, which says for `what`."""
     if not raw:
         raise NotGranted(f"{what} needs a grant of a gateway, and the call has none")
+    if len(raw) > MAX_GRANT_BYTES:
+        raise NotGranted(f"{what}: a grant of {len(raw)} bytes; {MAX_GRANT_BYTES} at most")
     from cryptography.exceptions import InvalidSignature
 
     signature, body = raw[:_SIGNATURE_BYTES], raw[_SIGNATURE_BYTES:]
@@ -208,7 +214,10 @@ def load_public_keys(file: GrantFile) -> tuple[Ed25519PublicKey, ...]:
 
     text = _read(file, "granting_keys", forbidden=0o022)
     keys = []
-    for block in text.split(_PUBLIC_END)[:-1]:
+    *blocks, rest = text.split(_PUBLIC_END)
+    if b"-----BEGIN PUBLIC" in rest:
+        raise _unusable(file, "granting_keys", "it ends within a key")
+    for block in blocks:
         try:
             key = serialization.load_pem_public_key(block.lstrip() + _PUBLIC_END + b"\n")
         except (ValueError, UnsupportedAlgorithm) as error:
