@@ -29,6 +29,7 @@ from transport import LocalError, TlsFiles
 from transport.access import ACCESS
 from transport.region_key import Credentials, RegionKey
 from transport.rpc_auth import (
+    LOOK_S,
     PROOF,
     CallerAuth,
     CallSigner,
@@ -238,13 +239,14 @@ class RpcClient:
         Cancelling the awaiting task cancels the handler at the server.
         """
         body = msgspec.msgpack.encode(request)
+        deadline_s = time.monotonic() + timeout_s
         try:
             if self._key is not None:
-                raw = await self._call_signed(self._key, method, body, timeout_s)
+                raw = await self._call_signed(self._key, method, body, deadline_s)
             else:
                 if self._tls is not None:
                     await self._look_at_server(self._tls, timeout_s)
-                raw = await self._invoke(method)(body, timeout=timeout_s)
+                raw = await self._invoke(method)(body, timeout=_left_s(deadline_s))
         except grpc.aio.AioRpcError as error:
             raise self._explain(method, error) from error
         except grpc.aio.UsageError as error:
@@ -273,18 +275,19 @@ class RpcClient:
         return self._current_channel().unary_unary(f"/{self._service}/{method}")
 
     async def _call_signed(
-        self, key: RegionKey, method: str, body: bytes, timeout_s: float
+        self, key: RegionKey, method: str, body: bytes, deadline_s: float
     ) -> bytes:
         """One call and its answer, both signed. A server that wants another challenge has done
         nothing yet, so that the call may be made again.
         """
         if self._signer is None:
             self._signer = CallSigner(key, self._service)
-        signer, deadline_s = self._signer, time.monotonic() + timeout_s
+        signer = self._signer
         for num_left in reversed(range(MAX_TRIES)):
             proof = signer.sign(method, body)
-            left_s = max(0.0, deadline_s - time.monotonic())
-            call = self._invoke(method)(body, timeout=left_s, metadata=((PROOF, str(proof)),))
+            call = self._invoke(method)(
+                body, timeout=_left_s(deadline_s), metadata=((PROOF, str(proof)),)
+            )
             try:
                 raw: bytes = await call
             except grpc.aio.AioRpcError as error:
@@ -303,17 +306,18 @@ class RpcClient:
         """Before a connection is made, and made again: is the server who it should be?"""
         if self._service not in ACCESS:
             return
-        async with self._looking:
-            if self._current_channel().get_state() is grpc.ChannelConnectivity.READY:
-                return
-            if self._look is None:
-                self._look = ServerLook(tls, self.target, self._service)
-            try:
-                await self._look.check(timeout_s)
-            except (OSError, TimeoutError) as error:
-                reason = str(error) or "no answer"
-                message = f"{self.target} {self._service}: {reason}"
-                raise RpcError("UNAVAILABLE", message) from error
+        try:
+            # Calls wait here for each other's looks at a host that does not answer, so that the
+            # wait counts as well.
+            async with asyncio.timeout(min(timeout_s, LOOK_S)), self._looking:
+                if self._current_channel().get_state() is grpc.ChannelConnectivity.READY:
+                    return
+                if self._look is None:
+                    self._look = ServerLook(tls, self.target, self._service)
+                await self._look.check()
+        except (OSError, TimeoutError) as error:
+            reason = str(error) or "no answer"
+            raise RpcError("UNAVAILABLE", f"{self.target} {self._service}: {reason}") from error
 
     def _current_channel(self) -> Any:
         """The channel with the present certificates. Running calls end on the channel that they
@@ -359,6 +363,10 @@ class RpcClient:
             return RpcError(named, error.details() or "")
         code = _CODE_OF.get(error.code(), "INTERNAL")
         return RpcError(code, f"{self.target} {self._service}.{method}: {error.details()}")
+
+
+def _left_s(deadline_s: float) -> float:
+    return max(0.0, deadline_s - time.monotonic())
 
 
 def _adapt(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -191,6 +192,22 @@ async def test_errors_of_handlers_come_through(shown_by: Maker) -> None:
         with pytest.raises(RpcError) as caught:
             await call(target, shown_by("spiffe://r/gateway/g"), text="no room")
         assert (caught.value.code, caught.value.message) == ("NO_ROOM", "full: é")
+
+
+async def test_calls_do_not_wait_for_each_others_looks_beyond_their_time(
+    tmp_path: Path, authority: Path
+) -> None:
+    client_files = make_node(tmp_path, "waiting", authority, uris=("spiffe://r/gateway/g",))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = RpcClient(f"127.0.0.1:{silent.getsockname()[1]}", SERVICE, client_files)
+        try:
+            async with asyncio.timeout(30):  # one after the other they would take two minutes
+                calls = (client.call("Status", Ask(), Answer, 1.0) for _ in range(120))
+                ended = await asyncio.gather(*calls, return_exceptions=True)
+        finally:
+            await client.close()
+    assert {error.code for error in ended if isinstance(error, RpcError)} == {"UNAVAILABLE"}
+    assert len(ended) == 120
 
 
 # ---- the region's key
