@@ -33,7 +33,6 @@ from transport.rpc_auth import (
     PROOF,
     CallerAuth,
     CallSigner,
-    Metadata,
     NotAdmitted,
     Seal,
     ServerLook,
@@ -71,15 +70,10 @@ _STATUS_OF: Final[dict[str, Any]] = {
 # RESOURCE_EXHAUSTED then means a message over the size limit.
 _CODE_OF: Final[dict[Any, ErrorCode]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: "INVALID",
-    grpc.StatusCode.INVALID_ARGUMENT: "INVALID",
     grpc.StatusCode.UNIMPLEMENTED: "INVALID",
-    grpc.StatusCode.NOT_FOUND: "NOT_FOUND",
     grpc.StatusCode.UNAVAILABLE: "UNAVAILABLE",
     grpc.StatusCode.CANCELLED: "UNAVAILABLE",
-    grpc.StatusCode.ABORTED: "UNAVAILABLE",
-    grpc.StatusCode.FAILED_PRECONDITION: "REFUSED",
     grpc.StatusCode.PERMISSION_DENIED: "REFUSED",
-    grpc.StatusCode.UNAUTHENTICATED: "REFUSED",
     grpc.StatusCode.DEADLINE_EXCEEDED: "TIMEOUT",
 }
 
@@ -357,6 +351,9 @@ class RpcClient:
 
     def _explain(self, method: str, error: Any) -> RpcError:
         named = dict(error.trailing_metadata() or ()).get(_CODE_TRAILER)
+        # Nobody signs a refusal, so that it must not pass for an answer of a handler.
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            named = "REFUSED"
         # Only our handlers set the trailer; without it the status comes from gRPC or from the
         # network.
         if named in _STATUS_OF:
@@ -418,6 +415,7 @@ async def _abort(context: Any, code: ErrorCode, message: str, seal: Seal | None)
 
 
 async def _refuse(context: Any, error: NotAdmitted) -> NoReturn:
-    trailers: Metadata = ((_CODE_TRAILER, "REFUSED"), *error.metadata)
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message, trailing_metadata=trailers)
+    await context.abort(
+        grpc.StatusCode.UNAUTHENTICATED, error.message, trailing_metadata=error.metadata
+    )
     raise AssertionError("abort returned")

@@ -226,6 +226,36 @@ async def test_a_server_without_the_key_is_not_believed(tmp_path: Path) -> None:
         assert "the answer is not signed with a key of region r" in await refused(target, ours)
 
 
+@pytest.mark.parametrize(
+    ("status", "trailers", "code"),
+    [
+        (grpc.StatusCode.UNAUTHENTICATED, (("prfaas-code", "NOT_FOUND"),), "REFUSED"),
+        (grpc.StatusCode.NOT_FOUND, (("prfaas-code", "NOT_FOUND"),), "REFUSED"),
+        (grpc.StatusCode.NOT_FOUND, (), "INTERNAL"),
+    ],
+)
+async def test_an_error_that_nobody_signed_is_not_taken_for_an_answer(
+    tmp_path: Path, status: grpc.StatusCode, trailers: tuple[tuple[str, str], ...], code: str
+) -> None:
+    """Somebody without the key, at the address of an agent, says that a transfer is gone."""
+
+    async def lie(_: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        await context.abort(status, "gone", trailing_metadata=trailers)
+
+    server = grpc.aio.server()
+    handlers = {"Status": grpc.unary_unary_rpc_method_handler(lie)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    ours = named(write_keys(tmp_path / "key", new_key()))
+    try:
+        with pytest.raises(RpcError) as caught:
+            await call(f"127.0.0.1:{port}", ours, "Status")
+    finally:
+        await server.stop(0)
+    assert caught.value.code == code
+
+
 async def test_keys_are_rotated_without_restart(tmp_path: Path) -> None:
     old, new = new_key(), new_key()
     server_file = write_keys(tmp_path / "server", old)
