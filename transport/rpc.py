@@ -31,6 +31,7 @@ from transport.region_key import Credentials, RegionKey
 from transport.rpc_auth import (
     LOOK_S,
     PROOF,
+    Admission,
     CallerAuth,
     CallSigner,
     NotAdmitted,
@@ -163,7 +164,9 @@ class RpcServer:
             raise RpcError("INVALID", error.message) from error
         for name, methods in self._services.items():
             handlers = {
-                method_name: grpc.unary_unary_rpc_method_handler(
+                # As a stream of one request, because gRPC takes a whole unary body into memory
+                # before anybody is asked who sends it.
+                method_name: grpc.stream_unary_rpc_method_handler(
                     _adapt(name, method_name, method, auth)
                 )
                 for method_name, method in methods.items()
@@ -368,20 +371,23 @@ def _left_s(deadline_s: float) -> float:
 
 def _adapt(
     service: str, name: str, method: Method[Any, Any], auth: CallerAuth | None
-) -> Callable[[bytes, Any], Awaitable[bytes]]:
-    """The handler that gRPC calls with raw bytes. It turns every failure into a readable status.
+) -> Callable[[Any, Any], Awaitable[bytes]]:
+    """The handler that gRPC calls before it takes the body. It turns every failure into a readable
+    status.
 
     It is the only place that lets a call in.
     """
     decoder = msgspec.msgpack.Decoder(method.request_type)
 
-    async def handle(raw: bytes, context: Any) -> bytes:
-        seal: Seal | None = None
-        if auth is not None:
-            try:
-                seal = auth.admit(service, name, raw, context)
-            except NotAdmitted as error:
-                await _refuse(context, error)
+    async def handle(_: Any, context: Any) -> bytes:
+        try:
+            admission = Admission() if auth is None else auth.admit(service, name, context)
+            read = await context.read()
+            raw: bytes = b"" if read is grpc.aio.EOF else read  # no request decodes from nothing
+            admission.take(raw)
+        except NotAdmitted as error:
+            await _refuse(context, error)
+        seal = admission.seal
         try:
             request = decoder.decode(raw)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -398,19 +404,16 @@ def _adapt(
             logger.exception("handler of %s failed", method.request_type.__name__)
             await _abort(context, "INTERNAL", f"{type(error).__name__}: {error}", seal)
         answer: bytes = msgspec.msgpack.encode(reply)
-        if seal is not None:
-            context.set_trailing_metadata(seal(_OK, answer))
+        context.set_trailing_metadata(seal(_OK, answer))
         return answer
 
     return handle
 
 
-async def _abort(context: Any, code: ErrorCode, message: str, seal: Seal | None) -> NoReturn:
+async def _abort(context: Any, code: ErrorCode, message: str, seal: Seal) -> NoReturn:
     details = message or code
-    sealed = seal(code, details.encode()) if seal is not None else ()
-    await context.abort(
-        _STATUS_OF[code], details, trailing_metadata=((_CODE_TRAILER, code), *sealed)
-    )
+    trailers = ((_CODE_TRAILER, code), *seal(code, details.encode()))
+    await context.abort(_STATUS_OF[code], details, trailing_metadata=trailers)
     raise AssertionError("abort returned")
 
 

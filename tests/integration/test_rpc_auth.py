@@ -187,6 +187,45 @@ async def test_others_of_the_same_authority_are_refused(
     )
 
 
+async def test_a_call_is_refused_before_a_byte_of_its_body_is_there(shown_by: Maker) -> None:
+    """Bodies have up to 64 MiB each: nobody else may fill memory with them, or hold calls open."""
+
+    async def no_body() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    shown = shown_by("spiffe://r/operator/o")
+    async with serving(shown_by("spiffe://r/agent/a")) as target:
+        channel = (
+            grpc.aio.secure_channel(target, channel_credentials(shown))
+            if isinstance(shown, TlsFiles)
+            else grpc.aio.insecure_channel(target)
+        )
+        async with channel:
+            invoke = channel.stream_unary(f"/{SERVICE}/SendCacheMove")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await asyncio.wait_for(invoke(no_body()), 60)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_the_first_call_may_be_a_large_one(shown_by: Maker) -> None:
+    """With a region's key its first try is refused while its body is still on the way."""
+    async with serving(shown_by("spiffe://r/agent/a")) as target:
+        text = "x" * (4 << 20)
+        assert await call(target, shown_by("spiffe://r/gateway/g"), text=text) == f"heard {text}"
+
+
+async def test_a_call_without_a_body_is_invalid() -> None:
+    async def no_body() -> AsyncIterator[bytes]:
+        for body in ():
+            yield body
+
+    async with serving(None) as target, grpc.aio.insecure_channel(target) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.stream_unary(f"/{SERVICE}/Status")(no_body())
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_errors_of_handlers_come_through(shown_by: Maker) -> None:
     async with serving(shown_by("spiffe://r/agent/a")) as target:
         with pytest.raises(RpcError) as caught:
