@@ -38,5 +38,5 @@ async def serve_pd(config: PdFrontConfig) -> None:
         Endpoint.parse(config.listen).host,
         metrics_prefix="prfaas_pd",
         metrics_port=config.metrics_port,
-        open_doors=config.open_doors(config.role),
+        exposure=config.exposure(config.role),
     )

@@ -41,5 +41,5 @@ async def serve_prefill(config: PrefillFrontConfig) -> None:
         Endpoint.parse(config.listen).host,
         metrics_prefix="prfaas_prefill",
         metrics_port=config.metrics_port,
-        open_doors=config.open_doors(config.role),
+        exposure=config.exposure(config.role),
     )

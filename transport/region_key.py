@@ -175,7 +175,7 @@ def _digest(body: bytes) -> str:
 class Challenges:
     """The challenges of one server, and the nonces of the calls that used them. Time is passed in.
 
-    Only calls whose signature holds may be noted, so strangers take no memory.
+    Only calls whose signature holds may be noted, so that unauthenticated peers take no memory.
     """
 
     def __init__(self, now_s: float) -> None:

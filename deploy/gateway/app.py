@@ -73,7 +73,7 @@ class Gateway:
         *,
         region_links: RegionLinks | None = None,
         granter: Granter | None = None,
-        open_doors: str | None = None,
+        exposure: str | None = None,
         keys_file: Path | None = None,
         run_key: str = "",
         engine_access: EngineAccess | None = None,
@@ -82,12 +82,12 @@ class Gateway:
         of a prompt, `region_links` what links carry. The gateway closes both. `granter` signs for
         node agents what requests need of them.
 
-        `open_doors`, what everybody on the network may do, is shown by /health. `keys_file` is the
+        `exposure`, what everybody on the network may do, is shown by /health. `keys_file` is the
         source of `config.api_keys`, and is followed. `run_key` opens the pages of operators,
         `engine_access` the engines.
         """
         self._granter = granter
-        self._open_doors = open_doors
+        self._exposure = exposure
         self.config = config
         self.metrics = GatewayMetrics()
         self.records: deque[RequestRecord] = deque(maxlen=config.num_records)
@@ -299,7 +299,7 @@ class Gateway:
             link_names=dict(link_names),
             key_names=KeyNames(secrets.token_bytes(32)),
             services=self._started,
-            open_doors=self._open_doors,
+            exposure=self._exposure,
         )
 
 

@@ -77,10 +77,10 @@ def check_listener(gateway: GatewayConfig, *, trusted_network: bool) -> None:
         raise FileError("the gateway's file", problems)
 
 
-def open_doors(file: GatewayFile) -> str | None:
+def exposure_of(file: GatewayFile) -> str | None:
     """What everybody on the network may do, for the log and /health; None: nothing."""
     listeners = {} if file.gateway.api_keys else open_listeners(file.gateway)
-    found = filter(None, (file.open_doors("gateway"), *listeners.values()))
+    found = filter(None, (file.exposure("gateway"), *listeners.values()))
     return "; ".join(found) or None
 
 
@@ -106,9 +106,9 @@ async def run(file: GatewayFile) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    doors = open_doors(file)
-    if doors is not None:
-        logger.warning("%s", doors)
+    exposure = exposure_of(file)
+    if exposure is not None:
+        logger.warning("%s", exposure)
     for weakness in weaknesses(file):
         logger.warning("%s", weakness)
     granter = build_granter(file)
@@ -126,7 +126,7 @@ async def run(file: GatewayFile) -> None:
             caches,
             region_links=build_links(file, agents),
             granter=granter,
-            open_doors=doors,
+            exposure=exposure,
             keys_file=file.api_keys_file,
             run_key=await asyncio.to_thread(_run_key, file),
             engine_access=await asyncio.to_thread(file.engine_access),

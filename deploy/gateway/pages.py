@@ -78,7 +78,7 @@ class Pages:
     link_names: Mapping[str, str]
     key_names: KeyNames
     services: Callable[[], Services]
-    open_doors: str | None
+    exposure: str | None
     """What everybody on the network may do, by this configuration; None: nothing."""
 
     def for_everybody(self) -> Iterable[web.RouteDef]:
@@ -132,8 +132,8 @@ class Pages:
             return _json({"status": "draining"}, 503)
         if not self.watcher.is_healthy():
             return _json({"status": "no healthy engine"}, 503)
-        doors = {} if self.open_doors is None else {"open": self.open_doors}
-        return _json({"status": "ok"} | doors)
+        shown = {} if self.exposure is None else {"open": self.exposure}
+        return _json({"status": "ok"} | shown)
 
     async def _version(self, _request: web.Request) -> web.Response:
         """GET /version."""

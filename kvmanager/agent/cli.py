@@ -97,8 +97,8 @@ async def serve(config: AgentConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    for doors in config.open_doors:
-        logger.warning("%s", doors)
+    for exposure in config.exposures:
+        logger.warning("%s", exposure)
     agent = NodeAgent(config)
     await agent.start()
     rpc = RpcServer(config.control, {SERVICE: ControlService(agent).methods()}, config.credentials)
@@ -114,7 +114,7 @@ async def serve(config: AgentConfig) -> None:
         }
         if config.metrics_port is not None:
             metrics = MetricsServer(
-                agent.metrics, control_host, config.metrics_port, config.open_doors
+                agent.metrics, control_host, config.metrics_port, config.exposures
             )
             ready["metrics"] = str(Endpoint(control_host, await metrics.start()))
         # The objects of the start stay for good; visiting them in each full garbage collection

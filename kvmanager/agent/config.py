@@ -32,7 +32,7 @@ from kvmanager.config_files.security import (
     RegionKeySection,
     check_listeners,
     credentials_of,
-    open_doors,
+    exposure,
 )
 from kvmanager.config_files.yaml_files import read_settings
 from kvmanager.pool.placement import StatePlacement
@@ -224,10 +224,10 @@ class AgentConfig(AgentSection):
         return credentials_of(self.tls, self.region_key, "agent")
 
     @property
-    def open_doors(self) -> list[str]:
+    def exposures(self) -> list[str]:
         """What somebody on the network may do, for logs and answers about health."""
-        doors = open_doors(self.credentials, trusted_network=self.trusted_network)
-        found = [] if doors is None else [doors]
+        shared = exposure(self.credentials, trusted_network=self.trusted_network)
+        found = [] if shared is None else [shared]
         if self.granting_keys is None:
             where = "any address" if self.send_to is None else "the addresses of send_to"
             found.append(

@@ -172,10 +172,10 @@ class MetricsServer:
     """Serves /metrics and /health. An agent without it starts sooner and without aiohttp."""
 
     def __init__(
-        self, metrics: AgentMetrics, host: str, port: int, open_doors: Sequence[str]
+        self, metrics: AgentMetrics, host: str, port: int, exposures: Sequence[str]
     ) -> None:
-        """`open_doors`: what somebody on the network may do, for /health."""
-        self._open_doors = open_doors
+        """`exposures`: what somebody on the network may do, for /health."""
+        self._exposures = exposures
         self._metrics = metrics
         self._host = host
         self._port = port
@@ -208,5 +208,5 @@ class MetricsServer:
     async def _health(self, _: web.Request) -> web.Response:
         from aiohttp import web
 
-        lines = ("ok", *(f"open: {doors}" for doors in self._open_doors))
+        lines = ("ok", *(f"open: {what}" for what in self._exposures))
         return web.Response(text="".join(f"{line}\n" for line in lines))

@@ -193,7 +193,7 @@ class NodeAgent:
             arena_path=str(arena.path),
             cache=None if self.cache is None else self.cache.status(),
             landing_room_bytes=self.landing_room_bytes,
-            open_doors=self.config.open_doors,
+            exposures=self.config.exposures,
             is_encrypted=self.config.tls is not None,
         )
 

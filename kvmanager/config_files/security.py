@@ -1,7 +1,7 @@
 """How a process shows who it is, and what it may listen on: the settings that all processes share.
 
 It opens no file and no port. A process beyond loopback needs TLS or the region's key; the word
-`trusted_network` stands for neither, and `open_doors` says what that leaves open.
+`trusted_network` stands for neither, and `exposure` says what that leaves open.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class SecuritySection(Section):
         """What a process of this role shows; None: nothing."""
         return credentials_of(tls_files(self.tls), self.region_key, role)
 
-    def open_doors(self, role: Role) -> str | None:
+    def exposure(self, role: Role) -> str | None:
         """For the log of a process that starts; None: nothing is open."""
-        return open_doors(self.credentials(role), trusted_network=self.trusted_network)
+        return exposure(self.credentials(role), trusted_network=self.trusted_network)
 
 
 def credentials_of(
@@ -112,7 +112,7 @@ def check_redis(setting: str, url: str, *, trusted_network: bool) -> None:
         )
 
 
-def open_doors(credentials: Credentials | None, *, trusted_network: bool) -> str | None:
+def exposure(credentials: Credentials | None, *, trusted_network: bool) -> str | None:
     """What somebody on the network may do, for logs and pages; None: nothing of note."""
     if isinstance(credentials, RegionKey):
         return (

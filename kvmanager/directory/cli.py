@@ -134,11 +134,11 @@ class _Metrics:
         self._follower = follower
         self._metrics = DirectoryMetrics()
         self._server: WSGIServer | None = None
-        registry, doors = self._metrics.registry, config.open_doors("directory")
-        if doors is not None:
-            logger.warning("%s", doors)
+        registry, exposure = self._metrics.registry, config.exposure("directory")
+        if exposure is not None:
+            logger.warning("%s", exposure)
             text = "What somebody on the network may do."
-            Info("prfaas_directory_open_doors", text, registry=registry).info({"what": doors})
+            Info("prfaas_directory_exposure", text, registry=registry).info({"what": exposure})
         if config.metrics_port:
             host = Endpoint.parse(config.listen).host
             self._server, self._thread = start_http_server(config.metrics_port, host, registry)

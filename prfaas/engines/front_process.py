@@ -71,18 +71,18 @@ async def serve_front(
     *,
     metrics_prefix: str,
     metrics_port: int = 0,
-    open_doors: str | None = None,
+    exposure: str | None = None,
 ) -> None:
     """Start both, print a JSON line {"event": "ready", ...} to stdout, and stop on SIGTERM/SIGINT.
 
     `metrics_prefix` begins the names of metrics of the process itself. What somebody on the network
-    may do, `open_doors`, is logged, and in the metrics. Raises whatever keeps either from starting;
+    may do, `exposure`, is logged, and in the metrics. Raises whatever keeps either from starting;
     nothing stays behind then.
     """
-    if open_doors is not None:
-        logger.warning("%s", open_doors)
-        info = Info(f"{metrics_prefix}_open_doors", "What somebody on the network may do.")
-        info.info({"what": open_doors})
+    if exposure is not None:
+        logger.warning("%s", exposure)
+        info = Info(f"{metrics_prefix}_exposure", "What somebody on the network may do.")
+        info.info({"what": exposure})
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):

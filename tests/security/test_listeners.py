@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from deploy.gateway.cli import check_listener, weaknesses
-from deploy.gateway.cli import open_doors as gateway_doors
+from deploy.gateway.cli import check_listener, exposure_of, weaknesses
 from deploy.gateway.config import GatewayConfig, ModelConfig, parse_api_keys
 from deploy.gateway.file import GatewayFile, load_gateway_file
 from kvmanager.agent.config import AgentConfig
 from kvmanager.config_files.fields import Section
 from kvmanager.config_files.problems import FileError
-from kvmanager.config_files.security import open_doors
+from kvmanager.config_files.security import exposure
 from kvmanager.directory.config import DirectoryConfig, load
 from local_pd.front_config import PdFrontConfig
 from prfaas.front_config import PrefillFrontConfig
@@ -97,7 +96,7 @@ def test_a_gateway_says_what_everybody_may_do() -> None:
     def said(**settings: Any) -> str | None:
         gateway = {"models": [{"name": "m"}], "host": "0.0.0.0", "admin": EVERYWHERE} | settings
         pd = {"name": "p", "front": "h:1"}
-        return gateway_doors(
+        return exposure_of(
             GatewayFile.model_validate({"gateway": gateway, "pd": pd, "trusted_network": True})
         )
 
@@ -127,17 +126,17 @@ def test_a_gateway_says_who_may_be_an_operator_and_read_its_keys(tmp_path: Path)
 
 
 def test_what_a_trusted_network_leaves_open_is_said() -> None:
-    said = open_doors(None, trusted_network=True)
+    said = exposure(None, trusted_network=True)
     assert said is not None
     assert "read and plant the KVCache of all tenants" in said
     key = RegionKey(Path("k"), Identity("r", "agent", "a"))
-    assert "whoever listens on the network reads" in str(open_doors(key, trusted_network=False))
-    assert open_doors(None, trusted_network=False) is None
+    assert "whoever listens on the network reads" in str(exposure(key, trusted_network=False))
+    assert exposure(None, trusted_network=False) is None
 
 
 def test_what_an_agent_without_grants_leaves_open_is_said() -> None:
-    (said,) = AgentConfig().open_doors
+    (said,) = AgentConfig().exposures
     assert "KVCache of all tenants sent to any address, and cache KVCache under any key" in said
-    (said,) = AgentConfig(send_to=("b:7100",)).open_doors
+    (said,) = AgentConfig(send_to=("b:7100",)).exposures
     assert "sent to the addresses of send_to" in said
-    assert AgentConfig(granting_keys={"file": "k", "region": "r"}).open_doors == []
+    assert AgentConfig(granting_keys={"file": "k", "region": "r"}).exposures == []
