@@ -32,7 +32,7 @@ _FROM_THEIR_FILES: Final = {
     "setuptools": "MIT",
     "torchcodec": "BSD-3-Clause",
 }
-"""Of those whose metadata says nothing: what the licence beside their code or libraries is."""
+"""Licences of packages whose metadata names none, from the files beside their code."""
 
 _HEAD: Final = """# Licences
 

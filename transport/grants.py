@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     )
 
 GRANT_S: Final = 60.0
-"""How long a grant holds that is used at once."""
+"""Life of a grant that is used at once."""
 SKEW_S: Final = 60.0
 """How far the wall clocks of a gateway and an agent may be apart."""
 MAX_GRANT_BYTES: Final = 4096
@@ -66,7 +66,7 @@ class NotGranted(Exception):
 # A field that a newer gateway signs may be one more condition: who does not know it must not let
 # the call in.
 class Granted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one call does. Empty fields do not apply to the method.
+    """One call of a node agent. Empty fields do not apply to its method.
 
     `agent`: the agent that is called, named by where it receives KVCache; "" in a grant: any of the
     region. `endpoint`: where it sends to. `content`: which KVCache, as `content_digest`.
@@ -82,7 +82,7 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Grant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is signed. Times are seconds of Unix time; `nonce` tells two grants apart."""
+    """The signed statement. Times are seconds of Unix time; `nonce` tells two grants apart."""
 
     region: str
     granted: Granted

@@ -29,7 +29,7 @@ from transport.identity import Identity
 
 KEY_BYTES: Final = 32
 CHALLENGE_S: Final = 60.0
-"""How long a challenge is handed out; it is taken for as long again."""
+"""A challenge is handed out for this long, and accepted for as long again."""
 MAX_NONCES: Final = 1 << 16
 """Calls after which a challenge is replaced early: bounds the memory for their nonces."""
 _LINE: Final = re.compile(r"[0-9a-f]{64}")
@@ -37,7 +37,7 @@ _LINE: Final = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class RegionKey:
-    """How a process shows who it is without TLS: as `identity`, by the keys in the file `path`."""
+    """Credentials of a process without TLS: its identity, and the file of keys that proves it."""
 
     path: Path
     identity: Identity
@@ -48,7 +48,7 @@ class RegionKey:
 
 
 Credentials = TlsFiles | RegionKey
-"""How a process shows who it is, and knows who others are."""
+"""With these a process proves who it is, and checks who others are."""
 
 
 def new_key() -> str:
@@ -105,7 +105,7 @@ def is_signed(keys: Sequence[bytes], mac: str, *parts: str | bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What a signed message carries beside its body. `body` is the body's digest: a server knows
+    """A signed message carries this beside its body. `body` is the body's digest: a server knows
     who calls before it takes a byte of the body.
     """
 
@@ -184,7 +184,7 @@ class Challenges:
         self._used: dict[str, set[str]] = {self._present: set()}
 
     def current(self, now_s: float) -> str:
-        """What a call that is made now should be signed with."""
+        """The challenge for a call that is made now."""
         is_full = len(self._used[self._present]) >= MAX_NONCES
         if is_full or now_s - self._since_s >= CHALLENGE_S:
             before, self._present = self._present, secrets.token_hex(16)

@@ -166,8 +166,8 @@ class AgentConfig(AgentSection):
     region_key: RegionKeySection | None = None
     """Signs calls where there is no TLS. Left out: none."""
     granting_keys: GrantsSection | None = None
-    """Whose grants allow that KVCache is sent from here, and lands here. Left out: nobody's are
-    needed.
+    """Public keys of the gateways that grant that KVCache is sent from here and lands here. Left
+    out: no grant is needed.
     """
     trusted_network: bool = False
     """Whether every process that reaches this one's ports may call everything."""
