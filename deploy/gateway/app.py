@@ -21,7 +21,7 @@ from deploy.gateway.cache.api import KeyNames
 from deploy.gateway.cache.moves import CacheMoves, MoveMetrics
 from deploy.gateway.cache.placement import PrefixPlacement, node_loads
 from deploy.gateway.cache.region_caches import RegionCaches
-from deploy.gateway.config import GatewayConfig
+from deploy.gateway.config import ApiKey, GatewayConfig
 from deploy.gateway.errors import JSON_TYPE, ApiError
 from deploy.gateway.intake.accept import Intake, ServedModels, usable_request_id
 from deploy.gateway.intake.auth import KeyRing
@@ -144,7 +144,7 @@ class Gateway:
             self.scheduler.record(self._recorder)
         self._services = self._build_services()
         if self._keys_file is not None:
-            following = follow_keys(self._keys_file, self._keys)
+            following = follow_keys(self._keys_file, self._replace_keys)
             self._following = start_task(following, "the file of API keys")
         if self._services.placement is not None:
             self._services.placement.start()
@@ -222,6 +222,10 @@ class Gateway:
         for follower in (self._caches, self._region_links):
             if follower is not None:
                 await follower.watch(report)
+
+    def _replace_keys(self, keys: tuple[ApiKey, ...]) -> None:
+        self._keys.replace(keys)
+        self.admission.keep_series(key.tenant for key in keys)
 
     def _started(self) -> Services:
         if self._services is None:

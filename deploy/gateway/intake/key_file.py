@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.gateway.config import ApiKey, load_api_keys, tenants_by_key
-from deploy.gateway.intake.auth import KeyRing
 from transport.errors import LocalError
 from transport.tls import RECHECK_S, Rotating
 
@@ -31,14 +31,16 @@ class KeyFile:
         return (self.path,)
 
 
-async def follow_keys(path: Path, ring: KeyRing) -> None:
-    """Give `ring` what the file has, now and about a second after each change, until cancelled."""
+async def follow_keys(path: Path, replace: Callable[[tuple[ApiKey, ...]], None]) -> None:
+    """Call `replace` with what the file has, now and about a second after each change, until
+    cancelled.
+    """
     file = await _usable(path)
     known: tuple[ApiKey, ...] | None = None
     while True:
         keys = await asyncio.to_thread(file.current, time.monotonic())
         if keys is not known:
-            ring.replace(keys)
+            replace(keys)
             known = keys
         await asyncio.sleep(RECHECK_S)
 

@@ -8,7 +8,7 @@ or how a load was measured.
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final, NoReturn, Protocol, TypeVar
 
@@ -105,9 +105,16 @@ class Admission:
         self._decide = decide
         self._num_asked = 0
         self._in_flight: dict[str, TenantNow] = {}
+        self._with_keys: frozenset[str] | None = None
+        """None: what tenants there are is not known."""
         self._num_admitted = 0
         self._refused: Tally[str] = Tally()
         self._metrics = _Metrics(registry, config)
+
+    def keep_series(self, tenants: Iterable[str]) -> None:
+        """From now on only these tenants have keys. The others' series go with their requests."""
+        self._with_keys = frozenset(tenants)
+        self._metrics.keep_series({*self._with_keys, *self._in_flight})
 
     def is_limited(self, tenant: str) -> bool:
         """Whether the tenant has any limit."""
@@ -173,6 +180,8 @@ class Admission:
         if now.requests:
             self._in_flight[tenant] = now
         self._metrics.in_flight(tenant, requests)
+        if not now.requests and self._with_keys is not None and tenant not in self._with_keys:
+            self._metrics.keep_series({*self._with_keys, *self._in_flight})
 
 
 class AdmittedRequest:
@@ -217,8 +226,9 @@ class _Metrics:
             self._verdicts.labels("admitted", reason.value)
         for reason in _MESSAGES:
             self._verdicts.labels("refused", reason.value)
-        for tenant in (UNNAMED, *config.tenants):
-            self._in_flight.labels(_label(tenant))
+        self._always = {UNNAMED, *map(_label, config.tenants)}
+        for label in self._always:
+            self._in_flight.labels(label)
 
     def judged(self, verdict: Verdict, load: float | None) -> None:
         """Count one request, and the load that it would meet if that is known."""
@@ -230,6 +240,14 @@ class _Metrics:
     def in_flight(self, tenant: str, change: int) -> None:
         """Add `change` to a tenant's requests in flight."""
         self._in_flight.labels(_label(tenant)).inc(change)
+
+    def keep_series(self, tenants: Iterable[str]) -> None:
+        """Remove the series of all other tenants, except those that exist from the start."""
+        kept = {*self._always, *map(_label, tenants)}
+        (metric,) = self._in_flight.collect()
+        for sample in metric.samples:
+            if sample.labels["tenant"] not in kept:
+                self._in_flight.remove(sample.labels["tenant"])
 
 
 def _label(tenant: str) -> str:

@@ -217,6 +217,22 @@ def test_only_named_tenants_have_a_series_of_their_own() -> None:
         assert door.value("tenant_in_flight", tenant=tenant) == 0
 
 
+def test_the_series_of_a_tenant_goes_with_its_last_key_and_its_last_request() -> None:
+    door = Door(tenants={"limited": {"max_requests": 9}})
+    names = ("limited", "stays", "idle", "busy", "key-00000001")
+    handles = {name: door.admit(name) for name in names}
+    handles["idle"]()
+    door.admission.keep_series(["stays"])
+    for name, shown in {"limited": 1, "stays": 1, "idle": None, "busy": 1, UNNAMED: 1}.items():
+        assert door.value("tenant_in_flight", tenant=name) == shown, name
+    for handle in handles.values():
+        handle()
+    for name, shown in {"limited": 0, "stays": 0, "idle": None, "busy": None, UNNAMED: 0}.items():
+        assert door.value("tenant_in_flight", tenant=name) == shown, name
+    door.admit("busy")
+    assert door.value("tenant_in_flight", tenant="busy") == 1
+
+
 def test_operators_see_who_has_what() -> None:
     door = Door(default_tenant={"max_requests": 2})
     handle = door.admit("acme", num_tokens=70)
