@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--short-per-s", type=float, default=20.0, help="true requests")
     parser.add_argument("--offloaded-per-s", type=float, default=8.0, help="true requests")
     parser.add_argument("--held", type=int, default=1024, help="sockets that attackers hold")
-    parser.add_argument("--attack-rate", type=float, default=64.0, help="new connections a second")
+    parser.add_argument("--attack-rate", type=float, default=256.0, help="new connections a second")
     add_smoke(parser, ways=["tls"], rounds=1, seconds=1.0, held=64, attack_rate=32.0)
     args = parser.parse_args()
     per_s = {"short": args.short_per_s, "offloaded": args.offloaded_per_s}
