@@ -210,13 +210,16 @@ class Pages:
         services = self.services()
         async with self.intake.received(request) as exchange:
             self._needed_caches()
-            check_tenant(services, exchange)
+            checked = check_tenant(services, exchange)
             try:
                 judged = await judge(services, exchange)
             except NotRendered as error:
                 message = f"The prompt's tokens cannot be known ({error.reason.value})."
                 status = 503 if error.reason is Reason.RENDER_UNAVAILABLE else 400
                 raise ApiError(status, "not_rendered", message) from error
+            finally:
+                if checked is not None:
+                    checked()
             model, decision = exchange.inbound.model, judged.decision
             names = self.key_names
             return _json(explanation(model, judged.shape, judged.cached, decision, names))

@@ -137,7 +137,10 @@ class AdmitAsked(Event[Judged], frozen=True):
     work_tokens: int = 0
 
     def apply(self, live: LiveScheduler, now_s: float) -> Judged:
-        """The verdict. A request that is let in counts for its tenant until it is over."""
+        """The verdict. A request that is let in counts for its tenant until it is over. What
+        `TenantAsked` counted for it does not count any more.
+        """
+        AdmissionOver(self.request, used_tokens=0).apply(live, now_s)
         known, decode = live.knowledge(self.model), live.decode_side(self.model, now_s)
         # No request is refused because of a guess: before any prefill was measured, the present
         # load counts, which an empty prediction asks for.
@@ -155,9 +158,11 @@ class AdmitAsked(Event[Judged], frozen=True):
 
 class TenantAsked(Event[Judged], frozen=True):
     """Would a request of at least so much work break a limit of its tenant, on any route? Asked
-    before anything is spent on it; nothing is held.
+    before anything is spent on it. Its work counts until `AdmitAsked` or `AdmissionOver`, so that
+    many requests at one moment do not pass a limit together.
     """
 
+    request: int
     tenant: str
     model: str
     work_tokens: int
@@ -167,6 +172,9 @@ class TenantAsked(Event[Judged], frozen=True):
         decode = live.decode_side(self.model, now_s)
         asked = AdmissionRequest(Prediction(), 0.0, self.work_tokens, self.tenant)
         refusal = tenant_refusal(asked, decode, live.settings.admission, now_s, live.tenants)
+        if refusal is None:
+            live.tenants.started(self.tenant, self.work_tokens, now_s)
+            live.admitted[self.request] = self.tenant, self.work_tokens
         return Judged(refusal or Verdict(True, AdmissionReason.ADMITTED), None)
 
 

@@ -213,6 +213,54 @@ async def test_no_engine_renders_for_refused_requests(open_region: Any) -> None:
         assert (await first)[0] == 200
 
 
+async def test_no_engine_renders_for_many_requests_at_one_moment(open_region: Any) -> None:
+    async with open_region(**limited(max_requests=2)) as region:
+        rendering = asyncio.Event()
+
+        async def slow(request: Any, body: Any) -> Any:
+            await rendering.wait()
+            return web.json_response({"error": {"message": "no"}}, status=400)
+
+        region.engine.render_reply = slow
+        asking = [asyncio.create_task(ask(region, region.long_body())) for _ in range(20)]
+        await region.until(lambda: sum(task.done() for task in asking) == 18)
+        await region.until(lambda: len(region.engine.requests) == 2)
+        assert all(task.result()[0] == 429 for task in asking if task.done())
+        rendering.set()
+        statuses = [(await task)[0] for task in asking]
+        assert sorted(statuses) == [200] * 2 + [429] * 18
+        # What was held for them is given back.
+        assert (await ask(region, SHORT))[0] == 200
+
+
+async def test_a_client_that_leaves_before_its_prompt_is_counted_holds_nothing(
+    open_region: Any,
+) -> None:
+    async with open_region(
+        **limited(max_requests=1, tokens_per_s=1e-3, burst_tokens=400)
+    ) as region:
+
+        async def never(request: Any, body: Any) -> Any:
+            await asyncio.Event().wait()
+
+        region.engine.render_reply = never
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            text = "x" * 300
+            body = {
+                "model": "tiny",
+                "prompt": text,
+                "messages": [{"role": "user", "content": text}],
+            }
+            headers = {"Authorization": "Bearer two"}
+            asking = asyncio.create_task(region.post(body, path, headers=headers))
+            await region.until(lambda: region.gateway.num_in_flight == 1 and region.engine.requests)
+            asking.cancel()
+            await region.until(lambda: region.gateway.num_in_flight == 0)
+            region.engine.requests.clear()
+        region.engine.render_reply = None
+        assert (await ask(region, region.long_body()))[0] == 200
+
+
 async def test_no_engine_renders_for_what_a_rate_refuses(open_region: Any) -> None:
     limit = {"tokens_per_s": 1e-3, "burst_tokens": 330}
     async with open_region(**limited(**limit)) as region:

@@ -121,13 +121,18 @@ class Admission:
         limit = self._tenants.get(tenant, self._default)
         return (limit.max_requests, limit.max_tokens, limit.tokens_per_s) != (None, None, None)
 
-    def check_tenant(self, tenant: str, model: str, work_tokens: int) -> None:
+    def check_tenant(self, tenant: str, model: str, work_tokens: int) -> AdmittedRequest:
         """Raises `ApiError` 429 if a request of at least so much work is refused whatever its
-        route. To be asked before an engine renders its prompt; nothing is held.
+        route. To be asked before an engine renders its prompt. Its work counts until the result is
+        given to `admit` or called.
         """
-        verdict = self._decide(TenantAsked(self._hide(tenant), model, work_tokens)).verdict
+        self._num_asked += 1
+        number = self._num_asked
+        verdict = self._decide(TenantAsked(number, self._hide(tenant), model, work_tokens)).verdict
         if not verdict.admitted:
             self._refuse(tenant, verdict, None)
+        # It is no work yet, whoever gives it up.
+        return AdmittedRequest(number, lambda _: self._decide(AdmissionOver(number, 0)))
 
     def admit(
         self,
@@ -137,15 +142,19 @@ class Admission:
         predicted: Prediction | None,
         *,
         work_tokens: int = 0,
+        checked: AdmittedRequest | None = None,
     ) -> AdmittedRequest:
         """Let a request in that would take a route with this prediction.
 
         `num_tokens` is the length of its prompt, and `work_tokens` what its tenant's limits count
-        (0: its prompt alone). The caller calls the result when the request is over; more calls do
-        nothing. Raises `ApiError` 429, whose code is the reason; nothing is held then.
+        (0: its prompt alone). `checked` is the answer of `check_tenant`, if that was asked. The
+        caller calls the result when the request is over; more calls do nothing. Raises `ApiError`
+        429, whose code is the reason; nothing is held then.
         """
         self._num_asked += 1
         number, work_tokens = self._num_asked, work_tokens or num_tokens
+        if checked is not None:
+            number = checked.number
         asked = AdmitAsked(number, self._hide(tenant), model, num_tokens, predicted, work_tokens)
         judged = self._decide(asked)
         verdict = judged.verdict
@@ -154,7 +163,7 @@ class Admission:
         self._metrics.judged(verdict, judged.decode_load)
         self._num_admitted += 1
         self._count(tenant, +1, work_tokens)
-        return AdmittedRequest(partial(self._ended, number, tenant, work_tokens))
+        return AdmittedRequest(number, partial(self._ended, number, tenant, work_tokens))
 
     def overview(self) -> AdmissionOverview:
         """GET /prfaas/region: the policy, what it did, and who has something in flight."""
@@ -185,13 +194,14 @@ class Admission:
 
 
 class AdmittedRequest:
-    """A request that was let in. Call it once the request is over, with the work that it was, if
-    that is known. Only the first call counts.
+    """A request that was let in, or checked. Call it once the request is over, with the work that
+    it was, if that is known. Only the first call counts.
     """
 
-    __slots__ = ("_call",)
+    __slots__ = ("_call", "number")
 
-    def __init__(self, call: Callable[[int | None], None]) -> None:
+    def __init__(self, number: int, call: Callable[[int | None], None]) -> None:
+        self.number = number
         self._call: Callable[[int | None], None] | None = call
 
     def __call__(self, used_tokens: int | None = None) -> None:

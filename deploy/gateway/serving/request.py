@@ -89,7 +89,7 @@ class Serving:
         Raises what ended the last try. Cancelling gives everything back.
         """
         # Rendering costs an engine time: who may not be served gets none.
-        check_tenant(self._services, self._exchange)
+        self._end_admission = check_tenant(self._services, self._exchange)
         plan = await plan_request(self._services, self._exchange)
         self._admit(plan)
         is_refused = False
@@ -114,6 +114,7 @@ class Serving:
             num_tokens,
             predicted,
             work_tokens=self._inbound.work_tokens(num_tokens),
+            checked=self._end_admission,
         )
 
     async def _open_planned(self, plan: RequestPlan) -> EngineAnswer:
