@@ -17,7 +17,7 @@ from transport_loopback import LoopbackPair
 
 from transport import TransportConfig
 from transport.interfaces import OutgoingSpec
-from transport.receiving import receiver as receiver_module
+from transport.receiving import connection as connection_module
 from transport.sockets import Buffer, PlainStream
 from transport.wire.frames import FrameType, encode_header, encode_open
 
@@ -153,7 +153,7 @@ def test_a_peer_that_reads_no_answer_is_ended_and_was_cheap(
     """Refused OPENs need no token. What is copied again for each answer would cost CPU that all
     connections share.
     """
-    monkeypatch.setattr(receiver_module, "MAX_OUTBOX_BYTES", MIB)
+    monkeypatch.setattr(connection_module, "MAX_OUTBOX_BYTES", MIB)
     copied_bytes = sent_bytes = 0
     try_send = PlainStream.try_send
 
