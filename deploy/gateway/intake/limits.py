@@ -10,7 +10,6 @@ know what requests ask for.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import math
 import time
 from collections import Counter
@@ -23,6 +22,7 @@ from aiohttp import web
 
 from deploy.gateway.config import GatewayConfig
 from deploy.gateway.errors import JSON_TYPE, ApiError
+from transport.endpoint import network_of
 
 SMALL_BODY_BYTES: Final = 64 << 10
 """The limit of a body that orders the gateway itself, bytes. One connection buffers as much
@@ -277,17 +277,6 @@ class Limits:
         retry_after_s = self._retry_after.refused(share, time.monotonic())
         message += f" Send it again after {retry_after_s} s."
         return ApiError(429, "too_many_requests", message, retry_after_s=retry_after_s)
-
-
-def network_of(address: str | None) -> str:
-    """The address, or in IPv6 its network: a host may choose from 64 bits of addresses."""
-    try:
-        ip = ipaddress.ip_address(address or "")
-    except ValueError:
-        return "unknown"
-    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is None:
-        return f"{ipaddress.IPv6Address(int(ip) >> 64 << 64)}/64"
-    return str(ip)
 
 
 def _take(counts: Counter[str], name: str, number: int) -> None:
