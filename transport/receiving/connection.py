@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from transport.errors import LinkError, LocalError, PeerError, TransportError, bare
 from transport.sockets import PlainStream, SocketOwner, Stream, prepare
-from transport.tls import TlsStream, tls_handshake, wrap_tls
+from transport.tls import tls_handshake, wrap_tls
 from transport.wire.frames import FrameType, encode_reason
 from transport.wire.receiver_session import ReceiverSession
 
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("prfaas.transport")
 
 MAX_OUTBOX_BYTES = 4 * 1024 * 1024
-MAX_STRANGER_OUTBOX_BYTES = 64 * 1024
+MAX_UNKNOWN_OUTBOX_BYTES = 64 * 1024
 """The outbox's limit until the registry has accepted a transfer of the connection. Until then the
 peer may be anybody.
 """
+NO_PLACE = "the receiver has too many connections already"
 FAREWELL_S = 1.0
 """Most seconds that a closing connection waits for the sender to read its ERROR."""
 MORE_S = 1e-3
@@ -51,6 +52,7 @@ class IncomingConnection:
         self._stream: Stream | None = None
         self._session: ReceiverSession | None = None
         self._error: TransportError | None = None
+        self._keeps_place = False
         self._farewell_s: float | None = None
         self._outbox = bytearray()
         self._outbox_lock = threading.Lock()
@@ -60,6 +62,11 @@ class IncomingConnection:
         if self._error is None:
             self._error = error
         self._owner.abort()
+
+    def turn_away(self) -> None:
+        """Another connection gets its place. Says so as far as the kernel takes it now."""
+        self.push(encode_reason(FrameType.ERROR, "busy", NO_PLACE))
+        self.abort(LocalError("turned_away", NO_PLACE))
 
     def push(self, data: bytes) -> None:
         """Send what the kernel takes now, and keep the rest for later. An overfull outbox ends the
@@ -72,7 +79,7 @@ class IncomingConnection:
             except TransportError as error:
                 self.abort(bare(error))
             is_known = self._session is not None and self._session.has_opened
-            if len(self._outbox) > (MAX_OUTBOX_BYTES if is_known else MAX_STRANGER_OUTBOX_BYTES):
+            if len(self._outbox) > (MAX_OUTBOX_BYTES if is_known else MAX_UNKNOWN_OUTBOX_BYTES):
                 self.abort(PeerError("protocol", "the sender does not read its acknowledgements"))
 
     def tick(self, now_s: float) -> None:
@@ -100,8 +107,8 @@ class IncomingConnection:
         session = self._session = self._receiver.session(self._number)
         error = self._error_of(session)
         session.close(time.monotonic())
-        # These three are how connections end in normal operation.
-        if error.code not in ("lost", "closed", "idle"):
+        # The first three are how connections end in normal operation. The receiver counts the last.
+        if error.code not in ("lost", "closed", "idle", "turned_away"):
             logger.warning("connection %s closed: %s", self._number, error.message)
         if isinstance(error, PeerError) and self._error is None:
             self._say_farewell()
@@ -127,23 +134,30 @@ class IncomingConnection:
     def _open_stream(self) -> Stream:
         prepare(self._sock, self._config)
         tls = self._receiver.tls
-        stream: PlainStream | TlsStream
-        wrong = None
         if tls is None:
-            stream = PlainStream(self._sock)
-        else:
-            wrapped = wrap_tls(tls.context, self._sock, is_server=True)
-            self._owner = SocketOwner(wrapped)
-            stream = tls_handshake(wrapped, self._config.handshake_timeout_s)
-            wrong = stream.wrong_peer(tls.region)
-        self._owner = self._stream = stream
-        # An abort before the line above acted on the old owner, whose socket TLS has taken over.
-        if self._error is not None:
-            raise self._error
+            self._stream = PlainStream(self._sock)
+            self._own(self._stream)
+            return self._stream
+        wrapped = wrap_tls(tls.context, self._sock, is_server=True)
+        self._own(SocketOwner(wrapped))
+        stream = tls_handshake(wrapped, self._config.handshake_timeout_s)
+        self._stream = stream
+        wrong = stream.wrong_peer(tls.region)
+        if wrong is None:
+            self._receiver.authenticated(self._number)
+        self._own(stream)
         if wrong is not None:
             self.push(encode_reason(FrameType.ERROR, "tls", wrong))
             raise PeerError("tls", wrong)
         return stream
+
+    def _own(self, owner: SocketOwner) -> None:
+        """Make `abort` act on this socket from now on. Raises the error of an earlier `abort`,
+        which acted on the owner before, whose socket TLS has taken over.
+        """
+        self._owner = owner
+        if self._error is not None:
+            raise self._error
 
     def _serve(self, stream: Stream, session: ReceiverSession) -> None:
         """Receive once. Answers go out before the thread sleeps for bytes, and when they are due
@@ -162,6 +176,8 @@ class IncomingConnection:
         # `received` may end a transfer, after which no view of its memory may be left.
         del buffers
         session.received(count, time.monotonic())
+        if not self._keeps_place and session.established:
+            self._keeps_place = self._receiver.keeps(self._number, session)
         if session.acks_due:
             session.flush_acks()
             self._push_outgoing(session)

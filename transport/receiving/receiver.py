@@ -1,5 +1,6 @@
 """Receives transfers with a listening socket and one thread per connection. The rules are in
-`Reception` and `ReceiverSession`, the threads in `IncomingConnection`.
+`Reception` and `ReceiverSession`, those of who may stay in `Places`, the threads in
+`IncomingConnection`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from collections.abc import Collection
 from contextlib import suppress
 
 from transport.config import TransportConfig
-from transport.endpoint import Endpoint
+from transport.endpoint import Endpoint, network_of
 from transport.errors import LocalError, TransportError
 from transport.interfaces import LandingRegistry, TransferProgress
-from transport.receiving.connection import IncomingConnection
+from transport.receiving.connection import NO_PLACE, IncomingConnection
+from transport.receiving.places import Places
 from transport.receiving.reception import Reception
 from transport.sockets import listen
 from transport.tls import RegionTls, Rotating, server_tls
@@ -25,6 +27,9 @@ from transport.wire.frames import FrameType, encode_reason
 from transport.wire.receiver_session import ReceiverSession
 
 logger = logging.getLogger("prfaas.transport")
+
+REPORT_S = 60.0
+"""Seconds between two lines of the log about connections that were turned away."""
 
 
 class Receiver:
@@ -40,7 +45,12 @@ class Receiver:
         self._instance = os.urandom(16)
         self._reception = Reception(config, registry, self)
         self._lock = threading.Lock()
+        self._left = threading.Condition(self._lock)
         self._connections: dict[int, IncomingConnection] = {}
+        """Those whose threads run, at most max_connections."""
+        self._places = Places(config.max_connections)
+        self._num_reported = 0
+        self._reported_s = -REPORT_S
         self._ids = itertools.count(1)
         self._listener: socket.socket | None = None
         self._threads: list[threading.Thread] = []
@@ -67,6 +77,12 @@ class Receiver:
         with self._lock:
             return len(self._connections)
 
+    @property
+    def num_turned_away(self) -> int:
+        """Connections that were closed or refused because there were too many."""
+        with self._lock:
+            return self._places.num_turned_away
+
     def drop(self, transfer_id: bytes, reason: str) -> None:
         """Forget the transfer and tell the sender why. On return no thread writes into its
         ByteSpace any more. That takes at most drop_grace_s plus the time that a closed socket needs
@@ -83,6 +99,7 @@ class Receiver:
         """Stop listening, close all connections, fail what is open with code "closed"."""
         with self._lock:
             self._closing = True
+            self._left.notify_all()
             connections = list(self._connections.values())
         if self._listener is not None:
             # On Linux only shutdown wakes a thread that is blocked in accept; close does not.
@@ -127,7 +144,7 @@ class Receiver:
         assert listener is not None
         while True:
             try:
-                sock, _ = listener.accept()
+                sock, address = listener.accept()
             except OSError as error:
                 if self._closing:
                     return
@@ -135,12 +152,22 @@ class Receiver:
                 # Mostly EMFILE: accept fails at once until a descriptor is closed elsewhere.
                 time.sleep(0.1)
                 continue
-            self._admit(sock)
+            self._admit(sock, network_of(address[0]))
 
-    def _admit(self, sock: socket.socket) -> None:
+    def _admit(self, sock: socket.socket, network: str) -> None:
+        number = next(self._ids)
         with self._lock:
-            if not self._closing and len(self._connections) < self._config.max_connections:
-                number = next(self._ids)
+            loser = self._places.admit(number, network, time.monotonic())
+        if loser == number:
+            self._refuse(sock)
+            return
+        self._turn_away(loser)
+        with self._lock:
+            # The loser's thread holds memory and a descriptor until it ends, in a moment.
+            self._left.wait_for(
+                lambda: self._closing or len(self._connections) < self._config.max_connections
+            )
+            if not self._closing:
                 connection = IncomingConnection(number, sock, self)
                 self._connections[number] = connection
                 try:
@@ -151,15 +178,22 @@ class Receiver:
                 else:
                     self._stirred.set()
                     return
+            self._places.leave(number)
+        self._refuse(sock)
+
+    def _refuse(self, sock: socket.socket) -> None:
         # With TLS the sender expects a handshake first and could not read the ERROR.
         if not self._closing and self._tls is None:
-            message = f"the receiver serves {self._config.max_connections} connections already"
             try:
-                sock.send(encode_reason(FrameType.ERROR, "busy", message), socket.MSG_DONTWAIT)
+                sock.send(encode_reason(FrameType.ERROR, "busy", NO_PLACE), socket.MSG_DONTWAIT)
                 sock.shutdown(socket.SHUT_WR)
             except OSError:
                 pass  # the peer has hung up already
         sock.close()
+
+    def _turn_away(self, number: int | None) -> None:
+        for connection in self._find([] if number is None else [number]):
+            connection.turn_away()
 
     def _watch(self) -> None:
         """Apply the timeouts of connections and transfers; sleep while there are none of either."""
@@ -179,6 +213,19 @@ class Receiver:
         for connection in connections:
             connection.tick(now_s)
         self._reception.expire(now_s)
+        self._report(now_s)
+
+    def _report(self, now_s: float) -> None:
+        with self._lock:
+            number, network = self._places.num_turned_away, self._places.turned_away_network
+        if number == self._num_reported or now_s - self._reported_s < REPORT_S:
+            return
+        logger.warning(
+            "too many connections: turned away %d without accepted transfers, the last from %s",
+            number - self._num_reported,
+            network,
+        )
+        self._num_reported, self._reported_s = number, now_s
 
     # What an `IncomingConnection` needs.
 
@@ -200,9 +247,26 @@ class Receiver:
             now_s=time.monotonic(),
         )
 
+    def authenticated(self, number: int) -> None:
+        """The connection's other end is an agent of the region. Turns away whichever connection has
+        to go then, perhaps this one.
+        """
+        with self._lock:
+            loser = self._places.authenticated(number, time.monotonic())
+        self._turn_away(loser)
+
+    def keeps(self, number: int, session: ReceiverSession) -> bool:
+        """Whether the connection, which has been greeted, keeps its place from now on."""
+        with self._lock:
+            return self._places.greeted(
+                number, session.peer_instance, has_opened=session.has_opened
+            )
+
     def forget(self, number: int) -> None:
         with self._lock:
             self._connections.pop(number, None)
+            self._places.leave(number)
+            self._left.notify_all()
 
 
 __all__ = ["Receiver"]
