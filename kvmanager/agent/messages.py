@@ -262,6 +262,8 @@ class StatusReply(msgspec.Struct, frozen=True):
     landing_room_bytes: int | None = None
     exposures: list[str] = []
     is_encrypted: bool = False
+    num_turned_away: int = 0
+    """Data connections that were closed or refused because there were too many."""
 
 
 class WatchCache(msgspec.Struct, frozen=True):

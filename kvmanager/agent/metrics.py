@@ -105,6 +105,11 @@ class _StatusCollector(Collector):
             ),
         ):
             yield GaugeMetricFamily(f"prfaas_agent_{name}", text, value)
+        yield CounterMetricFamily(
+            "prfaas_agent_turned_away_connections",
+            "Data connections closed or refused because there were too many.",
+            status.num_turned_away,
+        )
         for kind, counts in (
             ("landings", status.num_landings),
             ("outboxes", status.num_outboxes),

@@ -187,6 +187,7 @@ class NodeAgent:
             engines=self.book.describe(),
             links=self.transfers.links(),
             num_received_connections=self.transfers.io.num_received_connections,
+            num_turned_away=self.transfers.io.num_turned_away,
             uptime_s=now_s() - self._started_s,
             pid=os.getpid(),
             data_endpoint=str(self.transfers.advertised),

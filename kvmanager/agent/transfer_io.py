@@ -113,6 +113,10 @@ class TransferIo:
     def num_received_connections(self) -> int:
         return self._receiver.num_connections
 
+    @property
+    def num_turned_away(self) -> int:
+        return self._receiver.num_turned_away
+
     # Outboxes.
 
     def open(self, spec: OutgoingSpec, space: ByteSpace) -> None:
