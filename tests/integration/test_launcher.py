@@ -460,7 +460,8 @@ class TestCommandLine:
             "b1-prefill",
             "b1-decode",
         }
-        assert not [key for key in run_dir.glob("*.key") if key.stat().st_mode & 0o077]
+        assert {path.name for path in run_dir.glob("*.key")} >= {"operator.key", "engine.key"}
+        assert not open_to_others(run_dir)
         admin = state["state"]["admin_url"]
         assert "Send an API key" in self.told("role", "ls", "--gateway", admin).stderr
         tenant = self.told("role", "ls", "--gateway", admin, "--api-key", "two")

@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 from collections.abc import Sequence
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +19,7 @@ from deploy.region.launch.launcher import ProcessProgress, RunningRegion
 from deploy.region.launch.progress import ProgressView, line_view, progress_view
 from deploy.region.spec.region import RegionSpec
 from kvmanager.logs import set_up_logging
-from prfaas.engines.supervision.log_files import MAX_LOG_BYTES, NUM_OLD_LOGS
+from prfaas.engines.supervision.log_files import OwnLog
 from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.deploy.region")
@@ -48,7 +47,7 @@ async def keep_up(region: RegionSpec, root: Path, console: Console, as_json: boo
             running.kill_all()
         stop.set()
 
-    _log_to(root / "logs" / "launcher.log")
+    set_up_logging(handler=OwnLog(root / "logs" / "launcher.log"))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, on_signal)
@@ -63,15 +62,6 @@ async def keep_up(region: RegionSpec, root: Path, console: Console, as_json: boo
         return True
     finally:
         await running.stop()
-
-
-def _log_to(path: Path) -> None:
-    # The file is opened with the first record, after the run directory was made.
-    set_up_logging(
-        handler=RotatingFileHandler(
-            path, maxBytes=MAX_LOG_BYTES, backupCount=NUM_OLD_LOGS, delay=True
-        )
-    )
 
 
 async def _start(running: RunningRegion, view: ProgressView, stop: asyncio.Event) -> bool:
