@@ -44,7 +44,7 @@ from deploy.region.launch.rundir import (
     remove_leftovers,
 )
 from deploy.region.launch.running import RunningProcess
-from deploy.region.launch.trust import grants_of, region_key_of, run_credentials
+from deploy.region.launch.trust import make_grant_keys, region_key_of, run_credentials
 from deploy.region.spec.checks import check_region
 from deploy.region.spec.loading import missing_models
 from deploy.region.spec.region import RegionSpec
@@ -57,7 +57,6 @@ from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.health import ProbeTiming
 from prfaas.engines.supervision.supervisor import SupervisorConfig, SupervisorEvent
 from transport import Credentials, Endpoint, Role
-from transport.grants import new_key_pair
 from transport.region_key import new_key
 
 logger = logging.getLogger("prfaas.deploy.region")
@@ -283,10 +282,7 @@ class RunningRegion:
         key = region_key_of(self._wanted, directory.region_key, "operator")
         if key is not None and key.file == directory.region_key:
             write_private(directory.region_key, f"{new_key()}\n".encode())
-        if grants_of(self._wanted, directory.granting_key) is not None:
-            private, public = new_key_pair()
-            write_private(directory.granting_key, private)
-            write_private(directory.granting_keys, public)
+        make_grant_keys(self._wanted, directory)
         for secret in (directory.engine_key, directory.operator_key):
             write_private(secret, f"{new_key()}\n".encode())
         for path, text in self._planner.files().items():

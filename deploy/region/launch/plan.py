@@ -21,7 +21,7 @@ from deploy.processes import module_argv, module_environment
 from deploy.region.launch.arenas import arena_name
 from deploy.region.launch.ports import RelayPlan, ResolvedRegion, advertised_address
 from deploy.region.launch.rundir import RunDirectory
-from deploy.region.launch.trust import grants_of, region_key_of
+from deploy.region.launch.trust import checks_grants, region_key_of, signs_grants
 from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionInstance, RegionSpec, role_of
 from kvmanager.agent.config import AgentSection
 from kvmanager.config_files.fields import TlsSection
@@ -139,7 +139,7 @@ class Planner:
         key = region_key_of(self.resolved.region, self.directory.region_key, node.name)
         if key is not None:
             settings["region_key"] = key.model_dump(mode="json")
-        grants = grants_of(self.resolved.region, self.directory.granting_keys)
+        grants = checks_grants(self.resolved.region, self.directory.granting_keys)
         if grants is not None:
             settings["granting_keys"] = grants.model_dump(mode="json")
         if security.tls is not None:
@@ -270,7 +270,7 @@ def gateway_file(resolved: ResolvedRegion, directory: RunDirectory) -> GatewayFi
         ),
         tls=region.security.tls,
         region_key=region_key_of(region, directory.region_key, "gateway"),
-        granting_key=grants_of(region, directory.granting_key),
+        granting_key=signs_grants(region, directory.granting_key),
         trusted_network=region.security.trusted_network,
     )
 

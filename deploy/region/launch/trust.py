@@ -1,17 +1,21 @@
 """Finds the keys and certificates of a run, for its processes and for commands of its user.
 
-It makes none of them.
+It makes only the key pair of grants, where the region has none of its own.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from deploy.region.launch.rundir import REGION_KEY, RegionState
+from deploy.region.launch.rundir import REGION_KEY, RegionState, RunDirectory
 from deploy.region.spec.region import RegionSpec
 from kvmanager.config_files.fields import tls_files
+from kvmanager.config_files.problems import FileError, Problem
 from kvmanager.config_files.security import GrantsSection, RegionKeySection, credentials_of
+from kvmanager.private_files import write_private
 from transport import Credentials, Role
+from transport.errors import LocalError
+from transport.grants import load_private_key, load_public_keys, new_key_pair
 
 
 def region_key_of(region: RegionSpec, made: Path, name: str) -> RegionKeySection | None:
@@ -24,11 +28,46 @@ def region_key_of(region: RegionSpec, made: Path, name: str) -> RegionKeySection
     return RegionKeySection(file=security.region_key or made, region=region.name, name=name)
 
 
-def grants_of(region: RegionSpec, file: Path) -> GrantsSection | None:
-    """The key of grants in `file`, private or public; None where the network is trusted."""
-    if region.security.trusted_network:
-        return None
-    return GrantsSection(file=file, region=region.name)
+def signs_grants(region: RegionSpec, made: Path) -> GrantsSection | None:
+    """The gateway's key of grants: the region's file, or the one `made` for its run. None where the
+    network is trusted.
+    """
+    return _grants(region, region.security.granting_key or made)
+
+
+def checks_grants(region: RegionSpec, made: Path) -> GrantsSection | None:
+    """The public keys with which agents check grants, as `signs_grants`."""
+    return _grants(region, region.security.granting_keys or made)
+
+
+def make_grant_keys(region: RegionSpec, directory: RunDirectory) -> None:
+    """Make the key pair of grants for this run, or look at the region's own. FileError."""
+    private = signs_grants(region, directory.granting_key)
+    public = checks_grants(region, directory.granting_keys)
+    if private is None or public is None:
+        return
+    if region.security.granting_key is None:
+        made_private, made_public = new_key_pair()
+        write_private(private.file, made_private)
+        write_private(public.file, made_public)
+        return
+    try:
+        key = load_private_key(private.grant_file)
+        known = load_public_keys(public.grant_file)
+    except LocalError as error:
+        raise _unusable(region, error.code, error.message) from error
+    # Else agents would refuse whatever the gateway signs, and no KVCache would ever move.
+    if key.public_key() not in known:
+        message = f"it does not have the public key of {private.file}"
+        raise _unusable(region, "granting_keys", message)
+
+
+def _grants(region: RegionSpec, file: Path) -> GrantsSection | None:
+    return None if region.security.trusted_network else GrantsSection(file=file, region=region.name)
+
+
+def _unusable(region: RegionSpec, setting: str, message: str) -> FileError:
+    return FileError(f"region {region.name}", [Problem(("security", setting), message)])
 
 
 def run_credentials(region: RegionSpec, made: Path, role: Role) -> Credentials | None:

@@ -160,7 +160,12 @@ def _check_security(region: RegionSpec) -> Iterator[Problem]:
     if security.tls is not None and security.region_key is not None:
         message = "it signs calls where there is no TLS; remove it or `tls`"
         yield Problem(("security", "region_key"), message)
-    for name in ("tls", "region_key"):
+    pair = ("granting_key", "granting_keys")
+    for name, other in (pair, pair[::-1]):
+        if getattr(security, name) is not None and getattr(security, other) is None:
+            message = f"the gateway signs and agents check: give `{other}` too"
+            yield Problem(("security", name), message)
+    for name in ("tls", "region_key", "granting_key"):
         if security.trusted_network and getattr(security, name) is not None:
             message = f"true contradicts `{name}`; remove one of the two"
             yield Problem(("security", "trusted_network"), message)

@@ -164,6 +164,12 @@ class SecuritySpec(Section):
     """
     region_key: Path | None = None
     """File of the region's key (docs/security.md). Left out: `prfaas up` makes one for its run."""
+    granting_key: Path | None = None
+    """File of the private key with which the gateway signs grants (docs/security.md); needs
+    `granting_keys`. Left out: `prfaas up` makes a pair for its run.
+    """
+    granting_keys: Path | None = None
+    """File of the public keys with which agents check grants, that of `granting_key` among them."""
     trusted_network: bool = False
     """true: neither; every process that reaches the ports of another may call everything."""
 
