@@ -58,6 +58,13 @@ class WatchedFiles(Protocol):
     def paths(self) -> tuple[Path, ...]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class PlainFiles:
+    """Watched files of which only the paths are known."""
+
+    paths: tuple[Path, ...]
+
+
 class Rotating(Generic[FilesT, T]):
     """The result of `load` for certificate or key files, loaded again when the files have changed.
 

@@ -29,6 +29,7 @@ from kvmanager.config_files.fields import (
 from kvmanager.config_files.security import (
     BOTH_GIVEN,
     GrantsSection,
+    MetricsSection,
     RegionKeySection,
     check_listeners,
     credentials_of,
@@ -106,7 +107,7 @@ class AgentSection(Section):
 
 
 @filled_from(TableLimits)
-class AgentConfig(AgentSection):
+class AgentConfig(AgentSection, MetricsSection):
     """Everything tunable of one node agent."""
 
     listen: ListenAddress = "127.0.0.1:7100"
@@ -148,7 +149,7 @@ class AgentConfig(AgentSection):
     )
     """The bounds from which on a link counts as congested."""
     metrics_port: Port | None = None
-    """Prometheus port on the host of `control`; none when absent."""
+    """Prometheus port at `metrics_host`; none when absent."""
     tls_dir: Path | None = None
     """Directory with tls.crt, tls.key and ca.crt, as cert-manager writes them, instead of the three
     separate files. Either way, new connections use files that were replaced on disk.
@@ -198,6 +199,7 @@ class AgentConfig(AgentSection):
             raise ValueError(BOTH_GIVEN)
         listeners = {name: getattr(self, name) for name in ("listen", "control")}
         check_listeners(listeners, self.credentials, trusted_network=self.trusted_network)
+        self.check_metrics(trusted_network=self.trusted_network)
         if self.advertise is None and Endpoint.parse(self.listen).host in ("0.0.0.0", "::"):
             raise ValueError(
                 "advertise: needed when listen is a wildcard address; name the host or address "

@@ -77,6 +77,28 @@ class SecuritySection(Section):
         return exposure(self.credentials(role), trusted_network=self.trusted_network)
 
 
+class MetricsSection(Section):
+    """Where a process shows its metrics, and to whom."""
+
+    metrics_host: str = "127.0.0.1"
+    """Address of the Prometheus port. One that other hosts reach needs `metrics_key_file` or
+    `trusted_network`.
+    """
+    metrics_key_file: Path | None = None
+    """File with the key that this port demands (`Authorization: Bearer KEY`), readable by its owner
+    or group only; it is read again when it changes. Left out: none.
+    """
+
+    def check_metrics(self, *, trusted_network: bool) -> None:
+        """ValueError if everybody on the network could read the metrics."""
+        is_guarded = self.metrics_key_file is not None or trusted_network
+        if not (is_guarded or is_loopback(self.metrics_host)):
+            raise ValueError(
+                f"metrics_host: {self.metrics_host} is reachable from other hosts and everybody "
+                "could read the metrics; give metrics_key_file, or set trusted_network"
+            )
+
+
 def credentials_of(
     tls: TlsFiles | None, key: RegionKeySection | None, role: Role
 ) -> Credentials | None:

@@ -10,25 +10,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.gateway.config import ApiKey, load_api_keys, tenants_by_key
 from transport.errors import LocalError
-from transport.tls import RECHECK_S, Rotating
+from transport.tls import RECHECK_S, PlainFiles, Rotating
 
 logger = logging.getLogger("prfaas.deploy.gateway")
-
-
-@dataclass(frozen=True, slots=True)
-class KeyFile:
-    """The file of API keys, as what watches files takes it."""
-
-    path: Path
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        return (self.path,)
 
 
 async def follow_keys(path: Path, replace: Callable[[tuple[ApiKey, ...]], None]) -> None:
@@ -45,12 +33,12 @@ async def follow_keys(path: Path, replace: Callable[[tuple[ApiKey, ...]], None])
         await asyncio.sleep(RECHECK_S)
 
 
-async def _usable(path: Path) -> Rotating[KeyFile, tuple[ApiKey, ...]]:
+async def _usable(path: Path) -> Rotating[PlainFiles, tuple[ApiKey, ...]]:
     """The file, once it can be used: it may have changed since the gateway read it."""
     said = ""
     while True:
         try:
-            return await asyncio.to_thread(lambda: Rotating(KeyFile(path), _load))
+            return await asyncio.to_thread(lambda: Rotating(PlainFiles((path,)), _load))
         except LocalError as error:
             if error.message != said:
                 said = error.message
@@ -58,10 +46,11 @@ async def _usable(path: Path) -> Rotating[KeyFile, tuple[ApiKey, ...]]:
         await asyncio.sleep(RECHECK_S)
 
 
-def _load(file: KeyFile) -> tuple[ApiKey, ...]:
+def _load(file: PlainFiles) -> tuple[ApiKey, ...]:
+    (path,) = file.paths
     # Names that settings mention may lose their last key: that must not keep it valid.
     try:
-        keys = load_api_keys(file.path)
+        keys = load_api_keys(path)
         tenants_by_key(keys)
     except (OSError, ValueError) as error:
         raise LocalError("api_keys", f"the API keys stay as they were: {error}") from error

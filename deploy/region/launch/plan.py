@@ -133,6 +133,8 @@ class Planner:
             "advertise": advertised_address(node),
             "send_to": self._destinations(),
             "metrics_port": agent.metrics_port,
+            "metrics_host": self.resolved.region.metrics_host(node),
+            "metrics_key_file": None if security.metrics_key is None else str(security.metrics_key),
             "trusted_network": security.trusted_network,
         }
         settings |= self._cache_settings(node)

@@ -120,8 +120,9 @@ _Choose = Callable[[str, int], int]
 def _resolve_cluster(region: RegionSpec, cluster: ClusterSpec, choose: _Choose) -> ClusterSpec:
     nodes = []
     for node in cluster.nodes:
-        keys = ("data_port", "control_port", "metrics_port")
-        chosen = {key: choose(node.host, getattr(node.agent, key)) for key in keys}
+        hosts = dict.fromkeys(("data_port", "control_port"), node.host)
+        hosts["metrics_port"] = region.metrics_host(node)
+        chosen = {key: choose(host, getattr(node.agent, key)) for key, host in hosts.items()}
         agent: AgentSpec = node.agent.model_copy(update=chosen)
         instances = tuple(
             item.model_copy(update={"port": choose(region.engine_host(node), item.port)})

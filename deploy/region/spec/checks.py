@@ -212,7 +212,9 @@ def fixed_ports(region: RegionSpec) -> Iterator[tuple[KeyPath, str, int]]:
         admin = Endpoint.parse(region.gateway.admin)
         yield ("gateway", "admin"), admin.host, admin.port
     for path, _, node in _nodes(region):
-        for key in ("data_port", "control_port", "metrics_port"):
+        for key in ("data_port", "control_port"):
             yield (*path, "agent", key), node.host, getattr(node.agent, key)
+        at = region.metrics_host(node)
+        yield (*path, "agent", "metrics_port"), at, node.agent.metrics_port
         for i, instance in enumerate(node.instances):
             yield (*path, "instances", i, "port"), region.engine_host(node), instance.port

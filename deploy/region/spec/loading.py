@@ -58,7 +58,7 @@ def _absolute(region: RegionSpec, directory: Path) -> RegionSpec:
     if gateway.recorder is not None:
         recorder = gateway.recorder.model_copy(update={"dir": full(gateway.recorder.dir)})
         gateway = gateway.model_copy(update={"recorder": recorder})
-    for name in ("region_key", "granting_key", "granting_keys"):
+    for name in ("region_key", "granting_key", "granting_keys", "metrics_key"):
         if (path := getattr(security, name)) is not None:
             security = security.model_copy(update={name: full(path)})
     if security.tls is not None:
