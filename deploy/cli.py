@@ -52,7 +52,7 @@ _COMMANDS: dict[str, _Entry] = {
     ),
     "link": _Entry("deploy.ops.link", "link_app", "Show what links carry, live."),
     "role": _Entry("deploy.ops.role", "role_app", "Show or change which instances prefill."),
-    "region": _Entry("deploy.region.file_cli", "region_app", "Check region files; their schema."),
+    "region": _Entry("deploy.region.file_cli", "region_app", "Check region files; reload one."),
     "gateway": _Entry("deploy.gateway.cli", "gateway_command", "Serve the OpenAI API."),
     "prefill": _Entry("prfaas.cli", "prefill_command", "Run the front of a prefill cluster."),
     "pd": _Entry("local_pd.cli", "pd_command", "Run the front of a local PD cluster."),

@@ -108,7 +108,7 @@ class Rotating(Generic[FilesT, T]):
         if _stamp(self._files) == stamp:
             self._stamp = stamp
             self._current = loaded
-            logger.info("new connections use the changed files beside %s", self._files.paths[0])
+            logger.info("changed files are used from now on: %s", self._files.paths[0])
 
 
 def _stamp(files: WatchedFiles) -> Stamp:

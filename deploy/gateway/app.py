@@ -35,6 +35,7 @@ from deploy.gateway.metrics import GatewayMetrics
 from deploy.gateway.pages import Handler, Pages, program_version
 from deploy.gateway.proxy.engine import EngineHttpClient
 from deploy.gateway.proxy.slow_client import ClientPatience, send_whole
+from deploy.gateway.reload import with_live
 from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.collector import SchedulingCollector
 from deploy.gateway.scheduling.long_term import LongTermService, PlanMetrics
@@ -159,6 +160,17 @@ class Gateway:
     def num_in_flight(self) -> int:
         """Requests being served right now."""
         return self._limits.num_in_flight
+
+    def use_live(self, config: GatewayConfig) -> None:
+        """Take the settings of `config` that change live (`deploy.gateway.reload`). ValueError if
+        they do not fit the others; nothing is changed then.
+        """
+        self.config = config = with_live(self.config, config)
+        self._limits.use(config)
+        self._keys.set_operators(config.operators)
+        self._intake.salts = CacheSalts(config.shared_caches)
+        self._intake.priority_tenants = frozenset(config.priority_tenants)
+        self.admission.use(config.scheduling.admission)
 
     def stop_accepting(self) -> None:
         """Answer new requests with 503 from now on; those in flight go on."""

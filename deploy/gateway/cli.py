@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -29,11 +28,13 @@ from deploy.gateway.file import (
     build_links,
     load_gateway_file,
 )
+from deploy.gateway.own_file import follow_own_file, weaknesses
 from deploy.gateway.server import serve_gateway
 from kvmanager.config_files.problems import FileError, Problem
 from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.logs import set_up_logging
 from kvmanager.private_files import read_secret
+from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -58,7 +59,7 @@ def gateway_command(
         check_listener(gateway, trusted_network=loaded.trusted_network)
     try:
         with exit_on_bad_file():
-            uvloop.run(run(loaded.model_copy(update={"gateway": gateway})))
+            uvloop.run(run(config, loaded, loaded.model_copy(update={"gateway": gateway})))
     except OSError as error:
         typer.echo(f"cannot serve on {gateway.host}:{gateway.port}: {error}", err=True)
         raise typer.Exit(1) from error
@@ -84,17 +85,11 @@ def exposure_of(file: GatewayFile) -> str | None:
     return "; ".join(found) or None
 
 
-def weaknesses(file: GatewayFile) -> Iterator[str]:
-    """What tenants and other users of the host may do, for the log. Looks at files."""
-    config, path = file.gateway, file.api_keys_file
-    if not config.operators and len({key.tenant for key in config.api_keys}) > 1:
-        yield "every tenant may see and change what operators may: name gateway.operators"
-    if path is not None and path.stat().st_mode & 0o027:
-        yield f"others may read {path}: chmod 600 it"
+async def run(path: Path, read: GatewayFile, file: GatewayFile) -> None:
+    """Serve until SIGTERM or SIGINT; a second one skips the drain. Prints one line when ready.
 
-
-async def run(file: GatewayFile) -> None:
-    """Serve until SIGTERM or SIGINT; a second one skips the drain. Prints one line when ready."""
+    `read` is what `path` had, which is followed, and `file` the same with the command's options.
+    """
     stop = asyncio.Event()
     serving = asyncio.current_task()
 
@@ -116,6 +111,7 @@ async def run(file: GatewayFile) -> None:
     agents = agent_clients(file, granter)
     caches = build_caches(file, agents)
     clusters = build_clusters(file, granter)
+    following: asyncio.Task[None] | None = None
     try:
         await clusters.start()
         gateway = Gateway(
@@ -131,12 +127,16 @@ async def run(file: GatewayFile) -> None:
             run_key=await asyncio.to_thread(_run_key, file),
             engine_access=await asyncio.to_thread(file.engine_access),
         )
+        own_file = follow_own_file(path, read, gateway.use_live)
+        following = start_task(own_file, "the gateway's file")
         await serve_gateway(gateway, stop, _announce)
     except asyncio.CancelledError:
         # Not our second signal: the cancellation comes from outside.
         if not stop.is_set():
             raise
     finally:
+        if following is not None:
+            following.cancel()
         await clusters.close()
 
 

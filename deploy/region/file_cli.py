@@ -1,6 +1,6 @@
-"""`prfaas region`: looks at region files. It also has what all commands that take one share.
+"""`prfaas region`: looks at region files, and hands one that changed to the region that runs.
 
-It reads files and writes text, and starts nothing.
+It also has what all commands that take a region file share. It starts nothing.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Annotated
 
 import typer
 
-from deploy.command_line import JsonOption, command_group, fail, print_json
+from deploy.command_line import JsonOption, RunDirOption, command_group, fail, print_json
 from deploy.region.spec.loading import load_region
 from deploy.region.spec.region import RegionSpec, region_schema
 from kvmanager.config_files.problems import FileError
 
-region_app = command_group("Look at region files: their schema, and whether one is right.")
+region_app = command_group("Check region files, print their schema, reload one that changed.")
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="region file, YAML")]
 SetOption = Annotated[
@@ -65,6 +65,41 @@ def check_command(
     engines = sum(len(cluster.instances) for cluster in region.clusters)
     names = ", ".join(f"{cluster.name} ({cluster.kind})" for cluster in region.clusters)
     typer.echo(f"{file} is right: region {region.name}, clusters {names}, {engines} engines")
+
+
+@region_app.command("reload")
+def reload_command(
+    file: FileArgument,
+    run_dir: RunDirOption = None,
+    variables: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Hand a changed region file to the region that runs: limits and rights of tenants.
+
+    These are operators, priority_tenants and shared_caches of the gateway, and default_tenant and
+    tenants of gateway.scheduling.admission. What else changed is named; it needs `prfaas down` and
+    `prfaas up`.
+
+    \b
+    prfaas region reload region.yaml --set MODEL=/models/qwen3-next
+    """
+    wanted = load_or_exit(file, variables or [])
+    from deploy.region.launch.reload import reload_region
+    from deploy.region.launch.rundir import find_run
+
+    root, _ = find_run(run_dir, wanted.name)
+    try:
+        changes = reload_region(root, wanted)
+    except FileError as error:
+        fail(str(error), 2)
+    except OSError as error:
+        fail(str(error), 1)
+    if as_json:
+        print_json(changes)
+        return
+    typer.echo(f"the gateway gets: {', '.join(changes.made) or 'nothing new'}")
+    if changes.needs_restart:
+        typer.echo(f"changed, but needs a restart: {', '.join(changes.needs_restart)}", err=True)
 
 
 def load_or_exit(file: Path, variables: list[str]) -> RegionSpec:

@@ -23,6 +23,7 @@ from scheduler.live.admission import (
 )
 from scheduler.live.core import Event, LiveScheduler
 from scheduler.live.snapshots import PendingRequest, Reported
+from scheduler.live.tenants import TenantLimit
 from scheduler.live.thresholds import ThresholdNow
 from scheduler.reports import ClusterReport
 from scheduler.routing.decision import RequestShape
@@ -67,6 +68,17 @@ class ThresholdPlanned(Event[None], frozen=True):
     def apply(self, live: LiveScheduler, now_s: float) -> None:
         """The state of the link multiplies this threshold from now on."""
         live.thresholds.set_base(self.cluster, self.tokens, self.bytes_per_s)
+
+
+class TenantsLimited(Event[None], frozen=True):
+    """An operator gave tenants other limits: `default` for those that `limits` does not name."""
+
+    default: TenantLimit
+    limits: dict[str, TenantLimit]
+
+    def apply(self, live: LiveScheduler, now_s: float) -> None:
+        """What is in flight counts towards the new limits."""
+        live.limit_tenants(self.default, self.limits)
 
 
 # ---- questions
@@ -215,4 +227,4 @@ def _decode_load(prediction: Prediction, decode: DecodeView) -> float | None:
 
 
 DecisionEvent: TypeAlias = RouteEarly | RouteAsked | ThresholdsAsked | AdmitAsked | TenantAsked
-FactEvent: TypeAlias = ReportHeard | LinkHeard | ThresholdPlanned | AdmissionOver
+FactEvent: TypeAlias = ReportHeard | LinkHeard | ThresholdPlanned | TenantsLimited | AdmissionOver

@@ -471,6 +471,38 @@ class TestCommandLine:
         self.finish(up)
         assert not list(run_dir.glob("*.key"))
 
+    def test_rights_of_tenants_change_while_a_region_runs(
+        self, dummy_vllm: Path, run_dir: Path, tmp_path: Path
+    ) -> None:
+        (tmp_path / "keys").write_text("ops one\nacme two\n")
+        gateway: dict[str, Any] = {"port": 0, "api_keys_file": str(tmp_path / "keys")}
+        file = tmp_path / "keyed.json"
+        file.write_text(json.dumps(document(dummy_vllm, gateway=gateway)))
+        up = self.prfaas("up", str(file), "--run-dir", str(run_dir), "--json")
+        url = self.ready(up)["gateway"]
+        at_run = ("--run-dir", str(run_dir))
+
+        def listed() -> Result:
+            return self.told("role", "ls", "--gateway", url, "--api-key", "two", "--json")
+
+        assert listed().exit_code == 0
+        changed = gateway | {"operators": ["ops"], "max_body_bytes": "1MiB"}
+        file.write_text(json.dumps(document(dummy_vllm, gateway=changed)))
+        told = self.told("region", "reload", str(file), *at_run)
+        assert told.stdout == "the gateway gets: gateway.operators\n"
+        assert told.stderr == "changed, but needs a restart: gateway.max_body_bytes\n"
+        wait_for(lambda: "not an operator's" in listed().stderr, 60.0)
+        log = (run_dir / "logs" / "gateway.log").read_text()
+        assert "changed without a restart: gateway.operators" in log
+        file.write_text(json.dumps(document(dummy_vllm, gateway=changed | {"operators": ["x"]})))
+        told = self.told("region", "reload", str(file), *at_run)
+        assert (told.exit_code, "no API key has the name 'x'" in told.stderr) == (2, True)
+        self.told("down", *at_run)
+        assert up.wait(30.0) == 0
+        self.finish(up)
+        nothing = self.told("region", "reload", str(file), *at_run)
+        assert (nothing.exit_code, "no region runs" in nothing.stderr) == (1, True)
+
     def test_a_killed_launcher_takes_everything_with_it(self, file: Path, run_dir: Path) -> None:
         up = self.prfaas("up", str(file), "--run-dir", str(run_dir), "--json")
         self.ready(up)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from deploy.gateway.cli import check_listener, exposure_of, weaknesses
+from deploy.gateway.cli import check_listener, exposure_of
 from deploy.gateway.config import GatewayConfig, ModelConfig, parse_api_keys
 from deploy.gateway.file import GatewayFile, load_gateway_file
+from deploy.gateway.own_file import weaknesses
 from kvmanager.agent.config import AgentConfig
 from kvmanager.config_files.fields import Section
 from kvmanager.config_files.problems import FileError

@@ -95,10 +95,11 @@ class ServedModels:
         return [self.card(name) for name in self._models]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Intake:
     """Takes the requests for completions of one gateway in. A chat template may add
-    `template_tokens` tokens to a prompt.
+    `template_tokens` tokens to a prompt. `salts` and `priority_tenants` may be replaced; requests
+    that came in before keep what they got.
     """
 
     keys: KeyRing

@@ -38,6 +38,10 @@ class KeyRing:
         self._run_digest = _digest(run_key) if run_key else None
         self._in_use: dict[_Owned, set[Callable[[], None]]] = {}
 
+    def set_operators(self, operators: Iterable[str]) -> None:
+        """Let these tenants pass `check_operator` from now on; without any, all tenants."""
+        self._operators = frozenset(operators)
+
     @property
     def has_keys(self) -> bool:
         """Whether a key is needed."""

@@ -101,6 +101,10 @@ class Limits:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    def use(self, config: GatewayConfig) -> None:
+        """Other limits from now on. What is in flight stays and counts."""
+        self._config = config
+
     def stop_accepting(self) -> None:
         """Refuse new requests from now on; those in flight go on."""
         self.is_draining = True

@@ -20,7 +20,7 @@ from deploy.gateway.errors import ApiError
 from deploy.gateway.scheduling.config import AdmissionSection
 from scheduler.live.admission import AdmissionReason, Verdict
 from scheduler.live.core import Event
-from scheduler.live.events import AdmissionOver, AdmitAsked, TenantAsked
+from scheduler.live.events import AdmissionOver, AdmitAsked, TenantAsked, TenantsLimited
 from scheduler.routing.prediction import Prediction
 
 R = TypeVar("R")
@@ -120,6 +120,14 @@ class Admission:
         """Whether the tenant has any limit."""
         limit = self._tenants.get(tenant, self._default)
         return (limit.max_requests, limit.max_tokens, limit.tokens_per_s) != (None, None, None)
+
+    def use(self, config: AdmissionSection) -> None:
+        """Hold the tenant limits of `config` from now on. What is in flight stays and counts."""
+        self._default, self._tenants = config.default_tenant, config.tenants
+        # A tenant keeps the name that the scheduler knows it by, or it would be two there.
+        limits = {self._hide(name): limit for name, limit in config.tenants.items()}
+        self._decide(TenantsLimited(config.default_tenant, limits))
+        self._metrics.show(config)
 
     def check_tenant(self, tenant: str, model: str, work_tokens: int) -> AdmittedRequest:
         """Raises `ApiError` 429 if a request of at least so much work is refused whatever its
@@ -236,6 +244,10 @@ class _Metrics:
             self._verdicts.labels("admitted", reason.value)
         for reason in _MESSAGES:
             self._verdicts.labels("refused", reason.value)
+        self.show(config)
+
+    def show(self, config: AdmissionSection) -> None:
+        """Begin the series of tenants with limits, which stay."""
         self._always = {UNNAMED, *map(_label, config.tenants)}
         for label in self._always:
             self._in_flight.labels(label)
@@ -252,7 +264,7 @@ class _Metrics:
         self._in_flight.labels(_label(tenant)).inc(change)
 
     def keep_series(self, tenants: Iterable[str]) -> None:
-        """Remove the series of all other tenants, except those that exist from the start."""
+        """Remove the series of all other tenants, except those with limits."""
         kept = {*self._always, *map(_label, tenants)}
         (metric,) = self._in_flight.collect()
         for sample in metric.samples:

@@ -31,6 +31,7 @@ from deploy.region.launch.plan import (
     Planner,
     admin_url,
     gateway_url,
+    region_text,
 )
 from deploy.region.launch.ports import ResolvedRegion, resolve_ports, taken_ports
 from deploy.region.launch.probes import Prober, region_trouble
@@ -285,7 +286,8 @@ class RunningRegion:
         make_grant_keys(self._wanted, directory)
         for secret in (directory.engine_key, directory.operator_key):
             write_private(secret, f"{new_key()}\n".encode())
-        for path, text in self._planner.files().items():
+        files = self._planner.files() | {directory.wanted_file: region_text(self._wanted)}
+        for path, text in files.items():
             write_private(path, text.encode())  # keys and passwords are among it
 
     async def _start_all(self) -> None:

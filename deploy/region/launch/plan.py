@@ -89,15 +89,8 @@ class Planner:
         resolved, directory = self.resolved, self.directory
         region = resolved.region
         files = {
-            directory.region_file: region.model_dump_json(
-                by_alias=True, exclude_none=True, indent=1
-            ),
-            directory.gateway_file: gateway_file(resolved, directory).model_dump_json(
-                # Keys stay in their file or variable: the run directory must not have a second
-                # copy.
-                exclude={"gateway": {"api_keys"}},
-                indent=1,
-            ),
+            directory.region_file: region_text(region),
+            directory.gateway_file: gateway_text(gateway_file(resolved, directory)),
         }
         for cluster in region.clusters:
             for node in cluster.nodes:
@@ -275,6 +268,17 @@ def gateway_file(resolved: ResolvedRegion, directory: RunDirectory) -> GatewayFi
         granting_key=signs_grants(region, directory.granting_key),
         trusted_network=region.security.trusted_network,
     )
+
+
+def gateway_text(file: GatewayFile) -> str:
+    """The file as the gateway reads it."""
+    # Keys stay in their file or variable: the run directory must not have a second copy.
+    return file.model_dump_json(exclude={"gateway": {"api_keys"}}, indent=1)
+
+
+def region_text(region: RegionSpec) -> str:
+    """The region as a run directory has it."""
+    return region.model_dump_json(by_alias=True, exclude_none=True, indent=1)
 
 
 def gateway_url(region: RegionSpec) -> str:
