@@ -226,7 +226,7 @@ ATTACKS: Final = (
     Attack("gateway: wrong keys", wrong_key, 0, 3),
     Attack("gateway: bad bodies", bad_body, 0, 1),
     # More than the 512 connections that an agent serves by default, and opened again as fast as it
-    # cuts them, which is after 5 s.
+    # cuts them, which is after 5 s, or sooner when others come.
     Attack("data: silent", on_data(silent), 0.65, 20),
     Attack("data: HELLO only", on_data(greeting_only), 0.15, 4),
     Attack("data: random bytes", on_data(garbage), 0, 4),

@@ -55,8 +55,8 @@ class ConnectionFlood:
 
     @property
     def is_up(self) -> bool:
-        """Whether it goes on, as every connection was opened at least once."""
-        return self._thread.is_alive() and self.num_opened >= self._num_connections
+        """Whether it goes on, and already opens connections again that were cut."""
+        return self._thread.is_alive() and self.num_opened > self._num_connections
 
     def _run(self) -> None:
         again_s = 0.0
