@@ -15,9 +15,8 @@ WARM_UP = 0.25
 LEAST_RESTS = 12
 """Through fewer rests no line is judged."""
 MAX_MEMORY_GROWTH_BYTES = 2 * MIB
-MAX_MEMORY_GROWTH = 0.05
-"""Over the last half of a run. CPython gives memory back by arenas of 1 MiB, so that the readings
-of a process that holds the same things differ by one or two of them.
+"""Over the last half of a run. CPython takes and gives back memory in arenas of 1 MiB, so that the
+readings of a process that holds the same things differ by one or two of them.
 """
 MAX_TABLE_GROWTH = 0.1
 MAX_TABLE_GROWTH_ENTRIES = 8
@@ -80,8 +79,7 @@ def grown(name: str, samples: Sequence[Sample], begin_s: float, end_s: float) ->
         found.append(f"{name}: {descriptors.growth:+.1f} descriptors after the warm-up")
     half = after(samples, 0.5, begin_s, end_s)
     memory = line([(sample.at_s, sample.memory_bytes) for sample in half])
-    limit = min(MAX_MEMORY_GROWTH_BYTES, MAX_MEMORY_GROWTH * memory.first)
-    if memory.growth > limit:
+    if memory.growth > MAX_MEMORY_GROWTH_BYTES:
         told = f"{memory.growth / MIB:+.1f} MiB in the last half"
         found.append(f"{name}: {told}, from {memory.first / MIB:.1f} MiB")
     sized = [(sample.at_s, {"threads": sample.num_threads} | sample.tables) for sample in rests]
