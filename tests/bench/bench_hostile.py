@@ -30,7 +30,7 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from attacked_agents import Way
-from echo_engine import Client
+from echo_engine import Client, UnwantedHead
 from gateway_process import child, free_port
 from hostile_attackers import Plan as Attack
 from hostile_region import HOSTILE_KEY, Region
@@ -132,11 +132,14 @@ async def traffic(region: Region, plan: Plan) -> dict[str, Any]:
     looking, before_s = asyncio.create_task(watch.look()), watch.cpu_s()
     taken_s: dict[str, list[float]] = {path: [] for path in PATHS}
     failed: dict[str, list[str]] = {path: [] for path in PATHS}
+    rerouted: dict[str, list[str]] = {path: [] for path in PATHS}
 
     async def at(path: str, due_s: float) -> None:
         await asyncio.sleep(due_s - time.monotonic())
         try:
             await ask(region, path)
+        except UnwantedHead as error:
+            rerouted[path].append(str(error)[:300])
         except (OSError, TimeoutError, RuntimeError) as error:
             failed[path].append(f"{type(error).__name__}: {error}"[:300])
         else:
@@ -153,7 +156,13 @@ async def traffic(region: Region, plan: Plan) -> dict[str, Any]:
     await asyncio.gather(looking, return_exceptions=True)
     spent_s = {name: after_s - before_s[name] for name, after_s in watch.cpu_s().items()}
     processes = {name: Watched(*seen, spent_s[name]) for name, seen in watch.most.items()}
-    return {"let_in_s": let_in_s, "taken_s": taken_s, "failed": failed, "processes": processes}
+    return {
+        "let_in_s": let_in_s,
+        "taken_s": taken_s,
+        "failed": failed,
+        "rerouted": rerouted,
+        "processes": processes,
+    }
 
 
 def descriptors(region: Region) -> dict[str, int]:
@@ -199,7 +208,8 @@ def measure(way: Way, plan: Plan, folder: Path) -> list[Phase]:
                 p99s = ", ".join(f"{p} {1e3 * one.quantile_s(p, 0.99):.0f}" for p in PATHS)
                 what = f"p99 ms {p99s}; {one.num_failed} failed"
                 say(f"{way}, round {number + 1}, {condition}: {what}")
-                for reason in {reason for failed in one.failed.values() for reason in failed}:
+                reasons = [*one.failed.values(), *one.rerouted.values()]
+                for reason in {reason for found_here in reasons for reason in found_here}:
                     say(f"  {reason}")
     return found
 

@@ -101,6 +101,10 @@ def take_message(buffer: bytearray) -> tuple[bytes, bytes] | None:
     return head, body
 
 
+class UnwantedHead(RuntimeError):
+    """A whole answer whose head lacks what was wanted."""
+
+
 class Client(asyncio.Protocol):
     """One kept-alive connection that sends the same request again and again.
 
@@ -125,7 +129,7 @@ class Client(asyncio.Protocol):
     async def ask(self) -> tuple[float, float]:
         """Seconds to the first byte and to the whole answer.
 
-        Raises RuntimeError for another answer than a wanted one, ConnectionError without any.
+        Raises UnwantedHead, RuntimeError for no completion at all, ConnectionError for no answer.
         """
         self._answer = asyncio.get_running_loop().create_future()
         self._first_s = 0.0
@@ -141,11 +145,13 @@ class Client(asyncio.Protocol):
         if message is None or self._answer is None:
             return
         head, body = message
-        is_wanted = head.startswith(b"HTTP/1.1 200") and self._wanted in head.lower()
-        if not is_wanted or b"choices" not in body:
-            self._answer.set_exception(RuntimeError(f"{head!r} {body[:200]!r}"))
-            return
-        self._answer.set_result(time.perf_counter())
+        told = f"{head!r} {body[:200]!r}"
+        if not head.startswith(b"HTTP/1.1 200") or b"choices" not in body:
+            self._answer.set_exception(RuntimeError(told))
+        elif self._wanted not in head.lower():
+            self._answer.set_exception(UnwantedHead(told))
+        else:
+            self._answer.set_result(time.perf_counter())
 
     def close(self) -> None:
         self._transport.close()

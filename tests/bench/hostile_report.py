@@ -25,6 +25,8 @@ GROWTH_BOUND_MIB = 64.0
 """Most memory that a process may need for its attackers."""
 LASTING_BOUND_MIB = 16.0
 """Most memory that may come to stay from the first round of attackers to the last."""
+REROUTED_BOUND = 0.01
+"""Most of the prompts that may take another route because of attackers."""
 LEFT_BOUND = 8
 """Most descriptors that may be left over when the attackers have gone."""
 
@@ -44,8 +46,9 @@ class Phase:
     """One stretch of true traffic under one condition.
 
     `let_in_s`: until the first KVCache of a sending agent that was started after the attackers had
-    begun; None: it never came. `taken_s` (whole answers, from when they were due) and `failed`
-    (reasons) by path, `processes` by name. `left`: descriptors that were still open when the
+    begun; None: it never came. By path: `taken_s` (whole answers, from when they were due),
+    `failed` (reasons) and `rerouted` (heads of whole answers that took another route). `processes`
+    by name. `left`: descriptors that were still open when the
     attackers had gone, beyond those before they came. `attacks`: what each attack did.
     """
 
@@ -54,6 +57,7 @@ class Phase:
     let_in_s: float | None
     taken_s: dict[str, list[float]]
     failed: dict[str, list[str]]
+    rerouted: dict[str, list[str]]
     processes: dict[str, Watched]
     left: dict[str, int]
     attacks: dict[str, dict[str, int]]
@@ -90,6 +94,9 @@ def goals(phases: Sequence[Phase]) -> list[Goal]:
         attacked, elsewhere = _of(here, "attacked"), _of(here, "elsewhere")
         num_failed = sum(phase.num_failed for phase in attacked)
         asked.append(_at_most(f"{way}: true requests that failed", num_failed, 0))
+        more = _rerouted_share(attacked) - _rerouted_share(elsewhere)
+        what = f"{way}: share of offloaded prompts that went local, over quiet"
+        asked.append(_at_most(what, more, REROUTED_BOUND))
         for path in PATHS:
             found = slowdown(here, path, "elsewhere")
             asked.append(_at_most(f"{way}: p99 of {path}, x quiet", found, SLOWDOWN_BOUND))
@@ -110,7 +117,16 @@ def goals(phases: Sequence[Phase]) -> list[Goal]:
 def tables(phases: Sequence[Phase]) -> str:
     """Latencies, processes, what the attackers did, goals; medians over the rounds."""
     latencies = [
-        ["way, path", "condition", "answers", "failed", "p50 ms", "p99 ms", "first KVCache s"]
+        [
+            "way, path",
+            "condition",
+            "answers",
+            "rerouted",
+            "failed",
+            "p50 ms",
+            "p99 ms",
+            "first KVCache s",
+        ]
     ]
     processes = [["way, process", "condition", "MiB", "descriptors", "threads", "CPU s"]]
     attacks = [["way, attack", "begun", "ended"]]
@@ -138,6 +154,12 @@ def _of(phases: Sequence[Phase], condition: Condition) -> list[Phase]:
     return [phase for phase in phases if phase.condition == condition]
 
 
+def _rerouted_share(phases: Sequence[Phase]) -> float:
+    num_rerouted = sum(len(phase.rerouted["offloaded"]) for phase in phases)
+    num_answered = sum(len(phase.taken_s["offloaded"]) for phase in phases)
+    return num_rerouted / max(1, num_rerouted + num_answered)
+
+
 def _most_mib(phases: Iterable[Phase], name: str) -> float:
     return max(phase.processes[name].rss_mib for phase in phases)
 
@@ -155,6 +177,7 @@ def _latencies(way: str, path: str, condition: str, phases: Sequence[Phase]) -> 
         f"{way}, {path}",
         condition,
         str(sum(len(phase.taken_s[path]) for phase in phases)),
+        str(sum(len(phase.rerouted[path]) for phase in phases)),
         str(sum(len(phase.failed[path]) for phase in phases)),
         median_ms(0.5),
         median_ms(0.99),

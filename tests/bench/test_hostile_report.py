@@ -18,6 +18,7 @@ def phase(condition: Condition, p99_s: float, **changes: object) -> Phase:
         "let_in_s": 1.0,
         "taken_s": {path: [0.01] * 98 + [p99_s] * 2 for path in ("short", "offloaded")},
         "failed": {"short": [], "offloaded": []},
+        "rerouted": {"short": [], "offloaded": []},
         "processes": {"gateway": Watched(100.0, 40, 9, 2.5)},
         "left": {"gateway": 0},
         "attacks": {"data: silent": {"num_begun": 3, "num_ended": 1}},
@@ -47,6 +48,14 @@ def test_a_request_that_failed_and_a_sender_that_was_kept_out_count() -> None:
     phases = rounds(phase("attacked", 0.02, failed=failed), phase("attacked", 0.02, let_in_s=None))
     (found,) = (goal for goal in goals(phases) if not goal.is_met)
     assert (found.name, found.found) == ("tls: true requests that failed", 2)
+
+
+def test_a_prompt_that_takes_another_route_is_no_failure_but_few_may() -> None:
+    few, many = ({"short": [], "offloaded": ["local"] * number} for number in (1, 2))
+    assert missed(rounds(phase("attacked", 0.02, rerouted=few))) == []
+    assert missed(rounds(phase("attacked", 0.02, rerouted=many))) == [
+        "tls: share of offloaded prompts that went local, over quiet"
+    ]
 
 
 def test_without_any_answer_the_goal_is_missed() -> None:
