@@ -193,7 +193,9 @@ class GatewaySection(Section):
     long-term loop knows better.
     """
     operators: tuple[str, ...] = ()
-    """Names of the API keys that may change roles and see what is protected. None: all keys may."""
+    """Names of the API keys that may change roles and see what is protected. Left out: the key, if
+    only one tenant has keys.
+    """
     protect_admin: bool = True
     """/metrics, /prfaas/* and GET /v1/pd_role ask for an operator's key where there are keys."""
     admin: ListenAddress | None = None

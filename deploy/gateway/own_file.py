@@ -60,7 +60,7 @@ def weaknesses(file: GatewayFile) -> Iterator[str]:
     """What tenants and other users of the host may do, for the log. Looks at files."""
     config, path = file.gateway, file.api_keys_file
     if not config.operators and len({key.tenant for key in config.api_keys}) > 1:
-        yield "every tenant may see and change what operators may: name gateway.operators"
+        yield "no API key opens the pages of operators: name tenants in gateway.operators"
     if path is not None and path.stat().st_mode & 0o027:
         yield f"others may read {path}: chmod 600 it"
 

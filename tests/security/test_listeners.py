@@ -123,7 +123,7 @@ def test_a_gateway_says_who_may_be_an_operator_and_read_its_keys(tmp_path: Path)
 
     assert said(0o600, "ops") == said(0o640, "ops") == ""
     assert "others may read" in said(0o644, "ops")
-    assert "every tenant may see and change" in said(0o600)
+    assert "no API key opens the pages of operators" in said(0o600)
 
 
 def test_what_a_trusted_network_leaves_open_is_said() -> None:

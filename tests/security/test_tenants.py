@@ -211,7 +211,7 @@ async def test_what_is_listed_confirms_no_guess_of_a_prompt(
         for salt in (None, "alice", salts.salt("alice", None))
     ]
     guessed = {key.hex() for root in roots for key in block_keys(tokens, 64, root)}
-    async with opened() as region:
+    async with opened(operators=("bob",)) as region:
         await ask(region, "alice")
         directory.cached = set(directory.asked[-1])
         assert {key.hex() for key in directory.cached} <= guessed, "the guess is right"

@@ -130,7 +130,7 @@ async def test_a_file_that_cannot_be_used_changes_nothing(gateway: RunningGatewa
 
 
 async def test_what_needs_a_restart_is_named_and_the_rest_changes(gateway: RunningGateway) -> None:
-    assert (await gateway.ask("two", "/prfaas/region"))[0] == 200
+    assert (await gateway.ask("three", "/prfaas/region"))[0] == 403
     gateway.write(
         operators=["ops"], threshold_tokens=5, timeouts={"drain_s": 7}, port=1, max_in_flight=9
     )
@@ -146,4 +146,4 @@ async def test_what_needs_a_restart_is_named_and_the_rest_changes(gateway: Runni
     assert (await gateway.ask("three", "/prfaas/region"))[0] == 200
     gateway.write()
     # At its start, and now again.
-    await gateway.said("every tenant may see and change what operators may", times=2)
+    await gateway.said("no API key opens the pages of operators", times=2)
