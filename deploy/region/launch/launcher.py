@@ -50,7 +50,7 @@ from deploy.region.spec.checks import check_region
 from deploy.region.spec.loading import missing_models
 from deploy.region.spec.region import RegionSpec
 from kvmanager.config_files.fields import tls_files
-from kvmanager.config_files.problems import FileError
+from kvmanager.config_files.problems import FileError, Problem
 from kvmanager.private_files import read_secret, write_private
 from prfaas.engines.access import EngineAccess
 from prfaas.engines.client import open_session
@@ -216,6 +216,10 @@ class RunningRegion:
         After any exception, also a cancellation, everything is stopped again.
         """
         try:
+            # In a thread: to find who has a port, all sockets of the host are read.
+            problems = await asyncio.to_thread(_problems, self._wanted)
+            if problems:
+                raise FileError(f"region {self._wanted.name}", problems)
             self._prepare()
             await self._start_all()
         except BaseException:
@@ -270,11 +274,6 @@ class RunningRegion:
             process.kill_now()
 
     def _prepare(self) -> None:
-        problems = (
-            check_region(self._wanted) or missing_models(self._wanted) or taken_ports(self._wanted)
-        )
-        if problems:
-            raise FileError(f"region {self._wanted.name}", problems)
         # The lock before ports are chosen: two launchers in one directory must not both go on.
         self._lock = RunLock(self._root)
         directory = self._directory = open_run_directory(self._root)
@@ -395,6 +394,10 @@ class RunningRegion:
         if self._resolved is None:
             raise RuntimeError("the region is not started")
         return self._resolved
+
+
+def _problems(region: RegionSpec) -> list[Problem]:
+    return check_region(region) or missing_models(region) or taken_ports(region)
 
 
 def _record(process: RunningProcess) -> ProcessRecord:
