@@ -485,13 +485,13 @@ class TestCommandLine:
         def listed() -> Result:
             return self.told("role", "ls", "--gateway", url, "--api-key", "two", "--json")
 
-        assert listed().exit_code == 0
-        changed = gateway | {"operators": ["ops"], "max_body_bytes": "1MiB"}
+        assert "not an operator's" in listed().stderr
+        changed = gateway | {"operators": ["acme"], "max_body_bytes": "1MiB"}
         file.write_text(json.dumps(document(dummy_vllm, gateway=changed)))
         told = self.told("region", "reload", str(file), *at_run)
         assert told.stdout == "the gateway gets: gateway.operators\n"
         assert told.stderr == "changed, but needs a restart: gateway.max_body_bytes\n"
-        wait_for(lambda: "not an operator's" in listed().stderr, 60.0)
+        wait_for(lambda: listed().exit_code == 0, 60.0)
         log = (run_dir / "logs" / "gateway.log").read_text()
         assert "changed without a restart: gateway.operators" in log
         file.write_text(json.dumps(document(dummy_vllm, gateway=changed | {"operators": ["x"]})))

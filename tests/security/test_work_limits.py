@@ -21,7 +21,8 @@ SHORT = {"model": "tiny", "prompt": "x"}
 
 def limited(**limit: Any) -> dict[str, Any]:
     """A gateway whose tenant mallory has this limit."""
-    return {"api_keys": KEYS, "scheduling": {"admission": {"tenants": {"mallory": limit}}}}
+    admission = {"tenants": {"mallory": limit}}
+    return {"api_keys": KEYS, "operators": ("acme",), "scheduling": {"admission": admission}}
 
 
 async def ask(region: Any, body: Any, key: str = "two", **headers: str) -> tuple[int, Any]:
