@@ -34,7 +34,7 @@ def run(tmp_path: Path) -> RunDirectory:
     (tmp_path / "keys").write_text("acme one\nops two\n")
     root = tmp_path / "run"
     root.mkdir()
-    directory = RunDirectory(root, root / "sockets")
+    directory = RunDirectory(root, Path("sockets"))  # none is made, and a long path is refused
     wanted = region(tmp_path)
     planner = Planner(resolve_ports(wanted), directory, {})
     for path, text in (planner.files() | {directory.wanted_file: region_text(wanted)}).items():
