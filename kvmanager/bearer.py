@@ -10,7 +10,7 @@ import hmac
 
 
 def key_digest(key: bytes) -> bytes:
-    """What is kept of a key to compare others with."""
+    """The digest of a key, kept to compare others with."""
     return hashlib.sha256(key).digest()
 
 

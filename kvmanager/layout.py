@@ -102,7 +102,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     model_id: str
     """The served name, for people. Nothing depends on it."""
     weights: str
-    """What the weights are (`kvmanager.vllm_connector.weights`)."""
+    """The identity of the weights (`kvmanager.vllm_connector.weights`)."""
     config_digest: str
     """Digest of all else that decides which KVCache the tokens of a prompt have."""
     cache_dtype: str

@@ -98,7 +98,7 @@ def _hashes_of(pin: str, text: str) -> list[str]:
 
 
 def _report(requirements: Sequence[str], *options: str) -> list[dict[str, Any]]:
-    """What pip would install, with metadata; nothing is installed."""
+    """The packages that pip would install, with metadata. Nothing is installed."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory, "report.json")
         wanted = Path(directory, "wanted.txt")

@@ -103,7 +103,7 @@ _SERVER_OPTIONS: Final = (
 )
 
 MAX_TRIES: Final = 3
-"""Of one signed call: the first may lack a challenge, and the next one's may be replaced."""
+"""Tries of one signed call: the first may lack a challenge, and the next one's may be replaced."""
 _RETIRE_S: Final = 300.0
 """Most time that calls on a channel of replaced certificates get to end."""
 

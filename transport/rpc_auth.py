@@ -47,7 +47,7 @@ from transport.tls import (
 
 Metadata = tuple[tuple[str, str], ...]
 Seal = Callable[[str, bytes], Metadata]
-"""What goes with the answer that has this code and body."""
+"""The metadata of the answer that has this code and body."""
 
 PROOF: Final = "prfaas-proof"
 CHALLENGE: Final = "prfaas-challenge"
@@ -248,7 +248,7 @@ def _proof_in(metadata: Mapping[str, Any]) -> Proof | None:
 
 
 def server_certificates(tls: TlsFiles) -> Any:
-    """What a gRPC server shows. Raises LocalError."""
+    """The credentials of a gRPC server. Raises LocalError."""
     # gRPC notices unusable files late and does not name them, so OpenSSL checks them first.
     server_context(tls)
     key, cert, ca = _read_tls(tls)
@@ -256,7 +256,7 @@ def server_certificates(tls: TlsFiles) -> Any:
 
 
 def channel_credentials(tls: TlsFiles) -> Any:
-    """What a gRPC client shows. Raises LocalError."""
+    """The credentials of a gRPC client. Raises LocalError."""
     # Checked first for the same reason as the server's files.
     client_context(tls)
     key, cert, ca = _read_tls(tls)

@@ -162,7 +162,7 @@ def _loaded(context: ssl.SSLContext, files: TlsFiles) -> ssl.SSLContext:
 
 @dataclass(frozen=True, slots=True)
 class RegionTls:
-    """What a handshake needs: the context, and the region that the other end must be of."""
+    """The needs of a handshake: the context, and the region that the other end must be of."""
 
     context: ssl.SSLContext
     region: str

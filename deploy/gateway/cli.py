@@ -79,7 +79,7 @@ def check_listener(gateway: GatewayConfig, *, trusted_network: bool) -> None:
 
 
 def exposure_of(file: GatewayFile) -> str | None:
-    """What everybody on the network may do, for the log and /health; None: nothing."""
+    """The rights of anybody on the network, for the log and /health; None if there are none."""
     listeners = {} if file.gateway.api_keys else open_listeners(file.gateway)
     found = filter(None, (file.exposure("gateway"), *listeners.values()))
     return "; ".join(found) or None

@@ -113,7 +113,7 @@ class GatewayFile(ApiKeysSection, SecuritySection):
         return self
 
     def instances_config(self, *, poll_load: bool = False) -> InstancesConfig:
-        """What the instances of embedded fronts are told."""
+        """The configuration of the instances of embedded fronts."""
         return InstancesConfig(
             log_dir=self.log_dir,
             engine_key_file=self.engine_key_file,

@@ -57,7 +57,7 @@ async def follow_own_file(
 
 
 def weaknesses(file: GatewayFile) -> Iterator[str]:
-    """What tenants and other users of the host may do, for the log. Looks at files."""
+    """Yield, for the log, what tenants and other users of the host may do. Looks at files."""
     config, path = file.gateway, file.api_keys_file
     if not config.operators and len({key.tenant for key in config.api_keys}) > 1:
         yield "no API key opens the pages of operators: name tenants in gateway.operators"

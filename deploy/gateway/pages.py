@@ -79,7 +79,7 @@ class Pages:
     key_names: KeyNames
     services: Callable[[], Services]
     exposure: str | None
-    """What everybody on the network may do, by this configuration; None: nothing."""
+    """The rights that this configuration gives anybody on the network; None if there are none."""
 
     def for_everybody(self) -> Iterable[web.RouteDef]:
         """The pages that clients and operators need, for an application's router."""

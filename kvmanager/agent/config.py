@@ -222,12 +222,12 @@ class AgentConfig(AgentSection, MetricsSection):
 
     @property
     def credentials(self) -> Credentials | None:
-        """What this agent shows to those who call it, and asks of them; None: nothing."""
+        """The credentials that this agent shows and asks for; None if it has none."""
         return credentials_of(self.tls, self.region_key, "agent")
 
     @property
     def exposures(self) -> list[str]:
-        """What somebody on the network may do, for logs and answers about health."""
+        """The rights that anybody on the network has, for logs and answers about health."""
         shared = exposure(self.credentials, trusted_network=self.trusted_network)
         found = [] if shared is None else [shared]
         if self.granting_keys is None:

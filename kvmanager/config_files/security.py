@@ -69,7 +69,7 @@ class SecuritySection(Section):
         return self
 
     def credentials(self, role: Role) -> Credentials | None:
-        """What a process of this role shows; None: nothing."""
+        """The credentials that a process of this role shows; None if it has none."""
         return credentials_of(tls_files(self.tls), self.region_key, role)
 
     def exposure(self, role: Role) -> str | None:
@@ -135,7 +135,7 @@ def check_redis(setting: str, url: str, *, trusted_network: bool) -> None:
 
 
 def exposure(credentials: Credentials | None, *, trusted_network: bool) -> str | None:
-    """What somebody on the network may do, for logs and pages; None: nothing of note."""
+    """The rights of anybody on the network, for logs and pages; None if there are none of note."""
     if isinstance(credentials, RegionKey):
         return (
             "region_key without TLS: calls are signed, but whoever listens on the network reads "

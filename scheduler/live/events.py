@@ -77,7 +77,7 @@ class TenantsLimited(Event[None], frozen=True):
     limits: dict[str, TenantLimit]
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
-        """What is in flight counts towards the new limits."""
+        """Requests in flight count towards the new limits."""
         live.limit_tenants(self.default, self.limits)
 
 

@@ -65,7 +65,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Tally:
-    """What one attack did so far. `num_ended`: connections that the victim, or patience, ended."""
+    """Counts of one attack. The victim, or patience, ended `num_ended` connections."""
 
     num_begun: int = 0
     num_ended: int = 0

@@ -1,4 +1,4 @@
-"""What bench_hostile found, as goals and tables. Runs nothing.
+"""Makes goals and tables of the findings of bench_hostile. Runs nothing.
 
 A round has one phase of each condition. Ratios are taken within rounds and their median counts, so
 that a slow minute of the machine is in both. The goal compares with "elsewhere": the same attackers

@@ -11,6 +11,6 @@ __all__ = ["gaps_of_children", "no_gaps_in_children", "node_files", "pytest_runt
 
 @pytest.fixture(scope="session")
 def node_files(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
-    """What two agents of a region that share a certificate have for TLS between them."""
+    """The TLS files of two agents of a region that share a certificate."""
     folder = tmp_path_factory.mktemp("certificates")
     return make_node(folder, "node", make_authority(folder, "ca"))

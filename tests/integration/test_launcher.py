@@ -180,7 +180,7 @@ async def fetch(url: str) -> Any:
 
 
 def open_to_others(run_dir: Path) -> list[Path]:
-    """What other users may use; sockets are kept from them by the directory that they are in."""
+    """The files that other users may use. Sockets are kept from them by their directory."""
     written = [path for path in run_dir.rglob("*") if path.parent.name != "sockets"]
     return [path for path in (run_dir, *written) if path.stat().st_mode & 0o077]
 

@@ -21,7 +21,7 @@ from transport.rpc import Method, RpcClient, RpcError, RpcServer
 from transport.rpc_auth import PROOF, channel_credentials
 
 Maker = Callable[[str], Credentials]
-"""What the process with this URI shows."""
+"""The credentials of the process with this URI."""
 
 
 class Ask(msgspec.Struct):

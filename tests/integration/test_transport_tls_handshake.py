@@ -24,7 +24,7 @@ SHARES = [0.01, 0.25, 0.5, 0.75, 0.99]
 
 
 class Interruption:
-    """What a proxy does to its first byte number `position` in one direction: flips a bit of it, or
+    """The treatment, by a proxy, of byte number `position` in one direction: flips a bit of it, or
     loses it and all that follows, until `ends`.
     """
 

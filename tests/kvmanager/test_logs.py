@@ -1,4 +1,4 @@
-"""What repeats is left out of the log, and counted."""
+"""Messages that repeat are left out of the log, and counted."""
 
 import logging
 import time

@@ -32,7 +32,7 @@ async def page_status(region: Any, key: str) -> int:
 
 
 async def salt_of(region: Any, key: str) -> str:
-    """What the cache keys of the tenant's prompt begin with."""
+    """The root of the cache keys of the tenant's prompt."""
     assert await status_of(region, key) == 200
     return str(json.loads(region.engine.bodies()[-1])["cache_salt"])
 

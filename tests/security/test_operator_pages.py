@@ -109,7 +109,7 @@ async def test_no_web_page_changes_roles(region: Any, headers: dict[str, str]) -
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
 async def test_forms_change_no_roles(region: Any, kind: str | None) -> None:
-    """What a browser sends to other sites without asking them first."""
+    """A request that a browser sends to other sites without asking them first."""
     headers = {} if kind is None else {"Content-Type": kind}
     url = region.url + "/v1/pd_role"
     raw = b'{"instance":"d0","role":"prefill"}'

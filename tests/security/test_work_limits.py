@@ -146,7 +146,7 @@ async def test_tokens_in_few_long_events_count(open_region: Any) -> None:
 
 
 async def test_text_that_claims_to_be_an_image_counts(open_region: Any) -> None:
-    """Of fields of one name engines take the last."""
+    """Engines take the last of several fields with one name."""
     async with open_region(**limited(max_requests=8)) as region:
         region.engine.first_token.clear()
         part = b'{"type":"image_url","type":"text","text":"' + b"word " * 1000 + b'"}'

@@ -27,7 +27,7 @@ of threads have up to eight.
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one process held. `memory_bytes` is its own resident memory: no mapped files,
+    """Resources of one process. `memory_bytes` is its own resident memory: no mapped files,
     which are code and arenas. `tables` are the sizes that it shows of its tables, by name.
     """
 
@@ -65,7 +65,7 @@ def after(samples: Sequence[Sample], share: float, begin_s: float, end_s: float)
 
 
 def grown(name: str, samples: Sequence[Sample], begin_s: float, end_s: float) -> list[str]:
-    """What of the process `name`, which was never restarted, grew too much; one sentence each.
+    """Sentences about what grew too much in the process `name`, which was never restarted.
 
     With too few rests for a line, only descriptors are judged: in the second half there may be no
     more than there were at some rest before.

@@ -42,7 +42,7 @@ STEADY, KILLED = ("a1", "b1"), ("a2", "b2")
 """Nodes whose agents live all along, and nodes whose agents are killed."""
 OPERATOR = "ops"
 NUM_RECORDS = 200
-"""Of ended requests. The default, 1000, would fill up only after minutes."""
+"""The number of ended requests kept. The default, 1000, would fill up only after minutes."""
 LINK_IDLE_S = 1.0
 WARM_S = 5.0
 LINK_DETECTOR = {"dwell_s": 0.5, "calm_s": 0.5}
@@ -235,7 +235,7 @@ class SoakRegion:
         return name.removeprefix("agent.") in KILLED
 
     def pid(self, name: str) -> int | None:
-        """Of its main process; None while there is none."""
+        """The id of its main process; None while there is none."""
         if name in self.fronts:
             front = self.fronts[name]
             pids = [pid for pid in front.members() if pid != front.pid]
@@ -247,7 +247,7 @@ class SoakRegion:
         return self.running.agent(node)
 
     async def samples(self, *, is_at_rest: bool) -> dict[str, Sample]:
-        """Of every process that runs now."""
+        """The figures of every process that runs now."""
         # Before their tables: each question opens a connection.
         found = self._uses(is_at_rest=is_at_rest)
         shown = await asyncio.gather(*(self._tables(name) for name in found))
@@ -257,7 +257,7 @@ class SoakRegion:
         }
 
     def num_descriptors(self) -> dict[str, int]:
-        """Of every process that runs now."""
+        """The figures of every process that runs now."""
         return {name: sample.num_descriptors for name, sample in self._uses().items()}
 
     def _uses(self, *, is_at_rest: bool = False) -> dict[str, Sample]:

@@ -39,7 +39,7 @@ SETTLED_S = 5.0
 SAMPLE_S = 2.0
 LOOK_S = 0.5
 LEAST_STORMS = 4
-"""What the first two opened may stay open."""
+"""Descriptors that the first two opened may stay open."""
 HOPELESS = 20
 """So many wrongs end a run."""
 MEAN_FAULT_S = 2.0
@@ -196,7 +196,7 @@ class Soak:
 
 
 def row(samples: list[Sample], begin_s: float, end_s: float) -> dict[str, Any]:
-    """What one process held at the first rest that counts and at the last, and how that grew. A
+    """Resources of one process at the first rest that counts and at the last, and growth. A
     process that was killed is only counted.
     """
     rests = after(samples, WARM_UP, begin_s, end_s)

@@ -64,7 +64,7 @@ class Prompt:
         )
 
     def layers(self, num_tokens: int, cached_tokens: int) -> Iterator[tuple[int, bytes]]:
-        """What a transfer of the first `num_tokens` consists of: (offset, bytes) of each layer."""
+        """A transfer of the first `num_tokens`: (offset, bytes) of each layer."""
         for extent in LAYOUT.extents(num_tokens, 0, cached_tokens):
             pages = (self._key_at(page, num_tokens) for page in extent.pages)
             yield extent.offset, b"".join(content(key, extent.layer) for key in pages)
@@ -175,7 +175,7 @@ class AgentSide:
             self._scheduler.cache_cancel(slots.handle)
 
     async def _answer(self, name: int | bytes, is_sent: bool) -> Any:
-        """What the agent says about `name`; None when it says nothing or is gone."""
+        """The report of the agent about `name`; None when it says nothing or is gone."""
         if not is_sent:
             return None
         asked = self._asked[name] = self._loop.create_future()

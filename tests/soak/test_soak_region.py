@@ -10,7 +10,7 @@ from growth import MIB, Sample, grown
 
 SOAK = Path(__file__).with_name("soak_region.py")
 KILLED_S = 280.0
-"""Of a machine that does much else meanwhile: alone it takes less than a minute."""
+"""The limit for a machine that does much else. Alone it takes less than a minute."""
 RUN_S = 600.0
 
 

@@ -90,7 +90,7 @@ class AgentProcess:
         self.ready: dict[str, Any] = {}
         self.transfer_ids: set[str] = set()
         self.caller: Credentials | None = None
-        """What `call` shows; None: the agent's own certificate, if it has one."""
+        """The credentials that `call` shows; None for the agent's certificate, if it has one."""
 
     def write_settings(self) -> Path:
         """The file that the agent is started with."""

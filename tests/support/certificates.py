@@ -57,6 +57,6 @@ def make_node(
 
 
 def make_region_files(folder: Path, region: str, *addresses: str) -> TlsFiles:
-    """What all processes of a region of `prfaas up` share: every role at each of `addresses`."""
+    """The certificate of all processes of `prfaas up`: every role at each of `addresses`."""
     uris = [f"spiffe://{region}/{role}/test" for role in ROLES]
     return make_node(folder, "region", make_authority(folder, "ca"), uris=uris, addresses=addresses)

@@ -1,4 +1,4 @@
-"""What the transport's fault matrices share: timeouts so short that each cell is quick; cells."""
+"""Settings and cells of the transport's fault matrices: timeouts so short that a cell is quick."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Places:
         self._newcomers: dict[int, _Newcomer] = {}
         """Those that are not known, in the order of `since_s`."""
         self._instances: dict[int, bytes] = {}
-        """What newcomers and known connections greeted with."""
+        """The greetings of newcomers and of known connections."""
         self._known: set[int] = set()
         self.num_turned_away = 0
         self.turned_away_network = ""

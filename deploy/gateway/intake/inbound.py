@@ -86,7 +86,7 @@ _TRANSFER_PARAMS: Final = frozenset({"kv_transfer_params", "ec_transfer_params"}
 _IDS: Final = re.compile(rb"[\s\[]*\d")
 _PLAIN_NUMBER: Final = re.compile(rb"\d{1,18}")
 _LEAST_OUTPUT_TOKENS: Final = 16
-"""What vLLM makes of a completion that does not say how many tokens it wants."""
+"""The tokens of a completion, in vLLM, that does not say how many it wants."""
 _MOST: Final = 1 << 40
 """Bounds numbers that clients send, and work made of them: recordings have integers of 64 bits."""
 _NOTHING_LEARNT: Final = LengthEstimator()
@@ -112,7 +112,7 @@ class InboundRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_choices: int
     """Answers that an engine computes for each prompt."""
     max_output_tokens: int
-    """Of one answer; where the client does not say, only what an engine makes at least."""
+    """The tokens of one answer. Where the client does not say, the fewest that an engine makes."""
     has_long_events: bool
     """Whether an event of its stream may have many tokens."""
     request_id: str | None

@@ -31,7 +31,7 @@ class EventGate:
         self.num_events = 0
         """Whole events that were let through, comments and the end mark included."""
         self.num_bytes = 0
-        """What was let through, bytes."""
+        """Number of bytes let through."""
 
     def feed(self, chunk: bytes) -> bytes:
         """The bytes that may be forwarded after `chunk`; empty while an event is unfinished."""

@@ -64,7 +64,7 @@ _MESSAGES: Final = {
 
 
 class TenantNow(msgspec.Struct, frozen=True):
-    """What a tenant has in flight; `tokens` are those that its limits count."""
+    """Requests and tokens of a tenant in flight; `tokens` are those that its limits count."""
 
     requests: int
     tokens: int

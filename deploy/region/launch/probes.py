@@ -31,7 +31,7 @@ class _RegionView(msgspec.Struct):
 
 
 async def region_trouble(admin_url: str, key: str) -> str | None:
-    """What the gateway still misses, None once all its instances are usable.
+    """Say what the gateway still misses; None once all its instances are usable.
 
     An instance whose KVCache nobody can use stays so, however long one waits: it is not missed.
     """

@@ -1,4 +1,4 @@
-"""What `prfaas region reload` writes for the gateway that runs, and what it leaves."""
+"""`prfaas region reload`: which files of a running region it writes, and which it leaves."""
 
 from __future__ import annotations
 
