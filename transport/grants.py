@@ -26,6 +26,7 @@ import msgspec
 from blake3 import blake3
 
 from transport.errors import LocalError
+from transport.region_key import framed
 from transport.tls import Rotating
 
 # Only processes that sign or check grants pay for loading cryptography, in the functions that do.
@@ -95,13 +96,8 @@ _decoder: Final = msgspec.msgpack.Decoder(Grant)
 
 
 def content_digest(*parts: str | bytes) -> str:
-    """BLAKE3 of the parts, each with its length: no two lists of parts have the same."""
-    digest = blake3()
-    for part in parts:
-        data = part.encode() if isinstance(part, str) else part
-        digest.update(len(data).to_bytes(8, "little"))
-        digest.update(data)
-    return digest.hexdigest()
+    """BLAKE3 of the framed parts."""
+    return blake3(framed(*parts)).hexdigest()
 
 
 def sign_grant(key: Ed25519PrivateKey, grant: Grant) -> bytes:

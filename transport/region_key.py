@@ -87,14 +87,15 @@ def load_keys(key: RegionKey) -> tuple[bytes, ...]:
         raise LocalError("region_key", f"cannot use the region key {key.path}: {reason}") from error
 
 
+def framed(*parts: str | bytes) -> bytes:
+    """The parts, each behind its length in 8 bytes: no two lists of parts give the same."""
+    data = (part.encode() if isinstance(part, str) else part for part in parts)
+    return b"".join(len(part).to_bytes(8, "little") + part for part in data)
+
+
 def signature(key: bytes, *parts: str | bytes) -> str:
-    """HMAC-SHA256 over the parts, each with its length: no two lists of parts sign alike."""
-    mac = hmac.new(key, digestmod=hashlib.sha256)
-    for part in parts:
-        data = part.encode() if isinstance(part, str) else part
-        mac.update(len(data).to_bytes(8, "little"))
-        mac.update(data)
-    return mac.hexdigest()
+    """HMAC-SHA256 over the framed parts."""
+    return hmac.new(key, framed(*parts), hashlib.sha256).hexdigest()
 
 
 def is_signed(keys: Sequence[bytes], mac: str, *parts: str | bytes) -> bool:
