@@ -21,6 +21,7 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from agent_process import SMALL_LAYOUT
+from arena_bytes import get_bytes, put_bytes
 from echo_engine import (
     ANSWER,
     STREAM_END,
@@ -56,14 +57,11 @@ class AgentSide:
     def fill(self, params: dict[str, Any]) -> bool:
         """Write the KVCache of a prompt into the outbox. False: the agent is gone."""
         transfer_id, attempt = bytes.fromhex(params["transfer_id"]), params["attempt"]
-        arena, data = self._client.arena, memoryview(content(params))
+        arena, data = self._client.arena, content(params)
         if arena is None:
             return False
         self._client.attach(transfer_id, attempt)
-        start = 0
-        for view in arena.view(params["runs"], len(data)).views(0, len(data)):
-            view[:] = data[start : start + len(view)]
-            start += len(view)
+        put_bytes(arena, params["runs"], data)
         return self._client.ready(
             transfer_id, attempt, [(0, len(data))]
         ) and self._client.prefill_end(transfer_id, attempt)
@@ -81,7 +79,7 @@ class AgentSide:
         arena, wanted = self._client.arena, content(params)
         if arena is None:
             return False
-        return b"".join(arena.view(params["runs"], len(wanted)).views(0, len(wanted))) == wanted
+        return get_bytes(arena, params["runs"], len(wanted)) == wanted
 
     # What the client calls, from its thread.
 
