@@ -172,7 +172,7 @@ def descriptors(region: Region) -> dict[str, int]:
 
 
 def descriptors_left(region: Region, before: Mapping[str, int]) -> dict[str, int]:
-    """Those beyond `before` once they are few, or patience is over."""
+    """Descriptors beyond `before`, once they are few or patience is over."""
     deadline_s = time.monotonic() + PATIENCE_S
     while True:
         left = {name: count - before[name] for name, count in descriptors(region).items()}

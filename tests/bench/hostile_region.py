@@ -68,7 +68,7 @@ class Region:
         self.sender.start()
 
     def processes(self) -> dict[str, psutil.Process]:
-        """Those that are attacked."""
+        """The processes that are attacked, by name."""
         agents = {"receiving agent": self.receiver, "sending agent": self.sender}
         pids = {name: agent.ready["pid"] for name, agent in agents.items()}
         return {"gateway": self.gateway} | {name: psutil.Process(pid) for name, pid in pids.items()}

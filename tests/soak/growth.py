@@ -59,7 +59,7 @@ def line(points: Sequence[tuple[float, float]]) -> Line:
 
 
 def after(samples: Sequence[Sample], share: float, begin_s: float, end_s: float) -> list[Sample]:
-    """Those at rest after `share` of the run."""
+    """The samples at rest after `share` of the run."""
     since_s = begin_s + share * (end_s - begin_s)
     return [sample for sample in samples if sample.is_at_rest and sample.at_s >= since_s]
 

@@ -271,7 +271,7 @@ class SoakRegion:
         return {name: sample for name, sample in found.items() if sample is not None}
 
     async def unrest(self) -> str:
-        """What is not at rest; "" when nothing is held for any request."""
+        """Say what is not at rest; "" when nothing is held for any request."""
         view = await self.page("/prfaas/region")
         if view["in_flight"] or view["settling"] or view["buffered_bytes"]:
             return f"the gateway has {view['in_flight']} in flight, {view['settling']} settling"

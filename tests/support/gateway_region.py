@@ -209,7 +209,7 @@ class FakePd:
         self.num_reserved = 0
         self.reserved_with: list[tuple[bytes, tuple[str, ...]]] = []
         self.tenants: list[str] = []
-        """Whose KVCache memory was asked for."""
+        """The tenant of each reservation of memory for KVCache."""
         self.grants: list[tuple[Granted, bytes]] = []
         """Each reservation, and the grant that came with it."""
         self.direct_preferences: list[tuple[str, ...]] = []
