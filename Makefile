@@ -8,6 +8,8 @@
 # make bench BENCH_ARGS=--smoke   the same at their smallest size, to see that they run
 # make docs   write the configuration reference and build the documentation's site into site/
 # make soak   minutes of faults between a sender and a receiver, every byte verified
+# make soak SOAK_ARGS=--tls   the same over mutual TLS
+# make soak-region  minutes of coming and going in a region of processes, what they hold measured
 # make fuzz   random and mutated bytes against the wire format, guided by coverage
 # make mutants FILES="scheduler/routing/short_term.py"  which small faults in a file its unit tests miss
 # make pins   hashes of what the requirements pin, and docs/licences.md, after a pin was changed
@@ -28,7 +30,7 @@ WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-engine test-long lint format docs bench soak fuzz mutants pins stats clean
+.PHONY: help setup demo test test-fast test-engine test-long lint format docs bench soak soak-region fuzz mutants pins stats clean
 
 help:
 	@sed -n 's/^# make/  make/p' Makefile
@@ -89,6 +91,9 @@ docs: setup
 
 soak: setup
 	@$(BIN)/python tests/soak/soak_transport.py $(SOAK_ARGS)
+
+soak-region: setup
+	@$(BIN)/python tests/soak/soak_region.py $(SOAK_ARGS)
 
 fuzz: setup
 	@$(PINNED) -r requirements/fuzz.txt

@@ -54,7 +54,7 @@ _COMMANDS: dict[str, _Entry] = {
     "link": _Entry("deploy.ops.link", "link_app", "Show what links carry, live."),
     "role": _Entry("deploy.ops.role", "role_app", "Show or change which instances prefill."),
     "region": _Entry(
-        "deploy.region.file_cli", "region_app", "Region files: check, compare, systemd."
+        "deploy.region.file_cli", "region_app", "Region files: check, compare, reload, systemd."
     ),
     "certs": _Entry(
         "deploy.region.certs_cli", "certs_app", "Make the keys and certificates of a region."

@@ -102,9 +102,9 @@ class KVLayout(msgspec.Struct, frozen=True):
     model_id: str
     """The served name, for people. Nothing depends on it."""
     weights: str
-    """What the weights are (`kvmanager.vllm_connector.weights`)."""
+    """The identity of the weights (`kvmanager.vllm_connector.weights`)."""
     config_digest: str
-    """Of all else that decides which KVCache the tokens of a prompt have."""
+    """Digest of all else that decides which KVCache the tokens of a prompt have."""
     cache_dtype: str
     """As the engine was configured, "auto/torch.bfloat16" or "fp8/torch.bfloat16"."""
     memory_order: str

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Final
@@ -62,7 +63,8 @@ class RepeatsFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         key = record.name, record.levelno, record.msg if isinstance(record.msg, str) else ""
         with self._lock:
-            num_left_out = self._repeats.admit(key, record.created)
+            # Not the record's own time: a clock that is set back would keep messages out for long.
+            num_left_out = self._repeats.admit(key, time.monotonic())
         if num_left_out:
             record.msg, record.args = (
                 f"{record.getMessage()} ({num_left_out} more were left out)",

@@ -1,9 +1,9 @@
 """Files, directories and unix sockets that only this user may use.
 
 KVCache and keys lie in places that every user of a host can write to, such as /dev/shm and /tmp.
-Whoever makes a file there first under our name, as a file of its own or as a link, could read or
-plant what we keep in it. So what is found is looked at before it is used: owner, mode, number of
-names. It does not know what the files hold.
+A user who makes a file or a link there first, under our name, could read or plant what we keep in
+it. So each file is checked before it is used: owner, mode, number of names. It does not know what
+the files hold.
 """
 
 from __future__ import annotations

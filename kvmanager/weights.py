@@ -46,7 +46,7 @@ class _Tensor(msgspec.Struct):
 
 
 class _Stamp(msgspec.Struct, frozen=True):
-    """What changes when a file does."""
+    """Fields that change when a file does."""
 
     name: str
     size: int

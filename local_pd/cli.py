@@ -12,7 +12,6 @@ from local_pd.embedded import EmbeddedPdCluster
 from local_pd.front_config import PdFrontConfig
 from local_pd.server import PdServer
 from prfaas.engines.front_process import run_front, serve_front
-from transport import Endpoint
 
 
 def pd_command(
@@ -35,8 +34,6 @@ async def serve_pd(config: PdFrontConfig) -> None:
     await serve_front(
         cluster,
         PdServer(cluster, config.listen, config.credentials(config.role)),
-        Endpoint.parse(config.listen).host,
+        config,
         metrics_prefix="prfaas_pd",
-        metrics_port=config.metrics_port,
-        open_doors=config.open_doors(config.role),
     )

@@ -12,7 +12,6 @@ from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.front_process import run_front, serve_front
 from prfaas.front_config import PrefillFrontConfig
 from prfaas.server import PrefillServer
-from transport import Endpoint
 
 
 def prefill_command(
@@ -38,8 +37,6 @@ async def serve_prefill(config: PrefillFrontConfig) -> None:
     await serve_front(
         cluster,
         PrefillServer(cluster, config.listen, config.credentials(config.role)),
-        Endpoint.parse(config.listen).host,
+        config,
         metrics_prefix="prfaas_prefill",
-        metrics_port=config.metrics_port,
-        open_doors=config.open_doors(config.role),
     )

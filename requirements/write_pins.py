@@ -32,7 +32,7 @@ _FROM_THEIR_FILES: Final = {
     "setuptools": "MIT",
     "torchcodec": "BSD-3-Clause",
 }
-"""Of those whose metadata says nothing: what the licence beside their code or libraries is."""
+"""Licences of packages whose metadata names none, from the files beside their code."""
 
 _HEAD: Final = """# Licences
 
@@ -98,7 +98,7 @@ def _hashes_of(pin: str, text: str) -> list[str]:
 
 
 def _report(requirements: Sequence[str], *options: str) -> list[dict[str, Any]]:
-    """What pip would install, with metadata; nothing is installed."""
+    """The packages that pip would install, with metadata. Nothing is installed."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory, "report.json")
         wanted = Path(directory, "wanted.txt")

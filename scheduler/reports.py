@@ -60,6 +60,8 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheModel | None = None
     layout_fingerprint: str = ""
     """Instances with the same one can use each other's KVCache; "": not known yet."""
+    compatible: bool = True
+    """False where no instance that decodes this model can use what it computes."""
     role_epoch: int = 0
     role_ready: bool = True
     decode_slots: int = 0

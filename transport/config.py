@@ -125,7 +125,9 @@ class TransportConfig:
     tls: TlsFiles | None = None
 
     max_connections: int = 512
-    """Most connections that one receiver serves, those still in their handshake included."""
+    """Most connections that one receiver serves. Peers without an accepted transfer have at most a
+    quarter of them; with TLS those in their handshake have another quarter.
+    """
     max_transfers_per_connection: int = 1024
     """Most transfers that one connection may carry at a time."""
     max_ranges_per_transfer: int = 65536

@@ -1,7 +1,8 @@
-"""The address at which a process listens, as host and port: written to text and parsed from it."""
+"""Addresses: the one at which a process listens, as text, and the network that one comes from."""
 
 from __future__ import annotations
 
+import ipaddress
 from typing import NamedTuple
 
 
@@ -34,3 +35,16 @@ class Endpoint(NamedTuple):
         if not (port.isascii() and port.isdecimal() and int(port) <= 65535):
             raise ValueError(f"{text!r}: {port!r} is not a port; write host:port with 0 to 65535")
         return cls(host, int(port))
+
+
+def network_of(address: str | None) -> str:
+    """The address, or in IPv6 its network: a host may choose from 64 bits of addresses."""
+    try:
+        ip = ipaddress.ip_address(address or "")
+    except ValueError:
+        return "unknown"
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped is None:
+            return f"{ipaddress.IPv6Address(int(ip) >> 64 << 64)}/64"
+        ip = ip.ipv4_mapped
+    return str(ip)

@@ -16,8 +16,9 @@
   it arrived, and is not what was sent), `registry`, `receiver_restarted`, and every code a registry
   chose for `Refused`.
 - LocalError: `cancelled` (a PeerError at the receiver), `closed` (this Sender or Receiver was
-  closed), `space` (the ByteSpace raised; a PeerError when the other side's did), `tls_files`,
-  `region_key`, `granting_key`, `granting_keys` (files that cannot be used), `bind`, `internal`.
+  closed), `turned_away` (a receiver gave the connection's place to another one), `space` (the
+  ByteSpace raised; a PeerError when the other side's did), `tls_files`, `region_key`,
+  `granting_key`, `granting_keys` (files that cannot be used), `bind`, `internal`.
 - LinkError: `connect`, `lost`, `handshake_timeout`, `frame_timeout`, `ack_timeout`, `renewed` (it
   has carried what a TLS key may) end one connection; `unreachable`, `idle` end a transfer that made
   no progress for the idle timeout.

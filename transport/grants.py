@@ -26,6 +26,7 @@ import msgspec
 from blake3 import blake3
 
 from transport.errors import LocalError
+from transport.region_key import framed
 from transport.tls import Rotating
 
 # Only processes that sign or check grants pay for loading cryptography, in the functions that do.
@@ -36,9 +37,11 @@ if TYPE_CHECKING:
     )
 
 GRANT_S: Final = 60.0
-"""How long a grant holds that is used at once."""
+"""Life of a grant that is used at once."""
 SKEW_S: Final = 60.0
 """How far the wall clocks of a gateway and an agent may be apart."""
+MAX_GRANT_BYTES: Final = 4096
+"""Far above what a grant has: checking a signature takes time for every byte."""
 _SIGNATURE_BYTES: Final = 64
 # Keeps a signature from meaning anything elsewhere, should somebody use the key twice.
 _CONTEXT: Final = b"prfaas grant 1\0"
@@ -61,8 +64,10 @@ class NotGranted(Exception):
     """The call has no grant that allows it; the message is for people."""
 
 
-class Granted(msgspec.Struct, frozen=True, kw_only=True):
-    """What one call does. Empty fields do not apply to the method.
+# A field that a newer gateway signs may be one more condition: who does not know it must not let
+# the call in.
+class Granted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One call of a node agent. Empty fields do not apply to its method.
 
     `agent`: the agent that is called, named by where it receives KVCache; "" in a grant: any of the
     region. `endpoint`: where it sends to. `content`: which KVCache, as `content_digest`.
@@ -77,8 +82,8 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int = 0
 
 
-class Grant(msgspec.Struct, frozen=True, kw_only=True):
-    """What is signed. Times are seconds of Unix time; `nonce` tells two grants apart."""
+class Grant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The signed statement. Times are seconds of Unix time; `nonce` tells two grants apart."""
 
     region: str
     granted: Granted
@@ -91,13 +96,8 @@ _decoder: Final = msgspec.msgpack.Decoder(Grant)
 
 
 def content_digest(*parts: str | bytes) -> str:
-    """BLAKE3 of the parts, each with its length: no two lists of parts have the same."""
-    digest = blake3()
-    for part in parts:
-        data = part.encode() if isinstance(part, str) else part
-        digest.update(len(data).to_bytes(8, "little"))
-        digest.update(data)
-    return digest.hexdigest()
+    """BLAKE3 of the framed parts."""
+    return blake3(framed(*parts)).hexdigest()
 
 
 def sign_grant(key: Ed25519PrivateKey, grant: Grant) -> bytes:
@@ -110,6 +110,8 @@ def read_grant(keys: Sequence[Ed25519PublicKey], raw: bytes, what: str) -> Grant
     """The grant, if one of the keys has signed it. Raises NotGranted, which says for `what`."""
     if not raw:
         raise NotGranted(f"{what} needs a grant of a gateway, and the call has none")
+    if len(raw) > MAX_GRANT_BYTES:
+        raise NotGranted(f"{what}: a grant of {len(raw)} bytes; {MAX_GRANT_BYTES} at most")
     from cryptography.exceptions import InvalidSignature
 
     signature, body = raw[:_SIGNATURE_BYTES], raw[_SIGNATURE_BYTES:]
@@ -208,7 +210,10 @@ def load_public_keys(file: GrantFile) -> tuple[Ed25519PublicKey, ...]:
 
     text = _read(file, "granting_keys", forbidden=0o022)
     keys = []
-    for block in text.split(_PUBLIC_END)[:-1]:
+    *blocks, rest = text.split(_PUBLIC_END)
+    if b"-----BEGIN PUBLIC" in rest:
+        raise _unusable(file, "granting_keys", "it ends within a key")
+    for block in blocks:
         try:
             key = serialization.load_pem_public_key(block.lstrip() + _PUBLIC_END + b"\n")
         except (ValueError, UnsupportedAlgorithm) as error:

@@ -69,7 +69,7 @@ def certificate_identities(certificate: Mapping[str, Any] | None) -> tuple[Ident
 def refusal(
     presented: Sequence[Identity], *, region: str, roles: Collection[str], what: str
 ) -> str | None:
-    """Why nobody of `presented` may have a part in `what`, for people; None: somebody may.
+    """The reason, for people, why none of `presented` may take part in `what`; None if one may.
 
     One name must have both the region and a role: a role of another region counts for nothing.
     """

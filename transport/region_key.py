@@ -17,7 +17,7 @@ import re
 import secrets
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -29,7 +29,7 @@ from transport.identity import Identity
 
 KEY_BYTES: Final = 32
 CHALLENGE_S: Final = 60.0
-"""How long a challenge is handed out; it is taken for as long again."""
+"""A challenge is handed out for this long, and accepted for as long again."""
 MAX_NONCES: Final = 1 << 16
 """Calls after which a challenge is replaced early: bounds the memory for their nonces."""
 _LINE: Final = re.compile(r"[0-9a-f]{64}")
@@ -37,7 +37,7 @@ _LINE: Final = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class RegionKey:
-    """How a process shows who it is without TLS: as `identity`, by the keys in the file `path`."""
+    """Credentials of a process without TLS: its identity, and the file of keys that proves it."""
 
     path: Path
     identity: Identity
@@ -48,7 +48,7 @@ class RegionKey:
 
 
 Credentials = TlsFiles | RegionKey
-"""How a process shows who it is, and knows who others are."""
+"""With these a process proves who it is, and checks who others are."""
 
 
 def new_key() -> str:
@@ -87,14 +87,15 @@ def load_keys(key: RegionKey) -> tuple[bytes, ...]:
         raise LocalError("region_key", f"cannot use the region key {key.path}: {reason}") from error
 
 
+def framed(*parts: str | bytes) -> bytes:
+    """The parts, each behind its length in 8 bytes: no two lists of parts give the same."""
+    data = (part.encode() if isinstance(part, str) else part for part in parts)
+    return b"".join(len(part).to_bytes(8, "little") + part for part in data)
+
+
 def signature(key: bytes, *parts: str | bytes) -> str:
-    """HMAC-SHA256 over the parts, each with its length: no two lists of parts sign alike."""
-    mac = hmac.new(key, digestmod=hashlib.sha256)
-    for part in parts:
-        data = part.encode() if isinstance(part, str) else part
-        mac.update(len(data).to_bytes(8, "little"))
-        mac.update(data)
-    return mac.hexdigest()
+    """HMAC-SHA256 over the framed parts."""
+    return hmac.new(key, framed(*parts), hashlib.sha256).hexdigest()
 
 
 def is_signed(keys: Sequence[bytes], mac: str, *parts: str | bytes) -> bool:
@@ -105,69 +106,77 @@ def is_signed(keys: Sequence[bytes], mac: str, *parts: str | bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What a signed message carries beside its body."""
+    """A signed message carries this beside its body. `body` is the body's digest: a server knows
+    who calls before it takes a byte of the body.
+    """
 
     identity: Identity
     challenge: str
     nonce: str
+    body: str
     mac: str
 
     def __str__(self) -> str:
-        return " ".join((str(self.identity), self.challenge, self.nonce, self.mac))
+        return " ".join((str(self.identity), self.challenge, self.nonce, self.body, self.mac))
 
     @classmethod
     def parse(cls, text: str) -> Proof:
         """ValueError for anything else than what `str` makes."""
         parts = text.split(" ")
-        if len(parts) != 4 or not all(parts) or len(text) > 1024:
+        if len(parts) != 5 or not all(parts) or len(text) > 1024:
             raise ValueError("not a proof")
-        uri, challenge, nonce, mac = parts
-        return cls(Identity.parse(uri), challenge, nonce, mac)
+        uri, challenge, nonce, body, mac = parts
+        return cls(Identity.parse(uri), challenge, nonce, body, mac)
+
+    def is_of(self, body: bytes) -> bool:
+        """Whether this is the body that was signed, if the proof holds."""
+        return self.body == _digest(body)
 
 
 def call_proof(key: bytes, identity: Identity, challenge: str, method: str, body: bytes) -> Proof:
     """The proof of a call, with a nonce of its own."""
     nonce = secrets.token_hex(16)
-    mac = signature(key, *_call(identity, challenge, nonce, method, body))
-    return Proof(identity, challenge, nonce, mac)
+    return _signed(key, "call", method, Proof(identity, challenge, nonce, _digest(body), mac=""))
 
 
-def is_call_proof(keys: Sequence[bytes], proof: Proof, method: str, body: bytes) -> bool:
-    parts = _call(proof.identity, proof.challenge, proof.nonce, method, body)
-    return is_signed(keys, proof.mac, *parts)
+def is_call_proof(keys: Sequence[bytes], proof: Proof, method: str) -> bool:
+    """Whether a call of this method has this proof; `Proof.is_of` tells whether of this body."""
+    return is_signed(keys, proof.mac, *_parts("call", method, proof))
 
 
 def answer_proof(
     key: bytes, identity: Identity, challenge: str, nonce: str, code: str, body: bytes
 ) -> Proof:
     """The proof of the answer to the call with this nonce; `challenge` is for the next call."""
-    parts = _answer(identity, challenge, nonce, code, body)
-    return Proof(identity, challenge, nonce, signature(key, *parts))
+    return _signed(key, "answer", code, Proof(identity, challenge, nonce, _digest(body), mac=""))
 
 
 def is_answer_proof(
     keys: Sequence[bytes], proof: Proof, nonce: str, code: str, body: bytes
 ) -> bool:
-    parts = _answer(proof.identity, proof.challenge, nonce, code, body)
-    return proof.nonce == nonce and is_signed(keys, proof.mac, *parts)
+    return (
+        proof.nonce == nonce
+        and is_signed(keys, proof.mac, *_parts("answer", code, proof))
+        and proof.is_of(body)
+    )
 
 
-def _call(
-    identity: Identity, challenge: str, nonce: str, method: str, body: bytes
-) -> tuple[str | bytes, ...]:
-    return ("call", str(identity), challenge, nonce, method, blake3(body).digest())
+def _signed(key: bytes, kind: str, what: str, proof: Proof) -> Proof:
+    return replace(proof, mac=signature(key, *_parts(kind, what, proof)))
 
 
-def _answer(
-    identity: Identity, challenge: str, nonce: str, code: str, body: bytes
-) -> tuple[str | bytes, ...]:
-    return ("answer", str(identity), challenge, nonce, code, blake3(body).digest())
+def _parts(kind: str, what: str, proof: Proof) -> tuple[str, ...]:
+    return (kind, str(proof.identity), proof.challenge, proof.nonce, what, proof.body)
+
+
+def _digest(body: bytes) -> str:
+    return blake3(body).hexdigest()
 
 
 class Challenges:
     """The challenges of one server, and the nonces of the calls that used them. Time is passed in.
 
-    Only calls whose signature holds may be noted, so strangers take no memory.
+    Only calls whose signature holds may be noted, so that unauthenticated peers take no memory.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -176,7 +185,7 @@ class Challenges:
         self._used: dict[str, set[str]] = {self._present: set()}
 
     def current(self, now_s: float) -> str:
-        """What a call that is made now should be signed with."""
+        """The challenge for a call that is made now."""
         is_full = len(self._used[self._present]) >= MAX_NONCES
         if is_full or now_s - self._since_s >= CHALLENGE_S:
             before, self._present = self._present, secrets.token_hex(16)
@@ -190,10 +199,14 @@ class Challenges:
         self.current(now_s)
         return challenge in self._used
 
-    def note(self, challenge: str, nonce: str) -> bool:
-        """Take a nonce for the first time; False: it was used before, or the challenge is gone."""
+    def is_unused(self, challenge: str, nonce: str) -> bool:
+        """False: the nonce was used before, or the challenge is gone."""
         used = self._used.get(challenge)
-        if used is None or nonce in used or len(used) >= 2 * MAX_NONCES:
+        return used is not None and nonce not in used and len(used) < 2 * MAX_NONCES
+
+    def note(self, challenge: str, nonce: str) -> bool:
+        """Use a nonce; False, and nothing is noted, unless it is unused."""
+        if not self.is_unused(challenge, nonce):
             return False
-        used.add(nonce)
+        self._used[challenge].add(nonce)
         return True

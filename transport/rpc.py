@@ -29,10 +29,11 @@ from transport import LocalError, TlsFiles
 from transport.access import ACCESS
 from transport.region_key import Credentials, RegionKey
 from transport.rpc_auth import (
+    LOOK_S,
     PROOF,
+    Admission,
     CallerAuth,
     CallSigner,
-    Metadata,
     NotAdmitted,
     Seal,
     ServerLook,
@@ -70,15 +71,10 @@ _STATUS_OF: Final[dict[str, Any]] = {
 # RESOURCE_EXHAUSTED then means a message over the size limit.
 _CODE_OF: Final[dict[Any, ErrorCode]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: "INVALID",
-    grpc.StatusCode.INVALID_ARGUMENT: "INVALID",
     grpc.StatusCode.UNIMPLEMENTED: "INVALID",
-    grpc.StatusCode.NOT_FOUND: "NOT_FOUND",
     grpc.StatusCode.UNAVAILABLE: "UNAVAILABLE",
     grpc.StatusCode.CANCELLED: "UNAVAILABLE",
-    grpc.StatusCode.ABORTED: "UNAVAILABLE",
-    grpc.StatusCode.FAILED_PRECONDITION: "REFUSED",
     grpc.StatusCode.PERMISSION_DENIED: "REFUSED",
-    grpc.StatusCode.UNAUTHENTICATED: "REFUSED",
     grpc.StatusCode.DEADLINE_EXCEEDED: "TIMEOUT",
 }
 
@@ -107,7 +103,7 @@ _SERVER_OPTIONS: Final = (
 )
 
 MAX_TRIES: Final = 3
-"""Of one signed call: the first may lack a challenge, and the next one's may be replaced."""
+"""Tries of one signed call: the first may lack a challenge, and the next one's may be replaced."""
 _RETIRE_S: Final = 300.0
 """Most time that calls on a channel of replaced certificates get to end."""
 
@@ -168,7 +164,9 @@ class RpcServer:
             raise RpcError("INVALID", error.message) from error
         for name, methods in self._services.items():
             handlers = {
-                method_name: grpc.unary_unary_rpc_method_handler(
+                # As a stream of one request, because gRPC takes a whole unary body into memory
+                # before anybody is asked who sends it.
+                method_name: grpc.stream_unary_rpc_method_handler(
                     _adapt(name, method_name, method, auth)
                 )
                 for method_name, method in methods.items()
@@ -238,13 +236,14 @@ class RpcClient:
         Cancelling the awaiting task cancels the handler at the server.
         """
         body = msgspec.msgpack.encode(request)
+        deadline_s = time.monotonic() + timeout_s
         try:
             if self._key is not None:
-                raw = await self._call_signed(self._key, method, body, timeout_s)
+                raw = await self._call_signed(self._key, method, body, deadline_s)
             else:
                 if self._tls is not None:
                     await self._look_at_server(self._tls, timeout_s)
-                raw = await self._invoke(method)(body, timeout=timeout_s)
+                raw = await self._invoke(method)(body, timeout=_left_s(deadline_s))
         except grpc.aio.AioRpcError as error:
             raise self._explain(method, error) from error
         except grpc.aio.UsageError as error:
@@ -273,18 +272,19 @@ class RpcClient:
         return self._current_channel().unary_unary(f"/{self._service}/{method}")
 
     async def _call_signed(
-        self, key: RegionKey, method: str, body: bytes, timeout_s: float
+        self, key: RegionKey, method: str, body: bytes, deadline_s: float
     ) -> bytes:
         """One call and its answer, both signed. A server that wants another challenge has done
         nothing yet, so that the call may be made again.
         """
         if self._signer is None:
             self._signer = CallSigner(key, self._service)
-        signer, deadline_s = self._signer, time.monotonic() + timeout_s
+        signer = self._signer
         for num_left in reversed(range(MAX_TRIES)):
             proof = signer.sign(method, body)
-            left_s = max(0.0, deadline_s - time.monotonic())
-            call = self._invoke(method)(body, timeout=left_s, metadata=((PROOF, str(proof)),))
+            call = self._invoke(method)(
+                body, timeout=_left_s(deadline_s), metadata=((PROOF, str(proof)),)
+            )
             try:
                 raw: bytes = await call
             except grpc.aio.AioRpcError as error:
@@ -303,17 +303,18 @@ class RpcClient:
         """Before a connection is made, and made again: is the server who it should be?"""
         if self._service not in ACCESS:
             return
-        async with self._looking:
-            if self._current_channel().get_state() is grpc.ChannelConnectivity.READY:
-                return
-            if self._look is None:
-                self._look = ServerLook(tls, self.target, self._service)
-            try:
-                await self._look.check(timeout_s)
-            except (OSError, TimeoutError) as error:
-                reason = str(error) or "no answer"
-                message = f"{self.target} {self._service}: {reason}"
-                raise RpcError("UNAVAILABLE", message) from error
+        try:
+            # Calls wait here for each other's looks at a host that does not answer, so that the
+            # wait counts as well.
+            async with asyncio.timeout(min(timeout_s, LOOK_S)), self._looking:
+                if self._current_channel().get_state() is grpc.ChannelConnectivity.READY:
+                    return
+                if self._look is None:
+                    self._look = ServerLook(tls, self.target, self._service)
+                await self._look.check()
+        except (OSError, TimeoutError) as error:
+            reason = str(error) or "no answer"
+            raise RpcError("UNAVAILABLE", f"{self.target} {self._service}: {reason}") from error
 
     def _current_channel(self) -> Any:
         """The channel with the present certificates. Running calls end on the channel that they
@@ -353,6 +354,9 @@ class RpcClient:
 
     def _explain(self, method: str, error: Any) -> RpcError:
         named = dict(error.trailing_metadata() or ()).get(_CODE_TRAILER)
+        # Nobody signs a refusal, so that it must not pass for an answer of a handler.
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            named = "REFUSED"
         # Only our handlers set the trailer; without it the status comes from gRPC or from the
         # network.
         if named in _STATUS_OF:
@@ -361,22 +365,29 @@ class RpcClient:
         return RpcError(code, f"{self.target} {self._service}.{method}: {error.details()}")
 
 
+def _left_s(deadline_s: float) -> float:
+    return max(0.0, deadline_s - time.monotonic())
+
+
 def _adapt(
     service: str, name: str, method: Method[Any, Any], auth: CallerAuth | None
-) -> Callable[[bytes, Any], Awaitable[bytes]]:
-    """The handler that gRPC calls with raw bytes. It turns every failure into a readable status.
+) -> Callable[[Any, Any], Awaitable[bytes]]:
+    """The handler that gRPC calls before it takes the body. It turns every failure into a readable
+    status.
 
     It is the only place that lets a call in.
     """
     decoder = msgspec.msgpack.Decoder(method.request_type)
 
-    async def handle(raw: bytes, context: Any) -> bytes:
-        seal: Seal | None = None
-        if auth is not None:
-            try:
-                seal = auth.admit(service, name, raw, context)
-            except NotAdmitted as error:
-                await _refuse(context, error)
+    async def handle(_: Any, context: Any) -> bytes:
+        try:
+            admission = Admission() if auth is None else auth.admit(service, name, context)
+            read = await context.read()
+            raw: bytes = b"" if read is grpc.aio.EOF else read  # no request decodes from nothing
+            admission.take(raw)
+        except NotAdmitted as error:
+            await _refuse(context, error)
+        seal = admission.seal
         try:
             request = decoder.decode(raw)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -393,23 +404,21 @@ def _adapt(
             logger.exception("handler of %s failed", method.request_type.__name__)
             await _abort(context, "INTERNAL", f"{type(error).__name__}: {error}", seal)
         answer: bytes = msgspec.msgpack.encode(reply)
-        if seal is not None:
-            context.set_trailing_metadata(seal(_OK, answer))
+        context.set_trailing_metadata(seal(_OK, answer))
         return answer
 
     return handle
 
 
-async def _abort(context: Any, code: ErrorCode, message: str, seal: Seal | None) -> NoReturn:
+async def _abort(context: Any, code: ErrorCode, message: str, seal: Seal) -> NoReturn:
     details = message or code
-    sealed = seal(code, details.encode()) if seal is not None else ()
-    await context.abort(
-        _STATUS_OF[code], details, trailing_metadata=((_CODE_TRAILER, code), *sealed)
-    )
+    trailers = ((_CODE_TRAILER, code), *seal(code, details.encode()))
+    await context.abort(_STATUS_OF[code], details, trailing_metadata=trailers)
     raise AssertionError("abort returned")
 
 
 async def _refuse(context: Any, error: NotAdmitted) -> NoReturn:
-    trailers: Metadata = ((_CODE_TRAILER, "REFUSED"), *error.metadata)
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message, trailing_metadata=trailers)
+    await context.abort(
+        grpc.StatusCode.UNAUTHENTICATED, error.message, trailing_metadata=error.metadata
+    )
     raise AssertionError("abort returned")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import grpc
@@ -46,12 +47,12 @@ from transport.tls import (
 
 Metadata = tuple[tuple[str, str], ...]
 Seal = Callable[[str, bytes], Metadata]
-"""What goes with the answer that has this code and body."""
+"""The metadata of the answer that has this code and body."""
 
 PROOF: Final = "prfaas-proof"
 CHALLENGE: Final = "prfaas-challenge"
 LOOK_S: Final = 5.0
-"""Most time for a look at a server's certificate."""
+"""Most time that a call waits for a look at a server's certificate."""
 _NO_CHALLENGE: Final = "-"
 
 
@@ -68,11 +69,29 @@ class WrongServer(Exception):
     """Who answers is not who was called; the message is for people."""
 
 
-class CallerAuth(Protocol):
-    """Decides over each call of a server, before its body is decoded."""
+def _take_any(body: bytes) -> None:
+    """TLS vouches for the body."""
 
-    def admit(self, service: str, method: str, body: bytes, context: Any) -> Seal:
-        """How the answer is sealed. Raises NotAdmitted."""
+
+def _unsealed(code: str, answer: bytes) -> Metadata:
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A call whose caller may make it. `take` raises NotAdmitted for another body than the one that
+    the caller signed.
+    """
+
+    take: Callable[[bytes], None] = _take_any
+    seal: Seal = _unsealed
+
+
+class CallerAuth(Protocol):
+    """Decides over each call of a server, before it takes the call's body."""
+
+    def admit(self, service: str, method: str, context: Any) -> Admission:
+        """Raises NotAdmitted."""
         ...
 
 
@@ -91,7 +110,7 @@ class CertificateAuth:
     def __init__(self, tls: TlsFiles) -> None:
         self._tls = Rotating(tls, server_tls)
 
-    def admit(self, service: str, method: str, body: bytes, context: Any) -> Seal:
+    def admit(self, service: str, method: str, context: Any) -> Admission:
         uris = context.auth_context().get("peer_uri", ())
         why = refusal(
             identities_of(uri.decode("utf-8", "replace") for uri in uris),
@@ -101,7 +120,7 @@ class CertificateAuth:
         )
         if why is not None:
             raise NotAdmitted(why)
-        return _unsealed
+        return Admission()
 
 
 class KeyAuth:
@@ -112,7 +131,7 @@ class KeyAuth:
         self._keys = Rotating(key, load_keys)
         self._challenges = Challenges(time.monotonic())
 
-    def admit(self, service: str, method: str, body: bytes, context: Any) -> Seal:
+    def admit(self, service: str, method: str, context: Any) -> Admission:
         now_s = time.monotonic()
         keys = self._keys.current(now_s)
         what = f"calling {service}/{method}"
@@ -123,13 +142,23 @@ class KeyAuth:
             raise NotAdmitted(str(refusal((), region=region, roles=roles, what=what)), again)
         if not self._challenges.is_known(proof.challenge, now_s):
             raise NotAdmitted(f"{what} needs a challenge of the last minutes", again)
-        if not is_call_proof(keys, proof, f"{service}/{method}", body):
-            raise NotAdmitted(f"{what}: the call is not signed with a key of region {region}")
-        if not self._challenges.note(proof.challenge, proof.nonce):
-            raise NotAdmitted(f"{what}: this very call has been made before")
+        unsigned = f"{what}: the call is not signed with a key of region {region}"
+        if not is_call_proof(keys, proof, f"{service}/{method}"):
+            raise NotAdmitted(unsigned)
+        repeated = f"{what}: this very call has been made before"
+        if not self._challenges.is_unused(proof.challenge, proof.nonce):
+            raise NotAdmitted(repeated)
         why = refusal((proof.identity,), region=region, roles=roles, what=what)
         if why is not None:
             raise NotAdmitted(why)
+
+        def take(body: bytes) -> None:
+            if not proof.is_of(body):
+                raise NotAdmitted(unsigned)
+            # Only now: whoever overheard the proof could otherwise use up its nonce with a body
+            # of its own, before the call itself is here.
+            if not self._challenges.note(proof.challenge, proof.nonce):
+                raise NotAdmitted(repeated)
 
         def seal(code: str, answer: bytes) -> Metadata:
             challenge = self._challenges.current(time.monotonic())
@@ -137,7 +166,7 @@ class KeyAuth:
             sealed = answer_proof(key, self._identity, challenge, proof.nonce, code, answer)
             return ((PROOF, str(sealed)),)
 
-        return seal
+        return Admission(take, seal)
 
 
 class CallSigner:
@@ -184,14 +213,11 @@ class ServerLook:
         self._service = service
         self._tls = Rotating(tls, _looking_tls)
 
-    async def check(self, timeout_s: float) -> None:
-        """Raises WrongServer, OSError (ssl.SSLError included), TimeoutError."""
+    async def check(self) -> None:
+        """Raises WrongServer, OSError (ssl.SSLError included)."""
         host, port = Endpoint.parse(self._target)
         tls = self._tls.current(time.monotonic())
-        async with asyncio.timeout(min(timeout_s, LOOK_S)):
-            _, writer = await asyncio.open_connection(
-                host, port, ssl=tls.context, server_hostname=host
-            )
+        _, writer = await asyncio.open_connection(host, port, ssl=tls.context, server_hostname=host)
         shown = certificate_identities(writer.get_extra_info("peercert"))
         writer.transport.abort()
         _check_server(self._service, shown, tls.region)
@@ -221,12 +247,8 @@ def _proof_in(metadata: Mapping[str, Any]) -> Proof | None:
         return None
 
 
-def _unsealed(code: str, answer: bytes) -> Metadata:
-    return ()
-
-
 def server_certificates(tls: TlsFiles) -> Any:
-    """What a gRPC server shows. Raises LocalError."""
+    """The credentials of a gRPC server. Raises LocalError."""
     # gRPC notices unusable files late and does not name them, so OpenSSL checks them first.
     server_context(tls)
     key, cert, ca = _read_tls(tls)
@@ -234,7 +256,7 @@ def server_certificates(tls: TlsFiles) -> Any:
 
 
 def channel_credentials(tls: TlsFiles) -> Any:
-    """What a gRPC client shows. Raises LocalError."""
+    """The credentials of a gRPC client. Raises LocalError."""
     # Checked first for the same reason as the server's files.
     client_context(tls)
     key, cert, ca = _read_tls(tls)

@@ -58,6 +58,13 @@ class WatchedFiles(Protocol):
     def paths(self) -> tuple[Path, ...]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class PlainFiles:
+    """Watched files of which only the paths are known."""
+
+    paths: tuple[Path, ...]
+
+
 class Rotating(Generic[FilesT, T]):
     """The result of `load` for certificate or key files, loaded again when the files have changed.
 
@@ -101,7 +108,7 @@ class Rotating(Generic[FilesT, T]):
         if _stamp(self._files) == stamp:
             self._stamp = stamp
             self._current = loaded
-            logger.info("new connections use the changed files beside %s", self._files.paths[0])
+            logger.info("changed files are used from now on: %s", self._files.paths[0])
 
 
 def _stamp(files: WatchedFiles) -> Stamp:
@@ -155,7 +162,7 @@ def _loaded(context: ssl.SSLContext, files: TlsFiles) -> ssl.SSLContext:
 
 @dataclass(frozen=True, slots=True)
 class RegionTls:
-    """What a handshake needs: the context, and the region that the other end must be of."""
+    """The needs of a handshake: the context, and the region that the other end must be of."""
 
     context: ssl.SSLContext
     region: str

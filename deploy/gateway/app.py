@@ -21,7 +21,7 @@ from deploy.gateway.cache.api import KeyNames
 from deploy.gateway.cache.moves import CacheMoves, MoveMetrics
 from deploy.gateway.cache.placement import PrefixPlacement, node_loads
 from deploy.gateway.cache.region_caches import RegionCaches
-from deploy.gateway.config import GatewayConfig
+from deploy.gateway.config import ApiKey, GatewayConfig
 from deploy.gateway.errors import JSON_TYPE, ApiError
 from deploy.gateway.intake.accept import Intake, ServedModels, usable_request_id
 from deploy.gateway.intake.auth import KeyRing
@@ -35,6 +35,7 @@ from deploy.gateway.metrics import GatewayMetrics
 from deploy.gateway.pages import Handler, Pages, program_version
 from deploy.gateway.proxy.engine import EngineHttpClient
 from deploy.gateway.proxy.slow_client import ClientPatience, send_whole
+from deploy.gateway.reload import with_live
 from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.collector import SchedulingCollector
 from deploy.gateway.scheduling.long_term import LongTermService, PlanMetrics
@@ -73,7 +74,7 @@ class Gateway:
         *,
         region_links: RegionLinks | None = None,
         granter: Granter | None = None,
-        open_doors: str | None = None,
+        exposure: str | None = None,
         keys_file: Path | None = None,
         run_key: str = "",
         engine_access: EngineAccess | None = None,
@@ -82,12 +83,12 @@ class Gateway:
         of a prompt, `region_links` what links carry. The gateway closes both. `granter` signs for
         node agents what requests need of them.
 
-        `open_doors`, what everybody on the network may do, is shown by /health. `keys_file` is the
+        `exposure`, what everybody on the network may do, is shown by /health. `keys_file` is the
         source of `config.api_keys`, and is followed. `run_key` opens the pages of operators,
         `engine_access` the engines.
         """
         self._granter = granter
-        self._open_doors = open_doors
+        self._exposure = exposure
         self.config = config
         self.metrics = GatewayMetrics()
         self.records: deque[RequestRecord] = deque(maxlen=config.num_records)
@@ -144,7 +145,7 @@ class Gateway:
             self.scheduler.record(self._recorder)
         self._services = self._build_services()
         if self._keys_file is not None:
-            following = follow_keys(self._keys_file, self._keys)
+            following = follow_keys(self._keys_file, self._replace_keys)
             self._following = start_task(following, "the file of API keys")
         if self._services.placement is not None:
             self._services.placement.start()
@@ -159,6 +160,17 @@ class Gateway:
     def num_in_flight(self) -> int:
         """Requests being served right now."""
         return self._limits.num_in_flight
+
+    def use_live(self, config: GatewayConfig) -> None:
+        """Take the settings of `config` that change live (`deploy.gateway.reload`). ValueError if
+        they do not fit the others; nothing is changed then.
+        """
+        self.config = config = with_live(self.config, config)
+        self._limits.use(config)
+        self._keys.set_operators(config.operators)
+        self._intake.salts = CacheSalts(config.shared_caches)
+        self._intake.priority_tenants = frozenset(config.priority_tenants)
+        self.admission.use(config.scheduling.admission)
 
     def stop_accepting(self) -> None:
         """Answer new requests with 503 from now on; those in flight go on."""
@@ -222,6 +234,10 @@ class Gateway:
         for follower in (self._caches, self._region_links):
             if follower is not None:
                 await follower.watch(report)
+
+    def _replace_keys(self, keys: tuple[ApiKey, ...]) -> None:
+        self._keys.replace(keys)
+        self.admission.keep_series(key.tenant for key in keys)
 
     def _started(self) -> Services:
         if self._services is None:
@@ -299,7 +315,7 @@ class Gateway:
             link_names=dict(link_names),
             key_names=KeyNames(secrets.token_bytes(32)),
             services=self._started,
-            open_doors=self._open_doors,
+            exposure=self._exposure,
         )
 
 
@@ -349,7 +365,8 @@ async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamRe
             response.headers["Allow"] = error.headers["Allow"]
         return response
     except Exception:
-        logger.exception("%s %s failed", request.method, request.path)
+        # Not the decoded path, which may have line breaks and so look like other messages.
+        logger.exception("%s %s failed", request.method, request.raw_path)
         return _error_response(request, ApiError(500, "internal_error", _INTERNAL_ERROR))
 
 

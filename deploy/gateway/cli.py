@@ -18,7 +18,7 @@ import typer
 import uvloop
 
 from deploy.gateway.app import Gateway
-from deploy.gateway.config import GatewayConfig
+from deploy.gateway.config import GatewayConfig, open_listeners
 from deploy.gateway.file import (
     GatewayFile,
     agent_clients,
@@ -28,13 +28,13 @@ from deploy.gateway.file import (
     build_links,
     load_gateway_file,
 )
+from deploy.gateway.own_file import follow_own_file, weaknesses
 from deploy.gateway.server import serve_gateway
 from kvmanager.config_files.problems import FileError, Problem
-from kvmanager.config_files.security import is_loopback
 from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.logs import set_up_logging
 from kvmanager.private_files import read_secret
-from transport import Endpoint
+from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -59,7 +59,7 @@ def gateway_command(
         check_listener(gateway, trusted_network=loaded.trusted_network)
     try:
         with exit_on_bad_file():
-            uvloop.run(run(loaded.model_copy(update={"gateway": gateway})))
+            uvloop.run(run(config, loaded, loaded.model_copy(update={"gateway": gateway})))
     except OSError as error:
         typer.echo(f"cannot serve on {gateway.host}:{gateway.port}: {error}", err=True)
         raise typer.Exit(1) from error
@@ -67,20 +67,29 @@ def gateway_command(
 
 def check_listener(gateway: GatewayConfig, *, trusted_network: bool) -> None:
     """FileError: everybody who reaches it could use the models, or change roles."""
-    listeners = {"host": (gateway.host, "use the models")}
-    if gateway.admin is not None:
-        listeners["admin"] = (Endpoint.parse(gateway.admin).host, "change roles")
-    for name, (host, what) in listeners.items():
-        if not (gateway.api_keys or trusted_network or is_loopback(host)):
-            message = (
-                f"{host} is reachable from other hosts and anybody could {what}; give "
-                "api_keys_file or api_keys_env, or set trusted_network"
-            )
-            raise FileError("the gateway's file", [Problem(("gateway", name), message)])
+    if gateway.api_keys or trusted_network:
+        return
+    mend = "give api_keys_file or api_keys_env, or set trusted_network"
+    problems = [
+        Problem(("gateway", name), f"{danger}; {mend}")
+        for name, danger in open_listeners(gateway).items()
+    ]
+    if problems:
+        raise FileError("the gateway's file", problems)
 
 
-async def run(file: GatewayFile) -> None:
-    """Serve until SIGTERM or SIGINT; a second one skips the drain. Prints one line when ready."""
+def exposure_of(file: GatewayFile) -> str | None:
+    """The rights of anybody on the network, for the log and /health; None if there are none."""
+    listeners = {} if file.gateway.api_keys else open_listeners(file.gateway)
+    found = filter(None, (file.exposure("gateway"), *listeners.values()))
+    return "; ".join(found) or None
+
+
+async def run(path: Path, read: GatewayFile, file: GatewayFile) -> None:
+    """Serve until SIGTERM or SIGINT; a second one skips the drain. Prints one line when ready.
+
+    `read` is what `path` had, which is followed, and `file` the same with the command's options.
+    """
     stop = asyncio.Event()
     serving = asyncio.current_task()
 
@@ -92,17 +101,17 @@ async def run(file: GatewayFile) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    doors = file.open_doors("gateway")
-    if doors is not None:
-        logger.warning("%s", doors)
-    config = file.gateway
-    if not config.operators and len({key.tenant for key in config.api_keys}) > 1:
-        logger.warning("every tenant may see and change what operators may: name gateway.operators")
+    exposure = exposure_of(file)
+    if exposure is not None:
+        logger.warning("%s", exposure)
+    for weakness in weaknesses(file):
+        logger.warning("%s", weakness)
     granter = build_granter(file)
     # Made on the loop: the clients belong to the event loop on which they are made.
     agents = agent_clients(file, granter)
     caches = build_caches(file, agents)
     clusters = build_clusters(file, granter)
+    following: asyncio.Task[None] | None = None
     try:
         await clusters.start()
         gateway = Gateway(
@@ -113,17 +122,21 @@ async def run(file: GatewayFile) -> None:
             caches,
             region_links=build_links(file, agents),
             granter=granter,
-            open_doors=doors,
+            exposure=exposure,
             keys_file=file.api_keys_file,
             run_key=await asyncio.to_thread(_run_key, file),
             engine_access=await asyncio.to_thread(file.engine_access),
         )
+        own_file = follow_own_file(path, read, gateway.use_live)
+        following = start_task(own_file, "the gateway's file")
         await serve_gateway(gateway, stop, _announce)
     except asyncio.CancelledError:
         # Not our second signal: the cancellation comes from outside.
         if not stop.is_set():
             raise
     finally:
+        if following is not None:
+            following.cancel()
         await clusters.close()
 
 

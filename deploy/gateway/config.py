@@ -33,8 +33,10 @@ from kvmanager.config_files.fields import (
     TokensOrZero,
     spelled,
 )
+from kvmanager.config_files.security import is_loopback
 from kvmanager.config_files.units import parse_rate
 from scheduler.live.ledger import KEEP_ENDED_S
+from transport import Endpoint
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _UNNAMED: Final = re.compile(r"key-[0-9a-f]{8}")
@@ -191,7 +193,9 @@ class GatewaySection(Section):
     long-term loop knows better.
     """
     operators: tuple[str, ...] = ()
-    """Names of the API keys that may change roles and see what is protected. None: all keys may."""
+    """Names of the API keys that may change roles and see what is protected. Left out: the key, if
+    only one tenant has keys.
+    """
     protect_admin: bool = True
     """/metrics, /prfaas/* and GET /v1/pd_role ask for an operator's key where there are keys."""
     admin: ListenAddress | None = None
@@ -218,6 +222,18 @@ class GatewaySection(Section):
     """Records scheduling to files. Left out: nothing is recorded."""
     timeouts: TimeoutConfig = TimeoutConfig()
     """The limits on every wait."""
+
+
+def open_listeners(gateway: GatewaySection) -> dict[str, str]:
+    """The danger of each address that other hosts reach if there are no API keys, by setting."""
+    listeners = {"host": (gateway.host, "use the models")}
+    if gateway.admin is not None:
+        listeners["admin"] = (Endpoint.parse(gateway.admin).host, "change roles")
+    return {
+        name: f"{host} is reachable from other hosts and anybody could {what}"
+        for name, (host, what) in listeners.items()
+        if not is_loopback(host)
+    }
 
 
 class GatewayConfig(GatewaySection):
@@ -343,7 +359,7 @@ def with_api_keys(config: GatewayConfig, keys: Iterable[ApiKey]) -> GatewayConfi
 
 
 def tenants_by_key(keys: Iterable[ApiKey]) -> dict[str, str]:
-    """Whose each key is. Raises `ValueError` for a key that two tenants have."""
+    """The tenant of each key. Raises `ValueError` for a key that two tenants have."""
     tenants: dict[str, str] = {}
     for key in keys:
         tenant = tenants.setdefault(key.key.get_secret_value(), key.tenant)

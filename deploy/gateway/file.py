@@ -113,7 +113,7 @@ class GatewayFile(ApiKeysSection, SecuritySection):
         return self
 
     def instances_config(self, *, poll_load: bool = False) -> InstancesConfig:
-        """What the instances of embedded fronts are told."""
+        """The configuration of the instances of embedded fronts."""
         return InstancesConfig(
             log_dir=self.log_dir,
             engine_key_file=self.engine_key_file,
@@ -160,7 +160,7 @@ def load_gateway_file(path: Path, environ: Mapping[str, str] = os.environ) -> Ga
 
 
 def build_granter(file: GatewayFile) -> Granter | None:
-    """What signs for node agents; None where they ask for nothing. Raises `FileError`."""
+    """The signer of grants for node agents; None without a key. Raises `FileError`."""
     if file.granting_key is None:
         return None
     try:

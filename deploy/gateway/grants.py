@@ -1,4 +1,4 @@
-"""What the gateway signs for a request: that its KVCache may land, and be sent there.
+"""Signs, for a request, that its KVCache may land and that it may be sent there.
 
 Moves of cached prefixes and probes are signed by the clients of node agents. It does not know keys.
 """

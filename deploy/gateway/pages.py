@@ -78,8 +78,8 @@ class Pages:
     link_names: Mapping[str, str]
     key_names: KeyNames
     services: Callable[[], Services]
-    open_doors: str | None
-    """What everybody on the network may do, by this configuration; None: nothing."""
+    exposure: str | None
+    """The rights that this configuration gives anybody on the network; None if there are none."""
 
     def for_everybody(self) -> Iterable[web.RouteDef]:
         """The pages that clients and operators need, for an application's router."""
@@ -132,8 +132,8 @@ class Pages:
             return _json({"status": "draining"}, 503)
         if not self.watcher.is_healthy():
             return _json({"status": "no healthy engine"}, 503)
-        doors = {} if self.open_doors is None else {"open": self.open_doors}
-        return _json({"status": "ok"} | doors)
+        shown = {} if self.exposure is None else {"open": self.exposure}
+        return _json({"status": "ok"} | shown)
 
     async def _version(self, _request: web.Request) -> web.Response:
         """GET /version."""
@@ -210,13 +210,16 @@ class Pages:
         services = self.services()
         async with self.intake.received(request) as exchange:
             self._needed_caches()
-            check_tenant(services, exchange)
+            checked = check_tenant(services, exchange)
             try:
                 judged = await judge(services, exchange)
             except NotRendered as error:
                 message = f"The prompt's tokens cannot be known ({error.reason.value})."
                 status = 503 if error.reason is Reason.RENDER_UNAVAILABLE else 400
                 raise ApiError(status, "not_rendered", message) from error
+            finally:
+                if checked is not None:
+                    checked()
             model, decision = exchange.inbound.model, judged.decision
             names = self.key_names
             return _json(explanation(model, judged.shape, judged.cached, decision, names))
@@ -241,6 +244,8 @@ class Pages:
             raise ApiError(415, "unsupported_media_type", f"Send the body as {JSON_TYPE}.")
         self.limits.check_accepting()
         body = await self.limits.read_small(request)
+        # The key may have been revoked while the body arrived.
+        self.keys.check_operator(_authorization(request))
         status, role = await self.role_pages.change(body, request.query)
         return _json(role, status)
 

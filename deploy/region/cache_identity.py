@@ -8,7 +8,7 @@ from itertools import combinations
 from kvmanager.agent.messages import EngineStatus, StatusReply
 
 SAME_KVCACHE = "load the same weights with the same settings on both, or give them two names"
-"""What mends it."""
+"""How to mend it."""
 
 
 def unlike_engines(agents: Iterable[StatusReply]) -> list[str]:

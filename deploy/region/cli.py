@@ -62,12 +62,11 @@ def up_command(
     prfaas up region.yaml --node a1
     """
     region = load_or_exit(file, variables or [])
-    from deploy.region.launch.parts import part_of
+    from deploy.region.launch.parts import part_of, run_name
     from deploy.region.launch.up import keep_up
 
     part = part_of(region, site=site, node=node)
-    name = region.name if part.is_whole else f"{region.name}.{part.name}"
-    root = run_dir or default_base(os.environ) / name
+    root = run_dir or default_base(os.environ) / run_name(region, part)
     # With --json, stdout has JSON lines only.
     console = Console(stderr=as_json)
     try:
@@ -153,7 +152,7 @@ def _stop_limit_s(state: RegionState) -> float:
 
 
 def _region_of(state: RegionState) -> RegionSpec | None:
-    """What a launcher wrote of its region; None where it is gone, or of an older version."""
+    """The region as its launcher wrote it; None where that is gone, or of an older version."""
     from deploy.region.spec.region import RegionSpec
 
     try:

@@ -1,6 +1,6 @@
-"""`prfaas region`: what follows from region files. It also has what commands share that take one.
+"""`prfaas region`: what follows from region files; it hands one that changed to its running region.
 
-It reads and writes files, and starts nothing.
+It also has what commands share that take a region file. It starts nothing.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Annotated
 
 import typer
 
-from deploy.command_line import JsonOption, command_group, fail, print_json
+from deploy.command_line import JsonOption, RunDirOption, command_group, fail, print_json
 from deploy.region.spec.loading import load_region
 from deploy.region.spec.region import RegionSpec, region_schema
 from kvmanager.config_files.problems import FileError
 from kvmanager.private_files import make_new_directory, make_private_directory, write_private
 
-region_app = command_group("Region files: their schema, checks, what a change does, systemd units.")
+region_app = command_group("Region files: check, compare, reload, make systemd units; schema.")
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="region file, YAML")]
 SetOption = Annotated[
@@ -71,6 +71,48 @@ def check_command(
     engines = sum(len(cluster.instances) for cluster in region.clusters)
     names = ", ".join(f"{cluster.name} ({cluster.kind})" for cluster in region.clusters)
     typer.echo(f"{file} is right: region {region.name}, clusters {names}, {engines} engines")
+
+
+@region_app.command("reload")
+def reload_command(
+    file: FileArgument,
+    run_dir: RunDirOption = None,
+    variables: SetOption = None,
+    site: SiteOption = None,
+    node: NodeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Hand a changed region file to the region that runs: limits and rights of tenants.
+
+    These are operators, priority_tenants and shared_caches of the gateway, and default_tenant and
+    tenants of gateway.scheduling.admission. What else changed is named; it needs `prfaas down` and
+    `prfaas up`. With --node or --site, the gateway must be in that part of the region.
+
+    \b
+    prfaas region reload region.yaml --set MODEL=/models/qwen3-next
+    prfaas region reload region.yaml --node b1
+    """
+    wanted = load_or_exit(file, variables or [])
+    from deploy.region.launch.parts import part_of, run_name
+    from deploy.region.launch.reload import reload_region
+    from deploy.region.launch.rundir import find_run
+
+    part = part_of(wanted, site=site, node=node)
+    if not part.has_gateway:
+        fail(f"the gateway runs on the host of node {wanted.gateway_node.name}, not here", 2)
+    root, _ = find_run(run_dir, run_name(wanted, part))
+    try:
+        changes = reload_region(root, wanted, part)
+    except FileError as error:
+        fail(str(error), 2)
+    except OSError as error:
+        fail(str(error), 1)
+    if as_json:
+        print_json(changes)
+        return
+    typer.echo(f"the gateway gets: {', '.join(changes.made) or 'nothing new'}")
+    if changes.needs_restart:
+        typer.echo(f"changed, but needs a restart: {', '.join(changes.needs_restart)}", err=True)
 
 
 @region_app.command("diff")

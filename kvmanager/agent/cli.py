@@ -21,7 +21,6 @@ from kvmanager.agent.config import AgentConfig, load
 from kvmanager.agent.control import ControlService
 from kvmanager.agent.engines.server import SocketTaken
 from kvmanager.agent.messages import SERVICE
-from kvmanager.agent.metrics import MetricsServer
 from kvmanager.agent.service import NodeAgent
 from kvmanager.arena import ArenaError
 from kvmanager.config_files.options import setting
@@ -30,6 +29,7 @@ from kvmanager.logs import set_up_logging
 from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.systemd import served
 from kvmanager.loop.watch import LoopWatch, settle_heap
+from kvmanager.metrics_server import MetricsServer
 from kvmanager.pool.ssd import SsdError
 from transport import Endpoint, TransportError
 from transport.rpc import RpcError, RpcServer
@@ -63,6 +63,8 @@ def agent_command(
     ssd_wait_s: Annotated[str | None, setting(AgentConfig, "ssd_wait_s")] = None,
     prefault: Annotated[bool | None, setting(AgentConfig, "prefault")] = None,
     metrics_port: Annotated[int | None, setting(AgentConfig, "metrics_port")] = None,
+    metrics_host: Annotated[str | None, setting(AgentConfig, "metrics_host")] = None,
+    metrics_key_file: Annotated[Path | None, setting(AgentConfig, "metrics_key_file")] = None,
     tls_dir: Annotated[Path | None, setting(AgentConfig, "tls_dir")] = None,
     tls_cert: Annotated[Path | None, setting(AgentConfig, "tls_cert")] = None,
     tls_key: Annotated[Path | None, setting(AgentConfig, "tls_key")] = None,
@@ -98,8 +100,8 @@ async def serve(config: AgentConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    for doors in config.open_doors:
-        logger.warning("%s", doors)
+    for exposure in config.exposures:
+        logger.warning("%s", exposure)
     agent = NodeAgent(config)
     await agent.start()
     rpc = RpcServer(config.control, {SERVICE: ControlService(agent).methods()}, config.credentials)
@@ -114,10 +116,11 @@ async def serve(config: AgentConfig) -> None:
             "pid": os.getpid(),
         }
         if config.metrics_port is not None:
+            at = Endpoint(config.metrics_host, config.metrics_port)
             metrics = MetricsServer(
-                agent.metrics, control_host, config.metrics_port, config.open_doors
+                agent.metrics.registry, at, config.metrics_key_file, config.exposures
             )
-            ready["metrics"] = str(Endpoint(control_host, await metrics.start()))
+            ready["metrics"] = str(await metrics.start())
         # The objects of the start stay for good; visiting them in each full garbage collection
         # would hold the loop up for 50 ms.
         settle_heap()

@@ -344,11 +344,9 @@ class _SharingClient(AgentClient):
         left: Callable[[AgentClient], Awaitable[None]],
         granter: Granter | None,
     ) -> None:
-        self.target = target
+        super().__init__(target, granter=granter)
         self._rpc = channel
         self._left = left
-        self._granter = granter
-        self._receives_at = ""
 
     async def close(self) -> None:
         await self._left(self)

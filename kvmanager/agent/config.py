@@ -29,10 +29,11 @@ from kvmanager.config_files.fields import (
 from kvmanager.config_files.security import (
     BOTH_GIVEN,
     GrantsSection,
+    MetricsSection,
     RegionKeySection,
     check_listeners,
     credentials_of,
-    open_doors,
+    exposure,
 )
 from kvmanager.config_files.yaml_files import read_settings
 from kvmanager.pool.placement import StatePlacement
@@ -106,7 +107,7 @@ class AgentSection(Section):
 
 
 @filled_from(TableLimits)
-class AgentConfig(AgentSection):
+class AgentConfig(AgentSection, MetricsSection):
     """Everything tunable of one node agent."""
 
     listen: ListenAddress = "127.0.0.1:7100"
@@ -148,7 +149,7 @@ class AgentConfig(AgentSection):
     )
     """The bounds from which on a link counts as congested."""
     metrics_port: Port | None = None
-    """Prometheus port on the host of `control`; none when absent."""
+    """Prometheus port at `metrics_host`; none when absent."""
     tls_dir: Path | None = None
     """Directory with tls.crt, tls.key and ca.crt, as cert-manager writes them, instead of the three
     separate files. Either way, new connections use files that were replaced on disk.
@@ -166,8 +167,8 @@ class AgentConfig(AgentSection):
     region_key: RegionKeySection | None = None
     """Signs calls where there is no TLS. Left out: none."""
     granting_keys: GrantsSection | None = None
-    """Whose grants allow that KVCache is sent from here, and lands here. Left out: nobody's are
-    needed.
+    """Public keys of the gateways that grant that KVCache is sent from here and lands here. Left
+    out: no grant is needed.
     """
     trusted_network: bool = False
     """Whether every process that reaches this one's ports may call everything."""
@@ -198,6 +199,7 @@ class AgentConfig(AgentSection):
             raise ValueError(BOTH_GIVEN)
         listeners = {name: getattr(self, name) for name in ("listen", "control")}
         check_listeners(listeners, self.credentials, trusted_network=self.trusted_network)
+        self.check_metrics(trusted_network=self.trusted_network)
         if self.advertise is None and Endpoint.parse(self.listen).host in ("0.0.0.0", "::"):
             raise ValueError(
                 "advertise: needed when listen is a wildcard address; name the host or address "
@@ -220,14 +222,14 @@ class AgentConfig(AgentSection):
 
     @property
     def credentials(self) -> Credentials | None:
-        """What this agent shows to those who call it, and asks of them; None: nothing."""
+        """The credentials that this agent shows and asks for; None if it has none."""
         return credentials_of(self.tls, self.region_key, "agent")
 
     @property
-    def open_doors(self) -> list[str]:
-        """What somebody on the network may do, for logs and answers about health."""
-        doors = open_doors(self.credentials, trusted_network=self.trusted_network)
-        found = [] if doors is None else [doors]
+    def exposures(self) -> list[str]:
+        """The rights that anybody on the network has, for logs and answers about health."""
+        shared = exposure(self.credentials, trusted_network=self.trusted_network)
+        found = [] if shared is None else [shared]
         if self.granting_keys is None:
             where = "any address" if self.send_to is None else "the addresses of send_to"
             found.append(

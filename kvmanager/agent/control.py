@@ -99,7 +99,8 @@ class ControlService:
         }
 
     async def reserve(self, request: Reserve) -> ReserveReply:
-        # What lands is cached under the request's keys: whoever may choose them plants KVCache.
+        # KVCache that lands is cached under the request's keys: a caller that may choose them can
+        # plant it.
         wanted = reservation(request.num_tokens, request.token_digest, request.block_keys)
         with self._agent.grants.once(request.grant, wanted):
             return await self._reserve(request)

@@ -237,8 +237,9 @@ class StatusReply(msgspec.Struct, frozen=True):
     """`landing_bytes` and `outbox_bytes` count whole blocks, until they are free again.
 
     `free_bytes` are free for transfers, including what the prefix cache would give up for them. One
-    more landing may take `landing_room_bytes` of them; None from an older agent. `open_doors` tells
-    people what somebody on the network may do there.
+    more landing may take `landing_room_bytes` of them; None from an older agent. `exposures` tells
+    people what somebody on the network may do there. `is_encrypted`: KVCache leaves and enters over
+    mutual TLS only.
     """
 
     arena_epoch: str
@@ -259,7 +260,10 @@ class StatusReply(msgspec.Struct, frozen=True):
     arena_path: str = ""
     cache: CacheStatus | None = None
     landing_room_bytes: int | None = None
-    open_doors: list[str] = []
+    exposures: list[str] = []
+    is_encrypted: bool = False
+    num_turned_away: int = 0
+    """Data connections that were closed or refused because there were too many."""
 
 
 class WatchCache(msgspec.Struct, frozen=True):

@@ -1,21 +1,18 @@
-"""Prometheus metrics of a node agent, and the small HTTP server that serves them.
+"""Prometheus metrics of a node agent.
 
 It measures nothing itself: when Prometheus asks, it reads gauges from a snapshot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvmanager.agent.messages import CacheStatus, StatusReply, TransferReport
-
-if TYPE_CHECKING:
-    from aiohttp import web
 
 FamilyT = TypeVar("FamilyT", GaugeMetricFamily, CounterMetricFamily)
 
@@ -105,6 +102,11 @@ class _StatusCollector(Collector):
             ),
         ):
             yield GaugeMetricFamily(f"prfaas_agent_{name}", text, value)
+        yield CounterMetricFamily(
+            "prfaas_agent_turned_away_connections",
+            "Data connections closed or refused because there were too many.",
+            status.num_turned_away,
+        )
         for kind, counts in (
             ("landings", status.num_landings),
             ("outboxes", status.num_outboxes),
@@ -166,47 +168,3 @@ def _by_place(family: FamilyT, numbers: dict[str, int]) -> FamilyT:
     for place, number in numbers.items():
         family.add_metric(place.split("/"), number)
     return family
-
-
-class MetricsServer:
-    """Serves /metrics and /health. An agent without it starts sooner and without aiohttp."""
-
-    def __init__(
-        self, metrics: AgentMetrics, host: str, port: int, open_doors: Sequence[str]
-    ) -> None:
-        """`open_doors`: what somebody on the network may do, for /health."""
-        self._open_doors = open_doors
-        self._metrics = metrics
-        self._host = host
-        self._port = port
-        self._runner: web.AppRunner | None = None
-
-    async def start(self) -> int:
-        """Serve, and return the real port. Raises OSError when it is taken."""
-        # Imported here, so that an agent without metrics does not pay for it at its start.
-        from aiohttp import web
-
-        app = web.Application()
-        app.router.add_get("/metrics", self._show)
-        app.router.add_get("/health", self._health)
-        self._runner = web.AppRunner(app, access_log=None)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, self._port).start()
-        port: int = self._runner.addresses[0][1]
-        return port
-
-    async def stop(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-
-    async def _show(self, _: web.Request) -> web.Response:
-        from aiohttp import web
-
-        text = generate_latest(self._metrics.registry)
-        return web.Response(body=text, content_type="text/plain", charset="utf-8")
-
-    async def _health(self, _: web.Request) -> web.Response:
-        from aiohttp import web
-
-        lines = ("ok", *(f"open: {doors}" for doors in self._open_doors))
-        return web.Response(text="".join(f"{line}\n" for line in lines))

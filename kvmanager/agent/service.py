@@ -187,13 +187,15 @@ class NodeAgent:
             engines=self.book.describe(),
             links=self.transfers.links(),
             num_received_connections=self.transfers.io.num_received_connections,
+            num_turned_away=self.transfers.io.num_turned_away,
             uptime_s=now_s() - self._started_s,
             pid=os.getpid(),
             data_endpoint=str(self.transfers.advertised),
             arena_path=str(arena.path),
             cache=None if self.cache is None else self.cache.status(),
             landing_room_bytes=self.landing_room_bytes,
-            open_doors=self.config.open_doors,
+            exposures=self.config.exposures,
+            is_encrypted=self.config.tls is not None,
         )
 
     @property

@@ -113,6 +113,10 @@ class TransferIo:
     def num_received_connections(self) -> int:
         return self._receiver.num_connections
 
+    @property
+    def num_turned_away(self) -> int:
+        return self._receiver.num_turned_away
+
     # Outboxes.
 
     def open(self, spec: OutgoingSpec, space: ByteSpace) -> None:
@@ -136,7 +140,7 @@ class TransferIo:
         return self._sender.open(spec, space, listener)
 
     def _check(self, endpoint: Endpoint) -> None:
-        # Whoever may call could otherwise let this agent try any port that it reaches.
+        # A caller could otherwise let this agent try any port that it reaches.
         if self._send_to is not None and endpoint not in self._send_to:
             known = ", ".join(sorted(map(str, self._send_to))) or "nowhere"
             raise BadRequest(f"this agent sends to {known} (send_to), not to {endpoint}")

@@ -1,7 +1,7 @@
 """How a process shows who it is, and what it may listen on: the settings that all processes share.
 
 It opens no file and no port. A process beyond loopback needs TLS or the region's key; the word
-`trusted_network` stands for neither, and `open_doors` says what that leaves open.
+`trusted_network` stands for neither, and `exposure` says what that leaves open.
 """
 
 from __future__ import annotations
@@ -69,12 +69,34 @@ class SecuritySection(Section):
         return self
 
     def credentials(self, role: Role) -> Credentials | None:
-        """What a process of this role shows; None: nothing."""
+        """The credentials that a process of this role shows; None if it has none."""
         return credentials_of(tls_files(self.tls), self.region_key, role)
 
-    def open_doors(self, role: Role) -> str | None:
+    def exposure(self, role: Role) -> str | None:
         """For the log of a process that starts; None: nothing is open."""
-        return open_doors(self.credentials(role), trusted_network=self.trusted_network)
+        return exposure(self.credentials(role), trusted_network=self.trusted_network)
+
+
+class MetricsSection(Section):
+    """Where a process shows its metrics, and to whom."""
+
+    metrics_host: str = "127.0.0.1"
+    """Address of the Prometheus port. One that other hosts reach needs `metrics_key_file` or
+    `trusted_network`.
+    """
+    metrics_key_file: Path | None = None
+    """File with the key that this port demands (`Authorization: Bearer KEY`), readable by its owner
+    or group only; it is read again when it changes. Left out: none.
+    """
+
+    def check_metrics(self, *, trusted_network: bool) -> None:
+        """ValueError if everybody on the network could read the metrics."""
+        is_guarded = self.metrics_key_file is not None or trusted_network
+        if not (is_guarded or is_loopback(self.metrics_host)):
+            raise ValueError(
+                f"metrics_host: {self.metrics_host} is reachable from other hosts and everybody "
+                "could read the metrics; give metrics_key_file, or set trusted_network"
+            )
 
 
 def credentials_of(
@@ -112,8 +134,8 @@ def check_redis(setting: str, url: str, *, trusted_network: bool) -> None:
         )
 
 
-def open_doors(credentials: Credentials | None, *, trusted_network: bool) -> str | None:
-    """What somebody on the network may do, for logs and pages; None: nothing of note."""
+def exposure(credentials: Credentials | None, *, trusted_network: bool) -> str | None:
+    """The rights of anybody on the network, for logs and pages; None if there are none of note."""
     if isinstance(credentials, RegionKey):
         return (
             "region_key without TLS: calls are signed, but whoever listens on the network reads "

@@ -12,11 +12,10 @@ import os
 import signal
 from pathlib import Path
 from typing import Annotated, Final
-from wsgiref.simple_server import WSGIServer
 
 import typer
 import uvloop
-from prometheus_client import Info, start_http_server
+from prometheus_client import Info
 
 from kvmanager.agent.client import AgentClients
 from kvmanager.config_files.options import setting
@@ -32,7 +31,9 @@ from kvmanager.logs import set_up_logging
 from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.systemd import served
 from kvmanager.loop.watch import LoopWatch, settle_heap
+from kvmanager.metrics_server import MetricsServer
 from transport import Endpoint
+from transport.errors import LocalError
 from transport.rpc import RpcError, RpcServer
 
 logger = logging.getLogger("prfaas.kvmanager.directory")
@@ -51,18 +52,22 @@ def directory_command(
     ] = None,
     redis: Annotated[str | None, setting(DirectoryConfig, "redis")] = None,
     metrics_port: Annotated[int | None, setting(DirectoryConfig, "metrics_port")] = None,
+    metrics_host: Annotated[str | None, setting(DirectoryConfig, "metrics_host")] = None,
+    metrics_key_file: Annotated[Path | None, setting(DirectoryConfig, "metrics_key_file")] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Run a directory, which follows node agents and knows what each node has cached."""
     set_up_logging(log_level)
     agents = dict(item.partition("=")[::2] for item in agent) if agent else None
-    options = {"listen": listen, "agents": agents, "redis": redis, "metrics_port": metrics_port}
+    options = {
+        name: value for name, value in locals().items() if name in DirectoryConfig.model_fields
+    }
     with exit_on_bad_file():
         settings = load(config, options)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
-    except (DirectoryError, RpcError, OSError, ValueError) as error:
+    except (DirectoryError, RpcError, LocalError, OSError, ValueError) as error:
         typer.echo(f"prfaas directory: {error}", err=True)
         raise typer.Exit(1) from error
     except ModuleNotFoundError as error:
@@ -90,6 +95,7 @@ async def _serve_grpc(config: DirectoryConfig, stopping: asyncio.Event) -> None:
     metrics = _Metrics(config, directory.follower)
     try:
         port = await server.start()
+        await metrics.start()
         await directory.follow(config.targets)
         _say_ready(control=str(Endpoint(host, port)))
         with LoopWatch() as watch:
@@ -117,6 +123,7 @@ async def _fill_redis(config: DirectoryConfig, url: str, stopping: asyncio.Event
     metrics = _Metrics(config, follower)
     try:
         await reached(redis)
+        await metrics.start()
         await follower.follow(config.targets)
         _say_ready()
         with LoopWatch() as watch:
@@ -131,20 +138,28 @@ async def _fill_redis(config: DirectoryConfig, url: str, stopping: asyncio.Event
 
 
 class _Metrics:
-    """The metrics, and their server if one is wanted. Raises OSError when its port is taken."""
+    """The metrics, and their server if one is wanted. Raises LocalError when its key cannot be
+    used.
+    """
 
     def __init__(self, config: DirectoryConfig, follower: DirectoryFollower) -> None:
         self._follower = follower
         self._metrics = DirectoryMetrics()
-        self._server: WSGIServer | None = None
-        registry, doors = self._metrics.registry, config.open_doors("directory")
-        if doors is not None:
-            logger.warning("%s", doors)
+        self._server: MetricsServer | None = None
+        registry, exposure = self._metrics.registry, config.exposure("directory")
+        if exposure is not None:
+            logger.warning("%s", exposure)
             text = "What somebody on the network may do."
-            Info("prfaas_directory_open_doors", text, registry=registry).info({"what": doors})
+            Info("prfaas_directory_exposure", text, registry=registry).info({"what": exposure})
         if config.metrics_port:
-            host = Endpoint.parse(config.listen).host
-            self._server, self._thread = start_http_server(config.metrics_port, host, registry)
+            at = Endpoint(config.metrics_host, config.metrics_port)
+            exposures = () if exposure is None else (exposure,)
+            self._server = MetricsServer(registry, at, config.metrics_key_file, exposures)
+
+    async def start(self) -> None:
+        """Raises OSError when the port is taken."""
+        if self._server is not None:
+            await self._server.start()
 
     def show_loop(self, watch: LoopWatch) -> None:
         self._metrics.registry.register(LoopCollector("prfaas_directory", watch.gaps))
@@ -154,10 +169,7 @@ class _Metrics:
 
     async def close(self) -> None:
         if self._server is not None:
-            # On a thread: `shutdown` waits until the server polls its flag, up to half a second.
-            await asyncio.to_thread(self._server.shutdown)
-            self._server.server_close()
-            self._thread.join()
+            await self._server.stop()
 
 
 def _say_ready(**what: str) -> None:

@@ -11,12 +11,17 @@ from typing import Any, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from kvmanager.config_files.fields import Address, ListenAddress, Port, Seconds
-from kvmanager.config_files.security import SecuritySection, check_listeners, check_redis
+from kvmanager.config_files.security import (
+    MetricsSection,
+    SecuritySection,
+    check_listeners,
+    check_redis,
+)
 from kvmanager.config_files.yaml_files import read_settings
 from kvmanager.directory.messages import FORGET_S, NodeName
 
 
-class DirectoryConfig(SecuritySection):
+class DirectoryConfig(SecuritySection, MetricsSection):
     """One directory process."""
 
     listen: ListenAddress = "127.0.0.1:7300"
@@ -28,7 +33,7 @@ class DirectoryConfig(SecuritySection):
     forget_s: Seconds = FORGET_S
     """An agent that has not answered for this long counts as holding nothing, seconds."""
     metrics_port: Port = 0
-    """Prometheus port on the host of `listen`; 0: none."""
+    """Prometheus port at `metrics_host`; 0: none."""
 
     @field_validator("agents")
     @classmethod
@@ -42,6 +47,7 @@ class DirectoryConfig(SecuritySection):
         listeners = {"listen": self.listen} if self.redis is None else {}
         credentials = self.credentials("directory")
         check_listeners(listeners, credentials, trusted_network=self.trusted_network)
+        self.check_metrics(trusted_network=self.trusted_network)
         if self.redis is not None:
             url = self.redis.get_secret_value()
             check_redis("redis", url, trusted_network=self.trusted_network)

@@ -1,4 +1,4 @@
-"""Keeps strangers from an engine: ASGI middleware for vLLM's `--middleware`.
+"""Asks every client of an engine for a key: ASGI middleware for vLLM's `--middleware`.
 
 vLLM's own `--api-key` guards /v1, /v2, /inference and /cohere only. Beside them a server has
 /invocations, which completes as /v1 does, /tokenize, /metrics, and whatever the next release adds.
@@ -8,13 +8,12 @@ neither a command line nor an environment holds it. Does not know vLLM.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from kvmanager.bearer import key_digest, shows_key
 from kvmanager.private_files import read_secret
 
 KEY_FILE_VARIABLE: Final = "PRFAAS_ENGINE_KEY_FILE"
@@ -29,14 +28,14 @@ _POLICY_VIOLATION: Final = 1008  # RFC 6455, 7.4.1
 
 
 class KeyGuard:
-    """Passes on what has the header "Authorization: Bearer KEY"; answers all else with 401."""
+    """Passes a request on if it has the header "Authorization: Bearer KEY", else answers 401."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         """Raises KeyError, OSError or ValueError where there is no usable key: an engine that was
         to have one must not serve without.
         """
         self._app = app
-        self._digest = _digest(read_secret(Path(os.environ[KEY_FILE_VARIABLE])).encode())
+        self._digest = key_digest(read_secret(Path(os.environ[KEY_FILE_VARIABLE])).encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or self._is_known(scope["headers"]):
@@ -51,11 +50,5 @@ class KeyGuard:
     def _is_known(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         for name, value in headers:
             if name.lower() == b"authorization":
-                scheme, _, key = value.partition(b" ")
-                offered = _digest(key.strip())
-                return scheme.lower() == b"bearer" and hmac.compare_digest(offered, self._digest)
+                return shows_key(value, self._digest)
         return False
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

@@ -57,7 +57,7 @@ class _Index(msgspec.Struct):
 
 
 def weights_identity(vllm_config: VllmConfig) -> str:
-    """What the weights are: "hub:COMMIT", "files:DIGEST", "dummy:SEED", or "declared:NAME".
+    """The identity of the weights: "hub:COMMIT", "files:DIGEST", "dummy:SEED", or "declared:NAME".
 
     Raises `WeightsError` for weights that are not on this host's disk and were not declared.
     """
@@ -90,7 +90,7 @@ def weights_identity(vllm_config: VllmConfig) -> str:
 
 
 def adapter_identity(path: str) -> str:
-    """What a LoRA adapter is, as `weights_identity` says it. Raises `WeightsError`."""
+    """The identity of a LoRA adapter, in the form of `weights_identity`. Raises `WeightsError`."""
     folder = _folder(path, None, None)
     if folder is None:
         raise WeightsError(f"the adapter {path} is not on this host")

@@ -1,4 +1,4 @@
-"""What engines demand of those who ask them: a key, and TLS where their URLs say https.
+"""Gives the clients of engines what engines demand: a key, and TLS where their URLs say https.
 
 Engines on loopback are asked over plain HTTP. It does not know engines or requests.
 """
@@ -17,7 +17,7 @@ from transport.tls import Rotating, client_context
 
 
 class EngineAccess:
-    """How one process asks its engines. Without arguments: those that demand nothing."""
+    """How one process asks its engines. Without arguments they demand nothing."""
 
     def __init__(self, key_file: Path | None = None, tls: TlsFiles | None = None) -> None:
         """`tls`: the certificate to show, and the authority that engines' certificates are of.

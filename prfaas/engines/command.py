@@ -43,8 +43,8 @@ class EngineOptions(Section):
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """GPUs that share each layer of an instance."""
     weights: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,64}$")] | None = None
-    """What the weights are, in a word of yours. Engines with the same word share KVCache. Left out:
-    what their files or their commit on the hub say; needed only where weights are in no file here.
+    """A word of yours that identifies the weights. Engines with the same word share KVCache. Left
+    out, their files or their commit on the hub do; needed only where weights are in no file here.
     """
     enforce_eager: bool = False
     """Do without CUDA graphs and compilation."""

@@ -19,7 +19,7 @@ from kvmanager.config_files.fields import (
     filled_from,
     settings_of,
 )
-from kvmanager.config_files.security import SecuritySection, check_listeners
+from kvmanager.config_files.security import MetricsSection, SecuritySection, check_listeners
 from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
@@ -29,7 +29,7 @@ EXPECTED = "a front's file is a mapping with the keys name and instances"
 
 
 @filled_from(InstancesConfig)
-class FrontConfig(SecuritySection):
+class FrontConfig(SecuritySection, MetricsSection):
     """The settings that both kinds of front share."""
 
     name: str = Field(min_length=1)
@@ -37,7 +37,7 @@ class FrontConfig(SecuritySection):
     listen: ListenAddress = "127.0.0.1:7200"
     """Address of its gRPC server, host:port; port 0: any free port."""
     metrics_port: Port = 0
-    """Port of its Prometheus metrics; 0: no metrics are served."""
+    """Prometheus port at `metrics_host`; 0: none."""
     instances: tuple[InstanceSpec, ...] = Field(min_length=1)
     """The engines of the cluster."""
     probes: Annotated[ProbeTiming, CoreFields(ProbeTiming)]
@@ -51,6 +51,7 @@ class FrontConfig(SecuritySection):
     def _check_security(self) -> Self:
         credentials = self.credentials(self.role)
         check_listeners({"listen": self.listen}, credentials, trusted_network=self.trusted_network)
+        self.check_metrics(trusted_network=self.trusted_network)
         return self
 
     def instances_config(self, *, poll_load: bool = False) -> InstancesConfig:

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import typer
-from prometheus_client import REGISTRY, Info, start_http_server
+from prometheus_client import REGISTRY, Info
 
 from kvmanager.config_files.yaml_files import exit_on_bad_file, read_settings
 from kvmanager.logs import set_up_logging
 from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.systemd import served
 from kvmanager.loop.watch import LoopWatch, settle_heap
+from kvmanager.metrics_server import MetricsServer
 from prfaas.engines.front_config import EXPECTED, FrontConfig
 from transport import Endpoint
 from transport.errors import LocalError
@@ -52,7 +53,7 @@ def run_front(
 ) -> None:
     """Serve the front that the file at `path` describes; `listen` overrides the file's address.
 
-    Exits 2 when the file is wrong, 1 when the address is not free or a file that it names cannot be
+    Exits 2 when the file is wrong, 1 when an address is not free or a file that it names cannot be
     used; stderr says why.
     """
     set_up_logging(log_level)
@@ -60,30 +61,28 @@ def run_front(
         config = read_settings(path, kind, expected=EXPECTED, options={"listen": listen})
     try:
         asyncio.run(serve(config))
-    except (RpcError, LocalError) as error:
-        typer.echo(error.message, err=True)
+    except (RpcError, LocalError, OSError) as error:
+        typer.echo(str(error) if isinstance(error, OSError) else error.message, err=True)
         raise typer.Exit(1) from error
 
 
 async def serve_front(
-    front: Front,
-    server: RpcServer,
-    host: str,
-    *,
-    metrics_prefix: str,
-    metrics_port: int = 0,
-    open_doors: str | None = None,
+    front: Front, server: RpcServer, config: FrontConfig, *, metrics_prefix: str
 ) -> None:
     """Start both, print a JSON line {"event": "ready", ...} to stdout, and stop on SIGTERM/SIGINT.
 
     `metrics_prefix` begins the names of metrics of the process itself. What somebody on the network
-    may do, `open_doors`, is logged, and in the metrics. Raises whatever keeps either from starting;
-    nothing stays behind then.
+    may do by `config` is logged, and in the metrics. Raises whatever keeps the front or a port from
+    starting; nothing stays behind then.
     """
-    if open_doors is not None:
-        logger.warning("%s", open_doors)
-        info = Info(f"{metrics_prefix}_open_doors", "What somebody on the network may do.")
-        info.info({"what": open_doors})
+    exposure = config.exposure(config.role)
+    if exposure is not None:
+        logger.warning("%s", exposure)
+        info = Info(f"{metrics_prefix}_exposure", "What somebody on the network may do.")
+        info.info({"what": exposure})
+    at = Endpoint(config.metrics_host, config.metrics_port)
+    exposures = () if exposure is None else (exposure,)
+    metrics = MetricsServer(REGISTRY, at, config.metrics_key_file, exposures)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -92,11 +91,12 @@ async def serve_front(
         await front.start()
         # The port opens only now: a caller that connects finds instances that have been probed.
         port = await server.start()
-        metrics = start_http_server(metrics_port, host) if metrics_port else None
+        if config.metrics_port:
+            await metrics.start()
         ready = {
             "event": "ready",
             "front": front.name,
-            "control": str(Endpoint(host, port)),
+            "control": str(Endpoint(Endpoint.parse(config.listen).host, port)),
             "pid": os.getpid(),
         }
         settle_heap()
@@ -107,10 +107,7 @@ async def serve_front(
             async with served():
                 await stop.wait()
         logger.info("%s: stopping", front.name)
-        if metrics is not None:
-            # Waits for the server's next look at its own state, up to half a second away.
-            await asyncio.to_thread(metrics[0].shutdown)
-            metrics[0].server_close()
     finally:
+        await metrics.stop()
         await server.stop()
         await front.close()

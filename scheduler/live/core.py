@@ -39,7 +39,7 @@ from scheduler.live.snapshots import (
     Reported,
     SnapshotMaker,
 )
-from scheduler.live.tenants import TenantLedger
+from scheduler.live.tenants import TenantLedger, TenantLimit
 from scheduler.live.thresholds import Thresholds
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape, one_engine_reason
 from scheduler.routing.profiles import KvProfile
@@ -119,6 +119,11 @@ class LiveScheduler:
             for cluster, tokens in plans.items():
                 self.thresholds.set_base(cluster, tokens)
         self.tenants.set_limits(settings.default_tenant, settings.tenants)
+
+    def limit_tenants(self, default: TenantLimit, limits: Mapping[str, TenantLimit]) -> None:
+        """Go on with other limits of tenants."""
+        self.settings = replace(self.settings, default_tenant=default, tenants=limits)
+        self.tenants.set_limits(default, limits)
 
     def knowledge(self, model: str) -> ModelKnowledge:
         """The profiles and traffic learnt of a served model."""

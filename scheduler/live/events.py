@@ -23,6 +23,7 @@ from scheduler.live.admission import (
 )
 from scheduler.live.core import Event, LiveScheduler
 from scheduler.live.snapshots import PendingRequest, Reported
+from scheduler.live.tenants import TenantLimit
 from scheduler.live.thresholds import ThresholdNow
 from scheduler.reports import ClusterReport
 from scheduler.routing.decision import RequestShape
@@ -67,6 +68,17 @@ class ThresholdPlanned(Event[None], frozen=True):
     def apply(self, live: LiveScheduler, now_s: float) -> None:
         """The state of the link multiplies this threshold from now on."""
         live.thresholds.set_base(self.cluster, self.tokens, self.bytes_per_s)
+
+
+class TenantsLimited(Event[None], frozen=True):
+    """An operator gave tenants other limits: `default` for those that `limits` does not name."""
+
+    default: TenantLimit
+    limits: dict[str, TenantLimit]
+
+    def apply(self, live: LiveScheduler, now_s: float) -> None:
+        """Requests in flight count towards the new limits."""
+        live.limit_tenants(self.default, self.limits)
 
 
 # ---- questions
@@ -137,7 +149,10 @@ class AdmitAsked(Event[Judged], frozen=True):
     work_tokens: int = 0
 
     def apply(self, live: LiveScheduler, now_s: float) -> Judged:
-        """The verdict. A request that is let in counts for its tenant until it is over."""
+        """The verdict. A request that is let in counts for its tenant until it is over. What
+        `TenantAsked` counted for it does not count any more.
+        """
+        AdmissionOver(self.request, used_tokens=0).apply(live, now_s)
         known, decode = live.knowledge(self.model), live.decode_side(self.model, now_s)
         # No request is refused because of a guess: before any prefill was measured, the present
         # load counts, which an empty prediction asks for.
@@ -155,9 +170,11 @@ class AdmitAsked(Event[Judged], frozen=True):
 
 class TenantAsked(Event[Judged], frozen=True):
     """Would a request of at least so much work break a limit of its tenant, on any route? Asked
-    before anything is spent on it; nothing is held.
+    before anything is spent on it. Its work counts until `AdmitAsked` or `AdmissionOver`, so that
+    many requests at one moment do not pass a limit together.
     """
 
+    request: int
     tenant: str
     model: str
     work_tokens: int
@@ -167,6 +184,9 @@ class TenantAsked(Event[Judged], frozen=True):
         decode = live.decode_side(self.model, now_s)
         asked = AdmissionRequest(Prediction(), 0.0, self.work_tokens, self.tenant)
         refusal = tenant_refusal(asked, decode, live.settings.admission, now_s, live.tenants)
+        if refusal is None:
+            live.tenants.started(self.tenant, self.work_tokens, now_s)
+            live.admitted[self.request] = self.tenant, self.work_tokens
         return Judged(refusal or Verdict(True, AdmissionReason.ADMITTED), None)
 
 
@@ -207,4 +227,4 @@ def _decode_load(prediction: Prediction, decode: DecodeView) -> float | None:
 
 
 DecisionEvent: TypeAlias = RouteEarly | RouteAsked | ThresholdsAsked | AdmitAsked | TenantAsked
-FactEvent: TypeAlias = ReportHeard | LinkHeard | ThresholdPlanned | AdmissionOver
+FactEvent: TypeAlias = ReportHeard | LinkHeard | ThresholdPlanned | TenantsLimited | AdmissionOver

@@ -91,8 +91,16 @@ class TenantLedger:
         return len(self._accounts)
 
     def set_limits(self, default: TenantLimit, limits: Mapping[str, TenantLimit]) -> None:
-        """Use other limits from now on. What is in flight stays."""
+        """Use other limits from now on. What is in flight stays and counts. A bucket that is new
+        begins full, less what is in flight.
+        """
+        before = {tenant: self._limit(tenant) for tenant in self._accounts}
         self._default, self._limits = default, dict(limits)
+        for tenant, account in self._accounts.items():
+            limit = self._limit(tenant)
+            # Without a rate nothing was ever gained: the level says only what it has spent.
+            if before[tenant].tokens_per_s is None and limit.tokens_per_s is not None:
+                account.level_tokens = max(0.0, limit.burst_tokens - account.num_tokens)
 
     def in_flight(self, tenant: str) -> tuple[int, int]:
         """(requests, tokens) in flight of a tenant."""

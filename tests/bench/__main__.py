@@ -22,6 +22,7 @@ BENCHES = (
     "simulate",
     "kv",
     "loops",
+    "hostile",
     "e2e",
 )
 NEED_ENGINES = ("prediction", "region", "e2e")

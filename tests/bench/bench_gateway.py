@@ -15,14 +15,12 @@ import contextlib
 import importlib.util
 import json
 import os
-import re
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,137 +28,12 @@ from typing import Any
 
 import psutil
 import uvloop
-import yaml
+from echo_engine import NUM_PACED_EVENTS, Client, EchoEngine, serve_engine
+from gateway_process import ROOT, answers, child, completion_request, free_port, gateway_process
 from smoke import add_smoke
 
-ROOT = Path(__file__).resolve().parents[2]
 ROUTER = "vllm-router==0.1.17"
-NUM_EVENTS = 32
-NUM_PACED_EVENTS = 150
 NUM_WARM = 20
-PACE_S = 0.01
-
-_ANSWER = json.dumps(
-    {
-        "id": "cmpl-bench",
-        "object": "text_completion",
-        "created": 1,
-        "model": "echo",
-        "choices": [{"index": 0, "text": "word " * 32, "logprobs": None, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": 64, "completion_tokens": 32, "total_tokens": 96},
-    }
-).encode()
-_EVENT = b"data: " + _ANSWER + b"\n\n"
-
-
-class EchoEngine(asyncio.Protocol):
-    """The cheapest possible OpenAI server: fixed answers, no parsing beyond the request's end."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-        self._transport: Any = None
-        self._pacing: asyncio.Task[None] | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    async def _paced(self) -> None:
-        """Events one by one, as decoding makes them, so that each is a piece of its own."""
-        self._transport.write(_STREAM_HEAD)
-        for _ in range(NUM_PACED_EVENTS):
-            self._transport.write(_CHUNK)
-            await asyncio.sleep(PACE_S)
-        self._transport.write(_STREAM_END)
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        while (request := _take_message(self._buffer)) is not None:
-            head, body = request
-            if head.startswith(b"GET"):
-                self._transport.write(_response(b"{}"))
-            elif _PACED.search(body):
-                self._pacing = asyncio.get_running_loop().create_task(self._paced())
-            elif _STREAMED.search(body):
-                self._transport.write(_STREAM)
-            else:
-                self._transport.write(_response(_ANSWER))
-
-
-def _response(body: bytes) -> bytes:
-    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    return head % len(body) + body
-
-
-# A router may have written the body anew, with other spaces.
-_PACED = re.compile(rb'"prompt": ?"paced"')
-_STREAMED = re.compile(rb'"stream": ?true')
-_STREAM_HEAD = (
-    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-)
-_CHUNK = b"%x\r\n%b\r\n" % (len(_EVENT), _EVENT)
-_STREAM_END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
-_STREAM = _STREAM_HEAD + _CHUNK * NUM_EVENTS + _STREAM_END
-
-
-def _take_message(buffer: bytearray) -> tuple[bytes, bytes] | None:
-    """One whole HTTP message with Content-Length or chunked body, or None."""
-    end = buffer.find(b"\r\n\r\n")
-    if end < 0:
-        return None
-    head = bytes(buffer[: end + 4])
-    lowered = head.lower()
-    if b"transfer-encoding: chunked" in lowered:
-        stop = buffer.find(b"\r\n0\r\n\r\n", end)
-        size = stop + 7 if stop >= 0 else -1
-    else:
-        _, _, rest = lowered.partition(b"content-length:")
-        size = end + 4 + int(rest.split(b"\r\n", 1)[0] or 0)
-    if size < 0 or len(buffer) < size:
-        return None
-    body = bytes(buffer[end + 4 : size])
-    del buffer[:size]
-    return head, body
-
-
-class Client(asyncio.Protocol):
-    """One kept-alive connection that sends the same request again and again."""
-
-    def __init__(self, request: bytes) -> None:
-        self._request = request
-        self._buffer = bytearray()
-        self._transport: Any = None
-        self._answer: asyncio.Future[float] | None = None
-        self._first_s = 0.0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(ConnectionError(f"closed: {error}"))
-
-    async def ask(self) -> tuple[float, float]:
-        """Seconds to the first byte and to the whole answer. Raises on anything but 200."""
-        self._answer = asyncio.get_running_loop().create_future()
-        self._first_s = 0.0
-        started_s = time.perf_counter()
-        self._transport.write(self._request)
-        ended_s = await self._answer
-        return self._first_s - started_s, ended_s - started_s
-
-    def data_received(self, data: bytes) -> None:
-        self._first_s = self._first_s or time.perf_counter()
-        self._buffer += data
-        message = _take_message(self._buffer)
-        if message is None or self._answer is None:
-            return
-        if not message[0].startswith(b"HTTP/1.1 200") or b"choices" not in message[1]:
-            self._answer.set_exception(RuntimeError(f"{message[0]!r} {message[1][:200]!r}"))
-            return
-        self._answer.set_result(time.perf_counter())
-
-    def close(self) -> None:
-        self._transport.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +48,6 @@ class Sample:
     stream_requests_per_s: float
     cpu_ms_per_request: float
     cpu_us_per_event: float
-
-
-def _request(port: int, prompt: str, *, stream: bool) -> bytes:
-    body = {"model": "echo", "prompt": prompt, "max_tokens": 32, "stream": stream}
-    raw = json.dumps(body).encode()
-    return (
-        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nContent-Type: application/json\r\n"
-        b"Content-Length: %d\r\n\r\n" % (port, len(raw)) + raw
-    )
 
 
 async def _connect(port: int, request: bytes) -> Client:
@@ -222,7 +86,7 @@ async def _rate(port: int, request: bytes, seconds: float, concurrency: int) -> 
 
 async def _measure(port: int, pid: int | None, args: argparse.Namespace) -> Sample:
     prompt = "word " * 64
-    plain, stream = _request(port, prompt, stream=False), _request(port, prompt, stream=True)
+    plain, stream = completion_request(port, prompt), completion_request(port, prompt, stream=True)
     _, whole = await _latencies(port, plain, args.requests)
     first, streamed = await _latencies(port, stream, args.requests)
     process = psutil.Process(pid) if pid else None
@@ -246,7 +110,7 @@ async def _measure(port: int, pid: int | None, args: argparse.Namespace) -> Samp
 
 async def _event_cpu_s(port: int, process: psutil.Process | None, concurrency: int) -> float:
     """CPU seconds for one event of many concurrent streams that decode at 1/PACE_S tokens/s."""
-    request = _request(port, "paced", stream=True)
+    request = completion_request(port, "paced", stream=True)
     clients = [await _connect(port, request) for _ in range(concurrency)]
     before_s = _cpu_s(process)
     await asyncio.gather(*(client.ask() for client in clients))
@@ -263,53 +127,6 @@ def _cpu_s(process: psutil.Process | None) -> float:
     return float(times.user + times.system)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-@contextmanager
-def _child(
-    argv: list[str], is_up: Callable[[], bool], env: dict[str, str] | None = None
-) -> Iterator[int]:
-    """A child process that is up; killed at the end. Raises RuntimeError with its output."""
-    with tempfile.TemporaryFile() as log:
-        child = subprocess.Popen(argv, stdout=log, stderr=log, env=env, cwd=ROOT)
-        try:
-            deadline_s = time.monotonic() + 30
-            while not is_up():
-                if child.poll() is not None or time.monotonic() > deadline_s:
-                    log.seek(0)
-                    raise RuntimeError(log.read()[-2000:].decode("utf-8", "replace"))
-                time.sleep(0.05)
-            yield child.pid
-        finally:
-            child.terminate()
-            try:
-                child.wait(10)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
-
-
-def _answers(port: int) -> Callable[[], bool]:
-    """Whether a request at `port` is answered with 200."""
-
-    def ask() -> bool:
-        request = _request(port, "up?", stream=False)
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection(("127.0.0.1", port), timeout=1) as connection,
-        ):
-            connection.sendall(request)
-            return connection.recv(4096).startswith(b"HTTP/1.1 200")
-        return False
-
-    return ask
-
-
 @contextmanager
 def gateway(engine_port: int, folder: Path) -> Iterator[tuple[int, int]]:
     """`prfaas gateway` in front of the engine: (port, pid)."""
@@ -324,11 +141,7 @@ def gateway(engine_port: int, folder: Path) -> Iterator[tuple[int, int]]:
         },
         "log_dir": str(folder),
     }
-    file = folder / "gateway.yaml"
-    file.write_text(yaml.safe_dump(config))
-    code = "import typer; from deploy.gateway.cli import gateway_command as c; typer.run(c)"
-    argv = [sys.executable, "-c", code, "--config", str(file), "--log-level", "warning"]
-    with _child(argv, _answers(port)) as pid:
+    with gateway_process(config, folder, completion_request(port, "up?")) as pid:
         yield port, pid
 
 
@@ -349,7 +162,7 @@ def router(
     argv += ["--policy", "round_robin", "--log-level", "error"]
     argv += ["--prometheus-port", str(free_port())]
     try:
-        with _child(argv, _answers(port), env) as pid:
+        with child(argv, answers(port, completion_request(port, "up?")), env) as pid:
             yield port, pid
     except RuntimeError as error:
         print(f"vllm-router cannot be run here: {str(error).strip()[-500:]}", file=sys.stderr)
@@ -371,14 +184,6 @@ def _router_path(folder: Path, *, may_install: bool) -> str | None:
     return str(target)
 
 
-def _serve_engine(port: int) -> None:
-    async def serve() -> None:
-        server = await asyncio.get_running_loop().create_server(EchoEngine, "127.0.0.1", port)
-        await server.serve_forever()
-
-    uvloop.run(serve())
-
-
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """All rounds; medians by target."""
     samples: dict[str, list[Sample]] = {}
@@ -386,7 +191,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     engine_argv = [sys.executable, __file__, "--serve-engine", str(engine_port)]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.enter_context(_child(engine_argv, _answers(engine_port)))
+        stack.enter_context(
+            child(engine_argv, answers(engine_port, completion_request(engine_port, "up?")))
+        )
         targets: dict[str, tuple[int, int | None] | None] = {
             "engine": (engine_port, None),
             "gateway": stack.enter_context(gateway(engine_port, folder)),
@@ -431,7 +238,7 @@ def main() -> None:
     add_smoke(parser, rounds=1, requests=20, seconds=0.2, concurrency=4)
     args = parser.parse_args()
     if args.serve_engine:
-        _serve_engine(args.serve_engine)
+        uvloop.run(serve_engine(args.serve_engine, EchoEngine))
         return
     result = run(args)
     print(table(result))

@@ -265,7 +265,7 @@ def region_spec(model: TinyModel, path: Path) -> RegionSpec:
 
 
 def engine_access(system: str, logs: Path) -> EngineAccess:
-    """What the engines of a system that runs with these logs demand."""
+    """The credentials that the engines of a system with these logs demand."""
     return EngineAccess(logs / "region" / ENGINE_KEY if system == "prfaas" else None)
 
 

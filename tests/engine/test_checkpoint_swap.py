@@ -27,7 +27,6 @@ from engine_region import (
 from deploy.lab.demo.scenario import DemoRequest
 from deploy.lab.demo.tiny_models import build_model
 from deploy.lab.demo.tiny_specs import MODELS
-from deploy.region.cache_identity import unlike_engines
 from deploy.region.launch.launcher import RunningRegion
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -87,7 +86,7 @@ async def test_kvcache_of_the_other_checkpoint_is_never_used(region: RunningRegi
 
 async def test_the_region_says_which_weights_differ(region: RunningRegion) -> None:
     agents = [await agent_status(region, node) for node in ("a1", "b1")]
-    (sentence,) = unlike_engines(agents)
+    (sentence,) = await region.differences()
     assert "different weights, files:" in sentence
     engines = {engine.instance: engine for agent in agents for engine in agent.engines}
     assert engines["a1-prefill"].layout_fingerprint == engines["b1-prefill"].layout_fingerprint

@@ -10,7 +10,15 @@ import aiohttp
 import psutil
 import pytest
 import pytest_asyncio
-from engine_region import WINDOW, ask_region, model_dir, prompt, region_spec, running
+from engine_region import (
+    WINDOW,
+    ask_region,
+    listening_hosts,
+    model_dir,
+    prompt,
+    region_spec,
+    running,
+)
 
 from deploy.region.launch.launcher import RunningRegion
 
@@ -74,11 +82,6 @@ async def test_no_command_line_and_no_environment_has_the_key(region: RunningReg
 
 
 async def test_engines_listen_on_loopback_only(region: RunningRegion) -> None:
-    pids = {pid for process in region.processes for pid in process.pids}
-    listening = [
-        connection.laddr.ip.removeprefix("::ffff:")  # an IPv4 address of an IPv6 socket
-        for connection in psutil.net_connections("tcp")
-        if connection.pid in pids and connection.status == psutil.CONN_LISTEN and connection.laddr
-    ]
+    listening = listening_hosts(*region.processes)
     assert listening
     assert all(ipaddress.ip_address(ip).is_loopback for ip in listening), listening

@@ -5,7 +5,9 @@ The plain engine has no cache at all. Without prefix caching the window model is
 `test_tensor_parallel`.
 
 A test takes the regions that it says something about (`WITH_CACHE`, `IN_CHUNKS`); pytest runs all
-tests of one region before it starts the next.
+tests of one region before it starts the next. The region of the window model has mutual TLS and its
+nodes at an address of this host's network, so that its engines serve HTTPS; the others have the
+region's key.
 """
 
 import asyncio
@@ -14,25 +16,31 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
 import pytest_asyncio
 from bench_smoke import run_smoke
 from conversation import TURNS, Talk, expected_turns, kill
+from data_port import is_welcome, tls_context
 from engine_region import (
+    LOOPBACK,
     RECURRENT,
     WINDOW,
     agent_status,
     ask_region,
     everything_is_given_back,
+    listening_hosts,
     model_dir,
+    own_address,
     prompt,
     records,
     reference_answers,
     region_spec,
     running,
     settled_record,
+    with_tls,
 )
 from handoff import Handoff
 from landed_pages import pages_of
@@ -43,6 +51,8 @@ from deploy.lab.demo.scenario import CHUNK_TOKENS, DemoRequest, text
 from deploy.lab.demo.tiny_specs import MODELS
 from deploy.lab.demo.verdict import MAX_TAIL_SHARE, MIN_EARLY_SHARE
 from deploy.region.launch.launcher import RunningRegion
+from kvmanager.config_files.security import is_loopback
+from transport import TlsFiles
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -50,15 +60,15 @@ THRESHOLD_TOKENS = 100
 ALL_AT_ONCE_TOKENS = 16384
 LAYER_WISE_TRIES = 3
 
-RECURRENT_CACHED = pytest.param((RECURRENT, True), id="recurrent-cached")
-RECURRENT_UNCACHED = pytest.param((RECURRENT, False), id="recurrent-uncached")
-WINDOW_CACHED = pytest.param((WINDOW, True), id="window-cached")
-EVERY_REGION = (RECURRENT_CACHED, RECURRENT_UNCACHED, WINDOW_CACHED)
-WITH_CACHE = IN_CHUNKS = (RECURRENT_CACHED, WINDOW_CACHED)
+RECURRENT_CACHED = pytest.param((RECURRENT, True, False), id="recurrent-cached")
+RECURRENT_UNCACHED = pytest.param((RECURRENT, False, False), id="recurrent-uncached")
+WINDOW_CACHED_TLS = pytest.param((WINDOW, True, True), id="window-cached-tls")
+EVERY_REGION = (RECURRENT_CACHED, RECURRENT_UNCACHED, WINDOW_CACHED_TLS)
+WITH_CACHE = IN_CHUNKS = (RECURRENT_CACHED, WINDOW_CACHED_TLS)
 
 
 def serving(*regions: Any) -> pytest.MarkDecorator:
-    """Run a test on each of these regions (model, prefix caching)."""
+    """Run a test on each of these regions (model, prefix caching, TLS)."""
     return pytest.mark.parametrize("served", regions, indirect=True)
 
 
@@ -140,7 +150,7 @@ _expected: dict[str, asyncio.Task[Plain]] = {}
 async def served(
     request: pytest.FixtureRequest, models_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Served]:
-    name, prefix_caching = request.param
+    name, prefix_caching, has_tls = request.param
     path = model_dir(models_dir, name)
     run_dir = tmp_path_factory.mktemp("r")
     if name not in _expected:
@@ -160,6 +170,8 @@ async def served(
         threshold_tokens=THRESHOLD_TOKENS,
         local_prefill=name == RECURRENT and prefix_caching,
     )
+    if has_tls:
+        spec = with_tls(spec, tmp_path_factory.mktemp("tls"), own_address())
     async with running(spec, run_dir / "region") as region:
         plain = await _expected[name]
         talk = Talk(name, region, plain.turns, plain.answers)
@@ -184,6 +196,51 @@ async def test_tokens_equal_a_plain_engines(served: Served) -> None:
             assert record["route"] == "prefill_cluster", record
         assert record.get("prefill_error", "") == "", record
     await everything_is_given_back(region)
+
+
+@serving(WINDOW_CACHED_TLS)
+async def test_kvcache_crosses_tls(served: Served) -> None:
+    """The only way into a data port is TLS with a certificate of the region; KVCache gets in."""
+    region = served.region
+    files = region.credentials("operator")
+    assert isinstance(files, TlsFiles)
+    contexts = [None, *(tls_context(files, with_certificate=shows) for shows in (False, True))]
+    agents = [await agent_status(region, node) for node in ("a1", "b1")]
+    for agent in agents:
+        assert agent.is_encrypted
+        port = agent.data_endpoint
+        welcomes = [await asyncio.to_thread(is_welcome, port, one) for one in contexts]
+        assert welcomes == [False, False, True]
+    request = prompt("encrypted", 1500, 31)
+    moved_before = region.relay().report().forward.out_bytes
+    answers = await ask_region(region, served.model, [request])
+    record = await settled_record(region, answers[request.name].request_id)
+    assert (record["route"], record["prefill_error"]) == ("prefill_cluster", ""), record
+    moved_bytes = region.relay().report().forward.out_bytes - moved_before
+    assert moved_bytes >= record["transfer_bytes"] > 0, record
+
+
+@serving(WINDOW_CACHED_TLS)
+async def test_engines_serve_the_region_over_https(served: Served) -> None:
+    """On a host that has only loopback addresses they are asked over HTTP, as in other regions."""
+    region, host = served.region, own_address()
+    access = region.engine_access()
+    for engine in (process for process in region.processes if process.kind == "engine"):
+        found = urlsplit(engine.address)
+        assert (found.scheme, found.hostname) == ("http" if is_loopback(host) else "https", host)
+        assert listening_hosts(engine) <= {host, LOOPBACK}
+        async with aiohttp.ClientSession() as session:
+            url = f"{engine.address}/health"
+            async with session.get(url, ssl=access.tls()) as response:
+                assert response.status == 401, "a certificate is no key"
+            async with session.get(url, ssl=access.tls(), headers=access.headers) as response:
+                assert response.status == 200
+            if found.scheme == "https":
+                files = region.credentials("operator")
+                assert isinstance(files, TlsFiles)
+                nameless = tls_context(files, with_certificate=False)
+                with pytest.raises(aiohttp.ClientError):
+                    await session.get(url, ssl=nameless, headers=access.headers)
 
 
 @serving(*IN_CHUNKS)

@@ -1,7 +1,8 @@
 """What breaks between two clusters of real engines costs time, never a wrong or half answer.
 
 The link is slow (40 Mbit/s), so that a 5,000-token prompt's 22 MB are under way for four seconds:
-faults hit in the middle. Each test asks for a prompt of its own, so that no cache helps.
+faults hit in the middle. Each test asks for a prompt of its own, so that no cache helps. All
+processes speak mutual TLS; tests/integration has faults of the transport without it.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ from engine_region import (
     running,
     settled_record,
     until,
+    with_tls,
 )
 
 from deploy.gateway.grants import reservation_grant
@@ -127,7 +129,10 @@ async def shared(
         link={"rate": "40Mbit", "rtt": "20ms"},
         landing_gib=32 / 1024,
     )
+    spec = with_tls(spec, tmp_path_factory.mktemp("tls"))
     async with running(spec, run_dir / "region") as region:
+        for node in ("a1", "b1"):
+            assert (await agent_status(region, node)).is_encrypted
         asked, expected = await expecting
         yield Faulty(region, {request.name: request for request in asked}, expected)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from agent_process import SMALL_LAYOUT
+from arena_bytes import get_bytes, put_bytes
 
 from kvmanager.agent.between_agents import move_cache
 from kvmanager.agent.cache.move_messages import ReserveCacheMoveReply
@@ -68,9 +69,7 @@ class Node:
         fill = self.pool.reserve(SHAPE, ROOT, 0, KEYS, parts, now_s())
         for slot in fill.slots:
             data = content((slot.index, slot.part))
-            for view in self.agent.arena.view(slot.runs, len(data)).views(0, len(data)):
-                view[:] = data[: len(view)]
-                data = data[len(view) :]
+            put_bytes(self.agent.arena, slot.runs, data)
             self.pool.commit(fill.fill_id, slot.index, slot.part, now_s())
         self.pool.abort(fill.fill_id)
 
@@ -78,7 +77,7 @@ class Node:
         runs = self.pool.lookup(KEYS[part[0]], part[1])
         assert runs is not None
         nbytes = SHAPE.parts[part[1]].nbytes
-        return b"".join(self.agent.arena.view(runs, nbytes).views(0, nbytes))
+        return get_bytes(self.agent.arena, runs, nbytes)
 
     def holds_nothing_for_moves(self) -> bool:
         mover = self.agent.transfers.mover

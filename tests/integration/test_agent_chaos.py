@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
+from arena_bytes import put_bytes
 
 from kvmanager.agent.messages import Cancel, CancelReply, OpenOutboxReply, ReserveReply
 from kvmanager.arena import Arena
@@ -95,9 +96,7 @@ class Producer(DrivenEngine):
         with self._writing:
             if transfer_id in self._failed:
                 return False
-            for view in arena.view(outbox.runs, NBYTES).views(offset, len(data)):
-                view[:] = data[: len(view)]
-                data = data[len(view) :]
+            put_bytes(arena, outbox.runs, data, offset)
         self.client.ready(transfer_id, outbox.attempt, [(offset, min(size, NBYTES - offset))])
         return True
 

@@ -1,12 +1,12 @@
 """Agents that speak mutual TLS on both ports, with certificates made by `openssl`."""
 
 import random
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
+from certificates import make_authority, make_node
 
 from transport.rpc import RpcError
 
@@ -14,25 +14,12 @@ NUM_TOKENS = 1000
 NBYTES = SMALL_LAYOUT.transfer_bytes(NUM_TOKENS)
 
 
-def openssl(*arguments: str | Path) -> None:
-    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=30)
-
-
 def make_files(folder: Path) -> dict[str, str]:
     """A CA of its own and a certificate for 127.0.0.1, as agent settings."""
     folder.mkdir()
-    cert, key, ca, ca_key = (folder / f"{name}.pem" for name in ("cert", "key", "ca", "ca_key"))
-    request, names = folder / "node.csr", folder / "names"
-    uris = ",".join(f"URI:spiffe://r/{role}/x" for role in ("agent", "gateway"))
-    names.write_text(f"subjectAltName=IP:127.0.0.1,{uris}\n")
-    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    openssl("req", "-x509", *new_key, "-subj", "/CN=ca", "-keyout", ca_key, "-out", ca)
-    openssl("req", "-new", *new_key, "-subj", "/CN=node", "-keyout", key, "-out", request)
-    openssl(
-        *("x509", "-req", "-in", request, "-CA", ca, "-CAkey", ca_key, "-CAcreateserial"),
-        *("-extfile", names, "-out", cert),
-    )
-    return {"tls_cert": str(cert), "tls_key": str(key), "tls_ca": str(ca)}
+    uris = [f"spiffe://r/{role}/x" for role in ("agent", "gateway")]
+    files = make_node(folder, "node", make_authority(folder, "ca"), uris=uris)
+    return {"tls_cert": str(files.cert), "tls_key": str(files.key), "tls_ca": str(files.ca)}
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from agent_process import AgentProcess, wait_until
-from certificates import make_authority, openssl
+from certificates import make_authority, make_node
 from typer.testing import CliRunner
 
 from deploy.cli import app
@@ -148,20 +148,10 @@ def test_tables_and_the_cap(agents: tuple[AgentProcess, AgentProcess]) -> None:
 def tls_directory(folder: Path) -> Path:
     """tls.crt, tls.key and ca.crt of a node at 127.0.0.1."""
     folder.mkdir()
-    ca = make_authority(folder, "ca")
-    cert, key, request = folder / "tls.crt", folder / "tls.key", folder / "node.csr"
-    names = folder / "names"
-    uris = ",".join(f"URI:spiffe://r/{role}/x" for role in ("agent", "operator"))
-    names.write_text(f"subjectAltName=IP:127.0.0.1,{uris}\n")
-    openssl(
-        *("req", "-new", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
-        *("-subj", "/CN=node", "-keyout", key, "-out", request),
-    )
-    openssl(
-        *("x509", "-req", "-in", request, "-CA", ca, "-CAkey", ca.with_suffix(".key")),
-        *("-CAcreateserial", "-extfile", names, "-out", cert),
-    )
-    ca.rename(folder / "ca.crt")
+    uris = [f"spiffe://r/{role}/x" for role in ("agent", "operator")]
+    files = make_node(folder, "tls", make_authority(folder, "ca"), uris=uris)
+    files.cert.rename(folder / "tls.crt")  # the key has its name already
+    files.ca.rename(folder / "ca.crt")
     return folder
 
 

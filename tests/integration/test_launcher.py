@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 import textwrap
@@ -19,6 +18,8 @@ from typing import Any
 
 import psutil
 import pytest
+from certificates import make_region_files
+from data_port import is_welcome, tls_context
 from typer.testing import CliRunner, Result
 
 from deploy.cli import app
@@ -34,10 +35,7 @@ from kvmanager.agent.client import AgentClient
 from kvmanager.config_files.problems import FileError
 from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.supervision.supervisor import ProcessState
-from transport.identity import ROLES
 from transport.rpc import RpcError
-from transport.wire.frames import FrameType
-from transport.wire.handshake import MAGIC, own_hello
 
 pytestmark = pytest.mark.slow
 
@@ -182,7 +180,7 @@ async def fetch(url: str) -> Any:
 
 
 def open_to_others(run_dir: Path) -> list[Path]:
-    """What other users may use; sockets are kept from them by the directory that they are in."""
+    """The files that other users may use. Sockets are kept from them by their directory."""
     written = [path for path in run_dir.rglob("*") if path.parent.name != "sockets"]
     return [path for path in (run_dir, *written) if path.stat().st_mode & 0o077]
 
@@ -251,8 +249,9 @@ async def test_a_region_starts_is_watched_and_leaves_nothing(
 async def test_what_crosses_the_link_of_a_region_with_tls_is_encrypted(
     dummy_vllm: Path, run_dir: Path, tmp_path: Path
 ) -> None:
-    files = make_certificate(tmp_path)
-    wanted = spec(dummy_vllm, security={"tls": files})
+    files = make_region_files(tmp_path, "test", "127.0.0.1")
+    names = {"cert": str(files.cert), "key": str(files.key), "ca": str(files.ca)}
+    wanted = spec(dummy_vllm, security={"tls": names})
     async with RunningRegion(wanted, run_dir) as region:
         state = read_state(run_dir)
         assert state is not None
@@ -267,7 +266,7 @@ async def test_what_crosses_the_link_of_a_region_with_tls_is_encrypted(
             ("a1", ""),
         ]
         # Without the region's certificates its agents say nothing on either port.
-        without, ours = tls_context(files), tls_context(files, with_certificate=True)
+        without, ours = (tls_context(files, with_certificate=shows) for shows in (False, True))
         link = region.process("link.prefill-a-to-pd-b.b1").address
         for address in (status.agents["b1"].data_endpoint, link):
             assert not await asyncio.to_thread(is_welcome, address, None)
@@ -278,34 +277,11 @@ async def test_what_crosses_the_link_of_a_region_with_tls_is_encrypted(
             await stranger.status(5.0)
         assert refused.value.code == "UNAVAILABLE"
         await stranger.close()
+        assert all(agent.is_encrypted for agent in status.agents.values())
         # Hence what the sending agent gets across was encrypted.
         sent_bytes = await probed_bytes("a1", "b1", run_dir)
         assert sent_bytes > 0
         assert region.relay().report().forward.out_bytes > sent_bytes
-
-
-def tls_context(files: dict[str, str], *, with_certificate: bool = False) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=files["ca"])
-    if with_certificate:
-        context.load_cert_chain(files["cert"], files["key"])
-    return context
-
-
-def is_welcome(address: str, context: ssl.SSLContext | None) -> bool:
-    """Whether a data port answers a greeting as agents send it, in plain text without `context`."""
-    greeting = own_hello(bytes(16), 1 << 20).encode(FrameType.HELLO)
-    host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=10.0) as plain:
-        try:
-            peer = plain if context is None else context.wrap_socket(plain, server_hostname=host)
-            with peer:
-                peer.sendall(greeting)
-                answer = b""
-                while len(answer) < len(greeting) and (more := peer.recv(4096)):
-                    answer += more
-        except (ssl.SSLError, ConnectionError):
-            return False
-    return MAGIC in answer
 
 
 async def probed_bytes(sender: str, receiver: str, run_dir: Path) -> int:
@@ -315,17 +291,6 @@ async def probed_bytes(sender: str, receiver: str, run_dir: Path) -> int:
     doctor = await asyncio.create_subprocess_exec(*argv, cwd=ROOT, stdout=subprocess.PIPE)
     found, _ = await asyncio.wait_for(doctor.communicate(), 60.0)
     return int(json.loads(found)["measured"]["nbytes"])
-
-
-def make_certificate(folder: Path) -> dict[str, str]:
-    """A certificate for 127.0.0.1 that is its own CA."""
-    key, cert = str(folder / "key.pem"), str(folder / "cert.pem")
-    argv = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    names = ["IP:127.0.0.1", *(f"URI:spiffe://test/{role}/x" for role in ROLES)]
-    argv += ["-nodes", "-subj", "/CN=node", "-addext", f"subjectAltName={','.join(names)}"]
-    argv += ["-keyout", key, "-out", cert]
-    subprocess.run(argv, check=True, capture_output=True, timeout=30)
-    return {"cert": cert, "key": key, "ca": cert}
 
 
 async def test_processes_can_be_killed_frozen_and_come_back(
@@ -495,7 +460,8 @@ class TestCommandLine:
             "b1-prefill",
             "b1-decode",
         }
-        assert not [key for key in run_dir.glob("*.key") if key.stat().st_mode & 0o077]
+        assert {path.name for path in run_dir.glob("*.key")} >= {"operator.key", "engine.key"}
+        assert not open_to_others(run_dir)
         admin = state["state"]["admin_url"]
         assert "Send an API key" in self.told("role", "ls", "--gateway", admin).stderr
         tenant = self.told("role", "ls", "--gateway", admin, "--api-key", "two")
@@ -504,6 +470,38 @@ class TestCommandLine:
         assert up.wait(10.0) == 0
         self.finish(up)
         assert not list(run_dir.glob("*.key"))
+
+    def test_rights_of_tenants_change_while_a_region_runs(
+        self, dummy_vllm: Path, run_dir: Path, tmp_path: Path
+    ) -> None:
+        (tmp_path / "keys").write_text("ops one\nacme two\n")
+        gateway: dict[str, Any] = {"port": 0, "api_keys_file": str(tmp_path / "keys")}
+        file = tmp_path / "keyed.json"
+        file.write_text(json.dumps(document(dummy_vllm, gateway=gateway)))
+        up = self.prfaas("up", str(file), "--run-dir", str(run_dir), "--json")
+        url = self.ready(up)["gateway"]
+        at_run = ("--run-dir", str(run_dir))
+
+        def listed() -> Result:
+            return self.told("role", "ls", "--gateway", url, "--api-key", "two", "--json")
+
+        assert "not an operator's" in listed().stderr
+        changed = gateway | {"operators": ["acme"], "max_body_bytes": "1MiB"}
+        file.write_text(json.dumps(document(dummy_vllm, gateway=changed)))
+        told = self.told("region", "reload", str(file), *at_run)
+        assert told.stdout == "the gateway gets: gateway.operators\n"
+        assert told.stderr == "changed, but needs a restart: gateway.max_body_bytes\n"
+        wait_for(lambda: listed().exit_code == 0, 60.0)
+        log = (run_dir / "logs" / "gateway.log").read_text()
+        assert "changed without a restart: gateway.operators" in log
+        file.write_text(json.dumps(document(dummy_vllm, gateway=changed | {"operators": ["x"]})))
+        told = self.told("region", "reload", str(file), *at_run)
+        assert (told.exit_code, "no API key has the name 'x'" in told.stderr) == (2, True)
+        self.told("down", *at_run)
+        assert up.wait(30.0) == 0
+        self.finish(up)
+        nothing = self.told("region", "reload", str(file), *at_run)
+        assert (nothing.exit_code, "no region runs" in nothing.stderr) == (1, True)
 
     def test_a_killed_launcher_takes_everything_with_it(self, file: Path, run_dir: Path) -> None:
         up = self.prfaas("up", str(file), "--run-dir", str(run_dir), "--json")

@@ -189,6 +189,17 @@ def test_two_hosts_with_one_file_are_one_region(hosts: dict[str, Host]) -> None:
     words = ("doctor", "link", "a1", "b1", "--run-dir", prefill.run_dir, "--seconds", "1", "--json")
     assert json.loads(told(*words).stdout)["measured"]["nbytes"] > 0
 
+    changed = json.loads((home.folder / "region.yaml").read_text())
+    changed["gateway"]["scheduling"]["admission"] = {"default_tenant": {"max_requests": 9}}
+    (home.folder / "region.yaml").write_text(json.dumps(changed))
+    reload = ("region", "reload", str(home.folder / "region.yaml"), "--run-dir", home.run_dir)
+    assert "gateway runs on the host of node b1" in told(*reload, "--node", "a1").stderr
+    reloaded = told(*reload, "--node", "b1", "--json")
+    assert json.loads(reloaded.stdout) == {
+        "made": ["gateway.scheduling.admission.default_tenant"],
+        "needs_restart": [],
+    }
+
     assert prefill.down() == "region two, part a1 is down\n"
     assert answer() == "local"
     assert "no region runs" in told("status", "--run-dir", prefill.run_dir).stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from transport.rpc import Method, RpcClient, RpcError, RpcServer
 from transport.rpc_auth import PROOF, channel_credentials
 
 Maker = Callable[[str], Credentials]
-"""What the process with this URI shows."""
+"""The credentials of the process with this URI."""
 
 
 class Ask(msgspec.Struct):
@@ -186,11 +187,66 @@ async def test_others_of_the_same_authority_are_refused(
     )
 
 
+async def test_a_call_is_refused_before_a_byte_of_its_body_is_there(shown_by: Maker) -> None:
+    """Bodies have up to 64 MiB each: nobody else may fill memory with them, or hold calls open."""
+
+    async def no_body() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    shown = shown_by("spiffe://r/operator/o")
+    async with serving(shown_by("spiffe://r/agent/a")) as target:
+        channel = (
+            grpc.aio.secure_channel(target, channel_credentials(shown))
+            if isinstance(shown, TlsFiles)
+            else grpc.aio.insecure_channel(target)
+        )
+        async with channel:
+            invoke = channel.stream_unary(f"/{SERVICE}/SendCacheMove")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await asyncio.wait_for(invoke(no_body()), 60)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_the_first_call_may_be_a_large_one(shown_by: Maker) -> None:
+    """With a region's key its first try is refused while its body is still on the way."""
+    async with serving(shown_by("spiffe://r/agent/a")) as target:
+        text = "x" * (4 << 20)
+        assert await call(target, shown_by("spiffe://r/gateway/g"), text=text) == f"heard {text}"
+
+
+async def test_a_call_without_a_body_is_invalid() -> None:
+    async def no_body() -> AsyncIterator[bytes]:
+        for body in ():
+            yield body
+
+    async with serving(None) as target, grpc.aio.insecure_channel(target) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.stream_unary(f"/{SERVICE}/Status")(no_body())
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_errors_of_handlers_come_through(shown_by: Maker) -> None:
     async with serving(shown_by("spiffe://r/agent/a")) as target:
         with pytest.raises(RpcError) as caught:
             await call(target, shown_by("spiffe://r/gateway/g"), text="no room")
         assert (caught.value.code, caught.value.message) == ("NO_ROOM", "full: é")
+
+
+async def test_calls_do_not_wait_for_each_others_looks_beyond_their_time(
+    tmp_path: Path, authority: Path
+) -> None:
+    client_files = make_node(tmp_path, "waiting", authority, uris=("spiffe://r/gateway/g",))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = RpcClient(f"127.0.0.1:{silent.getsockname()[1]}", SERVICE, client_files)
+        try:
+            async with asyncio.timeout(30):  # one after the other they would take two minutes
+                calls = (client.call("Status", Ask(), Answer, 1.0) for _ in range(120))
+                ended = await asyncio.gather(*calls, return_exceptions=True)
+        finally:
+            await client.close()
+    assert {error.code for error in ended if isinstance(error, RpcError)} == {"UNAVAILABLE"}
+    assert len(ended) == 120
 
 
 # ---- the region's key
@@ -207,6 +263,36 @@ async def test_a_server_without_the_key_is_not_believed(tmp_path: Path) -> None:
     ours = named(write_keys(tmp_path / "ours", new_key()))
     async with serving(None) as target:
         assert "the answer is not signed with a key of region r" in await refused(target, ours)
+
+
+@pytest.mark.parametrize(
+    ("status", "trailers", "code"),
+    [
+        (grpc.StatusCode.UNAUTHENTICATED, (("prfaas-code", "NOT_FOUND"),), "REFUSED"),
+        (grpc.StatusCode.NOT_FOUND, (("prfaas-code", "NOT_FOUND"),), "REFUSED"),
+        (grpc.StatusCode.NOT_FOUND, (), "INTERNAL"),
+    ],
+)
+async def test_an_error_that_nobody_signed_is_not_taken_for_an_answer(
+    tmp_path: Path, status: grpc.StatusCode, trailers: tuple[tuple[str, str], ...], code: str
+) -> None:
+    """Somebody without the key, at the address of an agent, says that a transfer is gone."""
+
+    async def lie(_: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        await context.abort(status, "gone", trailing_metadata=trailers)
+
+    server = grpc.aio.server()
+    handlers = {"Status": grpc.unary_unary_rpc_method_handler(lie)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    ours = named(write_keys(tmp_path / "key", new_key()))
+    try:
+        with pytest.raises(RpcError) as caught:
+            await call(f"127.0.0.1:{port}", ours, "Status")
+    finally:
+        await server.stop(0)
+    assert caught.value.code == code
 
 
 async def test_keys_are_rotated_without_restart(tmp_path: Path) -> None:

@@ -1,5 +1,9 @@
 """Each fault of the link at each point of a transfer's life: exact bytes or a clean failure in
 time, a usable link afterwards, and nothing left behind.
+
+Over TLS the faults are tried that its records or its handshake notice: bytes that are lost, cut
+off, late or damaged. Connections that overtake each other, are half gone or are refused look the
+same with and without TLS. Faults within a handshake are in test_transport_tls_handshake.
 """
 
 from __future__ import annotations
@@ -12,10 +16,11 @@ from dataclasses import replace
 
 import pytest
 from fault_settings import FAULT_CONFIG as CONFIG
+from fault_settings import matrix
 from transport_doubles import MemoryNetwork, MemoryRegistry, MemorySpace, make_spec
 from transport_loopback import FaultRig, Phase
 
-from transport import LinkError, LocalError
+from transport import LinkError, LocalError, TlsFiles
 
 pytestmark = pytest.mark.alone
 
@@ -25,8 +30,9 @@ LONGER_THAN_ACK_TIMEOUT_S = 1.5 * CONFIG.ack_timeout_s
 
 
 @pytest.fixture
-def rig() -> Iterator[FaultRig]:
-    with closing(FaultRig(CONFIG)) as rig:
+def rig(request: pytest.FixtureRequest, node_files: TlsFiles) -> Iterator[FaultRig]:
+    """Over TLS where a test's parameter says so."""
+    with closing(FaultRig(replace(CONFIG, tls=node_files if request.param else None))) as rig:
         yield rig
 
 
@@ -122,28 +128,10 @@ def half_open_sender(rig: FaultRig) -> None:
     rig.proxy.resume()
 
 
-SURVIVABLE = [
-    reset,
-    cut,
-    stall,
-    black_hole,
-    flap,
-    corrupt_forward,
-    corrupt_backward,
-    reorder,
-    half_open_receiver,
-    half_open_sender,
-]
+NOTICED_BY_TLS = [reset, cut, stall, black_hole, flap, corrupt_forward, corrupt_backward]
 
 
-@pytest.mark.parametrize(
-    ("strike", "phase"),
-    [
-        pytest.param(strike, phase, id=f"{strike.__name__}-{phase}")
-        for strike in SURVIVABLE
-        for phase in Phase
-    ],
-)
+@matrix(plain=[*NOTICED_BY_TLS, reorder, half_open_receiver, half_open_sender], tls=NOTICED_BY_TLS)
 def test_the_bytes_arrive_all_the_same(
     rig: FaultRig, strike: Callable[[FaultRig], None], phase: Phase
 ) -> None:
@@ -155,9 +143,12 @@ def test_the_bytes_arrive_all_the_same(
     rig.check_left_nothing()
 
 
+@pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
 @pytest.mark.parametrize("phase", Phase, ids=lambda phase: f"black_hole_for_good-{phase}")
-def test_a_lasting_black_hole_fails_both_ends_in_time(phase: Phase) -> None:
-    with closing(FaultRig(IMPATIENT)) as rig:
+def test_a_lasting_black_hole_fails_both_ends_in_time(
+    phase: Phase, has_tls: bool, node_files: TlsFiles
+) -> None:
+    with closing(FaultRig(replace(IMPATIENT, tls=node_files if has_tls else None))) as rig:
         rig.bring_to(phase)
         rig.proxy.swallow()
         begin_s = time.monotonic()

@@ -1,6 +1,9 @@
 """Each fault of a peer at each point of a transfer's life: slow memory, repeats, restarts, refusals
 and other versions. As in the link's matrix: exact bytes or a clean failure in time, a usable link
 afterwards, and nothing left behind.
+
+Over TLS a receiver restarts as well, since TLS carries its farewell and begins anew, and reads
+slowly, since records arrive in parts. The other faults are above TLS, or of peers that do without.
 """
 
 from __future__ import annotations
@@ -13,10 +16,11 @@ from dataclasses import replace
 
 import pytest
 from fault_settings import FAULT_CONFIG as CONFIG
+from fault_settings import matrix
 from transport_doubles import MemoryRegistry, greeting
 from transport_loopback import FaultRig, Phase
 
-from transport import Endpoint, LocalError, PeerError, Refused
+from transport import Endpoint, LocalError, PeerError, Refused, TlsFiles
 from transport.wire.frames import FrameType, encode_data_header, encode_frame, encode_open
 from transport.wire.handshake import VERSION, Hello
 from transport.wire.sender_session import Acked, Completed, Event, SenderSession
@@ -30,19 +34,11 @@ AT_ONCE_S = 0.5 * CONFIG.idle_timeout_s
 
 
 @pytest.fixture
-def rig() -> Iterator[FaultRig]:
-    with closing(FaultRig(CONFIG)) as rig:
+def rig(request: pytest.FixtureRequest, node_files: TlsFiles) -> Iterator[FaultRig]:
+    """Over TLS where a test's parameter says so."""
+    has_tls = getattr(request, "param", False)
+    with closing(FaultRig(replace(CONFIG, tls=node_files if has_tls else None))) as rig:
         yield rig
-
-
-def matrix(*faults: Callable[..., None]) -> pytest.MarkDecorator:
-    """One cell per fault and phase."""
-    cells = [
-        pytest.param(fault, phase, id=f"{fault.__name__}-{phase}")
-        for fault in faults
-        for phase in Phase
-    ]
-    return pytest.mark.parametrize(("strike", "phase"), cells)
 
 
 def each_phase(name: str) -> pytest.MarkDecorator:
@@ -71,7 +67,7 @@ def slow_reader(rig: FaultRig) -> None:
     rig.proxy.delay_s = lambda connection, is_forward: 0.05
 
 
-@matrix(slow_memory, stuck_memory, slow_reader)
+@matrix(plain=[slow_memory, stuck_memory, slow_reader], tls=[slow_reader])
 def test_a_slow_receiver_gets_every_byte(
     rig: FaultRig, strike: Callable[[FaultRig], None], phase: Phase
 ) -> None:
@@ -149,6 +145,7 @@ def test_a_repeat_never_overwrites_what_is_in_place(rig: FaultRig, phase: Phase)
 # Restarts.
 
 
+@pytest.mark.parametrize("rig", [False, True], ids=["plain", "tls"], indirect=True)
 @each_phase("restart")
 def test_a_receiver_that_restarts_ends_what_it_had_begun(rig: FaultRig, phase: Phase) -> None:
     rig.bring_to(phase)

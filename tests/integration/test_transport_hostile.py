@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from transport_loopback import LoopbackPair
 
 from transport import TransportConfig
 from transport.interfaces import OutgoingSpec
-from transport.receiving import receiver as receiver_module
+from transport.receiving import connection as connection_module
 from transport.sockets import Buffer, PlainStream
 from transport.wire.frames import FrameType, encode_header, encode_open
 
@@ -121,19 +122,23 @@ def assert_transfers_work(arena: Arena, number: int) -> None:
 
 @pytest.mark.parametrize(
     "arena",
-    [replace(CONFIG, handshake_timeout_s=60.0, idle_timeout_s=60.0)],
+    [replace(CONFIG, handshake_timeout_s=60.0, idle_timeout_s=60.0, max_connections=256)],
     ids=["patient"],
     indirect=True,
 )
 def test_peers_that_never_finish_their_greeting_are_cheap(arena: Arena) -> None:
-    """They take every place that is left; the connections that are there go on."""
+    """They take every place for peers without a transfer; the connections that are there go on."""
     assert_transfers_work(arena, 1)
     before_bytes = rss_bytes()
-    for _ in range(64):
-        arena.attack(greets=False).sock.sendall(own_greeting()[:40])
+    slow = [arena.attack(greets=False) for _ in range(64)]
+    for peer in slow:
+        peer.sock.sendall(own_greeting()[:40])
     eventually(lambda: arena.receiver.num_connections == 66, 30)
     assert rss_bytes() - before_bytes < 64 * 64 * KIB
-    assert b"busy" in arena.attack(greets=False).answers_until(b"busy")
+    slow.append(arena.attack(greets=False))
+    (turned_away,), _, _ = select.select([peer.sock for peer in slow], [], [], 30)
+    assert b"busy" in turned_away.recv(1024)
+    eventually(lambda: arena.receiver.num_connections == 66, 30)
     assert_transfers_work(arena, 2)
 
 
@@ -153,7 +158,7 @@ def test_a_peer_that_reads_no_answer_is_ended_and_was_cheap(
     """Refused OPENs need no token. What is copied again for each answer would cost CPU that all
     connections share.
     """
-    monkeypatch.setattr(receiver_module, "MAX_OUTBOX_BYTES", MIB)
+    monkeypatch.setattr(connection_module, "MAX_OUTBOX_BYTES", MIB)
     copied_bytes = sent_bytes = 0
     try_send = PlainStream.try_send
 

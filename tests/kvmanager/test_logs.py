@@ -1,6 +1,7 @@
-"""What repeats is left out of the log, and counted."""
+"""Messages that repeat are left out of the log, and counted."""
 
 import logging
+import time
 
 import pytest
 
@@ -39,3 +40,13 @@ def test_messages_that_differ_in_their_arguments_only_are_repeats(
     assert len(caplog.records) == MAX_A_PERIOD + 1
     assert caplog.messages[MAX_A_PERIOD - 1] == f"peer {MAX_A_PERIOD - 1} sends garbage"
     assert caplog.messages[-1] == "something else"
+
+
+def test_a_clock_that_is_set_back_keeps_no_message_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    repeats, record = RepeatsFilter(), logging.makeLogRecord({"name": "n", "msg": "again"})
+    now_s = time.monotonic()
+    assert all(repeats.filter(record) for _ in range(MAX_A_PERIOD))
+    assert not repeats.filter(record)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 2 * PERIOD_S)
+    record.created -= 24 * 3600.0
+    assert repeats.filter(record)

@@ -1,4 +1,4 @@
-"""What tells one checkpoint from another, and what does not."""
+"""Differences that tell one checkpoint from another, and those that do not."""
 
 import json
 import os

@@ -11,7 +11,7 @@ HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 
 
 def pins(path: Path) -> dict[str, str]:
-    """What stands behind each `name==version`, its continuation lines included."""
+    """The text behind each `name==version`, its continuation lines included."""
     text = "\n".join(line for line in path.read_text().splitlines() if not line.startswith("#"))
     found = {}
     for requirement in text.replace("\\\n", " ").splitlines():

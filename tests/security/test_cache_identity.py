@@ -37,7 +37,7 @@ def namespace(layout: KVLayout) -> bytes:
 
 
 def keys(layout: KVLayout) -> list[bytes]:
-    """Of one and the same prompt."""
+    """The cache keys of one and the same prompt."""
     return block_keys(TOKENS, B, root_key(namespace(layout)))
 
 

@@ -49,7 +49,7 @@ def region_of(**changes: Any) -> RegionSpec:
 
 def planned(region: RegionSpec, root: Path) -> list[PlannedProcess]:
     resolved = resolve_ports(region, is_free=lambda _host, _port: True)
-    return Planner(resolved, RunDirectory(root, root / "sockets"), {}).processes()
+    return Planner(resolved, RunDirectory(root, Path("sockets")), {}).processes()
 
 
 TLS = {"cert": "/tls/cert", "key": "/tls/key", "ca": "/tls/ca"}

@@ -230,7 +230,7 @@ def test_a_grant_opens_one_landing(attacked: Attack) -> None:
 
 
 def test_an_outbox_goes_to_the_landing_of_its_grant(attacked: Attack) -> None:
-    """What a prefill front that somebody else has got hold of may do."""
+    """The calls that a prefill front may make which somebody else has taken over."""
     attacked.victim.caller = attacked.region.shown("prefill-front")
     landing = attacked.attacker.reserve(NUM_TOKENS)
     request = OpenOutbox(

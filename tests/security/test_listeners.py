@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from deploy.gateway.cli import check_listener
+from deploy.gateway.cli import check_listener, exposure_of
 from deploy.gateway.config import GatewayConfig, ModelConfig, parse_api_keys
+from deploy.gateway.file import GatewayFile, load_gateway_file
+from deploy.gateway.own_file import weaknesses
 from kvmanager.agent.config import AgentConfig
 from kvmanager.config_files.fields import Section
 from kvmanager.config_files.problems import FileError
-from kvmanager.config_files.security import open_doors
+from kvmanager.config_files.security import exposure
 from kvmanager.directory.config import DirectoryConfig, load
 from local_pd.front_config import PdFrontConfig
 from prfaas.front_config import PrefillFrontConfig
@@ -90,18 +93,51 @@ def test_a_gateway_for_everybody_needs_keys() -> None:
     check_listener(pages.model_copy(update={"api_keys": keys}), trusted_network=False)
 
 
+def test_a_gateway_says_what_everybody_may_do() -> None:
+    def said(**settings: Any) -> str | None:
+        gateway = {"models": [{"name": "m"}], "host": "0.0.0.0", "admin": EVERYWHERE} | settings
+        pd = {"name": "p", "front": "h:1"}
+        return exposure_of(
+            GatewayFile.model_validate({"gateway": gateway, "pd": pd, "trusted_network": True})
+        )
+
+    found = str(said())
+    assert "read and plant the KVCache of all tenants" in found
+    assert "anybody could use the models" in found
+    assert "anybody could change roles" in found
+    assert "anybody could" not in str(said(api_keys=[{"key": "secret"}]))
+    assert "anybody could" not in str(said(host="127.0.0.1", admin="127.0.0.1:1"))
+
+
+def test_a_gateway_says_who_may_be_an_operator_and_read_its_keys(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ops one\nacme two\n")
+    settings = tmp_path / "gateway.json"
+
+    def said(mode: int, *operators: str) -> str:
+        keys.chmod(mode)
+        gateway = {"models": [{"name": "m"}], "operators": operators}
+        pd = {"name": "p", "front": "h:1"}
+        settings.write_text(json.dumps({"gateway": gateway, "pd": pd, "api_keys_file": str(keys)}))
+        return "; ".join(weaknesses(load_gateway_file(settings)))
+
+    assert said(0o600, "ops") == said(0o640, "ops") == ""
+    assert "others may read" in said(0o644, "ops")
+    assert "no API key opens the pages of operators" in said(0o600)
+
+
 def test_what_a_trusted_network_leaves_open_is_said() -> None:
-    said = open_doors(None, trusted_network=True)
+    said = exposure(None, trusted_network=True)
     assert said is not None
     assert "read and plant the KVCache of all tenants" in said
     key = RegionKey(Path("k"), Identity("r", "agent", "a"))
-    assert "whoever listens on the network reads" in str(open_doors(key, trusted_network=False))
-    assert open_doors(None, trusted_network=False) is None
+    assert "whoever listens on the network reads" in str(exposure(key, trusted_network=False))
+    assert exposure(None, trusted_network=False) is None
 
 
 def test_what_an_agent_without_grants_leaves_open_is_said() -> None:
-    (said,) = AgentConfig().open_doors
+    (said,) = AgentConfig().exposures
     assert "KVCache of all tenants sent to any address, and cache KVCache under any key" in said
-    (said,) = AgentConfig(send_to=("b:7100",)).open_doors
+    (said,) = AgentConfig(send_to=("b:7100",)).exposures
     assert "sent to the addresses of send_to" in said
-    assert AgentConfig(granting_keys={"file": "k", "region": "r"}).open_doors == []
+    assert AgentConfig(granting_keys={"file": "k", "region": "r"}).exposures == []

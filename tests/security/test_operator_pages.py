@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from raw_client import RawClient
 
 from deploy.gateway.config import ApiKey
 
@@ -38,6 +40,30 @@ async def test_pages_of_operators_ask_for_their_keys(open_region: Any) -> None:
             assert await status_of(region, region.url + path, "guessed") == 401, path
             assert await status_of(region, region.url + path, "key-of-acme") == 403, path
             assert await status_of(region, region.url + path, "key-of-ops") in (200, 404), path
+
+
+async def test_no_spelling_of_a_path_goes_round_the_key(open_region: Any) -> None:
+    paths = (
+        "/prfaas/region",
+        "//prfaas/region",
+        "/%70rfaas/region",
+        "/prfaas%2fregion",
+        "/prfaas/./region",
+        "/v1/../prfaas/region",
+        "/v1/models/../../metrics",
+        "/metrics/",
+        "/metrics;x",
+        "/metrics?/health",
+        "http://127.0.0.1/metrics",
+    )
+    upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\nX-Original-URL: /health"
+    async with open_region(api_keys=KEYS) as region:
+        for path in paths:
+            for method in ("GET", "HEAD", "OPTIONS", "TRACE", "POST"):
+                async with RawClient(region.url) as client:
+                    head = f"{method} {path} HTTP/1.1\r\nHost: x\r\n{upgrade}\r\n\r\n"
+                    await client.send(head.encode())
+                    assert await client.status() in (400, 401, 404, 405), (method, path)
 
 
 async def test_the_key_of_a_run_opens_pages_and_no_model(open_region: Any) -> None:
@@ -83,7 +109,7 @@ async def test_no_web_page_changes_roles(region: Any, headers: dict[str, str]) -
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
 async def test_forms_change_no_roles(region: Any, kind: str | None) -> None:
-    """What a browser sends to other sites without asking them first."""
+    """A request that a browser sends to other sites without asking them first."""
     headers = {} if kind is None else {"Content-Type": kind}
     url = region.url + "/v1/pd_role"
     raw = b'{"instance":"d0","role":"prefill"}'
@@ -102,3 +128,22 @@ async def test_a_revoked_operator_is_one_no_more(open_region: Any, tmp_path: Pat
         while await status_of(region, url, "key-of-ops") != 401:
             pass
         assert await status_of(region, url, "key-of-acme") == 403
+
+
+async def test_an_operator_revoked_while_its_order_arrives_is_not_heard(
+    open_region: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("ops key-of-ops\nacme key-of-acme\n")
+    order = json.dumps(ORDER).encode()
+    headers = {"Authorization": "Bearer key-of-ops", "Content-Type": "application/json"}
+    async with (
+        open_region(api_keys=KEYS, operators=("ops",), owned={"keys_file": path}) as region,
+        RawClient(region.url) as client,
+    ):
+        await client.post("/v1/pd_role", headers, announced=len(order), body=order[:5])
+        path.write_text("acme key-of-acme\n")
+        while await status_of(region, region.url + "/prfaas/region", "key-of-ops") != 401:
+            pass
+        await client.send(order[5:])
+        assert await client.status() == 401

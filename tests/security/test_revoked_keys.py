@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,11 @@ async def status_of(region: Any, key: str) -> int:
 
 async def until_status(region: Any, key: str, status: int) -> None:
     async with asyncio.timeout(30):
-        while await status_of(region, key) != status:
+        while True:
+            # A request that is under way when its key is taken away is cut off.
+            with suppress(aiohttp.ClientError):
+                if await status_of(region, key) == status:
+                    return
             await asyncio.sleep(0.05)
 
 

@@ -125,6 +125,44 @@ async def test_no_salt_that_a_client_sends_reaches_what_another_tenant_cached(
         assert {"landing", "prompt"} <= set(region.engine.sources)
 
 
+def image(**fields: Any) -> dict[str, Any]:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}} | fields
+    return {"model": "tiny", "messages": [{"role": "user", "content": ["look", part]}]}
+
+
+NAMED = [
+    image(uuid="logo"),
+    image(uuid="logo", image_url=None),
+    image(uuid="logo", type="text", text="x"),
+    image(uuid="logo", type=5),
+    json.dumps(image(uuid="logo")).replace('"uuid"', '"u\\u0075id"').encode(),
+    json.dumps(image(uuid="x")).replace('"uuid": "x"', '"uuid": "x", "uuid": "logo"').encode(),
+]
+
+
+@pytest.mark.parametrize("body", NAMED)
+async def test_no_tenant_names_the_media_of_another(opened: Any, body: Any) -> None:
+    """Engines keep media by their names, and ask for neither bytes nor salt."""
+    names: dict[str, set[str]] = {"alice": set(), "mallory": set()}
+    async with opened() as region:
+        for tenant, seen in names.items():
+            for asked in (body, NAMED[0]):
+                region.engine.requests.clear()
+                status, _, _ = await ask(region, tenant, asked, "/v1/chat/completions")
+                assert status == 200
+                seen.update(_media_name(raw) for _, _, raw in region.engine.requests)
+    assert len(names["alice"]) == len(names["mallory"]) == 1, "a tenant finds its own"
+    assert not names["alice"] & names["mallory"]
+    assert "logo" not in names["alice"] | names["mallory"]
+
+
+def _media_name(body: bytes) -> str:
+    """As an engine reads it."""
+    text, part = json.loads(body)["messages"][0]["content"]
+    assert text == "look"
+    return str(part["uuid"])
+
+
 def _salt(body: bytes) -> str:
     """As an engine reads it: the last of fields of one name counts."""
     salt = json.loads(body)["cache_salt"]
@@ -173,7 +211,7 @@ async def test_what_is_listed_confirms_no_guess_of_a_prompt(
         for salt in (None, "alice", salts.salt("alice", None))
     ]
     guessed = {key.hex() for root in roots for key in block_keys(tokens, 64, root)}
-    async with opened() as region:
+    async with opened(operators=("bob",)) as region:
         await ask(region, "alice")
         directory.cached = set(directory.asked[-1])
         assert {key.hex() for key in directory.cached} <= guessed, "the guess is right"

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
+from raw_client import RawClient
 
 from deploy.gateway.config import ApiKey
 
@@ -19,7 +21,8 @@ SHORT = {"model": "tiny", "prompt": "x"}
 
 def limited(**limit: Any) -> dict[str, Any]:
     """A gateway whose tenant mallory has this limit."""
-    return {"api_keys": KEYS, "scheduling": {"admission": {"tenants": {"mallory": limit}}}}
+    admission = {"tenants": {"mallory": limit}}
+    return {"api_keys": KEYS, "operators": ("acme",), "scheduling": {"admission": admission}}
 
 
 async def ask(region: Any, body: Any, key: str = "two", **headers: str) -> tuple[int, Any]:
@@ -50,6 +53,12 @@ async def in_flight(region: Any) -> int:
         ({"prompt_logprobs": 20, "max_tokens": 1}, 2 * 10 + 1),
         ({"echo": True, "logprobs": 5, "max_tokens": 1}, 2 * 10 + 1),
         ({"n": -3, "max_tokens": -5}, 10),
+        # Other spellings that engines take for numbers.
+        ({"max_tokens": "100_000"}, 10 + 100_000),
+        ({"max_tokens": " +100000 "}, 10 + 100_000),
+        ({"max_tokens": "100000.0"}, 10 + 100_000),
+        ({"min_tokens": 100_000}, 10 + 100_000),
+        ({"n": 10**30, "max_tokens": 10**30}, 1 << 40),
     ],
 )
 async def test_what_a_request_asks_for_counts(
@@ -118,6 +127,76 @@ async def test_an_answer_that_is_broken_off_counts(open_region: Any) -> None:
         assert (status, answer["error"]["code"]) == (429, "tenant_rate")
 
 
+async def test_tokens_in_few_long_events_count(open_region: Any) -> None:
+    """`stream_interval` puts as many tokens into one event as the client wants."""
+    async with open_region(**limited(tokens_per_s=1e-3, burst_tokens=200)) as region:
+        event = b'data: {"choices":[{"text":"' + b"word " * 1000 + b'"}]}\n\n'
+
+        async def long(request: Any, body: Any) -> Any:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            await response.write(event + b"data: [DONE]\n\n")
+            return response
+
+        region.engine.reply = long
+        body = SHORT | {"stream": True, "stream_interval": 100_000, "max_tokens": 150}
+        assert (await region.post(body, headers={"Authorization": "Bearer two"}))[0] == 200
+        status, answer = await ask(region, SHORT)
+        assert (status, answer["error"]["code"]) == (429, "tenant_rate")
+
+
+async def test_text_that_claims_to_be_an_image_counts(open_region: Any) -> None:
+    """Engines take the last of several fields with one name."""
+    async with open_region(**limited(max_requests=8)) as region:
+        region.engine.first_token.clear()
+        part = b'{"type":"image_url","type":"text","text":"' + b"word " * 1000 + b'"}'
+        raw = b'{"model":"tiny","messages":[{"role":"user","content":[' + part + b"]}]}"
+        headers = {"Authorization": "Bearer two", "Content-Type": "application/json"}
+
+        async def send() -> int:
+            url = region.url + "/v1/chat/completions"
+            async with region.session.post(url, data=raw, headers=headers) as response:
+                return int(response.status)
+
+        asking = asyncio.create_task(send())
+        await region.until(lambda: region.engine.num_serving == 1)
+        assert await in_flight(region) >= 4000
+        region.engine.first_token.set()
+        assert await asking == 200
+
+
+async def test_what_an_answer_says_of_its_prompt_counts(open_region: Any) -> None:
+    """Nobody counts media before an engine has made tokens of them."""
+    async with open_region(**limited(tokens_per_s=1e-3, burst_tokens=5000)) as region:
+
+        async def long(request: Any, body: Any) -> Any:
+            usage = {"prompt_tokens": 100_000, "completion_tokens": 1}
+            return web.json_response({"choices": [], "usage": usage})
+
+        region.engine.reply = long
+        part = {"type": "image_url", "image_url": {"url": "http://x"}}
+        body = {"model": "tiny", "messages": [{"role": "user", "content": [part]}]}
+        headers = {"Authorization": "Bearer two"}
+        assert (await region.post(body, "/v1/chat/completions", headers=headers))[0] == 200
+        status, answer = await ask(region, SHORT)
+        assert (status, answer["error"]["code"]) == (429, "tenant_rate")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"n": 1 << 60, "max_tokens": 1 << 60}, {"n": 10**40}, {"priority": 10**40}]
+)
+async def test_no_number_ends_the_recording(
+    open_region: Any, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    """Recordings have integers of 64 bits."""
+    async with open_region(recorder={"dir": tmp_path}) as region:
+        for body in (SHORT, region.long_body()):
+            assert (await region.post(body | fields))[0] == 200
+        found = region.gateway.metrics.registry.get_sample_value
+        assert found("prfaas_gateway_recorder_events_total") > 0
+        assert found("prfaas_gateway_recorder_lost_events_total") == 0
+
+
 async def test_no_engine_renders_for_refused_requests(open_region: Any) -> None:
     async with open_region(**limited(max_requests=1)) as region:
         region.engine.first_token.clear()
@@ -133,6 +212,54 @@ async def test_no_engine_renders_for_refused_requests(open_region: Any) -> None:
         assert region.engine.requests == []
         region.engine.first_token.set()
         assert (await first)[0] == 200
+
+
+async def test_no_engine_renders_for_many_requests_at_one_moment(open_region: Any) -> None:
+    async with open_region(**limited(max_requests=2)) as region:
+        rendering = asyncio.Event()
+
+        async def slow(request: Any, body: Any) -> Any:
+            await rendering.wait()
+            return web.json_response({"error": {"message": "no"}}, status=400)
+
+        region.engine.render_reply = slow
+        asking = [asyncio.create_task(ask(region, region.long_body())) for _ in range(20)]
+        await region.until(lambda: sum(task.done() for task in asking) == 18)
+        await region.until(lambda: len(region.engine.requests) == 2)
+        assert all(task.result()[0] == 429 for task in asking if task.done())
+        rendering.set()
+        statuses = [(await task)[0] for task in asking]
+        assert sorted(statuses) == [200] * 2 + [429] * 18
+        # What was held for them is given back.
+        assert (await ask(region, SHORT))[0] == 200
+
+
+async def test_a_client_that_leaves_before_its_prompt_is_counted_holds_nothing(
+    open_region: Any,
+) -> None:
+    async with open_region(
+        **limited(max_requests=1, tokens_per_s=1e-3, burst_tokens=400)
+    ) as region:
+
+        async def never(request: Any, body: Any) -> Any:
+            await asyncio.Event().wait()
+
+        region.engine.render_reply = never
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            text = "x" * 300
+            body = {
+                "model": "tiny",
+                "prompt": text,
+                "messages": [{"role": "user", "content": text}],
+            }
+            headers = {"Authorization": "Bearer two"}
+            asking = asyncio.create_task(region.post(body, path, headers=headers))
+            await region.until(lambda: region.gateway.num_in_flight == 1 and region.engine.requests)
+            asking.cancel()
+            await region.until(lambda: region.gateway.num_in_flight == 0)
+            region.engine.requests.clear()
+        region.engine.render_reply = None
+        assert (await ask(region, region.long_body()))[0] == 200
 
 
 async def test_no_engine_renders_for_what_a_rate_refuses(open_region: Any) -> None:
@@ -155,6 +282,29 @@ async def test_only_some_go_before_others(open_region: Any, priority: Any) -> No
         assert (status, answer["error"]["code"]) == (403, "priority_not_allowed")
         assert (await ask(region, SHORT | {"priority": 5}))[0] == 200
         assert (await ask(region, SHORT | {"priority": None}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("X-Vllm-Priority", b"9" * 5000),
+        ("X-Vllm-Priority", b"1_0"),
+        ("X-Session-ID", b"\xff\xfe"),
+        ("X-Session-ID", "ü".encode()),
+    ],
+)
+async def test_no_header_that_breaks_an_engine_is_passed_on(
+    region: Any, name: str, value: bytes
+) -> None:
+    body = json.dumps(SHORT).encode()
+    fields = {"Content-Type": "application/json", "Content-Length": str(len(body))}
+    lines = [f"{key}: {text}".encode() for key, text in fields.items()]
+    head = [b"POST /v1/completions HTTP/1.1", b"Host: x", *lines, name.encode() + b": " + value]
+    async with RawClient(region.url) as client:
+        await client.send(b"\r\n".join([*head, b"", body]))
+        assert await client.status() == 200
+    ((_, headers, _),) = region.engine.requests
+    assert name.lower() not in headers
 
 
 async def test_without_keys_everybody_may_go_before_others(region: Any) -> None:

@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from transport import TlsFiles
+
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 20.0
 QUIT_S = 15.0
@@ -39,7 +41,9 @@ Event = tuple[str, int, dict[str, Any]]
 class Worker:
     """A sender or a receiver; `life` counts its processes from 1."""
 
-    def __init__(self, role: str, events: queue.Queue[Event], log: Path) -> None:
+    def __init__(
+        self, role: str, events: queue.Queue[Event], log: Path, tls: TlsFiles | None = None
+    ) -> None:
         self.role = role
         self.life = 0
         self.port = 0
@@ -47,6 +51,7 @@ class Worker:
         self.starved_until_s = 0.0
         self._events = events
         self._log = log
+        self._options = OPTIONS | {"tls": [str(path) for path in tls.paths] if tls else []}
         self._process: subprocess.Popen[str] | None = None
         self._listener = threading.Thread()
 
@@ -61,7 +66,7 @@ class Worker:
         argv = [sys.executable, "-m", "tests.soak.soak_worker", self.role]
         with self._log.open("ab") as log:
             process = subprocess.Popen(
-                [*argv, json.dumps(OPTIONS), str(self.port)],
+                [*argv, json.dumps(self._options), str(self.port)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

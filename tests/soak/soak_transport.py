@@ -5,6 +5,8 @@ links are cut, stalled, damaged and swallowed, memory is slow, descriptors run o
 cancelled and dropped, and either process is stopped, restarted or killed. Every byte is compared by
 BLAKE3. Between storms everything must come to rest: no transfer may stay open at either end.
 
+With `SOAK_ARGS=--tls` all of it crosses mutual TLS.
+
 Exit status 1 on any wrong byte, hang, leak, or error code that nothing done here explains.
 """
 
@@ -28,8 +30,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
+from certificates import make_authority, make_node
+
 from tests.soak.soak_chaos import Chaos, Hands, Schedule, endpoint_of
 from tests.soak.soak_process import Event, Worker
+from transport import TlsFiles
 from transport.testing.proxy import HurtfulProxy
 
 MIB = 1024 * 1024
@@ -76,12 +81,12 @@ class Tally:
 class Soak:
     """The parent of both processes: makes transfers, judges how they end."""
 
-    def __init__(self, seed: int, log: Path) -> None:
+    def __init__(self, seed: int, log: Path, tls: TlsFiles | None = None) -> None:
         self.dice = random.Random(seed)
         self.tally = Tally()
         self._events: queue.Queue[Event] = queue.Queue()
-        self.sender = Worker("sender", self._events, log)
-        self.receiver = Worker("receiver", self._events, log)
+        self.sender = Worker("sender", self._events, log, tls)
+        self.receiver = Worker("receiver", self._events, log, tls)
         self.receiver.start()
         self.proxy = HurtfulProxy(endpoint_of(self.receiver))
         self.sender.port = self.proxy.endpoint.port
@@ -375,6 +380,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, prog="make soak SOAK_ARGS=...")
     parser.add_argument("--minutes", type=float, default=8.0, help="at most 10")
     parser.add_argument("--seed", type=int, default=None, help="draw the same faults again")
+    parser.add_argument("--tls", action="store_true", help="over mutual TLS")
     parser.add_argument("--json", type=Path, help="keep the summary here")
     args = parser.parse_args()
     if not 0 < args.minutes <= 10:
@@ -383,7 +389,8 @@ def main() -> int:
     log = Path(tempfile.mkdtemp(prefix="prfaas-soak-")) / "processes.log"
     print(f"seed {seed}; the processes log to {log}", flush=True)
     logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s soak %(message)s")
-    soak = Soak(seed, log)
+    tls = make_node(log.parent, "node", make_authority(log.parent, "ca")) if args.tls else None
+    soak = Soak(seed, log, tls)
     try:
         soak.run(args.minutes * 60)
     except KeyboardInterrupt:

@@ -31,6 +31,7 @@ from transport import (
     Receiver,
     Refused,
     Sender,
+    TlsFiles,
     TransferState,
     TransportConfig,
     TransportError,
@@ -290,6 +291,12 @@ def tell_census(worker: SenderWorker | ReceiverWorker, channel: Channel) -> None
     )
 
 
+def config_of(options: dict[str, Any]) -> TransportConfig:
+    """`tls` of the options: the paths of `TlsFiles`, or none."""
+    paths = [Path(path) for path in options.pop("tls")]
+    return TransportConfig(**options, tls=TlsFiles(*paths) if paths else None)
+
+
 def main() -> None:
     role, options, port = sys.argv[1:]
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {role} %(message)s")
@@ -297,7 +304,7 @@ def main() -> None:
     channel = Channel()
     make = SenderWorker if role == "sender" else ReceiverWorker
     census = Census.take()
-    worker = make(TransportConfig(**json.loads(options)), channel, int(port))
+    worker = make(config_of(json.loads(options)), channel, int(port))
     listening = worker.receiver.endpoint.port if isinstance(worker, ReceiverWorker) else 0
     channel.tell("started", port=listening)
     for line in sys.stdin:

@@ -20,6 +20,7 @@ from typing import Any, Literal, Self, TypeVar
 
 import msgspec
 import yaml
+from arena_bytes import get_bytes, put_bytes
 
 from kvmanager.agent.engines.client import EngineClient
 from kvmanager.agent.engines.protocol import CacheFound, CacheSlots, EngineHello, Welcome
@@ -90,7 +91,7 @@ class AgentProcess:
         self.ready: dict[str, Any] = {}
         self.transfer_ids: set[str] = set()
         self.caller: Credentials | None = None
-        """What `call` shows; None: the agent's own certificate, if it has one."""
+        """The credentials that `call` shows; None for the agent's certificate, if it has one."""
 
     def write_settings(self) -> Path:
         """The file that the agent is started with."""
@@ -267,14 +268,12 @@ class EngineConnection:
         """Put `data` at a logical offset of the outbox at `runs`."""
         arena = self.client.arena
         assert arena is not None
-        for view in arena.view(runs, offset + len(data)).views(offset, len(data)):
-            view[:] = data[: len(view)]
-            data = data[len(view) :]
+        put_bytes(arena, runs, data, offset)
 
     def read(self, runs: list[tuple[int, int]], nbytes: int) -> bytes:
         arena = self.client.arena
         assert arena is not None
-        return b"".join(arena.view(runs, nbytes).views(0, nbytes))
+        return get_bytes(arena, runs, nbytes)
 
 
 class DrivenEngine(EngineConnection):

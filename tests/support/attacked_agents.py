@@ -34,7 +34,7 @@ class AttackedRegion:
             self._key.chmod(0o600)
 
     def shown(self, role: Role, region: str = "r") -> Credentials | None:
-        """What a process of this role shows."""
+        """The credentials of a process of this role."""
         if self._way == "tls":
             name = f"{region}-{role}"
             uris = (f"spiffe://{region}/{role}/x",)

@@ -143,6 +143,21 @@ def check_loops(kept: Any) -> None:
     assert all(row["longest_own_ms"] >= 0 for row in kept["rows"]), kept["rows"]
 
 
+def check_hostile(kept: Any) -> None:
+    """The times say nothing here, and so does an offload that a busy machine let go local."""
+    assert [phase["condition"] for phase in kept["phases"]] == ["idle", "elsewhere", "attacked"]
+    for phase in kept["phases"]:
+        assert phase["way"] == "tls"
+        assert phase["failed"]["short"] == [], phase["failed"]
+        assert is_positive(phase["let_in_s"], *phase["taken_s"]["short"]), phase
+        assert phase["processes"].keys() == {"gateway", "receiving agent", "sending agent"}
+        assert phase["left"].keys() == {"gateway", "receiving agent"}
+    attacks = kept["phases"][-1]["attacks"]
+    assert len(attacks) == 13, attacks
+    assert is_positive(*(did["num_begun"] for did in attacks.values())), attacks
+    assert kept["goals"]
+
+
 def check_kv(kept: Any) -> None:
     assert kept.keys() == {"lru", "placement", "policy", "copies", "directory"}
     assert len(kept["lru"]) == 6
@@ -211,6 +226,7 @@ CHECKS: Final[dict[str, Callable[[Any], None]]] = {
     "simulate": check_simulate,
     "kv": check_kv,
     "loops": check_loops,
+    "hostile": check_hostile,
     "prediction": check_prediction,
     "region": check_region,
     "e2e": check_e2e,

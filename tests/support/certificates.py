@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from transport import TlsFiles
+from transport.identity import ROLES
 
 
 def openssl(*arguments: str | Path) -> None:
@@ -31,16 +32,18 @@ def make_node(
     trusts: Path | None = None,
     num_days: int = 2,
     uris: Sequence[str] | None = None,
+    addresses: Sequence[str] = ("127.0.0.1",),
 ) -> TlsFiles:
     """Files of a node certified by `ca` for `num_days` from now; it trusts `trusts`, else `ca`.
 
-    The certificate is for the host `name` and 127.0.0.1. Unless `uris` says otherwise its holder is
-    the agent `name` of the region "r".
+    The certificate is for the host `name` and its `addresses`. Unless `uris` says otherwise its
+    holder is the agent `name` of the region "r".
     """
     request, cert, key = (folder / f"{name}.{kind}" for kind in ("csr", "pem", "key"))
     extensions = folder / f"{name}.ext"
     uris = (f"spiffe://r/agent/{name}",) if uris is None else uris
-    names = (f"DNS:{name}", "IP:127.0.0.1", *(f"URI:{uri}" for uri in uris))
+    ips = (f"IP:{address}" for address in addresses)
+    names = (f"DNS:{name}", *ips, *(f"URI:{uri}" for uri in uris))
     extensions.write_text(f"subjectAltName={','.join(names)}\n")
     openssl(
         *("req", "-new", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
@@ -51,3 +54,9 @@ def make_node(
         *("-CAcreateserial", "-days", str(num_days), "-extfile", extensions, "-out", cert),
     )
     return TlsFiles(cert=cert, key=key, ca=trusts or ca)
+
+
+def make_region_files(folder: Path, region: str, *addresses: str) -> TlsFiles:
+    """The certificate of all processes of `prfaas up`: every role at each of `addresses`."""
+    uris = [f"spiffe://{region}/{role}/test" for role in ROLES]
+    return make_node(folder, "region", make_authority(folder, "ca"), uris=uris, addresses=addresses)

@@ -7,12 +7,15 @@ import asyncio
 import contextlib
 import itertools
 import os
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
+from certificates import make_region_files
 
 from deploy.gateway.scheduling.config import RoutingSection
 from deploy.lab.demo.answers import Answer, ask_all
@@ -22,13 +25,17 @@ from deploy.lab.demo.scenario import DemoRequest
 from deploy.lab.demo.tiny_models import build_model
 from deploy.lab.demo.tiny_specs import MODELS
 from deploy.region.launch.launcher import RunningRegion
-from deploy.region.spec.region import ClusterSpec, RegionInstance, RegionSpec
+from deploy.region.launch.running import RunningProcess
+from deploy.region.spec.region import ClusterSpec, RegionInstance, RegionSpec, SecuritySpec
 from kvmanager.agent.messages import SERVICE, Status, StatusReply
+from kvmanager.config_files.fields import TlsSection
+from kvmanager.config_files.security import is_loopback
 from transport.grants import Granter, GrantFile
 from transport.rpc import RpcClient, RpcError
 
 RECURRENT = "qwen3-next-tiny"
 WINDOW = "mimo-v2-tiny"
+LOOPBACK = "127.0.0.1"
 HEARD_LATELY_S = RoutingSection.of().max_link_age_s / 2
 
 
@@ -58,6 +65,32 @@ def on_cores_of_their_own(spec: RegionSpec) -> RegionSpec:
         return cluster.model_copy(update={"nodes": nodes})
 
     return spec.model_copy(update={"clusters": tuple(map(with_bound_engines, spec.clusters))})
+
+
+def own_address() -> str:
+    """An IPv4 address at which other hosts reach this one, or loopback where it has none."""
+    stats = psutil.net_if_stats()
+    for interface, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            is_usable = one.family is socket.AF_INET and not is_loopback(one.address)
+            if is_usable and stats[interface].isup:
+                return one.address
+    return LOOPBACK
+
+
+def with_tls(spec: RegionSpec, folder: Path, host: str = LOOPBACK) -> RegionSpec:
+    """The same region with mutual TLS and all nodes at `host`, for which certificates are made in
+    `folder`. Engines serve HTTPS unless that is a loopback address.
+    """
+    files = make_region_files(folder, spec.name, host)
+    tls = TlsSection(cert=files.cert, key=files.key, ca=files.ca)
+
+    def at_host(cluster: ClusterSpec) -> ClusterSpec:
+        nodes = tuple(node.model_copy(update={"host": host}) for node in cluster.nodes)
+        return cluster.model_copy(update={"nodes": nodes})
+
+    clusters = tuple(map(at_host, spec.clusters))
+    return spec.model_copy(update={"clusters": clusters, "security": SecuritySpec(tls=tls)})
 
 
 @contextlib.asynccontextmanager
@@ -134,6 +167,16 @@ def granter_of(region: RunningRegion) -> Granter:
     return Granter(GrantFile(region.directory.granting_key, region.region.name))
 
 
+def listening_hosts(*processes: RunningProcess) -> set[str]:
+    """The addresses at which these processes accept connections."""
+    pids = {pid for process in processes for pid in process.pids}
+    return {
+        connection.laddr.ip.removeprefix("::ffff:")  # an IPv4 address of an IPv6 socket
+        for connection in psutil.net_connections("tcp")
+        if connection.pid in pids and connection.status == psutil.CONN_LISTEN and connection.laddr
+    }
+
+
 async def agent_status(region: RunningRegion, node: str) -> StatusReply:
     client = RpcClient(region.agent_control(node), SERVICE, region.credentials("operator"))
     try:
@@ -190,9 +233,11 @@ async def kv_usage(region: RunningRegion, instance: str) -> float:
 async def engine_metrics(region: RunningRegion, instance: str) -> dict[str, float]:
     """Samples of the engine's /metrics by name, labels summed; empty when it does not answer."""
     values: dict[str, float] = {}
+    access = region.engine_access()
+    url = f"{region.engine(instance).address}/metrics"
     with contextlib.suppress(aiohttp.ClientError):
-        async with aiohttp.ClientSession(headers=region.engine_access().headers) as session:
-            async with session.get(f"{region.engine(instance).address}/metrics") as response:
+        async with aiohttp.ClientSession(headers=access.headers) as session:
+            async with session.get(url, ssl=access.tls()) as response:
                 for line in (await response.text()).splitlines():
                     if not line.startswith("#"):
                         name, _, value = line.rpartition(" ")

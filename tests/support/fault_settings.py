@@ -1,8 +1,12 @@
-"""Settings of the transport's fault matrices: timeouts so short that every cell is quick."""
+"""Settings and cells of the transport's fault matrices: timeouts so short that a cell is quick."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import pytest
+from transport_loopback import FaultRig, Phase
 
 from transport import TransportConfig
 
@@ -20,3 +24,18 @@ FAULT_OPTIONS: dict[str, Any] = {
     "reconnect_max_s": 0.1,
 }
 FAULT_CONFIG = TransportConfig(**FAULT_OPTIONS)
+
+
+def matrix(
+    *, plain: Sequence[Callable[[FaultRig], None]], tls: Sequence[Callable[[FaultRig], None]]
+) -> pytest.MarkDecorator:
+    """One cell per fault and phase, for a test of `rig`, `strike` and `phase`. The parameter of the
+    fixture `rig` says whether the cell is over TLS.
+    """
+    cells = [
+        pytest.param(has_tls, strike, phase, id=f"{'tls_' * has_tls}{strike.__name__}-{phase}")
+        for has_tls, strikes in ((False, plain), (True, tls))
+        for strike in strikes
+        for phase in Phase
+    ]
+    return pytest.mark.parametrize(("rig", "strike", "phase"), cells, indirect=["rig"])

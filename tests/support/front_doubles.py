@@ -110,7 +110,7 @@ class FakeAgent:
         self.cached_tokens = 0
         self.cache_model: CacheModel | None = None
         self.grants: list[bytes] = []
-        """Of the outboxes that were opened."""
+        """The grants of the outboxes that were opened."""
         self.before_reply: Callable[[str], Any] | None = None
         self._server: RpcServer | None = None
         self.target = ""

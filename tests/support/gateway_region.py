@@ -209,9 +209,9 @@ class FakePd:
         self.num_reserved = 0
         self.reserved_with: list[tuple[bytes, tuple[str, ...]]] = []
         self.tenants: list[str] = []
-        """Whose KVCache memory was asked for."""
+        """The tenant of each reservation of memory for KVCache."""
         self.grants: list[tuple[Granted, bytes]] = []
-        """What was reserved, and the grant that came with it."""
+        """Each reservation, and the grant that came with it."""
         self.direct_preferences: list[tuple[str, ...]] = []
         self.cache_model: CacheModel | None = None
         self.cached_tokens = 0
@@ -415,7 +415,7 @@ def report(role: Any, name: str, healthy: bool, cache: CacheModel | None = None)
 
 
 class Region:
-    """What a test holds in its hands."""
+    """The parts of a region that a test asks and changes."""
 
     def __init__(self, gateway: Gateway, url: str, pd: FakePd, session: Any) -> None:
         self.gateway = gateway

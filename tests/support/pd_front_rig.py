@@ -51,7 +51,7 @@ class PdRig:
         return sum(len(node.landings) for node in self.nodes)
 
     def landing(self, slot: DecodeSlot) -> Reserve:
-        """What was asked of the node that has it."""
+        """The reservation that was asked of the node that has it."""
         held = {name: wanted for node in self.nodes for name, wanted in node.landings.items()}
         return held[slot.landing.transfer_id]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from transport import Endpoint
+from transport.endpoint import network_of
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,18 @@ def test_an_endpoint_is_read_as_it_is_printed(text: str, endpoint: Endpoint) -> 
 def test_what_is_no_endpoint_is_explained(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Endpoint.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("address", "network"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("", "unknown"),
+        (None, "unknown"),
+    ],
+)
+def test_a_host_of_ipv6_counts_by_its_64_bits(address: str | None, network: str) -> None:
+    assert network_of(address) == network

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from transport import LocalError
 from transport.grants import (
+    MAX_GRANT_BYTES,
     SKEW_S,
     Grant,
     Granted,
@@ -50,6 +51,20 @@ def test_a_grant_is_read_with_the_key_that_signed_it_only() -> None:
             read_grant([KEY.public_key()], wrong, "Send")
     with pytest.raises(NotGranted, match="Send needs a grant"):
         read_grant([KEY.public_key()], b"", "Send")
+
+
+def test_a_grant_with_a_condition_that_is_not_known_allows_nothing() -> None:
+    for changes in ({"granted": {**msgspec.to_builtins(CALL), "tenant": "t"}}, {"once": True}):
+        body = msgspec.msgpack.encode({**msgspec.structs.asdict(GRANT), **changes})
+        raw = KEY.sign(b"prfaas grant 1\0" + body) + body
+        with pytest.raises(NotGranted, match="of another version"):
+            read_grant([KEY.public_key()], raw, "Send")
+
+
+def test_a_grant_of_no_sensible_size_is_not_even_checked() -> None:
+    long = msgspec.structs.replace(GRANT, nonce=bytes(MAX_GRANT_BYTES))
+    with pytest.raises(NotGranted, match="4096 at most"):
+        read_grant([KEY.public_key()], sign_grant(KEY, long), "Send")
 
 
 @given(st.integers(min_value=0), st.integers(min_value=1, max_value=255))
@@ -147,6 +162,7 @@ def test_files_without_usable_keys_are_refused_by_name(tmp_path: Path) -> None:
         (b"", "no public key"),
         (private, "no public key"),
         (public + broken, "what is no public key"),
+        (public + public[:-30], "ends within a key"),
         (public + (tmp_path / "rsa.pub").read_bytes(), "not of Ed25519"),
     ):
         with pytest.raises(LocalError, match=f"{tmp_path}/p: .*{reason}"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,16 +87,20 @@ def test_any_key_of_the_file_is_accepted() -> None:
 def test_a_proof_is_of_one_call_by_one_caller() -> None:
     proof = call_proof(KEY, FRONT, "c1", "S/M", b"body")
     assert Proof.parse(str(proof)) == proof
-    assert is_call_proof((KEY,), proof, "S/M", b"body")
-    assert not is_call_proof((KEY,), proof, "S/N", b"body")
-    assert not is_call_proof((KEY,), proof, "S/M", b"other")
-    assert not is_call_proof((OTHER,), proof, "S/M", b"body")
-    for changed in (
-        Proof(Identity("r", "gateway", "f"), proof.challenge, proof.nonce, proof.mac),
-        Proof(FRONT, "c2", proof.nonce, proof.mac),
-        Proof(FRONT, proof.challenge, "n2", proof.mac),
+    assert is_call_proof((KEY,), proof, "S/M")
+    assert not is_call_proof((KEY,), proof, "S/N")
+    assert not is_call_proof((OTHER,), proof, "S/M")
+    assert proof.is_of(b"body")
+    assert not proof.is_of(b"other")
+    other = call_proof(KEY, FRONT, "c1", "S/M", b"other")
+    for change in (
+        {"identity": Identity("r", "gateway", "f")},
+        {"challenge": "c2"},
+        {"nonce": "n2"},
+        {"body": other.body},
+        {"mac": other.mac},
     ):
-        assert not is_call_proof((KEY,), changed, "S/M", b"body")
+        assert not is_call_proof((KEY,), replace(proof, **change), "S/M")
 
 
 def test_an_answer_is_to_one_call() -> None:
@@ -104,6 +109,7 @@ def test_an_answer_is_to_one_call() -> None:
     assert not is_answer_proof((KEY,), proof, "n2", "OK", b"body")
     assert not is_answer_proof((KEY,), proof, "n1", "NO_ROOM", b"body")
     assert not is_answer_proof((KEY,), proof, "n1", "OK", b"other")
+    assert not is_answer_proof((OTHER,), proof, "n1", "OK", b"body")
     # A call is no answer, though the same key signs both.
     asked = call_proof(KEY, FRONT, "c1", "OK", b"body")
     assert not is_answer_proof((KEY,), asked, asked.nonce, "OK", b"body")
@@ -121,7 +127,9 @@ def test_nothing_else_parses_as_a_proof(text: str) -> None:
 def test_a_nonce_counts_once_and_a_challenge_lives_two_periods() -> None:
     challenges = Challenges(0.0)
     first = challenges.current(0.0)
+    assert challenges.is_unused(first, "n")
     assert challenges.note(first, "n")
+    assert not challenges.is_unused(first, "n")
     assert not challenges.note(first, "n")
     assert not challenges.note("made up", "n")
     second = challenges.current(CHALLENGE_S)

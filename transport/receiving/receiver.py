@@ -1,9 +1,6 @@
 """Receives transfers with a listening socket and one thread per connection. The rules are in
-`Reception` and `ReceiverSession`.
-
-A connection's thread reads straight into the transfer's memory, verifies, and acknowledges when
-nothing more is waiting. It waits for announced data for a millisecond at most. Frames that other
-threads cause (such as a drop) go through the connection's outbox, which never blocks.
+`Reception` and `ReceiverSession`, those of who may stay in `Places`, the threads in
+`IncomingConnection`.
 """
 
 from __future__ import annotations
@@ -18,32 +15,21 @@ from collections.abc import Collection
 from contextlib import suppress
 
 from transport.config import TransportConfig
-from transport.endpoint import Endpoint
-from transport.errors import LinkError, LocalError, PeerError, TransportError, bare
+from transport.endpoint import Endpoint, network_of
+from transport.errors import LocalError, TransportError
 from transport.interfaces import LandingRegistry, TransferProgress
+from transport.receiving.connection import NO_PLACE, IncomingConnection
+from transport.receiving.places import Places
 from transport.receiving.reception import Reception
-from transport.sockets import (
-    PlainStream,
-    SocketOwner,
-    Stream,
-    listen,
-    prepare,
-)
-from transport.tls import RegionTls, Rotating, TlsStream, server_tls, tls_handshake, wrap_tls
+from transport.sockets import listen
+from transport.tls import RegionTls, Rotating, server_tls
 from transport.wire.frames import FrameType, encode_reason
 from transport.wire.receiver_session import ReceiverSession
 
 logger = logging.getLogger("prfaas.transport")
 
-MAX_OUTBOX_BYTES = 4 * 1024 * 1024
-MAX_STRANGER_OUTBOX_BYTES = 64 * 1024
-"""The outbox's limit until the registry has accepted a transfer of the connection. Until then the
-peer may be anybody.
-"""
-FAREWELL_S = 1.0
-"""Most seconds that a closing connection waits for the sender to read its ERROR."""
-MORE_S = 1e-3
-"""Most seconds to wait for announced DATA before an acknowledgement goes out without it."""
+REPORT_S = 60.0
+"""Seconds between two lines of the log about connections that were turned away."""
 
 
 class Receiver:
@@ -59,7 +45,12 @@ class Receiver:
         self._instance = os.urandom(16)
         self._reception = Reception(config, registry, self)
         self._lock = threading.Lock()
-        self._connections: dict[int, _Connection] = {}
+        self._left = threading.Condition(self._lock)
+        self._connections: dict[int, IncomingConnection] = {}
+        """Those whose threads run, at most max_connections."""
+        self._places = Places(config.max_connections)
+        self._num_reported = 0
+        self._reported_s = -REPORT_S
         self._ids = itertools.count(1)
         self._listener: socket.socket | None = None
         self._threads: list[threading.Thread] = []
@@ -86,6 +77,12 @@ class Receiver:
         with self._lock:
             return len(self._connections)
 
+    @property
+    def num_turned_away(self) -> int:
+        """Connections that were closed or refused because there were too many."""
+        with self._lock:
+            return self._places.num_turned_away
+
     def drop(self, transfer_id: bytes, reason: str) -> None:
         """Forget the transfer and tell the sender why. On return no thread writes into its
         ByteSpace any more. That takes at most drop_grace_s plus the time that a closed socket needs
@@ -102,6 +99,7 @@ class Receiver:
         """Stop listening, close all connections, fail what is open with code "closed"."""
         with self._lock:
             self._closing = True
+            self._left.notify_all()
             connections = list(self._connections.values())
         if self._listener is not None:
             # On Linux only shutdown wakes a thread that is blocked in accept; close does not.
@@ -133,7 +131,7 @@ class Receiver:
         for connection in self._find(connections):
             connection.push(frame)
 
-    def _find(self, connections: Collection[int]) -> list[_Connection]:
+    def _find(self, connections: Collection[int]) -> list[IncomingConnection]:
         with self._lock:
             return [
                 self._connections[number] for number in connections if number in self._connections
@@ -146,7 +144,7 @@ class Receiver:
         assert listener is not None
         while True:
             try:
-                sock, _ = listener.accept()
+                sock, address = listener.accept()
             except OSError as error:
                 if self._closing:
                     return
@@ -154,13 +152,23 @@ class Receiver:
                 # Mostly EMFILE: accept fails at once until a descriptor is closed elsewhere.
                 time.sleep(0.1)
                 continue
-            self._admit(sock)
+            self._admit(sock, network_of(address[0]))
 
-    def _admit(self, sock: socket.socket) -> None:
+    def _admit(self, sock: socket.socket, network: str) -> None:
+        number = next(self._ids)
         with self._lock:
-            if not self._closing and len(self._connections) < self._config.max_connections:
-                number = next(self._ids)
-                connection = _Connection(number, sock, self)
+            loser = self._places.admit(number, network, time.monotonic())
+        if loser == number:
+            self._refuse(sock)
+            return
+        self._turn_away(loser)
+        with self._lock:
+            # The loser's thread holds memory and a descriptor until it ends, in a moment.
+            self._left.wait_for(
+                lambda: self._closing or len(self._connections) < self._config.max_connections
+            )
+            if not self._closing:
+                connection = IncomingConnection(number, sock, self)
                 self._connections[number] = connection
                 try:
                     connection.thread.start()
@@ -170,15 +178,22 @@ class Receiver:
                 else:
                     self._stirred.set()
                     return
+            self._places.leave(number)
+        self._refuse(sock)
+
+    def _refuse(self, sock: socket.socket) -> None:
         # With TLS the sender expects a handshake first and could not read the ERROR.
         if not self._closing and self._tls is None:
-            message = f"the receiver serves {self._config.max_connections} connections already"
             try:
-                sock.send(encode_reason(FrameType.ERROR, "busy", message), socket.MSG_DONTWAIT)
+                sock.send(encode_reason(FrameType.ERROR, "busy", NO_PLACE), socket.MSG_DONTWAIT)
                 sock.shutdown(socket.SHUT_WR)
             except OSError:
                 pass  # the peer has hung up already
         sock.close()
+
+    def _turn_away(self, number: int | None) -> None:
+        for connection in self._find([] if number is None else [number]):
+            connection.turn_away()
 
     def _watch(self) -> None:
         """Apply the timeouts of connections and transfers; sleep while there are none of either."""
@@ -194,12 +209,25 @@ class Receiver:
             self._stirred.wait(self._config.tick_s if active else None)
             self._stirred.clear()
 
-    def _apply_timeouts(self, connections: list[_Connection], now_s: float) -> None:
+    def _apply_timeouts(self, connections: list[IncomingConnection], now_s: float) -> None:
         for connection in connections:
             connection.tick(now_s)
         self._reception.expire(now_s)
+        self._report(now_s)
 
-    # What a `_Connection` needs.
+    def _report(self, now_s: float) -> None:
+        with self._lock:
+            number, network = self._places.num_turned_away, self._places.turned_away_network
+        if number == self._num_reported or now_s - self._reported_s < REPORT_S:
+            return
+        logger.warning(
+            "too many connections: turned away %d without accepted transfers, the last from %s",
+            number - self._num_reported,
+            network,
+        )
+        self._num_reported, self._reported_s = number, now_s
+
+    # What an `IncomingConnection` needs.
 
     @property
     def config(self) -> TransportConfig:
@@ -219,170 +247,26 @@ class Receiver:
             now_s=time.monotonic(),
         )
 
+    def authenticated(self, number: int) -> None:
+        """The connection's other end is an agent of the region. Turns away whichever connection has
+        to go then, perhaps this one.
+        """
+        with self._lock:
+            loser = self._places.authenticated(number, time.monotonic())
+        self._turn_away(loser)
+
+    def keeps(self, number: int, session: ReceiverSession) -> bool:
+        """Whether the connection, which has been greeted, keeps its place from now on."""
+        with self._lock:
+            return self._places.greeted(
+                number, session.peer_instance, has_opened=session.has_opened
+            )
+
     def forget(self, number: int) -> None:
         with self._lock:
             self._connections.pop(number, None)
-
-
-class _Connection:
-    """One accepted socket and its thread."""
-
-    def __init__(self, number: int, sock: socket.socket, receiver: Receiver) -> None:
-        self.thread = threading.Thread(
-            target=self._run, name=f"prfaas-receive-{number}", daemon=True
-        )
-        self._number = number
-        self._sock = sock
-        self._receiver = receiver
-        self._config = receiver.config
-        self._owner: SocketOwner = PlainStream(sock)
-        self._stream: Stream | None = None
-        self._session: ReceiverSession | None = None
-        self._error: TransportError | None = None
-        self._farewell_s: float | None = None
-        self._outbox = bytearray()
-        self._outbox_lock = threading.Lock()
-
-    def abort(self, error: TransportError) -> None:
-        """End the connection, from any thread. The first error is the one reported."""
-        if self._error is None:
-            self._error = error
-        self._owner.abort()
-
-    def push(self, data: bytes) -> None:
-        """Send what the kernel takes now, and keep the rest for later. An overfull outbox ends the
-        connection.
-        """
-        with self._outbox_lock:
-            self._outbox += data
-            try:
-                self._flush()
-            except TransportError as error:
-                self.abort(bare(error))
-            is_known = self._session is not None and self._session.has_opened
-            if len(self._outbox) > (MAX_OUTBOX_BYTES if is_known else MAX_STRANGER_OUTBOX_BYTES):
-                self.abort(PeerError("protocol", "the sender does not read its acknowledgements"))
-
-    def tick(self, now_s: float) -> None:
-        """The watchdog calls this: apply deadlines, and send what is left in the outbox."""
-        session, farewell_s = self._session, self._farewell_s
-        deadline_s = session.deadline_s if session is not None else None
-        if farewell_s is not None:
-            deadline_s = farewell_s
-        if deadline_s is not None and now_s >= deadline_s:
-            self.abort(_silence(session))
-        if self._outbox:
-            self.push(b"")
-
-    def _flush(self) -> None:
-        while self._outbox and self._stream is not None:
-            # A view: a slice would copy all that waits for every answer. It must be released
-            # before the outbox can shrink.
-            with memoryview(self._outbox) as waiting:
-                count = self._stream.try_send(waiting)
-            if not count:
-                return
-            del self._outbox[:count]
-
-    def _run(self) -> None:
-        session = self._session = self._receiver.session(self._number)
-        error = self._error_of(session)
-        session.close(time.monotonic())
-        # These three are how connections end in normal operation.
-        if error.code not in ("lost", "closed", "idle"):
-            logger.warning("connection %s closed: %s", self._number, error.message)
-        if isinstance(error, PeerError) and self._error is None:
-            self._say_farewell()
-        self._receiver.forget(self._number)
-        self._owner.close()
-
-    def _error_of(self, session: ReceiverSession) -> TransportError:
-        """Serve until the connection ends, and return why. The result holds no view of a
-        ByteSpace.
-        """
-        try:
-            stream = self._open_stream()
-            while True:
-                self._serve(stream, session)
-        except TransportError as error:
-            if isinstance(error, PeerError):
-                self.push(session.outgoing())
-            return self._error or bare(error)
-        except Exception as error:
-            logger.exception("unexpected error on connection %s", self._number)
-            return LocalError("internal", f"{type(error).__name__}: {error}")
-
-    def _open_stream(self) -> Stream:
-        prepare(self._sock, self._config)
-        tls = self._receiver.tls
-        stream: PlainStream | TlsStream
-        wrong = None
-        if tls is None:
-            stream = PlainStream(self._sock)
-        else:
-            wrapped = wrap_tls(tls.context, self._sock, is_server=True)
-            self._owner = SocketOwner(wrapped)
-            stream = tls_handshake(wrapped, self._config.handshake_timeout_s)
-            wrong = stream.wrong_peer(tls.region)
-        self._owner = self._stream = stream
-        # An abort before the line above acted on the old owner, whose socket TLS has taken over.
-        if self._error is not None:
-            raise self._error
-        if wrong is not None:
-            self.push(encode_reason(FrameType.ERROR, "tls", wrong))
-            raise PeerError("tls", wrong)
-        return stream
-
-    def _serve(self, stream: Stream, session: ReceiverSession) -> None:
-        """Receive once. Answers go out before the thread sleeps for bytes, and when they are due
-        while bytes keep coming.
-        """
-        buffers = session.buffers()
-        count = 0
-        if session.has_answers:
-            if session.may_wait:
-                stream.wait_readable(MORE_S)
-            count = stream.try_receive(buffers)
-        if not count:
-            session.flush_acks()
-            self._push_outgoing(session)
-            count = stream.receive(buffers, fill=session.in_body)
-        # `received` may end a transfer, after which no view of its memory may be left.
-        del buffers
-        session.received(count, time.monotonic())
-        if session.acks_due:
-            session.flush_acks()
-            self._push_outgoing(session)
-
-    def _push_outgoing(self, session: ReceiverSession) -> None:
-        data = session.outgoing()
-        if data:
-            self.push(data)
-
-    def _say_farewell(self) -> None:
-        """Let the ERROR arrive before closing. A socket that is closed with unread bytes sends a
-        reset, and the peer's kernel then drops what it has not read yet (RFC 1122, 4.2.2.13).
-        """
-        stream = self._stream
-        if stream is None:
-            return
-        self._farewell_s = time.monotonic() + FAREWELL_S
-        sink = memoryview(bytearray(64 * 1024))
-        try:
-            self._owner.finish()
-            while True:
-                stream.receive([sink], fill=False)
-        except TransportError:
-            pass  # the sender has hung up, or the watchdog lost patience
-
-
-def _silence(session: ReceiverSession | None) -> LinkError:
-    """The error for a connection whose deadline has passed."""
-    if session is None or not session.established:
-        return LinkError("handshake_timeout", "the sender fell silent in the handshake")
-    if session.in_frame:
-        return LinkError("frame_timeout", "the sender fell silent in the middle of a message")
-    return LinkError("idle", "the sender does nothing with its connection")
+            self._places.leave(number)
+            self._left.notify_all()
 
 
 __all__ = ["Receiver"]

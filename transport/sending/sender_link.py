@@ -30,8 +30,10 @@ from transport.wire.sender_session import Event
 
 logger = logging.getLogger("prfaas.transport")
 
-# Only a change of configuration or release helps against these, so transfers fail at once.
-_HOPELESS = frozenset({"version", "tls"})
+# Only a change of configuration or release helps against these, so transfers fail at once: after so
+# many handshakes in a row. TLS says the same of a wrong peer and of a byte that was damaged on its
+# way, which what says "version" has a checksum against.
+_HOPELESS = {"version": 1, "tls": 2}
 
 
 class SenderLink:
@@ -69,6 +71,7 @@ class SenderLink:
         self._lanes: dict[int, Lane] = {}  # by the id of their present connection
         self._numbers = numbers
         self._warm_until_s = 0.0
+        self._num_hopeless = 0  # handshakes since the last good one that ended in one of _HOPELESS
         self._closing = False
         self._someone_paces = False  # whether a lane waits for a budget on behalf of all
         self._threads: list[threading.Thread] = []
@@ -256,6 +259,7 @@ class SenderLink:
 
     def established(self, connection: int, peer: Hello) -> None:
         with self._lock:
+            self._num_hopeless = 0
             self._core.connected(connection, peer, time.monotonic())
             self._wake_lanes()  # an older connection may put a waiting one on standby
             effects = self._pop_effects()
@@ -327,8 +331,10 @@ class SenderLink:
             # Such a refusal stays until somebody changes something. It ends the transfers that were
             # open when the connection was begun; later ones may find a repaired receiver.
             if lane is not None and in_handshake and error.code in _HOPELESS:
-                self._core.broken(error, time.monotonic(), since_s=lane.began_s)
-                self._warm_until_s = 0.0
+                self._num_hopeless += 1
+                if self._num_hopeless >= _HOPELESS[error.code]:
+                    self._core.broken(error, time.monotonic(), since_s=lane.began_s)
+                    self._warm_until_s = 0.0
             self._wake_lanes()
             effects = self._pop_effects()
         self.perform(effects)

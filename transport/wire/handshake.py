@@ -63,7 +63,9 @@ class Hello:
     """Largest DATA body this side takes."""
     features: int
     instance: bytes
-    """16 random bytes of this process, by which a sender notices that a receiver restarted."""
+    """16 random bytes of this process, by which a sender notices that a receiver restarted, and a
+    receiver which connections are of one sender.
+    """
 
     def encode(self, kind: FrameType) -> bytes:
         body = _HELLO.pack(

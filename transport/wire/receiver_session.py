@@ -61,6 +61,8 @@ class ReceiverSession:
         self.connection = connection
         self.has_opened = False
         """Whether the registry has accepted a transfer of this connection."""
+        self.peer_instance = b""
+        """The instance of the sender's process, from its HELLO on."""
         self.deadline_s = now_s + config.handshake_timeout_s
         """The time at which the connection must be closed unless something arrives before."""
         self._config = config
@@ -74,6 +76,7 @@ class ReceiverSession:
         self._acks: dict[bytes, IntervalSet] = {}
         self._unacked_bytes = 0
         self._num_unacked = 0  # DATA frames, each of which may cost a range
+        self._greeted_s: float  # from HELLO on
         self._now_s: float  # from the first bytes on
         self._ack_by_s: float  # while `_unacked_bytes`
         self._expects_more = False
@@ -98,9 +101,13 @@ class ReceiverSession:
         """Seconds that the next byte may take."""
         if not self._reader.at_boundary:
             return self._config.idle_timeout_s
+        return math.inf if self._opened else self._unopened_s
+
+    @property
+    def _unopened_s(self) -> float:
         # A peer that never opens a transfer must not keep its place for ever. This also closes
         # spare connections of a sender, which connects again when it needs them.
-        return math.inf if self._opened else 2 * self._config.link_idle_timeout_s
+        return 2 * self._config.link_idle_timeout_s
 
     @property
     def acks_due(self) -> bool:
@@ -146,6 +153,9 @@ class ReceiverSession:
             raise
         if self._reader.established:
             self.deadline_s = now_s + self._patience_s
+            # Refused OPENs and DATA for nobody cost a peer nothing, so they extend nothing.
+            if not self.has_opened:
+                self.deadline_s = min(self.deadline_s, self._greeted_s + self._unopened_s)
 
     def feed(self, data: bytes, now_s: float) -> None:
         """Copy `data` into `buffers()` and process it as `received` does."""
@@ -182,7 +192,7 @@ class ReceiverSession:
     def _on_control(self, header: FrameHeader, body: bytes, now_s: float) -> None:
         kind = header.kind
         if kind is FrameType.HELLO and not self.established:
-            self._on_hello(body)
+            self._on_hello(body, now_s)
         elif kind is FrameType.OPEN:
             self._on_open(OpenRequest(header.transfer_id, *decode_open(body)), now_s)
         elif kind is FrameType.CANCEL:
@@ -195,10 +205,12 @@ class ReceiverSession:
         else:
             raise PeerError("protocol", f"unexpected {kind.name} from a sender")
 
-    def _on_hello(self, body: bytes) -> None:
+    def _on_hello(self, body: bytes, now_s: float) -> None:
         peer = decode_hello(body)
         check_version(peer, "sender")
         self._reader.established = True
+        self.peer_instance = peer.instance
+        self._greeted_s = now_s
         hello = own_hello(self._instance, self._config.max_frame_bytes, own_features(self._config))
         self._outgoing.append(hello.encode(FrameType.WELCOME))
 

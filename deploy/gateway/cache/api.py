@@ -49,7 +49,7 @@ class CacheOverview(msgspec.Struct, frozen=True):
 
 class RegionPrefix(msgspec.Struct, frozen=True, kw_only=True):
     """A cached prefix that no longer one continues, and all `nodes` ("cluster/node") that hold it.
-    Bytes and hits are summed over the nodes. `key` is as `KeyNames` has it.
+    Bytes and hits are summed over the nodes. `key` names the last block as `KeyNames` does.
     """
 
     key: str
@@ -102,8 +102,8 @@ class RouteWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """How one prompt would fare now. `key` is that of its last full block, as `KeyNames` has it, ""
-    if it has none. `note` says why nothing is known to be cached, "" if something is.
+    """How one prompt would fare now. `key` names its last full block as `KeyNames` does, "" if it
+    has none. `note` says why nothing is known to be cached, "" if something is.
     """
 
     model: str
@@ -134,8 +134,8 @@ def node_caches(
 
 
 class KeyNames:
-    """What cache keys are shown as. A key tells those who can guess the prompt that it is cached;
-    its name, made with a secret of this process, tells nothing.
+    """Names to show for cache keys. A key itself would tell whoever guesses the prompt that it is
+    cached; a name, made with a secret of this process, tells nothing.
     """
 
     def __init__(self, secret: bytes) -> None:

@@ -229,7 +229,7 @@ class CacheMoves:
         return known
 
     def _forget_departed(self, known: set[str]) -> None:
-        """Of agents that no report names any more, once no move may still need them."""
+        """Forget agents that no report names any more, once no move may need them."""
         if self._moving:
             return
         for target in self._agents.keys() - known:

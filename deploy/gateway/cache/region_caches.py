@@ -77,8 +77,8 @@ class RegionCaches:
     async def look_up(
         self, places: CachePlaces, token_ids: TokenIds, salt: str = "", tenant: str = ""
     ) -> CachedPrompt:
-        """Who has what of a prompt of `tenant` with this `cache_salt`. Never raises: nothing is
-        known of a prompt that cannot be hashed, and its engine words the error.
+        """Find who has what of a prompt of `tenant` with this `cache_salt`. Never raises: nothing
+        is known of a prompt that cannot be hashed, and its engine words the error.
         """
         if places.model is None:
             return CachedPrompt(places=places)

@@ -36,9 +36,10 @@ from deploy.gateway.serving.exchange import Exchange
 from deploy.gateway.serving.records import RequestRecord
 from kvmanager.token_ids import in_turns
 
-# What vLLM reads from headers besides the request id. The gateway chooses the engine, so it does
-# not pass x-data-parallel-rank on.
-_PASSED_ON: Final = ("X-Session-ID", "X-Vllm-Priority")
+_PRINTABLE: Final = re.compile(r"[ -~]+")
+# What vLLM reads from headers besides the request id, as far as an engine and the way to it can
+# carry it. The gateway chooses the engine, so it does not pass x-data-parallel-rank on.
+_PASSED_ON: Final = {"X-Session-ID": _PRINTABLE, "X-Vllm-Priority": re.compile(r"-?[0-9]{1,18}")}
 _TRACEPARENT: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
@@ -94,10 +95,11 @@ class ServedModels:
         return [self.card(name) for name in self._models]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Intake:
     """Takes the requests for completions of one gateway in. A chat template may add
-    `template_tokens` tokens to a prompt.
+    `template_tokens` tokens to a prompt. `salts` and `priority_tenants` may be replaced; requests
+    that came in before keep what they got.
     """
 
     keys: KeyRing
@@ -186,13 +188,17 @@ def engine_headers(headers: Mapping[str, str], inbound: InboundRequest) -> dict[
         "X-Request-Id": request_id,
     }
     traceparent = headers.get("traceparent", "")
+    passed_on = _PASSED_ON
     if is_traceparent(traceparent):
-        if state := headers.get("tracestate"):
-            found["tracestate"] = state
+        passed_on = _PASSED_ON | {"tracestate": _PRINTABLE}
     else:
         traceparent = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
     found["traceparent"] = traceparent
-    return found | {name: value for name in _PASSED_ON if (value := headers.get(name))}
+    return found | {
+        name: value
+        for name, usable in passed_on.items()
+        if usable.fullmatch(value := headers.get(name, ""))
+    }
 
 
 def is_traceparent(value: str) -> bool:

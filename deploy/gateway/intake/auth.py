@@ -30,13 +30,17 @@ class KeyRing:
     def __init__(
         self, keys: Iterable[ApiKey], operators: Iterable[str] = (), run_key: str = ""
     ) -> None:
-        """`operators` are the tenants that pass `check_operator`. Without any, all tenants pass.
-        `run_key`, if there is one, passes it too and is no tenant's.
+        """`operators` are the tenants that pass `check_operator`. If they are none, a tenant
+        passes that is the only one. `run_key`, if there is one, passes too and is no tenant's.
         """
         self._keys = _owned(keys)
         self._operators = frozenset(operators)
         self._run_digest = _digest(run_key) if run_key else None
         self._in_use: dict[_Owned, set[Callable[[], None]]] = {}
+
+    def set_operators(self, operators: Iterable[str]) -> None:
+        """Let these tenants pass `check_operator` from now on, as at the start."""
+        self._operators = frozenset(operators)
 
     @property
     def has_keys(self) -> bool:
@@ -60,7 +64,8 @@ class KeyRing:
         if self._run_digest is not None and hmac.compare_digest(offered, self._run_digest):
             return
         tenant = self._owner(offered)
-        if self._operators and tenant not in self._operators:
+        # One tenant alone has nobody to hide from. Of several, none sees the others unless named.
+        if tenant not in (self._operators or self._only_tenant()):
             message = f"The API key of {tenant} is not an operator's; use one that is."
             raise ApiError(403, "not_an_operator", message)
 
@@ -94,6 +99,11 @@ class KeyRing:
             logger.warning("cut off %d requests of a revoked key of %s", len(users), tenant)
             for cut_off in users:
                 cut_off()
+
+    def _only_tenant(self) -> frozenset[str]:
+        """The tenant, if all keys are its keys."""
+        tenants = frozenset(tenant for _, tenant in self._keys)
+        return tenants if len(tenants) == 1 else frozenset()
 
     def _owner(self, offered: bytes) -> str:
         found = None

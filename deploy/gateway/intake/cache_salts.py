@@ -1,4 +1,4 @@
-"""Whose cached KVCache a request may use: the salt that its prompt's cache keys begin with.
+"""Makes the salt that the cache keys of a prompt begin with: it bounds whose KVCache is found.
 
 Every request of a tenant gets a salt made of the tenant and of the client's own `cache_salt`, in
 the body that engines get, too. So no client can ask for what another tenant cached, whatever salt

@@ -10,15 +10,16 @@ This file does not know routes, tokenizers or HTTP.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
+from pydantic import TypeAdapter, ValidationError
 
 from deploy.gateway.errors import ApiError
+from deploy.gateway.intake.media_names import with_own_names
 from kvmanager.token_ids import Steps, TokenIds, parsing
 from scheduler.live.learning.prompt_length import LengthEstimator, Media, PromptContent
 from scheduler.routing.decision import RequestShape
@@ -27,7 +28,9 @@ Kind = Literal["completion", "chat"]
 
 _WHITESPACE: Final = b" \t\r\n"
 _POSITION: Final = re.compile(r"\(byte (\d+)\)")
-_TEXT_PARTS: Final = frozenset({"text", "refusal", "thinking", "input_text", "output_text"})
+_TEXT_PARTS: Final = frozenset(
+    {"text", "refusal", "thinking", "input_text", "output_text", "tool_reference"}
+)
 _ESCAPE: Final = rb"\u"
 _ESCAPED_MORE_BYTES: Final = 3
 """An escape takes six bytes; most of the escaped characters take three in UTF-8."""
@@ -45,6 +48,8 @@ class _Body(msgspec.Struct):
     best_of: Raw | UnsetType = UNSET
     max_tokens: Raw | UnsetType = UNSET
     max_completion_tokens: Raw | UnsetType = UNSET
+    min_tokens: Raw | UnsetType = UNSET
+    stream_interval: Raw | UnsetType = UNSET
     echo: Raw | UnsetType = UNSET
     prompt_logprobs: Raw | UnsetType = UNSET
     prompt_embeds: Raw | UnsetType = UNSET
@@ -71,18 +76,19 @@ _items_decoder: Final = msgspec.json.Decoder(list[Raw])
 _messages_decoder: Final = msgspec.json.Decoder(list[_Message])
 _part_decoder: Final = msgspec.json.Decoder(_Part)
 _str_decoder: Final = msgspec.json.Decoder(str)
-_int_decoder: Final = msgspec.json.Decoder(int)
-_lax_number_decoder: Final = msgspec.json.Decoder(float, strict=False)
+_int64_decoder: Final = msgspec.json.Decoder(
+    Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+)
+_engines_int: Final = TypeAdapter(int)
+"""Engines read numbers with pydantic, which takes "1_000" and true for numbers, too."""
 _names_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
 _TRANSFER_PARAMS: Final = frozenset({"kv_transfer_params", "ec_transfer_params"})
-_PART_TYPE: Final = re.compile(rb'\{\s*"type"\s*:\s*"(\w+)"')
-"""Clients write the type first, so the megabytes that follow need not be parsed."""
 _IDS: Final = re.compile(rb"[\s\[]*\d")
 _PLAIN_NUMBER: Final = re.compile(rb"\d{1,18}")
 _LEAST_OUTPUT_TOKENS: Final = 16
-"""What vLLM makes of a completion that does not say how many tokens it wants."""
+"""The tokens of a completion, in vLLM, that does not say how many it wants."""
 _MOST: Final = 1 << 40
-"""Bounds numbers that clients send, so that products of them stay exact."""
+"""Bounds numbers that clients send, and work made of them: recordings have integers of 64 bits."""
 _NOTHING_LEARNT: Final = LengthEstimator()
 
 
@@ -106,7 +112,9 @@ class InboundRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_choices: int
     """Answers that an engine computes for each prompt."""
     max_output_tokens: int
-    """Of one answer; where the client does not say, only what an engine makes at least."""
+    """The tokens of one answer. Where the client does not say, the fewest that an engine makes."""
+    has_long_events: bool
+    """Whether an event of its stream may have many tokens."""
     request_id: str | None
 
     def work_tokens(self, num_prompt_tokens: int) -> int:
@@ -122,7 +130,7 @@ class InboundRequest(msgspec.Struct, frozen=True, kw_only=True):
         # prompt are computed without the cache.
         wants_logprobs = self.shape.has_prompt_logprobs or self.shape.has_echo
         num_prefills = self.num_choices + wants_logprobs
-        return num_prefills * num_prompt_tokens + num_output_tokens
+        return min(num_prefills * num_prompt_tokens + num_output_tokens, _MOST)
 
 
 def parsing_request(kind: Kind, body: bytes, *, template_tokens: int) -> Steps[InboundRequest]:
@@ -145,14 +153,16 @@ def parsing_request(kind: Kind, body: bytes, *, template_tokens: int) -> Steps[I
         content=content,
         token_ids=token_ids,
         cache_salt=_string("cache_salt", fields.cache_salt),
-        priority=_optional(_int_decoder, fields.priority) or 0,
+        priority=_optional(_int64_decoder, fields.priority) or 0,
         may_go_first=_is_set(fields.priority) and not _is_plain_number(fields.priority),
         num_choices=max(_number(fields.n, 1), _number(fields.best_of, 1)),
         max_output_tokens=max(
             # Engines that know both take the second; counting the larger one suits all.
             _number(fields.max_tokens, _LEAST_OUTPUT_TOKENS),
             _number(fields.max_completion_tokens, 0),
+            _number(fields.min_tokens, 0),
         ),
+        has_long_events=_is_set(fields.stream_interval),
         request_id=_optional(_str_decoder, fields.request_id),
     )
 
@@ -174,10 +184,14 @@ def with_kv_transfer_params(body: bytes, params: dict[str, Any]) -> bytes:
 
 
 def salted(request: InboundRequest, cache_salt: str | None) -> InboundRequest:
-    """The request with this salt, in the body too, whatever salt the client has sent."""
+    """The request with this salt, in the body too, whatever salt the client has sent. Names that
+    the client gives media are good with this salt only.
+    """
     if cache_salt == request.cache_salt:
         return request
     body = _with_field(request.body, b"cache_salt", cache_salt)
+    if request.kind == "chat" and cache_salt is not None:
+        body = with_own_names(body, cache_salt)
     return msgspec.structs.replace(request, body=body, cache_salt=cache_salt)
 
 
@@ -231,7 +245,7 @@ def _shape(
 
 def _truncated(fields: _Body, bound: int) -> int:
     """The length to which the client lets the engine cut the prompt, at most `bound`."""
-    most: int = _optional(_int_decoder, fields.truncate_prompt_tokens) or 0
+    most: int = _optional(_int64_decoder, fields.truncate_prompt_tokens) or 0
     return min(bound, most) if most > 0 else bound
 
 
@@ -308,23 +322,21 @@ def _media_kind(part: Raw | UnsetType) -> Media | None:
     """The kind of media in a part of a message's content; None for text."""
     if _starts_with(part, b'"'):
         return None
-    match = _PART_TYPE.match(memoryview(part)) if isinstance(part, Raw) else None
-    if match is not None:
-        name = match[1].decode()
-    else:
-        decoded: _Part | None = _optional(_part_decoder, part)
-        name = "" if decoded is None or decoded.type is None else decoded.type
+    decoded: _Part | None = _optional(_part_decoder, part)
+    name = "" if decoded is None or decoded.type is None else decoded.type
     if name in _TEXT_PARTS:
         return None
     return next((kind for kind in (Media.AUDIO, Media.VIDEO) if kind in name), Media.IMAGE)
 
 
 def _number(value: Raw | UnsetType, default: int) -> int:
-    """A number that a client sends, also as text as engines take it; `default` if it is none."""
-    number: float | None = _optional(_lax_number_decoder, value)
-    if number is None or math.isnan(number):
+    """A number in any spelling that engines take; `default` if it is none."""
+    if not isinstance(value, Raw):
         return default
-    return int(min(max(0.0, number), _MOST))
+    try:
+        return min(max(0, _engines_int.validate_json(bytes(value))), _MOST)
+    except ValidationError:
+        return default
 
 
 def _is_plain_number(value: Raw | UnsetType) -> bool:

@@ -1,66 +1,30 @@
 """Follows the file of API keys, so that keys are given and taken away without a restart.
 
-A file that cannot be used (half written, without a key) leaves the keys as they are and is logged.
 Does not know requests.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from deploy.gateway.config import ApiKey, load_api_keys, tenants_by_key
-from deploy.gateway.intake.auth import KeyRing
+from deploy.gateway.followed_files import follow
 from transport.errors import LocalError
-from transport.tls import RECHECK_S, Rotating
-
-logger = logging.getLogger("prfaas.deploy.gateway")
 
 
-@dataclass(frozen=True, slots=True)
-class KeyFile:
-    """The file of API keys, as what watches files takes it."""
+async def follow_keys(path: Path, replace: Callable[[tuple[ApiKey, ...]], None]) -> None:
+    """Call `replace` with what the file has, now and about a second after each change, until
+    cancelled.
+    """
 
-    path: Path
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        return (self.path,)
-
-
-async def follow_keys(path: Path, ring: KeyRing) -> None:
-    """Give `ring` what the file has, now and about a second after each change, until cancelled."""
-    file = await _usable(path)
-    known: tuple[ApiKey, ...] | None = None
-    while True:
-        keys = await asyncio.to_thread(file.current, time.monotonic())
-        if keys is not known:
-            ring.replace(keys)
-            known = keys
-        await asyncio.sleep(RECHECK_S)
-
-
-async def _usable(path: Path) -> Rotating[KeyFile, tuple[ApiKey, ...]]:
-    """The file, once it can be used: it may have changed since the gateway read it."""
-    said = ""
-    while True:
+    def load() -> tuple[ApiKey, ...]:
+        # Names that settings mention may lose their last key: that must not keep it valid.
         try:
-            return await asyncio.to_thread(lambda: Rotating(KeyFile(path), _load))
-        except LocalError as error:
-            if error.message != said:
-                said = error.message
-                logger.warning("%s", said)
-        await asyncio.sleep(RECHECK_S)
+            keys = load_api_keys(path)
+            tenants_by_key(keys)
+        except (OSError, ValueError) as error:
+            raise LocalError("api_keys", f"the API keys stay as they were: {error}") from error
+        return keys
 
-
-def _load(file: KeyFile) -> tuple[ApiKey, ...]:
-    # Names that settings mention may lose their last key: that must not keep it valid.
-    try:
-        keys = load_api_keys(file.path)
-        tenants_by_key(keys)
-    except (OSError, ValueError) as error:
-        raise LocalError("api_keys", f"the API keys stay as they were: {error}") from error
-    return keys
+    await follow((path,), load, replace)

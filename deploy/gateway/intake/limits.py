@@ -10,7 +10,6 @@ know what requests ask for.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import math
 import time
 from collections import Counter
@@ -23,6 +22,7 @@ from aiohttp import web
 
 from deploy.gateway.config import GatewayConfig
 from deploy.gateway.errors import JSON_TYPE, ApiError
+from transport.endpoint import network_of
 
 SMALL_BODY_BYTES: Final = 64 << 10
 """The limit of a body that orders the gateway itself, bytes. One connection buffers as much
@@ -100,6 +100,10 @@ class Limits:
         """Whether new requests are refused."""
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def use(self, config: GatewayConfig) -> None:
+        """Other limits from now on. What is in flight stays and counts."""
+        self._config = config
 
     def stop_accepting(self) -> None:
         """Refuse new requests from now on; those in flight go on."""
@@ -279,19 +283,8 @@ class Limits:
         return ApiError(429, "too_many_requests", message, retry_after_s=retry_after_s)
 
 
-def network_of(address: str | None) -> str:
-    """What counts as one address: in IPv6 the 64 bits that a host may choose from."""
-    try:
-        ip = ipaddress.ip_address(address or "")
-    except ValueError:
-        return "unknown"
-    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is None:
-        return f"{ipaddress.IPv6Address(int(ip) >> 64 << 64)}/64"
-    return str(ip)
-
-
 def _take(counts: Counter[str], name: str, number: int) -> None:
-    """Less of this; what is at nothing is forgotten, so that no name stays."""
+    """Take `number` off a count, and forget it at nothing, so that no name stays."""
     counts[name] -= number
     if counts[name] <= 0:
         del counts[name]

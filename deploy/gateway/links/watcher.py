@@ -25,7 +25,7 @@ from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
-STRANGER: Final = "its KVCache is none for the PD cluster, see `prfaas status`"
+INCOMPATIBLE: Final = "the PD cluster cannot use its KVCache, see `prfaas status`"
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class RegionWatcher:
         """
         pd = self.pd_report()
         return {
-            name: without_strangers(self._fresh(latest), pd)
+            name: without_incompatible(self._fresh(latest), pd)
             for name, latest in self._prefill.items()
         }
 
@@ -139,7 +139,7 @@ class RegionWatcher:
             await self._poll(latest)
 
 
-def without_strangers(
+def without_incompatible(
     report: ClusterReport | None, pd: ClusterReport | None
 ) -> ClusterReport | None:
     """A prefill cluster's report without the health of instances that have other weights or
@@ -152,19 +152,19 @@ def without_strangers(
         if item.role != "prefill" and item.layout_fingerprint:
             usable.setdefault(item.model, set()).add(item.layout_fingerprint)
 
-    def is_stranger(item: InstanceReport) -> bool:
+    def is_incompatible(item: InstanceReport) -> bool:
         # Before both have said what they have, a transfer that fails tells.
         known = usable.get(item.model, {""}) | {""}
         return len(known) > 1 and item.layout_fingerprint not in known
 
-    if not any(item.healthy and is_stranger(item) for item in report.instances):
+    if not any(item.healthy and is_incompatible(item) for item in report.instances):
         return report
     instances = tuple(
-        structs.replace(item, healthy=False, reason=STRANGER)
-        if item.healthy and is_stranger(item)
+        structs.replace(item, healthy=False, compatible=False, reason=INCOMPATIBLE)
+        if item.healthy and is_incompatible(item)
         else item
         for item in report.instances
     )
     healthy = report.healthy and any(item.healthy and not item.draining for item in instances)
-    reason = report.reason if healthy else STRANGER
+    reason = report.reason if healthy else INCOMPATIBLE
     return structs.replace(report, instances=instances, healthy=healthy, reason=reason)

@@ -30,6 +30,8 @@ class EventGate:
         """The stream so far ends with `data: [DONE]`: the answer is whole."""
         self.num_events = 0
         """Whole events that were let through, comments and the end mark included."""
+        self.num_bytes = 0
+        """Number of bytes let through."""
 
     def feed(self, chunk: bytes) -> bytes:
         """The bytes that may be forwarded after `chunk`; empty while an event is unfinished."""
@@ -69,6 +71,7 @@ class EventGate:
         self._tail = (self._tail + data[-_DONE_WINDOW_BYTES:])[-_DONE_WINDOW_BYTES:]
         self.is_done = _DONE.search(self._tail) is not None
         self.num_events += data.count(b"\n\n") + data.count(b"\r\n\r\n")
+        self.num_bytes += len(data)
         return data
 
 

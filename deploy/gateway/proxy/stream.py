@@ -44,14 +44,13 @@ StreamOutcome = Literal["ok", "engine_lost", "client_gone"]
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """How a stream ended, and how many bytes and events of it went to the client. `last_data` is
-    the JSON of its last event if the stream is whole.
+    """How a stream ended, and how many bytes of it went to the client. `last_data` is the JSON of
+    its last event if the stream is whole.
     """
 
     outcome: StreamOutcome
     nbytes: int
     error: str = ""
-    num_events: int = 0
     last_data: bytes = b""
 
 
@@ -102,14 +101,14 @@ async def relay_stream(
         if not gate.is_done:
             error = error or "the stream ended without [DONE]"
             await _break_off(answer.instance, request, client, error)
-            return StreamEnd("engine_lost", sent_bytes, error, gate.num_events)
+            return StreamEnd("engine_lost", sent_bytes, error)
         if not error:
             # Bytes after the end mark without a blank line are forwarded as well.
             await _write(client, gate.rest())
             answer.response = None
-        return StreamEnd("ok", sent_bytes, num_events=gate.num_events, last_data=gate.last_data())
+        return StreamEnd("ok", sent_bytes, last_data=gate.last_data())
     except ClientGone as gone:
-        return StreamEnd("client_gone", sent_bytes, str(gone), gate.num_events)
+        return StreamEnd("client_gone", sent_bytes, str(gone))
     finally:
         watch.stop()
         answer.close()

@@ -8,7 +8,7 @@ or how a load was measured.
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final, NoReturn, Protocol, TypeVar
 
@@ -20,7 +20,7 @@ from deploy.gateway.errors import ApiError
 from deploy.gateway.scheduling.config import AdmissionSection
 from scheduler.live.admission import AdmissionReason, Verdict
 from scheduler.live.core import Event
-from scheduler.live.events import AdmissionOver, AdmitAsked, TenantAsked
+from scheduler.live.events import AdmissionOver, AdmitAsked, TenantAsked, TenantsLimited
 from scheduler.routing.prediction import Prediction
 
 R = TypeVar("R")
@@ -64,7 +64,7 @@ _MESSAGES: Final = {
 
 
 class TenantNow(msgspec.Struct, frozen=True):
-    """What a tenant has in flight; `tokens` are those that its limits count."""
+    """Requests and tokens of a tenant in flight; `tokens` are those that its limits count."""
 
     requests: int
     tokens: int
@@ -105,22 +105,42 @@ class Admission:
         self._decide = decide
         self._num_asked = 0
         self._in_flight: dict[str, TenantNow] = {}
+        self._with_keys: frozenset[str] | None = None
+        """None: what tenants there are is not known."""
         self._num_admitted = 0
         self._refused: Tally[str] = Tally()
         self._metrics = _Metrics(registry, config)
+
+    def keep_series(self, tenants: Iterable[str]) -> None:
+        """From now on only these tenants have keys. The others' series go with their requests."""
+        self._with_keys = frozenset(tenants)
+        self._metrics.keep_series({*self._with_keys, *self._in_flight})
 
     def is_limited(self, tenant: str) -> bool:
         """Whether the tenant has any limit."""
         limit = self._tenants.get(tenant, self._default)
         return (limit.max_requests, limit.max_tokens, limit.tokens_per_s) != (None, None, None)
 
-    def check_tenant(self, tenant: str, model: str, work_tokens: int) -> None:
+    def use(self, config: AdmissionSection) -> None:
+        """Hold the tenant limits of `config` from now on. What is in flight stays and counts."""
+        self._default, self._tenants = config.default_tenant, config.tenants
+        # A tenant keeps the name that the scheduler knows it by, or it would be two there.
+        limits = {self._hide(name): limit for name, limit in config.tenants.items()}
+        self._decide(TenantsLimited(config.default_tenant, limits))
+        self._metrics.show(config)
+
+    def check_tenant(self, tenant: str, model: str, work_tokens: int) -> AdmittedRequest:
         """Raises `ApiError` 429 if a request of at least so much work is refused whatever its
-        route. To be asked before an engine renders its prompt; nothing is held.
+        route. To be asked before an engine renders its prompt. Its work counts until the result is
+        given to `admit` or called.
         """
-        verdict = self._decide(TenantAsked(self._hide(tenant), model, work_tokens)).verdict
+        self._num_asked += 1
+        number = self._num_asked
+        verdict = self._decide(TenantAsked(number, self._hide(tenant), model, work_tokens)).verdict
         if not verdict.admitted:
             self._refuse(tenant, verdict, None)
+        # It is no work yet, whoever gives it up.
+        return AdmittedRequest(number, lambda _: self._decide(AdmissionOver(number, 0)))
 
     def admit(
         self,
@@ -130,15 +150,19 @@ class Admission:
         predicted: Prediction | None,
         *,
         work_tokens: int = 0,
+        checked: AdmittedRequest | None = None,
     ) -> AdmittedRequest:
         """Let a request in that would take a route with this prediction.
 
         `num_tokens` is the length of its prompt, and `work_tokens` what its tenant's limits count
-        (0: its prompt alone). The caller calls the result when the request is over; more calls do
-        nothing. Raises `ApiError` 429, whose code is the reason; nothing is held then.
+        (0: its prompt alone). `checked` is the answer of `check_tenant`, if that was asked. The
+        caller calls the result when the request is over; more calls do nothing. Raises `ApiError`
+        429, whose code is the reason; nothing is held then.
         """
         self._num_asked += 1
         number, work_tokens = self._num_asked, work_tokens or num_tokens
+        if checked is not None:
+            number = checked.number
         asked = AdmitAsked(number, self._hide(tenant), model, num_tokens, predicted, work_tokens)
         judged = self._decide(asked)
         verdict = judged.verdict
@@ -147,7 +171,7 @@ class Admission:
         self._metrics.judged(verdict, judged.decode_load)
         self._num_admitted += 1
         self._count(tenant, +1, work_tokens)
-        return AdmittedRequest(partial(self._ended, number, tenant, work_tokens))
+        return AdmittedRequest(number, partial(self._ended, number, tenant, work_tokens))
 
     def overview(self) -> AdmissionOverview:
         """GET /prfaas/region: the policy, what it did, and who has something in flight."""
@@ -173,16 +197,19 @@ class Admission:
         if now.requests:
             self._in_flight[tenant] = now
         self._metrics.in_flight(tenant, requests)
+        if not now.requests and self._with_keys is not None and tenant not in self._with_keys:
+            self._metrics.keep_series({*self._with_keys, *self._in_flight})
 
 
 class AdmittedRequest:
-    """A request that was let in. Call it once the request is over, with the work that it was, if
-    that is known. Only the first call counts.
+    """A request that was let in, or checked. Call it once the request is over, with the work that
+    it was, if that is known. Only the first call counts.
     """
 
-    __slots__ = ("_call",)
+    __slots__ = ("_call", "number")
 
-    def __init__(self, call: Callable[[int | None], None]) -> None:
+    def __init__(self, number: int, call: Callable[[int | None], None]) -> None:
+        self.number = number
         self._call: Callable[[int | None], None] | None = call
 
     def __call__(self, used_tokens: int | None = None) -> None:
@@ -217,8 +244,13 @@ class _Metrics:
             self._verdicts.labels("admitted", reason.value)
         for reason in _MESSAGES:
             self._verdicts.labels("refused", reason.value)
-        for tenant in (UNNAMED, *config.tenants):
-            self._in_flight.labels(_label(tenant))
+        self.show(config)
+
+    def show(self, config: AdmissionSection) -> None:
+        """Begin the series of tenants with limits, which stay."""
+        self._always = {UNNAMED, *map(_label, config.tenants)}
+        for label in self._always:
+            self._in_flight.labels(label)
 
     def judged(self, verdict: Verdict, load: float | None) -> None:
         """Count one request, and the load that it would meet if that is known."""
@@ -230,6 +262,14 @@ class _Metrics:
     def in_flight(self, tenant: str, change: int) -> None:
         """Add `change` to a tenant's requests in flight."""
         self._in_flight.labels(_label(tenant)).inc(change)
+
+    def keep_series(self, tenants: Iterable[str]) -> None:
+        """Remove the series of all other tenants, except those with limits."""
+        kept = {*self._always, *map(_label, tenants)}
+        (metric,) = self._in_flight.collect()
+        for sample in metric.samples:
+            if sample.labels["tenant"] not in kept:
+                self._in_flight.remove(sample.labels["tenant"])
 
 
 def _label(tenant: str) -> str:

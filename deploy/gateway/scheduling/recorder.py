@@ -25,6 +25,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter
 
 from deploy.gateway.config import RecorderSection
+from kvmanager.private_files import open_private
 from scheduler.live.core import Event, LiveScheduler
 from scheduler.replay.recording import Gap, Header, entry_frame, frame_of, header_of
 from scheduler.reports import ClusterReport
@@ -198,8 +199,8 @@ class Recorder:
         self._make_room(header_bytes + self._file_limit_bytes)
         began = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
         path = self._directory / f"{began}-{os.getpid()}{SUFFIX}"
-        # "x": never add to a file of another process.
-        self._file = path.open("xb")
+        # Exclusively: never add to a file of another process.
+        self._file = os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb")
         logger.info("recording to %s", path)
 
     def _make_room(self, nbytes: int) -> None:

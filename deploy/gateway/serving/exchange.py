@@ -112,7 +112,6 @@ class Exchange:
         """Note the route that is taken from now on."""
         # Only the first prediction counts from arrival. It must be for a counted prompt, because an
         # estimate of the length predicts nothing.
-        # upper bound of the length predicts nothing.
         self.predicted = None
         is_counted = self.record.num_prompt_tokens is not None
         if isinstance(decision, RouteDecision) and is_counted and not self.record.first_route:

@@ -15,6 +15,7 @@ import msgspec
 
 from deploy.gateway.cache.cached_prompt import CachedPrompt
 from deploy.gateway.errors import EngineLost
+from deploy.gateway.scheduling.admission import AdmittedRequest
 from deploy.gateway.serving.exchange import Exchange, Services
 from kvmanager.token_ids import TokenIds, in_turns, parsing
 from local_pd.messages import DirectRequest, DirectTarget
@@ -50,18 +51,19 @@ _rendered_decoder = msgspec.json.Decoder(_Rendered)
 _rendered_list_decoder = msgspec.json.Decoder(list[_Rendered])
 
 
-def check_tenant(services: Services, exchange: Exchange) -> None:
+def check_tenant(services: Services, exchange: Exchange) -> AdmittedRequest | None:
     """Raises `ApiError` 429 if a limit of the tenant refuses the request, as far as that can be
-    said before its prompt is counted.
+    said before its prompt is counted. None: the tenant has no limit.
     """
     inbound, tenant = exchange.inbound, exchange.record.tenant
     if not services.admission.is_limited(tenant):
-        return
+        return None
     shape = services.feedback.likely(inbound.model, inbound.shape, inbound.content)
     num_tokens = shape.num_prompt_tokens
     if not shape.is_exact:
         num_tokens //= 2  # an estimate, which must refuse nothing that counting lets in
-    services.admission.check_tenant(tenant, inbound.model, inbound.work_tokens(num_tokens))
+    work_tokens = inbound.work_tokens(num_tokens)
+    return services.admission.check_tenant(tenant, inbound.model, work_tokens)
 
 
 async def plan_request(services: Services, exchange: Exchange) -> RequestPlan:

@@ -24,6 +24,7 @@ from deploy.gateway.errors import (
     is_openai_error,
 )
 from deploy.gateway.proxy.engine import EngineAnswer
+from deploy.gateway.proxy.sse import EventGate
 from deploy.gateway.proxy.stream import forwarded_headers, relay_stream
 from deploy.gateway.proxy.usage import in_answer
 from deploy.gateway.scheduling.admission import AdmittedRequest
@@ -37,6 +38,7 @@ from deploy.gateway.serving.planning import (
     plan_request,
 )
 from deploy.gateway.serving.records import Outcome, RequestRecord
+from scheduler.live.learning.prompt_length import BYTES_PER_TOKEN
 from scheduler.routing.decision import Decision, Reason, fall_back
 from scheduler.routing.short_term import RouteDecision
 
@@ -87,7 +89,7 @@ class Serving:
         Raises what ended the last try. Cancelling gives everything back.
         """
         # Rendering costs an engine time: who may not be served gets none.
-        check_tenant(self._services, self._exchange)
+        self._end_admission = check_tenant(self._services, self._exchange)
         plan = await plan_request(self._services, self._exchange)
         self._admit(plan)
         is_refused = False
@@ -98,7 +100,6 @@ class Serving:
         finally:
             # A refusal by the engine costs no prefill, so it must not shape thresholds and roles.
             # A request that was given up, or whose engine died, is demand all the same.
-            # request that was given up, or whose engine died, is demand all the same.
             if not is_refused:
                 self._feedback.arrived(self._inbound.model, plan.shape)
 
@@ -113,6 +114,7 @@ class Serving:
             num_tokens,
             predicted,
             work_tokens=self._inbound.work_tokens(num_tokens),
+            checked=self._end_admission,
         )
 
     async def _open_planned(self, plan: RequestPlan) -> EngineAnswer:
@@ -201,7 +203,6 @@ class Serving:
             seconds = feedback.direct_answered(target.instance, begun_s)
             # A prompt that was not looked up may be cached, and one at a full engine waited for a
             # slot. Neither says how long a prefill takes.
-            # slot: neither says how long a prefill takes.
             is_looked_up = services.caches is None or plan.cached.keys is not None
             if is_looked_up and not exchange.was_full:
                 feedback.direct_took(self._inbound.model, plan.shape, seconds)
@@ -242,7 +243,10 @@ class Serving:
 
     def _teach_length(self, usage: Usage) -> None:
         """Learn the length of a prompt that was not counted from the usage of its answer."""
-        if usage.prompt_tokens and self._exchange.record.num_prompt_tokens is None:
+        if not usage.prompt_tokens:
+            return
+        self._num_prompt_tokens = usage.prompt_tokens
+        if self._exchange.record.num_prompt_tokens is None:
             model, content = self._inbound.model, self._inbound.content
             self._feedback.counted(model, content, usage.prompt_tokens)
 
@@ -297,8 +301,7 @@ class Serving:
             end.outcome,
             error=end.error,
             nbytes=end.nbytes,
-            # Without usage, each event counts as a token; the end mark is one more event.
-            output_tokens=usage.completion_tokens or max(0, end.num_events - 1),
+            output_tokens=usage.completion_tokens or self._streamed_tokens(answer.gate),
         )
         self._teach_length(usage)
         return response
@@ -333,11 +336,23 @@ class Serving:
             return 0
         if record.outcome == "failed":
             return self._inbound.work_of(self._num_prompt_tokens, 0)
-        num_events = 0 if answer is None or answer.gate is None else answer.gate.num_events
-        output_tokens = record.output_tokens or num_events
+        gate = None if answer is None else answer.gate
+        output_tokens = record.output_tokens or self._streamed_tokens(gate)
         if not output_tokens:
             return None
         return self._inbound.work_of(self._num_prompt_tokens, output_tokens)
+
+    def _streamed_tokens(self, gate: EventGate | None) -> int:
+        """The tokens of a stream without usage: an event is one, unless the client has asked for
+        longer events, whose text is counted.
+        """
+        if gate is None:
+            return 0
+        # The end mark is one more event.
+        num_tokens = gate.num_events - gate.is_done
+        if self._inbound.has_long_events:
+            num_tokens = max(num_tokens, int(gate.num_bytes / BYTES_PER_TOKEN))
+        return num_tokens
 
     def _leave(self, instance: str) -> None:
         """Tell the scheduler and the PD front that `instance` is done with the request."""

@@ -16,8 +16,11 @@ from deploy.gateway.config import GatewayConfig, ModelConfig
 from deploy.gateway.scheduling.recorder import SUFFIX
 from deploy.gateway.scheduling.scheduler import live_settings
 from deploy.region.spec.region import RegionSpec
+from scheduler.live.events import TenantsLimited
 from scheduler.live.settings import LiveSettings
 from scheduler.replay.recording import (
+    Entry,
+    Frame,
     Header,
     Played,
     RecordingError,
@@ -136,6 +139,10 @@ def _rows(name: str, pairs: Counter[tuple[str, str]]) -> Iterator[OutcomeRow]:
         yield OutcomeRow(name, outcome, before[outcome], now[outcome])
 
 
+def _limits_tenants(frame: Frame) -> bool:
+    return isinstance(frame, Entry) and isinstance(frame.event, TenantsLimited)
+
+
 def _play_file(path: Path, resettle: Resettle | None, played: Played) -> None:
     # Frames are read while they are played, so reading may fail anywhere in here.
     try:
@@ -150,6 +157,8 @@ def _play_file(path: Path, resettle: Resettle | None, played: Played) -> None:
             live = scheduler_of(header)
             if resettle is not None:
                 live.reconfigure(resettle(header.settings))
+                # The other settings have limits of their own for the whole time.
+                frames = (frame for frame in frames if not _limits_tenants(frame))
             play(live, frames, played)
     except OSError as error:
         raise RecordingError(str(error)) from error

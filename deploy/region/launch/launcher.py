@@ -22,6 +22,7 @@ import psutil
 
 from deploy.command_line import CommandFailed
 from deploy.lab.emulator.control import RelayControl
+from deploy.region.cache_identity import unlike_engines
 from deploy.region.launch.arenas import discard_arenas
 from deploy.region.launch.devices import Division, divided_here
 from deploy.region.launch.parts import Part, part_problems, whole
@@ -32,6 +33,7 @@ from deploy.region.launch.plan import (
     Planner,
     admin_url,
     gateway_url,
+    region_text,
 )
 from deploy.region.launch.ports import (
     ResolvedRegion,
@@ -54,7 +56,7 @@ from deploy.region.spec.checks import check_region
 from deploy.region.spec.loading import missing_models
 from deploy.region.spec.region import RegionSpec
 from kvmanager.config_files.fields import tls_files
-from kvmanager.config_files.problems import FileError
+from kvmanager.config_files.problems import FileError, Problem
 from kvmanager.private_files import read_secret, write_private
 from prfaas.engines.access import EngineAccess
 from prfaas.engines.client import open_session
@@ -62,6 +64,7 @@ from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.health import ProbeTiming
 from prfaas.engines.supervision.supervisor import SupervisorConfig, SupervisorEvent
 from transport import Credentials, Endpoint, Role
+from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.deploy.region")
 
@@ -208,7 +211,7 @@ class RunningRegion:
 
     @property
     def operator_key(self) -> str:
-        """What the gateway's pages for operators ask for, beside the region's API keys."""
+        """A key that opens the gateway's pages for operators, beside the region's API keys."""
         return read_secret(self.directory.operator_key)
 
     def engine_access(self) -> EngineAccess:
@@ -217,8 +220,8 @@ class RunningRegion:
         return EngineAccess(engine_key_file(self.region, self.directory), tls)
 
     def credentials(self, role: Role) -> Credentials | None:
-        """What a process of this role shows to the region's processes, which it may then call as
-        the role allows (`transport.access`).
+        """Credentials with which a process may call the region's processes as its role allows
+        (`transport.access`).
         """
         return run_credentials(self.region, self.directory.region_key, role)
 
@@ -239,6 +242,10 @@ class RunningRegion:
         After any exception, also a cancellation, everything is stopped again.
         """
         try:
+            # In a thread: to find who has a port, all sockets of the host are read.
+            problems = await asyncio.to_thread(_problems, self._wanted, self._part)
+            if problems:
+                raise FileError(f"region {self._wanted.name}", problems)
             self._prepare()
             await self._start_all()
         except BaseException:
@@ -262,6 +269,25 @@ class RunningRegion:
             self._report(self.gateway, trouble, state="waiting")
             await asyncio.sleep(0.1)
         self._report(self.gateway, self.gateway.reason)
+
+    async def differences(self) -> list[str]:
+        """A sentence for each pair of engines of one name between which no KVCache is shared. Hosts
+        may start their parts at any time, so agents elsewhere that do not answer are left out.
+
+        Raises RpcError where an agent of this machine does not answer.
+        """
+        assert self._prober is not None
+        controls = self._agent_controls()
+        answers = await asyncio.gather(
+            *map(self._prober.agent_status, controls.values()), return_exceptions=True
+        )
+        replies = []
+        for node, answer in zip(controls, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                replies.append(answer)
+            elif node in self._part.nodes or not isinstance(answer, RpcError):
+                raise answer
+        return unlike_engines(replies)
 
     async def stop(self) -> None:
         """Stop everything, gateway first. Goes on to the end even if cancelled. Idempotent."""
@@ -287,29 +313,16 @@ class RunningRegion:
 
     def _prepare(self) -> None:
         region, part = self._wanted, self._part
-        problems = (
-            check_region(region)
-            or part_problems(region, part)
-            or missing_models(region, part.nodes)
-        )
-        if not problems and not part.is_whole:
-            self._resolved = resolve_part(region, part)
-            region = self._resolved.region
-        problems = problems or taken_ports(region, part)
-        if problems:
-            raise FileError(f"region {region.name}", problems)
         # The lock before ports are chosen: two launchers in one directory must not both go on.
         self._lock = RunLock(self._root)
         directory = self._directory = open_run_directory(self._root)
-        if part.is_whole:
-            self._resolved = resolve_ports(region)
-        assert self._resolved is not None
+        resolved = resolve_ports(region) if part.is_whole else resolve_part(region, part)
+        self._resolved = resolved
         self._devices = divided_here(region, part, self._environment)
-        self._planner = Planner(
-            self._resolved, directory, self._environment, self._devices.environment
-        )
+        self._planner = Planner(resolved, directory, self._environment, self._devices.environment)
         make_keys(region, directory, part)
-        for path, text in self._planner.files().items():
+        files = self._planner.files() | {directory.wanted_file: region_text(region)}
+        for path, text in files.items():
             write_private(path, text.encode())  # keys and passwords are among it
 
     async def _start_all(self) -> None:
@@ -422,3 +435,13 @@ class RunningRegion:
         if self._resolved is None:
             raise RuntimeError("the region is not started")
         return self._resolved
+
+
+def _problems(region: RegionSpec, part: Part) -> list[Problem]:
+    problems = (
+        check_region(region) or part_problems(region, part) or missing_models(region, part.nodes)
+    )
+    if problems or part.is_whole:
+        return problems or taken_ports(region, part)
+    # Every host works out the ports from the file, so those of a part are fixed.
+    return taken_ports(resolve_part(region, part).region, part)

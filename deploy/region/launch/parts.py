@@ -81,6 +81,11 @@ def fronts_apart(region: RegionSpec) -> tuple[ClusterSpec, ...]:
     return tuple(cluster for cluster in region.clusters if beside not in cluster.nodes)
 
 
+def run_name(region: RegionSpec, part: Part) -> str:
+    """The name of the directory in which the part runs."""
+    return region.name if part.is_whole else f"{region.name}.{part.name}"
+
+
 def part_problems(region: RegionSpec, part: Part) -> list[Problem]:
     """What keeps this host from starting its part. Looks for files."""
     if part.is_whole:
@@ -100,6 +105,7 @@ def missing_files(region: RegionSpec, part: Part) -> Iterator[Problem]:
         ("region_key",): security.region_key,
         ("engine_key",): security.engine_key,
         ("granting_keys",): security.granting_keys,
+        ("metrics_key",): security.metrics_key,
         ("granting_key",): security.granting_key if part.has_gateway else None,
     }
     if security.tls is not None:

@@ -22,7 +22,12 @@ from deploy.region.launch.arenas import arena_name
 from deploy.region.launch.parts import fronts_apart
 from deploy.region.launch.ports import RelayPlan, ResolvedRegion, advertised_address
 from deploy.region.launch.rundir import RunDirectory
-from deploy.region.launch.trust import engine_key_file, grants_of, region_key_of
+from deploy.region.launch.trust import (
+    checks_grants,
+    engine_key_file,
+    region_key_of,
+    signs_grants,
+)
 from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionInstance, RegionSpec, role_of
 from kvmanager.agent.config import AgentSection
 from kvmanager.config_files.fields import TlsSection
@@ -98,17 +103,10 @@ class Planner:
         resolved, directory = self.resolved, self.directory
         region = resolved.region
         files = {
-            directory.region_file: region.model_dump_json(
-                by_alias=True, exclude_none=True, indent=1
-            ),
+            directory.region_file: region_text(region),
         }
         if resolved.part.has_gateway:
-            files[directory.gateway_file] = gateway_file(resolved, directory).model_dump_json(
-                # Keys stay in their file or variable: the run directory must not have a second
-                # copy.
-                exclude={"gateway": {"api_keys"}},
-                indent=1,
-            )
+            files[directory.gateway_file] = gateway_text(gateway_file(resolved, directory))
         for name in resolved.part.fronts:
             front = front_file(resolved, directory, region.cluster(name))
             files[self._front_file(name)] = front.model_dump_json(indent=1)
@@ -154,14 +152,15 @@ class Planner:
             "advertise": advertised_address(node),
             "send_to": self._destinations(),
             "metrics_port": agent.metrics_port,
+            "metrics_host": self.resolved.region.metrics_host(node),
+            "metrics_key_file": None if security.metrics_key is None else str(security.metrics_key),
             "trusted_network": security.trusted_network,
         }
         settings |= self._cache_settings(node)
         key = region_key_of(self.resolved.region, self.directory.region_key, node.name)
         if key is not None:
             settings["region_key"] = key.model_dump(mode="json")
-        region = self.resolved.region
-        grants = grants_of(region, region.security.granting_keys or self.directory.granting_keys)
+        grants = checks_grants(self.resolved.region, self.directory.granting_keys)
         if grants is not None:
             settings["granting_keys"] = grants.model_dump(mode="json")
         if security.tls is not None:
@@ -169,7 +168,7 @@ class Planner:
         return settings
 
     def _destinations(self) -> list[str]:
-        """Where agents receive, and the detours of links to there."""
+        """The addresses at which agents receive, and the detours of links to them."""
         region = self.resolved.region
         detours = {address for link in region.links for address in link.endpoints.values()}
         return sorted(detours | {advertised_address(node) for node in region.nodes})
@@ -306,7 +305,7 @@ def gateway_file(resolved: ResolvedRegion, directory: RunDirectory) -> GatewayFi
         ),
         tls=security.tls,
         region_key=region_key_of(region, directory.region_key, "gateway"),
-        granting_key=grants_of(region, security.granting_key or directory.granting_key),
+        granting_key=signs_grants(region, directory.granting_key),
         trusted_network=security.trusted_network,
     )
 
@@ -333,6 +332,17 @@ def front_file(
 def front_address(cluster: ClusterSpec) -> str:
     """Where the gateway reaches the cluster's front that is a process of its own."""
     return str(Endpoint(cluster.nodes[0].host, cluster.front_port))
+
+
+def gateway_text(file: GatewayFile) -> str:
+    """The file as the gateway reads it."""
+    # Keys stay in their file or variable: the run directory must not have a second copy.
+    return file.model_dump_json(exclude={"gateway": {"api_keys"}}, indent=1)
+
+
+def region_text(region: RegionSpec) -> str:
+    """The region as a run directory has it."""
+    return region.model_dump_json(by_alias=True, exclude_none=True, indent=1)
 
 
 def gateway_url(region: RegionSpec) -> str:

@@ -185,12 +185,14 @@ def _resolve_cluster(region: RegionSpec, cluster: ClusterSpec, choose: _Choose) 
     }
     nodes = []
     for node in cluster.nodes:
-        host, engine_host = node.host, region.engine_host(node)
-        ports = {
-            key: getattr(node.agent, key) or choose(host, node.bound_host, first)
+        hosts = dict.fromkeys(firsts, node.bound_host)
+        hosts["metrics_port"] = region.metrics_host(node)
+        chosen = {
+            key: getattr(node.agent, key) or choose(node.host, hosts[key], first)
             for key, first in firsts.items()
         }
-        agent: AgentSpec = node.agent.model_copy(update=ports)
+        agent: AgentSpec = node.agent.model_copy(update=chosen)
+        host, engine_host = node.host, region.engine_host(node)
         instances = tuple(
             item.model_copy(update={"port": item.port or choose(host, engine_host, ENGINE_PORT)})
             for item in node.instances

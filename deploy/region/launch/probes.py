@@ -36,7 +36,10 @@ class _RegionView(msgspec.Struct):
 
 
 async def region_trouble(admin_url: str, key: str, names: Collection[str]) -> str | None:
-    """What the gateway still misses, None once the instances of these `names` are usable."""
+    """Say what the gateway still misses; None once the instances of these `names` are usable.
+
+    An instance whose KVCache nobody can use stays so, however long one waits: it is not missed.
+    """
     try:
         view = await asked(admin_url, "/prfaas/region", _RegionView, key=key)
     except CannotAsk as error:
@@ -48,7 +51,7 @@ async def region_trouble(admin_url: str, key: str, names: Collection[str]) -> st
     for name in names:
         if name not in seen:
             return f"it has no report of {name}"
-        if not seen[name].healthy:
+        if not seen[name].healthy and seen[name].compatible:
             return f"{name} is not usable: {seen[name].reason}"
     return None
 

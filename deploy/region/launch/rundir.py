@@ -129,6 +129,11 @@ class RunDirectory:
         return self.root / "region.json"
 
     @property
+    def wanted_file(self) -> Path:
+        """The region as its user wrote it, with ports that are still to be chosen."""
+        return self.root / "wanted.json"
+
+    @property
     def gateway_file(self) -> Path:
         return self.root / "gateway.json"
 

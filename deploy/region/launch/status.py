@@ -134,12 +134,13 @@ def _process_table(status: RegionStatus) -> Table:
 
 
 def _agent_table(status: RegionStatus) -> Table:
-    table = new_table("agent", numbers=("arena", "free"))
+    table = new_table("agent", "tls", numbers=("arena", "free"))
     for heading in ("landings", "outboxes", "engines"):
         table.add_column(heading, overflow="fold")
     for name, agent in status.agents.items():
         table.add_row(
             name,
+            "yes" if agent.is_encrypted else "no",
             format_bytes(agent.arena_bytes),
             format_bytes(agent.free_bytes),
             _held(agent.num_landings, agent.landing_bytes),

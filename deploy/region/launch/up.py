@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
-from logging.handlers import RotatingFileHandler
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +21,10 @@ from deploy.region.launch.progress import ProgressView, line_view, progress_view
 from deploy.region.spec.region import RegionSpec
 from kvmanager.logs import set_up_logging
 from kvmanager.loop.systemd import served
-from prfaas.engines.supervision.log_files import MAX_LOG_BYTES, NUM_OLD_LOGS
+from prfaas.engines.supervision.log_files import OwnLog
+from transport.rpc import RpcError
+
+logger = logging.getLogger("prfaas.deploy.region")
 
 
 async def keep_up(
@@ -48,7 +52,7 @@ async def keep_up(
             running.kill_all()
         stop.set()
 
-    _log_to(root / "logs" / "launcher.log")
+    set_up_logging(handler=OwnLog(root / "logs" / "launcher.log"))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, on_signal)
@@ -56,7 +60,7 @@ async def keep_up(
         if not await _start(running, view, stop):
             return False
         shown = later
-        _announce(running, console, as_json)
+        _announce(running, console, as_json, await _differences(running))
         async with served():
             await stop.wait()
         if not as_json:
@@ -64,15 +68,6 @@ async def keep_up(
         return True
     finally:
         await running.stop()
-
-
-def _log_to(path: Path) -> None:
-    # The file is opened with the first record, after the run directory was made.
-    set_up_logging(
-        handler=RotatingFileHandler(
-            path, maxBytes=MAX_LOG_BYTES, backupCount=NUM_OLD_LOGS, delay=True
-        )
-    )
 
 
 async def _start(running: RunningRegion, view: ProgressView, stop: asyncio.Event) -> bool:
@@ -90,12 +85,24 @@ async def _start(running: RunningRegion, view: ProgressView, stop: asyncio.Event
         return True
 
 
-def _announce(running: RunningRegion, console: Console, as_json: bool) -> None:
+async def _differences(running: RunningRegion) -> list[str]:
+    try:
+        return await running.differences()
+    except RpcError as error:  # an agent that died meanwhile: the view of processes says so
+        logger.warning("cannot compare the engines: %s", error)
+        return []
+
+
+def _announce(
+    running: RunningRegion, console: Console, as_json: bool, differences: Sequence[str]
+) -> None:
     url, root, part = running.gateway_url, running.directory.root, running.part
     if as_json:
         ready = {"event": "ready", "gateway": url, "run_dir": str(root), "pid": os.getpid()}
-        print(json.dumps(ready), flush=True)
+        print(json.dumps(ready | {"differences": list(differences)}), flush=True)
         return
+    for sentence in differences:
+        console.print(sentence, style="red", soft_wrap=True)
     for instance, variables in running.devices.environment.items():
         for name, value in variables.items():
             console.print(f"  {instance}: {name}={value}", highlight=False, soft_wrap=True)

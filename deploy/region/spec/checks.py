@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from deploy.gateway.config import open_listeners
 from deploy.region.spec.region import (
     ClusterSpec,
     ModelSpec,
@@ -18,7 +19,7 @@ from deploy.region.spec.region import (
     role_of,
 )
 from kvmanager.config_files.problems import KeyPath, Problem, suggestion
-from kvmanager.config_files.security import check_redis, is_loopback
+from kvmanager.config_files.security import check_redis
 from kvmanager.config_files.units import parse_rate
 from transport import Endpoint
 
@@ -167,16 +168,13 @@ def _check_security(region: RegionSpec) -> Iterator[Problem]:
     if security.tls is not None and security.region_key is not None:
         message = "it signs calls where there is no TLS; remove it or `tls`"
         yield Problem(("security", "region_key"), message)
-    for name in ("tls", "region_key"):
-        if security.trusted_network and getattr(security, name) is not None:
-            message = f"true contradicts `{name}`; remove one of the two"
-            yield Problem(("security", "trusted_network"), message)
-    keys = ("granting_key", "granting_keys")
-    for name, other in (keys, keys[::-1]):
+    pair = ("granting_key", "granting_keys")
+    for name, other in (pair, pair[::-1]):
         if getattr(security, name) is not None and getattr(security, other) is None:
-            message = f"what {name} signs or checks needs its other half; give both or none"
-            yield Problem(("security", other), message)
-        if getattr(security, name) is not None and security.trusted_network:
+            message = f"the gateway signs and agents check: give `{other}` too"
+            yield Problem(("security", name), message)
+    for name in ("tls", "region_key", "granting_key"):
+        if security.trusted_network and getattr(security, name) is not None:
             message = f"true contradicts `{name}`; remove one of the two"
             yield Problem(("security", "trusted_network"), message)
     gateway = region.gateway
@@ -189,16 +187,10 @@ def _check_security(region: RegionSpec) -> Iterator[Problem]:
     except ValueError as error:
         yield Problem(("gateway", "directory", "url"), str(error))
     has_keys = bool(gateway.api_keys_file or gateway.api_keys_env)
-    listeners = {"host": (gateway.host, "use the models")}
-    if gateway.admin is not None:
-        listeners["admin"] = (Endpoint.parse(gateway.admin).host, "change roles")
-    for name, (host, what) in listeners.items():
-        if not (has_keys or security.trusted_network or is_loopback(host)):
-            message = (
-                f"{host} is reachable from other hosts and anybody could {what}; give "
-                "api_keys_file or api_keys_env, or set security.trusted_network"
-            )
-            yield Problem(("gateway", name), message)
+    if not (has_keys or security.trusted_network):
+        mend = "give api_keys_file or api_keys_env, or set security.trusted_network"
+        for name, danger in open_listeners(gateway).items():
+            yield Problem(("gateway", name), f"{danger}; {mend}")
     if gateway.scheduling.admission.tenants and not has_keys:
         message = "tenants are API keys; give api_keys_file or api_keys_env, or use default_tenant"
         yield Problem(("gateway", "scheduling", "admission", "tenants"), message)
@@ -248,9 +240,12 @@ def fixed_ports(region: RegionSpec) -> Iterator[FixedPort]:
         path: KeyPath = ("clusters", c, "front_port")
         yield FixedPort(path, cluster.name, first.host, first.bound_host, cluster.front_port)
     for path, _, node in _nodes(region):
-        for key in ("data_port", "control_port", "metrics_port"):
+        for key in ("data_port", "control_port"):
             port = getattr(node.agent, key)
             yield FixedPort((*path, "agent", key), node.name, node.host, node.bound_host, port)
+        metrics = (*path, "agent", "metrics_port")
+        metrics_host, port = region.metrics_host(node), node.agent.metrics_port
+        yield FixedPort(metrics, node.name, node.host, metrics_host, port)
         engine_host = region.engine_host(node)
         for i, instance in enumerate(node.instances):
             at = (*path, "instances", i, "port")

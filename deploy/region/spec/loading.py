@@ -58,9 +58,9 @@ def _absolute(region: RegionSpec, directory: Path) -> RegionSpec:
     if gateway.recorder is not None:
         recorder = gateway.recorder.model_copy(update={"dir": full(gateway.recorder.dir)})
         gateway = gateway.model_copy(update={"recorder": recorder})
-    keys = ("region_key", "engine_key", "granting_key", "granting_keys")
-    given = {key: path for key in keys if (path := getattr(security, key)) is not None}
-    security = security.model_copy(update={key: full(path) for key, path in given.items()})
+    for name in ("region_key", "engine_key", "granting_key", "granting_keys", "metrics_key"):
+        if (path := getattr(security, name)) is not None:
+            security = security.model_copy(update={name: full(path)})
     if security.tls is not None:
         files = {key: full(path) for key, path in security.tls}
         security = security.model_copy(update={"tls": security.tls.model_copy(update=files)})

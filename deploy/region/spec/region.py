@@ -87,7 +87,9 @@ class AgentSpec(AgentSection):
     control_port: Port = 0
     """The port at which fronts reserve landings; 0: any free one."""
     metrics_port: Port = 0
-    """The Prometheus port; 0: any free one."""
+    """The Prometheus port, at the node's host with `security.metrics_key` or on a trusted network,
+    else on loopback; 0: any free one.
+    """
     keep_arena: bool = True
     """Whether what is cached outlives the agent, until `prfaas down`."""
     advertise: Address | None = None
@@ -189,11 +191,15 @@ class SecuritySpec(Section):
     one for its run.
     """
     granting_key: Path | None = None
-    """File with the gateway's private key of grants, on its host only. Left out: `prfaas up` makes
-    a pair of keys for its run.
+    """File of the private key with which the gateway signs grants (docs/security.md), on its host
+    only; needs `granting_keys`. Left out: `prfaas up` makes a pair for its run.
     """
     granting_keys: Path | None = None
-    """File with the public keys of grants, on every host. It belongs to `granting_key`."""
+    """File of the public keys with which agents check grants, that of `granting_key` among them."""
+    metrics_key: Path | None = None
+    """File with the key that who reads metrics of node agents must show (docs/security.md). Left
+    out: they are shown on loopback only, to everybody there.
+    """
     trusted_network: bool = False
     """true: neither; every process that reaches the ports of another may call everything."""
 
@@ -267,6 +273,12 @@ class RegionSpec(Section):
         """
         is_safe = self.security.tls is not None or self.security.trusted_network
         return node.bound_host if is_safe or is_loopback(node.bound_host) else "127.0.0.1"
+
+    def metrics_host(self, node: NodeSpec) -> str:
+        """The address of the metrics of the node's agent, which name models and tenants."""
+        security = self.security
+        is_guarded = security.metrics_key is not None or security.trusted_network
+        return node.bound_host if is_guarded or is_loopback(node.bound_host) else "127.0.0.1"
 
     def caches(self, node: NodeSpec) -> bool:
         """Whether the node has a prefix cache: a model there wants one, and there is room for

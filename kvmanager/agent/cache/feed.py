@@ -6,8 +6,8 @@ Every change of a block gets the next even sequence number. The log keeps only t
 each block, and keeps held blocks and gone blocks apart. A follower that names a number gets the
 changes after it. A follower that starts from nothing gets the held blocks in the order of their
 latest change, page by page. An odd number identifies such a reading: how far it has come and when
-it began. Gone blocks are forgotten after a while; a follower that may have missed one starts from
-nothing again.
+it began. No more gone blocks are remembered than blocks are held, or a reply takes; a follower that
+may have missed one starts from nothing again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHORT_KEY_BYTES: Final = 8
 MAX_KEYS_PER_REPLY: Final = 8192
 """The event loop puts a reply of this many keys together in one turn of about 5 ms."""
 MAX_GONE: Final = 1 << 17
-"""Most gone blocks that are remembered."""
+"""Most gone blocks that are remembered, however many are held."""
 
 MAX_CURSORS: Final = 256
 """Most unfinished readings from nothing that are remembered."""
@@ -40,7 +40,7 @@ _MAX_PARTS: Final = 256
 class FeedLog:
     """The feed of one agent's cache. Single-threaded.
 
-    `keep_gone`: most gone blocks that are remembered.
+    `keep_gone`: most gone blocks that are remembered, however many are held.
     """
 
     def __init__(self, keep_gone: int = MAX_GONE) -> None:
@@ -154,7 +154,10 @@ class FeedLog:
             return
         del self._flags[key]
         self._gone.add(key, latest)
-        if len(self._gone) > self._keep_gone:
+        # Whoever has missed more than is held reads what is held in less time. Without this bound a
+        # small cache would remember a hundred times more blocks than it has room for.
+        most = min(self._keep_gone, max(MAX_KEYS_PER_REPLY, len(self._held)))
+        while len(self._gone) > most:
             forgotten, last = self._gone.pop_first()
             del self._seqs[forgotten]
             self._forgotten_seq = last.seq

@@ -67,13 +67,13 @@ class CacheMoveControl:
         self._is_lossy = is_lossy
 
     async def reserve(self, request: ReserveCacheMove) -> ReserveCacheMoveReply:
-        # Whoever may land under keys of its choice plants KVCache.
+        # A caller that may choose the keys of a landing can plant KVCache.
         with self._grants.once(request.grant, move_landing(request, self._grants.agent)):
             what, _ = self._what(request)
             return self._mover.open_landing(what, request.lease_s)
 
     async def send(self, request: SendCacheMove) -> SendCacheMoveReply:
-        # Whoever may have it sent to a port of its choice reads KVCache.
+        # A caller that may choose the destination can read KVCache.
         self._grants.require(request.grant, move_send(request, self._grants.agent))
         what, layout = self._what(request)
         # Both ends compute the size from the layout, so a difference shows that their layouts

@@ -1,11 +1,13 @@
-"""Keeps the log of a child process from growing for ever. Does not know what is in it.
+"""Logs that only this user may read and that do not grow for ever. Does not know what is in them.
 
-The child holds its log open and appends to it, so the file cannot be renamed away from it: it is
+A child holds its log open and appends to it, so the file cannot be renamed away from it: it is
 copied and then emptied. A line that is written in between is lost.
 """
 
 import os
 import shutil
+from io import TextIOWrapper
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +19,17 @@ def open_log(path: Path) -> int:
     """A descriptor that appends to the log, which only this user may read. OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, 0o600)
+
+
+class OwnLog(RotatingFileHandler):
+    """The log of this process. It is opened with the first record, when its directory exists."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, maxBytes=MAX_LOG_BYTES, backupCount=NUM_OLD_LOGS, delay=True)
+
+    def _open(self) -> TextIOWrapper:
+        # The handler's own way would give a new file the mode that the user's umask allows.
+        return os.fdopen(open_log(Path(self.baseFilename)), "a", encoding="utf-8")
 
 
 def rotate(path: Path, max_bytes: int = MAX_LOG_BYTES) -> bool:

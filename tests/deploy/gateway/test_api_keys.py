@@ -176,6 +176,19 @@ def test_operators_are_tenants_with_keys() -> None:
         with_api_keys(config, keys[2:])
 
 
+def test_without_named_operators_only_a_tenant_alone_is_one() -> None:
+    keys = [ApiKey.model_validate(line) for line in ("acme one", "acme two", "other three")]
+    alone = KeyRing(keys[:2])
+    alone.check_operator("Bearer one")
+    alone.check_operator("Bearer two")
+    alone.replace(keys)
+    for key in ("one", "two", "three"):
+        with pytest.raises(ApiError, match="is not an operator's"):
+            alone.check_operator(f"Bearer {key}")
+    alone.set_operators(["other"])
+    alone.check_operator("Bearer three")
+
+
 def as_operator(keys: KeyRing, header: str | None) -> int:
     """The status that an operator's page would have."""
     try:
@@ -188,12 +201,12 @@ def as_operator(keys: KeyRing, header: str | None) -> int:
 @pytest.mark.parametrize(
     ("operators", "statuses"),
     [
-        ((), [200, 200, 401, 401]),
+        ((), [403, 403, 401, 401]),
         (("ops",), [200, 403, 401, 401]),
         (("ops", "acme"), [200, 200, 401, 401]),
     ],
 )
-def test_without_operators_every_key_is_one_and_no_stranger(
+def test_of_several_tenants_only_named_ones_are_operators(
     operators: tuple[str, ...], statuses: list[int]
 ) -> None:
     keys = KeyRing([ApiKey.model_validate(line) for line in ("ops one", "acme two")], operators)

@@ -1,4 +1,4 @@
-"""Whose cached KVCache a request may use."""
+"""A salt decides which tenants' cached KVCache a request may use."""
 
 import string
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,13 +47,13 @@ class FixedLoad(LiveScheduler):
 class Door:
     """An `Admission` whose clock is `now_s`."""
 
-    def __init__(self, **section: Any) -> None:
+    def __init__(self, *, hide: Callable[[str], str] = str, **section: Any) -> None:
         self.now_s = 0.0
         self.registry = CollectorRegistry()
         config = AdmissionSection.model_validate(section)
         self.live = FixedLoad(config)
         self.admission = Admission(
-            config, self.registry, lambda event: self.live.take(event, self.now_s)
+            config, self.registry, lambda event: self.live.take(event, self.now_s), hide=hide
         )
 
     def admit(
@@ -217,6 +218,22 @@ def test_only_named_tenants_have_a_series_of_their_own() -> None:
         assert door.value("tenant_in_flight", tenant=tenant) == 0
 
 
+def test_the_series_of_a_tenant_goes_with_its_last_key_and_its_last_request() -> None:
+    door = Door(tenants={"limited": {"max_requests": 9}})
+    names = ("limited", "stays", "idle", "busy", "key-00000001")
+    handles = {name: door.admit(name) for name in names}
+    handles["idle"]()
+    door.admission.keep_series(["stays"])
+    for name, shown in {"limited": 1, "stays": 1, "idle": None, "busy": 1, UNNAMED: 1}.items():
+        assert door.value("tenant_in_flight", tenant=name) == shown, name
+    for handle in handles.values():
+        handle()
+    for name, shown in {"limited": 0, "stays": 0, "idle": None, "busy": None, UNNAMED: 0}.items():
+        assert door.value("tenant_in_flight", tenant=name) == shown, name
+    door.admit("busy")
+    assert door.value("tenant_in_flight", tenant="busy") == 1
+
+
 def test_operators_see_who_has_what() -> None:
     door = Door(default_tenant={"max_requests": 2})
     handle = door.admit("acme", num_tokens=70)
@@ -230,3 +247,24 @@ def test_operators_see_who_has_what() -> None:
     assert seen.tenants == {"acme": TenantNow(2, 100)}
     handle()
     assert door.admission.overview().tenants == {"acme": TenantNow(1, 30)}
+
+
+@pytest.mark.parametrize("hide", [str, lambda tenant: f"hash of {tenant}"])
+def test_other_limits_count_what_is_in_flight(hide: Callable[[str], str]) -> None:
+    """With `hide` as a recorder has it for a tenant that had no limits when it began."""
+    door = Door(hide=hide)
+    first, _second = door.admit("acme"), door.admit("acme")
+    assert not door.admission.is_limited("acme")
+    limits = {"tenants": {"acme": {"max_requests": 2}}}
+    door.admission.use(AdmissionSection.model_validate(limits))
+    assert door.admission.is_limited("acme")
+    error = door.refused("acme")
+    assert error.code == "tenant_requests"
+    assert "acme has 2 of at most 2 requests in flight" in error.message
+    door.admit("other")
+    first()
+    door.admit("acme")
+    assert door.admission.overview().tenants["acme"] == TenantNow(2, 200)
+    door.admission.use(AdmissionSection())
+    door.admit("acme")
+    assert door.value("tenant_in_flight", tenant="acme") == 3

@@ -158,6 +158,7 @@ def test_reports_are_recorded_without_texts(tmp_path: Path) -> None:
     flight.recorder.close()
     (path,) = tmp_path.glob(f"*{SUFFIX}")
     assert b"secret" not in path.read_bytes()
+    assert path.stat().st_mode & 0o077 == 0, "it names tenants"
 
 
 def test_a_wrong_decision_is_printed_and_fails(

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from deploy.gateway.config import GatewayConfig, ModelConfig
-from deploy.gateway.links.watcher import STRANGER, RegionWatcher, without_strangers
+from deploy.gateway.links.watcher import INCOMPATIBLE, RegionWatcher, without_incompatible
 from deploy.gateway.serving.background import Background
 from scheduler.reports import ClusterReport, InstanceReport
 
@@ -80,18 +80,19 @@ def test_instances_whose_kvcache_nobody_can_use_get_no_prompts() -> None:
         instance(role="prefill", layout_fingerprint="c"),
     )
     fine = cluster(instance(layout_fingerprint="a"), instance("other", layout_fingerprint="b"))
-    assert without_strangers(fine, home) is fine
+    assert without_incompatible(fine, home) is fine
     for unknown in (cluster(instance()), cluster(instance("new", layout_fingerprint="x")), None):
-        assert without_strangers(unknown, home) is unknown
-    assert without_strangers(fine, None) is fine
-    mixed = without_strangers(cluster(*fine.instances, instance(layout_fingerprint="b")), home)
+        assert without_incompatible(unknown, home) is unknown
+    assert without_incompatible(fine, None) is fine
+    mixed = without_incompatible(cluster(*fine.instances, instance(layout_fingerprint="b")), home)
     assert mixed is not None
     assert [item.healthy for item in mixed.instances] == [True, True, False]
+    assert [item.compatible for item in mixed.instances] == [True, True, False]
     assert mixed.healthy
-    swapped = without_strangers(cluster(instance(layout_fingerprint="c")), home)
+    swapped = without_incompatible(cluster(instance(layout_fingerprint="c")), home)
     assert swapped is not None
     assert not swapped.healthy
-    assert swapped.reason == swapped.instances[0].reason == STRANGER
+    assert swapped.reason == swapped.instances[0].reason == INCOMPATIBLE
 
 
 async def test_a_front_that_raises_is_not_healthy() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from granting import grant_files
 
 from deploy.gateway.file import GatewayFile
 from deploy.region.launch.parts import Part, UnknownPart, part_of, part_problems
@@ -157,6 +158,11 @@ def test_behind_nat_processes_listen_elsewhere_than_others_connect() -> None:
     agent = yaml.safe_load(plan.files()[Path("/run/two/agent.a1.json")])
     assert (agent["listen"], agent["control"]) == ("0.0.0.0:7100", "0.0.0.0:7101")
     assert agent["advertise"] == "198.51.100.7:7100"
+    assert (agent["metrics_host"], agent["metrics_port"]) == ("127.0.0.1", 7102)
+    guarded = region_of(f"{KEYS}  metrics_key: /k/metrics.key\n", text)
+    files = planner(guarded, part_of(guarded, node="a1")).files()
+    agent = yaml.safe_load(files[Path("/run/two/agent.a1.json")])
+    assert (agent["metrics_host"], agent["metrics_key_file"]) == ("0.0.0.0", "/k/metrics.key")
     front = yaml.safe_load(plan.files()[Path("/run/two/front.far.json")])
     assert (front["listen"], front["instances"][0]["agent"], front["instances"][0]["url"]) == (
         "0.0.0.0:7200",
@@ -229,11 +235,19 @@ def test_engines_on_loopback_must_be_where_they_are_asked(tmp_path: Path) -> Non
 
 def test_named_keys_are_not_made(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, tmp_path)
-    region = region_of()
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    private, public = grant_files(keys)
+    region = region_of(KEYS.replace("/k/", f"{keys}/"))
+    text = private.path.read_bytes()
+    private.path.unlink()
     make_keys(region, directory, part_of(region, node="a1"))
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["keys"]
+    private.path.touch(mode=0o600)
+    private.path.write_bytes(text)
     make_keys(region, directory, part_of(region, node="b1"))
-    assert [path.name for path in tmp_path.iterdir()] == ["operator.key"]
+    assert {path.name for path in tmp_path.iterdir()} == {"keys", "operator.key"}
+    assert sorted(keys.iterdir()) == [private.path, public.path]
 
 
 def test_only_the_ports_of_a_part_must_be_free_here() -> None:

@@ -13,6 +13,7 @@ from deploy.gateway.file import GatewayFile
 from deploy.region.launch.plan import Planner, gateway_file, gateway_url, stop_limit_s
 from deploy.region.launch.ports import resolve_ports
 from deploy.region.launch.rundir import RunDirectory
+from deploy.region.spec.checks import fixed_ports
 from deploy.region.spec.loading import parse_region
 from deploy.region.spec.region import RegionSpec
 from kvmanager.agent.config import AgentConfig
@@ -143,6 +144,26 @@ def test_how_processes_know_each_other_is_told_to_all() -> None:
             signs = GrantsSection(file=folder / "granting.key", region="demo")
             assert file.granting_key == signs
             assert agent.granting_keys == GrantsSection(file=folder / "granting.pub", region="demo")
+
+
+def test_metrics_leave_loopback_only_with_a_key_or_on_a_trusted_network() -> None:
+    text = EXAMPLE.read_text().replace("- name: b1\n", "- name: b1\n        host: 10.0.0.2\n")
+    for security, host, key in (
+        ("", "127.0.0.1", None),
+        ("security: {tls: {cert: c, key: k, ca: a}}", "127.0.0.1", None),
+        ("security: {metrics_key: /etc/prfaas/key}", "10.0.0.2", Path("/etc/prfaas/key")),
+        ("security: {trusted_network: true}", "10.0.0.2", None),
+    ):
+        region = parse_region(f"{text}{security}\n", {"MODEL": "/models/tiny"})
+        files = planner(region).files()
+        b1, a1 = (
+            AgentConfig.model_validate(yaml.safe_load(files[Path(f"/run/demo/agent.{name}.json")]))
+            for name in ("b1", "a1")
+        )
+        assert (b1.metrics_host, b1.metrics_key_file) == (host, key)
+        assert (a1.metrics_host, a1.metrics_key_file) == ("127.0.0.1", key)
+        metrics = {item.host for item in fixed_ports(region) if item.path[-1] == "metrics_port"}
+        assert metrics == {"127.0.0.1", host}
 
 
 def test_cache_settings_reach_agent_engines_and_gateway() -> None:

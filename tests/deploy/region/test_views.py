@@ -103,6 +103,15 @@ def test_status_shows_what_is_held_and_what_is_broken() -> None:
         assert words in text
 
 
+@pytest.mark.parametrize(("is_encrypted", "word"), [(True, "yes"), (False, "no")])
+def test_status_says_of_each_agent_whether_it_has_tls(is_encrypted: bool, word: str) -> None:
+    shown = status()
+    agent = msgspec.structs.replace(shown.agents["b1"], is_encrypted=is_encrypted)
+    text = printed(render_status(msgspec.structs.replace(shown, agents={"b1": agent})))
+    assert "agent tls" in " ".join(text.split())
+    assert f"b1 {word} 1.0 GiB" in " ".join(text.split())
+
+
 def test_status_shows_caches_of_those_that_have_one() -> None:
     shown = status()
     assert "prompts" not in printed(render_status(shown))

@@ -1,4 +1,4 @@
-"""What a gateway signs for the node agents that a request needs."""
+"""Grants that a gateway signs for the node agents that a request needs."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmanager.agent import messages
-from kvmanager.agent.cache.feed import FeedLog
+from kvmanager.agent.cache.feed import MAX_KEYS_PER_REPLY, FeedLog
 from kvmanager.pool.records import PoolChange, Tier
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape
 
@@ -127,6 +127,30 @@ def test_who_may_have_missed_what_is_forgotten_begins_anew() -> None:
     assert feed.read(feed.epoch, seq, 0.0).is_snapshot
     follower.catch_up(feed)
     assert set(follower.held) == {key(number)[:8] for number in range(4, 10)}
+
+
+def test_what_a_small_cache_remembers_does_not_grow_with_what_has_gone() -> None:
+    feed = FeedLog()
+    for number in range(10):
+        feed.part_changed(change(number), 0.0)
+    seqs = []
+    for number in range(10, 10 + 2 * MAX_KEYS_PER_REPLY):
+        seqs.append(feed.seq)
+        feed.engine_changed([(key(number), 1)], 0.0)
+        feed.engine_changed([(key(number), 0)], 0.0)
+    assert not feed.read(feed.epoch, seqs[-MAX_KEYS_PER_REPLY], 0.0).is_snapshot
+    assert feed.read(feed.epoch, seqs[-MAX_KEYS_PER_REPLY - 1], 0.0).is_snapshot
+
+
+def test_a_large_cache_remembers_as_many_gone_blocks_as_it_holds() -> None:
+    feed = FeedLog()
+    num_held = 2 * MAX_KEYS_PER_REPLY
+    feed.engine_changed([(key(number), 1) for number in range(2 * num_held)], 0.0)
+    seq = feed.seq
+    feed.engine_changed([(key(number), 0) for number in range(num_held)], 0.0)
+    assert not feed.read(feed.epoch, seq, 0.0).is_snapshot
+    feed.engine_changed([(key(num_held), 0)], 0.0)
+    assert feed.read(feed.epoch, seq, 0.0).is_snapshot
 
 
 def test_a_long_snapshot_ends_though_much_was_forgotten_before_it() -> None:

@@ -1,4 +1,4 @@
-"""What of an engine's configuration is part of the identity of its KVCache."""
+"""The parts of an engine's configuration that its KVCache's identity has."""
 
 import copy
 from types import SimpleNamespace

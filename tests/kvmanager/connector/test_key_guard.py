@@ -1,4 +1,4 @@
-"""What an engine answers without its key: nothing, on any path."""
+"""Without its key an engine answers nothing, on any path."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def key_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def asked(guard: KeyGuard, kind: str = "http", *headers: tuple[bytes, bytes]) -> list[Any]:
-    """What the guard sends for a request with these headers."""
+    """The status that the guard sends for a request with these headers."""
     sent: list[Any] = []
 
     async def send(message: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What an engine says that its weights and adapters are."""
+"""The identity that an engine gives its weights and adapters."""
 
 import json
 from pathlib import Path

@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
-from transport_doubles import MemoryRegistry, MemorySpace, greeting, make_spec
+from transport_doubles import (
+    SENDER_INSTANCE,
+    MemoryRegistry,
+    MemorySpace,
+    greeting,
+    make_spec,
+)
 
 from transport.config import TransportConfig
 from transport.errors import PeerError
@@ -120,8 +126,10 @@ def test_a_greeting_is_answered_with_our_own() -> None:
         now_s=0.0,
     )
     assert (session.established, session.acks_due, session.has_answers) == (False, False, False)
+    assert session.peer_instance == b""
     session.feed(greeting(), 0.0)
     assert session.established
+    assert session.peer_instance == SENDER_INSTANCE
     (event,) = SenderSession(config, b"S" * 16).feed(session.outgoing())
     assert event == Welcomed(Hello(2, 2, 4000, int(Feature.NO_SUM), b"R" * 16))
 
@@ -408,6 +416,25 @@ def test_a_connection_whose_transfers_have_ended_must_speak_again() -> None:
     fixture.open()
     fixture.tell(cancel(), 20.0)
     assert fixture.session.deadline_s == 120.0
+
+
+def test_what_is_refused_extends_no_time() -> None:
+    fixture = Fixture()
+    fields = {"token": bytes(32), "fingerprint": SPEC.fingerprint, "nbytes": 1}
+    refused = encode_open(SPEC.transfer_id, **fields)  # type: ignore[arg-type]
+    for_nobody = encode_data_header(SPEC.transfer_id, 0, [b"x"]) + b"x"
+    for now_s, wire in ((10.0, refused), (20.0, for_nobody), (30.0, cancel()), (90.0, refused)):
+        fixture.session.feed(wire, now_s)
+        assert fixture.session.outgoing()
+        assert fixture.session.deadline_s == 100.0
+    fixture.session.feed(refused[:1], 95.0)
+    assert fixture.session.deadline_s == 100.0
+    assert not fixture.session.has_opened
+    fixture.session.feed(refused[1:], 96.0)
+    fixture.session.outgoing()
+    fixture.open(now_s=97.0)
+    assert fixture.session.has_opened
+    assert fixture.session.deadline_s == math.inf
 
 
 def test_within_a_body_the_buffers_are_its_rest() -> None:

@@ -1,0 +1,93 @@
+"""The HTTP port at which a process shows its Prometheus metrics and its health.
+
+Beyond loopback it has a key, which every request must show; the configuration sees to that
+(`kvmanager.config_files.security`). It does not know what is measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from kvmanager.bearer import key_digest, shows_key
+from kvmanager.private_files import read_secret
+from transport import Endpoint
+from transport.errors import LocalError
+from transport.tls import PlainFiles, Rotating
+
+# Imported in `start`, so that a process without metrics does not pay for aiohttp.
+if TYPE_CHECKING:
+    from aiohttp import web
+    from aiohttp.typedefs import Handler
+
+
+class MetricsServer:
+    """Serves /metrics and /health on the event loop that starts it."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        at: Endpoint,
+        key_file: Path | None = None,
+        exposures: Sequence[str] = (),
+    ) -> None:
+        """Port 0 of `at`: any free one. `exposures`: what somebody on the network may do, for
+        /health. With `key_file`, which is read again when it changes, every request must have the
+        header "Authorization: Bearer KEY". Raises LocalError when the file cannot be used.
+        """
+        self._registry = registry
+        self._at = at
+        self._exposures = exposures
+        self._key = None if key_file is None else Rotating(PlainFiles((key_file,)), _digest_in)
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> Endpoint:
+        """Serve, and return where. Raises OSError when the port is taken."""
+        from aiohttp import web
+
+        @web.middleware
+        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if self._is_welcome(request.headers.get("Authorization", "")):
+                return await handler(request)
+            text = "Send this process's metrics key: Authorization: Bearer KEY\n"
+            return web.Response(status=401, headers={"WWW-Authenticate": "Bearer"}, text=text)
+
+        async def show_metrics(_: web.Request) -> web.Response:
+            text = generate_latest(self._registry)
+            return web.Response(body=text, content_type="text/plain", charset="utf-8")
+
+        async def show_health(_: web.Request) -> web.Response:
+            lines = ("ok", *(f"open: {what}" for what in self._exposures))
+            return web.Response(text="".join(f"{line}\n" for line in lines))
+
+        app = web.Application(middlewares=[guard])
+        app.router.add_get("/metrics", show_metrics)
+        app.router.add_get("/health", show_health)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self._at.host, self._at.port).start()
+        return Endpoint(self._at.host, self._runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        """Close the port. Idempotent."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def _is_welcome(self, authorization: str) -> bool:
+        if self._key is None:
+            return True
+        # Headers may hold bytes that are no UTF-8.
+        offered = authorization.encode("utf-8", "surrogateescape")
+        return shows_key(offered, self._key.current(time.monotonic()))
+
+
+def _digest_in(files: PlainFiles) -> bytes:
+    (path,) = files.paths
+    try:
+        return key_digest(read_secret(path).encode())
+    except (OSError, ValueError) as error:
+        raise LocalError("metrics_key", f"cannot use the key of metrics: {error}") from error
