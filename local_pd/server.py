@@ -61,7 +61,10 @@ class PdServer(RpcServer):
             "Resume": Method(InstanceName, Empty, self._resume),
             "SetRole": Method(RoleRequest, RoleReply, self._set_role),
         }
-        super().__init__(bind, {SERVICE: methods}, credentials)
+        super().__init__(bind, {SERVICE: methods}, credentials, why_not_ready=self._why_no_work)
+
+    async def _why_no_work(self) -> str:
+        return "" if (await self._cluster.report()).healthy else "no instance serves"
 
     async def _reserve(self, request: ReserveRequest) -> DecodeSlot:
         return await _mapped(self._cluster.reserve(request))

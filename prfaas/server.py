@@ -31,7 +31,10 @@ class PrefillServer(RpcServer):
             "Drain": Method(InstanceName, Empty, self._drain),
             "Resume": Method(InstanceName, Empty, self._resume),
         }
-        super().__init__(bind, {SERVICE: methods}, credentials)
+        super().__init__(bind, {SERVICE: methods}, credentials, why_not_ready=self._why_no_work)
+
+    async def _why_no_work(self) -> str:
+        return "" if (await self._cluster.report()).healthy else "no instance serves"
 
     async def _submit(self, job: PrefillJob) -> PrefillReply:
         return await to_reply(self._cluster.submit(job))

@@ -27,6 +27,7 @@ import msgspec
 
 from transport import LocalError, TlsFiles
 from transport.access import ACCESS
+from transport.health import WhyNotReady, always_ready, health_handler
 from transport.region_key import Credentials, RegionKey
 from transport.rpc_auth import (
     LOOK_S,
@@ -144,11 +145,16 @@ class RpcServer:
         bind: str,
         services: Mapping[str, Mapping[str, Method[Any, Any]]],
         credentials: Credentials | None = None,
+        *,
+        why_not_ready: WhyNotReady = always_ready,
     ) -> None:
-        """`bind` is "host:port"; port 0 picks a free one. Without credentials anybody may call."""
+        """`bind` is "host:port"; port 0 picks a free one. Without credentials anybody may call.
+        `why_not_ready` answers grpc.health.v1, for which nobody has to show a role.
+        """
         self._bind = bind
         self._services = services
         self._credentials = credentials
+        self._ask_why_not_ready = why_not_ready
         self._server: Any = None
 
     async def start(self) -> int:
@@ -158,6 +164,7 @@ class RpcServer:
         or the keys cannot be used.
         """
         server = grpc.aio.server(options=_SERVER_OPTIONS)
+        server.add_generic_rpc_handlers((health_handler(self.why_not_ready),))
         try:
             auth = caller_auth(self._credentials)
         except LocalError as error:
@@ -190,6 +197,10 @@ class RpcServer:
         server, self._server = self._server, None
         if server is not None:
             await server.stop(grace_s)
+
+    async def why_not_ready(self) -> str:
+        """A `WhyNotReady`: this server's own, and outside `start` and `stop` always a reason."""
+        return "stopping" if self._server is None else await self._ask_why_not_ready()
 
     def _add_port(self, server: Any) -> int:
         if not isinstance(self._credentials, TlsFiles):

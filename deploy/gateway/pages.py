@@ -85,6 +85,8 @@ class Pages:
         """The pages that clients and operators need, for an application's router."""
         return [
             web.get("/health", self._health),
+            web.get("/livez", self._live),
+            web.get("/readyz", self._ready),
             web.get("/version", self._version),
             web.post("/prfaas/cache/explain", self._explain_cache),
         ]
@@ -127,13 +129,25 @@ class Pages:
 
     async def _health(self, _request: web.Request) -> web.Response:
         """GET /health: 200 when a request could be served."""
-        # Load balancers must leave a gateway that drains, however healthy its engines are.
-        if self.limits.is_draining:
-            return _json({"status": "draining"}, 503)
-        if not self.watcher.is_healthy():
-            return _json({"status": "no healthy engine"}, 503)
+        if why_not := self._why_not_ready():
+            return _json({"status": why_not}, 503)
         shown = {} if self.exposure is None else {"open": self.exposure}
         return _json({"status": "ok"} | shown)
+
+    async def _live(self, _request: web.Request) -> web.Response:
+        """GET /livez: 200 as long as the event loop turns, whatever else is broken."""
+        return web.Response(text="ok\n")
+
+    async def _ready(self, _request: web.Request) -> web.Response:
+        """GET /readyz: 200 when a request could be served."""
+        why_not = self._why_not_ready()
+        return web.Response(status=503 if why_not else 200, text=f"{why_not or 'ok'}\n")
+
+    def _why_not_ready(self) -> str:
+        # Load balancers must leave a gateway that drains, however healthy its engines are.
+        if self.limits.is_draining:
+            return "draining"
+        return "" if self.watcher.is_healthy() else "no healthy engine"
 
     async def _version(self, _request: web.Request) -> web.Response:
         """GET /version."""

@@ -104,7 +104,8 @@ async def serve(config: AgentConfig) -> None:
         logger.warning("%s", exposure)
     agent = NodeAgent(config)
     await agent.start()
-    rpc = RpcServer(config.control, {SERVICE: ControlService(agent).methods()}, config.credentials)
+    services = {SERVICE: ControlService(agent).methods()}
+    rpc = RpcServer(config.control, services, config.credentials, why_not_ready=agent.why_not_ready)
     metrics: MetricsServer | None = None
     try:
         control_host = Endpoint.parse(config.control).host
@@ -118,7 +119,11 @@ async def serve(config: AgentConfig) -> None:
         if config.metrics_port is not None:
             at = Endpoint(config.metrics_host, config.metrics_port)
             metrics = MetricsServer(
-                agent.metrics.registry, at, config.metrics_key_file, config.exposures
+                agent.metrics.registry,
+                at,
+                config.metrics_key_file,
+                config.exposures,
+                why_not_ready=rpc.why_not_ready,
             )
             ready["metrics"] = str(await metrics.start())
         # The objects of the start stay for good; visiting them in each full garbage collection
@@ -133,6 +138,7 @@ async def serve(config: AgentConfig) -> None:
         logger.info("stopping")
     finally:
         await rpc.stop(grace_s=0.2)
+        await agent.stop()
+        # Last, so that probes hear until the end that the process lives and no longer serves.
         if metrics is not None:
             await metrics.stop()
-        await agent.stop()

@@ -198,6 +198,11 @@ class NodeAgent:
             is_encrypted=self.config.tls is not None,
         )
 
+    async def why_not_ready(self) -> str:
+        """A `transport.health.WhyNotReady`, for an agent that has started."""
+        # The arena is open as long as the port is.
+        return "" if self.transfers.io.is_listening else "the data port is closed"
+
     @property
     def landing_room_bytes(self) -> int:
         """Bytes that one more landing could take now, if the prefix cache gave up what it can."""

@@ -110,6 +110,11 @@ class TransferIo:
         return self._receiver.progress(transfer_id)
 
     @property
+    def is_listening(self) -> bool:
+        """Whether senders can connect."""
+        return self._receiver.is_listening
+
+    @property
     def num_received_connections(self) -> int:
         return self._receiver.num_connections
 

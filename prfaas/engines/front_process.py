@@ -82,7 +82,9 @@ async def serve_front(
         info.info({"what": exposure})
     at = Endpoint(config.metrics_host, config.metrics_port)
     exposures = () if exposure is None else (exposure,)
-    metrics = MetricsServer(REGISTRY, at, config.metrics_key_file, exposures)
+    metrics = MetricsServer(
+        REGISTRY, at, config.metrics_key_file, exposures, why_not_ready=server.why_not_ready
+    )
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -108,6 +110,7 @@ async def serve_front(
                 await stop.wait()
         logger.info("%s: stopping", front.name)
     finally:
-        await metrics.stop()
         await server.stop()
         await front.close()
+        # Last, so that probes hear until the end that the process lives and no longer serves.
+        await metrics.stop()

@@ -73,6 +73,11 @@ class Receiver:
         return Endpoint(self._bind.host, self._listener.getsockname()[1])
 
     @property
+    def is_listening(self) -> bool:
+        """Whether new connections are taken."""
+        return not self._closing and any(thread.is_alive() for thread in self._threads[:1])
+
+    @property
     def num_connections(self) -> int:
         with self._lock:
             return len(self._connections)
