@@ -128,7 +128,7 @@ class Prober:
 
     def _gateway_probe(self, planned: PlannedProcess) -> Probe:
         # A gateway whose engines are all down still serves. Their state is not its own health.
-        url = f"{planned.address}/version"
+        url = f"{planned.address}/livez"
 
         async def probe() -> bool:
             timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
