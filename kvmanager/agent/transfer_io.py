@@ -23,6 +23,7 @@ from transport import (
     OutgoingSpec,
     OutgoingTransfer,
     Receiver,
+    Refused,
     Sender,
     TransferListener,
     TransferProgress,
@@ -41,6 +42,14 @@ class OutboxSend:
     endpoint: Endpoint
     ended: asyncio.Future[None]
     sent_at_prefill_end: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxProgress:
+    """The progress of an outbox. `sent_at_prefill_end` is None until the prefill has ended."""
+
+    transfer: TransferProgress
+    sent_at_prefill_end: int | None
 
 
 class TransferIo:
@@ -93,6 +102,17 @@ class TransferIo:
     def admit(self, transfer_id: bytes, token: bytes, fingerprint: bytes, space: ByteSpace) -> None:
         """Admit the sender that has the token."""
         self._admission.admit(transfer_id, token, fingerprint, space)
+
+    def admit_engine(
+        self, transfer_id: bytes, token: bytes, fingerprint: bytes, nbytes: int
+    ) -> None:
+        """Let an engine of this agent fill the landing, and no sender after it. Raises BadRequest
+        for what a sender would be refused for.
+        """
+        try:
+            self._admission.take(transfer_id, token, fingerprint, nbytes)
+        except Refused as error:
+            raise BadRequest(f"{error.code}: {error.message}") from error
 
     def drop(self, transfer_id: bytes, reason: str) -> None:
         """Make the receiver forget the transfer. `landing_dropped` follows, unless stopped."""
@@ -174,9 +194,12 @@ class TransferIo:
         outgoing = self._outgoing[transfer_id]
         outgoing.sent_at_prefill_end = outgoing.handle.progress().sent_bytes
 
-    def outgoing(self, transfer_id: bytes) -> OutboxSend | None:
-        """The sending of an outbox, until `forget`."""
-        return self._outgoing.get(transfer_id)
+    def progress(self, transfer_id: bytes) -> OutboxProgress | None:
+        """The progress of an outbox, until `forget`."""
+        outgoing = self._outgoing.get(transfer_id)
+        if outgoing is None:
+            return None
+        return OutboxProgress(outgoing.handle.progress(), outgoing.sent_at_prefill_end)
 
     def forget(self, transfer_id: bytes) -> None:
         """Forget an outbox, whose report nobody will ask for any more."""

@@ -295,3 +295,50 @@ class DrivenEngine(EngineConnection):
 
     def __exit__(self, *_: object) -> None:
         self.client.close()
+
+
+ENGINE_PROCESS = """
+import sys, time
+from agent_process import AgentProcess, DrivenEngine
+from pathlib import Path
+what, transfer_id = sys.argv[2], bytes.fromhex(sys.argv[3])
+with DrivenEngine(AgentProcess(Path(sys.argv[1])), "victim") as engine:
+    print("connected", flush=True)
+    attempt = int(sys.stdin.readline())
+    if what == "fill":
+        engine.client.attach(transfer_id, attempt)
+        engine.client.ready(transfer_id, attempt, [(0, 1000)])
+    else:
+        engine.client.watch(transfer_id)
+        assert engine.next()[0] == "landed"
+    print("done", flush=True)
+    time.sleep(60)
+"""
+
+
+class Victim:
+    """An engine in a process of its own, to be killed."""
+
+    def __init__(self, agent: AgentProcess, what: str, landing: ReserveReply) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", ENGINE_PROCESS, agent.directory, what, landing.transfer_id],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=CHILD_ENV,
+        )
+        assert self._line() == "connected"
+
+    def act(self, attempt: int = 0) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{attempt}\n")
+        self.process.stdin.flush()
+        assert self._line() == "done"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
