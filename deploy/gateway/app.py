@@ -50,6 +50,7 @@ from deploy.gateway.serving.request import Serving
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
 from prfaas.engines.access import EngineAccess
+from scheduler.live.settings import PdSettings
 from scheduler.reports import ClusterReport
 from transport.grants import Granter
 from transport.tasks import start_task
@@ -246,8 +247,9 @@ class Gateway:
 
     def _build_scheduler(self) -> RegionScheduler:
         links = self._region_links
+        pd = PdSettings(self._pd.name, tuple(self._prefill_clusters))
         scheduler = RegionScheduler(
-            live_settings(self.config, self._pd.name, tuple(self._prefill_clusters)),
+            live_settings(self.config, (pd,)),
             self._watcher,
             None if links is None else lambda a, b: links.now(a, b).view(),
         )

@@ -31,7 +31,7 @@ from scheduler.live.learning.knowledge import ModelKnowledge
 from scheduler.live.ledger import Ledger
 from scheduler.live.long_term.model_plan import ModelPlan
 from scheduler.live.long_term.running_region import PeriodMeter
-from scheduler.live.settings import LiveSettings
+from scheduler.live.settings import LiveSettings, PdSettings
 from scheduler.live.snapshots import (
     NO_LINK_KNOWN,
     LinkPair,
@@ -72,12 +72,19 @@ class Views(Protocol):
     """
 
     def snapshot(
-        self, live: LiveScheduler, model: str, now_s: float, request: PendingRequest | None
+        self,
+        live: LiveScheduler,
+        model: str,
+        now_s: float,
+        request: PendingRequest | None,
+        pd: PdSettings,
     ) -> RegionSnapshot:
-        """The region for `model` now, as `request` finds it where one is given."""
+        """The region for `model` now if `pd` decodes, as `request` finds it where one is given."""
 
-    def decode_side(self, live: LiveScheduler, model: str, now_s: float) -> DecodeView:
-        """The instances of the PD cluster that decode for `model`."""
+    def decode_side(
+        self, live: LiveScheduler, model: str, now_s: float, pd: PdSettings
+    ) -> DecodeView:
+        """The instances of `pd` that decode for `model`."""
 
 
 class LiveScheduler:
@@ -85,15 +92,16 @@ class LiveScheduler:
 
     def __init__(self, settings: LiveSettings, views: Views | None = None) -> None:
         """Without `views`, the region is what reports say of it."""
-        clusters = settings.prefill_clusters
         self.settings = settings
+        self._pds = _by_name(settings)
         self._views = views or ReportedViews()
         self.ledger = Ledger()
-        self.thresholds = Thresholds(clusters, settings.threshold_tokens, settings.threshold)
+        self.thresholds = _thresholds(settings)
         self.tenants = TenantLedger(settings.default_tenant, settings.tenants)
         self.admitted: dict[int, tuple[str, int]] = {}
         """Tenant and tokens of each request that was let in and is not over."""
-        self.reports = {name: Reported(name, None, -math.inf) for name in (settings.pd, *clusters)}
+        names = (*(pd.name for pd in settings.pd_clusters), *settings.prefill_clusters)
+        self.reports = {name: Reported(name, None, -math.inf) for name in names}
         self.links: dict[LinkPair, LinkView] = {}
         self.moves = CacheMoveLedger()
         self.period = PeriodMeter()
@@ -110,14 +118,12 @@ class LiveScheduler:
         What was learnt and planned stays. Only where the settings name another threshold, it
         replaces the planned ones.
         """
-        before, plans = self.settings, self.thresholds.base_tokens()
-        self.settings = settings
-        self.thresholds = Thresholds(
-            settings.prefill_clusters, settings.threshold_tokens, settings.threshold
-        )
+        before, planned = self.settings, self.thresholds
+        self.settings, self._pds = settings, _by_name(settings)
+        self.thresholds = _thresholds(settings)
         if settings.threshold_tokens == before.threshold_tokens:
-            for cluster, tokens in plans.items():
-                self.thresholds.set_base(cluster, tokens)
+            for cluster, pd in before.pairs:
+                self.thresholds.set_base(cluster, planned.plan_tokens(cluster, pd), pd=pd)
         self.tenants.set_limits(settings.default_tenant, settings.tenants)
 
     def limit_tenants(self, default: TenantLimit, limits: Mapping[str, TenantLimit]) -> None:
@@ -136,19 +142,35 @@ class LiveScheduler:
         """All models that were asked about or learnt about."""
         return self._knowledge
 
+    def pd(self, name: str = "") -> PdSettings:
+        """The PD cluster of this name; the first one for "". KeyError for an unknown name."""
+        return self._pds[name]
+
+    def place(self, target: str, pd: str = "") -> str:
+        """The place that a route's target means where `pd` decodes: its name in the ledger and in
+        what was learnt.
+
+        PD clusters may have other hardware than each other. The first one's places have the bare
+        names of their targets.
+        """
+        first = self._pds[""].name
+        if target not in (HAND_OFF, ONE_ENGINE) or pd in ("", first):
+            return target
+        return f"{target} in {pd}"
+
     def link(self, source: str, target: str) -> LinkView:
         """The link between two clusters as it was last reported."""
         return self.links.get((source, target), NO_LINK_KNOWN)
 
     def snapshot(
-        self, model: str, now_s: float, request: PendingRequest | None = None
+        self, model: str, now_s: float, request: PendingRequest | None = None, pd: str = ""
     ) -> RegionSnapshot:
-        """The region for `model` now, as `request` finds it where one is given."""
-        return self._views.snapshot(self, model, now_s, request)
+        """The region for `model` now if `pd` decodes, as `request` finds it where one is given."""
+        return self._views.snapshot(self, model, now_s, request, self.pd(pd))
 
-    def decode_side(self, model: str, now_s: float) -> DecodeView:
-        """The instances of the PD cluster that decode for `model`."""
-        return self._views.decode_side(self, model, now_s)
+    def decode_side(self, model: str, now_s: float, pd: str = "") -> DecodeView:
+        """The instances of `pd` that decode for `model`."""
+        return self._views.decode_side(self, model, now_s, self.pd(pd))
 
     def route(
         self,
@@ -159,7 +181,8 @@ class LiveScheduler:
         excluded: Set[str] = frozenset(),
     ) -> RouteDecision:
         """Where a prompt is computed. Clusters in `excluded` are passed over."""
-        seen, config = self.snapshot(model, now_s, request), self._config(model, now_s)
+        pd = self.pd(request.home).name
+        seen, config = self.snapshot(model, now_s, request, pd), self._config(model, now_s, pd)
         decision = route(request.shape, seen, config, now_s, excluded=excluded)
         if decision.reason is not Reason.LOCAL_SOONER:
             return decision
@@ -177,30 +200,32 @@ class LiveScheduler:
         move. The upper bound of the length decides that, because a cached prefix only ever keeps a
         prompt where it is. Predictions use the likely length.
         """
-        seen, shape = self.snapshot(model, now_s, request), request.shape
+        pd, shape = self.pd(request.home).name, request.shape
+        seen = self.snapshot(model, now_s, request, pd)
         if one_engine_reason(shape) is None and self._may_move(shape, seen):
             return None
         # No prediction may send the prompt away from the PD cluster: it would have to be counted
         # first.
-        config = replace(self._config(model, now_s), margin_s=math.inf)
+        config = replace(self._config(model, now_s, pd), margin_s=math.inf)
         return route(shape, seen, config, now_s)
 
     def is_full(self, instance: str) -> bool:
         """Whether a request given to this decode instance now would wait inside of it."""
-        pd = self.reports[self.settings.pd]
-        for item in () if pd.report is None else pd.report.instances:
-            if item.name == instance:
-                num_since = self.ledger.change_since({instance}, pd.at_s)
-                return is_full(item, item.running + num_since)
+        for settings in self.settings.pd_clusters:
+            pd = self.reports[settings.name]
+            for item in () if pd.report is None else pd.report.instances:
+                if item.name == instance:
+                    num_since = self.ledger.change_since({instance}, pd.at_s)
+                    return is_full(item, item.running + num_since)
         return False
 
-    def is_link_clear(self, place: str) -> bool:
-        """Whether the link that KVCache from `place` takes is clear. Inside the PD cluster no link
-        is needed.
+    def is_link_clear(self, target: str, pd: str = "") -> bool:
+        """Whether the link is clear that KVCache takes from a route's target to `pd`. Inside of a
+        PD cluster no link is needed.
         """
-        if place in (HAND_OFF, ONE_ENGINE):
+        if target in (HAND_OFF, ONE_ENGINE):
             return True
-        return self.link(place, self.settings.pd).state is LinkCondition.CLEAR
+        return self.link(target, self.pd(pd).name).state is LinkCondition.CLEAR
 
     def _is_worth_a_try(self, model: str, decision: RouteDecision, now_s: float) -> bool:
         """Whether one prompt follows t to the prefill cluster, though the PD cluster is predicted
@@ -235,7 +260,15 @@ class LiveScheduler:
         pairs = [(name, target) for name in self.reports if name != target]
         return {pair[0]: self.moves.completed(self.link(*pair), pair, now_s) for pair in pairs}
 
-    def _config(self, model: str, now_s: float) -> RouteConfig:
+    def _overheads(self, known: ModelKnowledge, pd: str, now_s: float) -> Mapping[str, float]:
+        """The overheads of all targets where `pd` decodes."""
+        found = known.overheads(now_s)
+        if pd == self._pds[""].name:
+            return found
+        own = {target: found.get(self.place(target, pd), 0.0) for target in (HAND_OFF, ONE_ENGINE)}
+        return {**found, **own}
+
+    def _config(self, model: str, now_s: float, pd: str) -> RouteConfig:
         routing, known = self.settings.routing, self.knowledge(model)
         # Predictions from unmeasured times are no reason to leave the side that t gives.
         kv, is_known = known.kv, known.is_known
@@ -247,7 +280,7 @@ class LiveScheduler:
             hand_off_tokens=self.settings.hand_off_tokens,
             max_link_age_s=routing.max_link_age_s,
             max_tail_s=routing.max_tail_s,
-            overhead_s=known.overheads(now_s),
+            overhead_s=self._overheads(known, pd, now_s),
             is_known=is_known and kv is not None,
         )
 
@@ -256,16 +289,22 @@ class ReportedViews:
     """The region according to the latest reports, the links, the ledger and what was learnt."""
 
     def snapshot(
-        self, live: LiveScheduler, model: str, now_s: float, request: PendingRequest | None
+        self,
+        live: LiveScheduler,
+        model: str,
+        now_s: float,
+        request: PendingRequest | None,
+        pd: PdSettings,
     ) -> RegionSnapshot:
         """The region at `now_s`, with older reports brought up to date."""
-        settings, maker = live.settings, self._maker(live, model, request)
-        reports = [live.reports[name] for name in settings.prefill_clusters]
-        return maker.make(live.reports[settings.pd], reports, now_s)
+        reports = [live.reports[name] for name in pd.prefill_clusters]
+        return self._maker(live, model, request).make(live.reports[pd.name], reports, now_s)
 
-    def decode_side(self, live: LiveScheduler, model: str, now_s: float) -> DecodeView:
+    def decode_side(
+        self, live: LiveScheduler, model: str, now_s: float, pd: PdSettings
+    ) -> DecodeView:
         """The decoding instances as reported, with what they were given since."""
-        return self._maker(live, model).decode_side(live.reports[live.settings.pd], now_s)
+        return self._maker(live, model).decode_side(live.reports[pd.name], now_s)
 
     def _maker(
         self, live: LiveScheduler, model: str, request: PendingRequest | None = None
@@ -277,7 +316,18 @@ class ReportedViews:
             live.thresholds,
             live.link,
             live.links_in,
+            live.place,
             live.moves,
             order=live.settings.order,
             request=request,
         )
+
+
+def _by_name(settings: LiveSettings) -> dict[str, PdSettings]:
+    """The PD clusters by name; "" is the first one's, too."""
+    return {"": settings.pd_clusters[0]} | {pd.name: pd for pd in settings.pd_clusters}
+
+
+def _thresholds(settings: LiveSettings) -> Thresholds:
+    clusters = {pd.name: pd.prefill_clusters for pd in settings.pd_clusters}
+    return Thresholds(clusters, settings.threshold_tokens, settings.threshold)

@@ -1,4 +1,4 @@
-"""The decode side of the PD cluster as routing and admission see it: slots, KV memory, landings.
+"""The decode side of a PD cluster as routing and admission see it: slots, KV memory, landings.
 
 An engine without free KV memory decodes only the requests it holds, however many slots it has, and
 lets the others wait inside. Its metrics say so, and reports carry them. Pure; time is an argument.
@@ -27,7 +27,7 @@ to prefill, because a step computes only so many tokens. While more is in use, t
 
 
 def decoding(instances: Sequence[InstanceReport], model: str) -> list[InstanceReport]:
-    """The instances of the PD cluster that decode for a model."""
+    """The instances of a PD cluster that decode for a model."""
     return [item for item in instances if item.role != "prefill" and serves(item, model)]
 
 
@@ -36,12 +36,13 @@ def decode_view(
     at_s: float,
     now_s: float,
     *,
+    pd: str,
     model: str,
     known: ModelKnowledge,
     ledger: Ledger,
 ) -> DecodeView:
-    """The instances that decode for a model as one pool. They were reported at `at_s`."""
-    landing = ledger.landing(model)
+    """The instances of `pd` that decode for a model as one pool. They were reported at `at_s`."""
+    landing = ledger.landing(model, pd)
     slots = sum(_num_slots(item) for item in instances)
     num_requests = sum(item.running for item in instances)
     num_requests += ledger.change_since({item.name for item in instances}, at_s)
@@ -58,7 +59,7 @@ def decode_view(
         landing_s=tuple(sorted(max(0.0, leg.lands_at_s - now_s) for leg in landing)),
         landing_kv_bytes=sum(leg.kv_bytes for leg in landing),
         # Engines have taken in and released KVCache since the front read their metrics.
-        kv_bytes=max(0.0, kv_bytes + ledger.kv_change_since(model, looked_at_s)),
+        kv_bytes=max(0.0, kv_bytes + ledger.kv_change_since(model, looked_at_s, pd)),
         kv_total_bytes=kv_total_bytes,
     )
 

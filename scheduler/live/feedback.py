@@ -32,11 +32,12 @@ class PromptCounted(Event[None], frozen=True):
 
 
 class RequestArrived(Event[None], frozen=True):
-    """A request was let in, and no engine refused it."""
+    """A request whose home is `pd` was let in, and no engine refused it."""
 
     model: str
     num_tokens: int
     cached_tokens: int
+    pd: str = ""
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
         """It counts as demand, which plans rest on."""
@@ -45,10 +46,11 @@ class RequestArrived(Event[None], frozen=True):
 
 
 class LegBegun(Event[None], frozen=True):
-    """A prefill is on its way to `place`. Its KVCache should have landed in `lands_s`.
+    """A prefill is on its way to the target `place`. Its KVCache should have landed in `lands_s`.
 
-    The landing takes `nbytes` at the node of `instance`. It is for `num_tokens`, of which
-    `landing_cached_tokens` are there already. The place has to compute `uncached_tokens`.
+    The landing takes `nbytes` at the node of `instance` in the PD cluster `pd`. It is for
+    `num_tokens`, of which `landing_cached_tokens` are there already. The place has to compute
+    `uncached_tokens`.
     """
 
     transfer_id: str
@@ -61,13 +63,14 @@ class LegBegun(Event[None], frozen=True):
     lands_s: float
     priority: int = 0
     instance: str = ""
+    pd: str = ""
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
         """It is work ahead of others until it is over. The size of the landing is learnt."""
         known = live.knowledge(self.model)
         known.reserved(self.num_tokens, self.landing_cached_tokens, self.nbytes)
         leg = PrefillLeg(
-            place=self.place,
+            place=live.place(self.place, self.pd),
             num_tokens=self.num_tokens,
             uncached_tokens=self.uncached_tokens,
             begun_s=now_s,
@@ -76,6 +79,7 @@ class LegBegun(Event[None], frozen=True):
             model=self.model,
             priority=self.priority,
             instance=self.instance,
+            pd=live.pd(self.pd).name,
         )
         live.ledger.leg_begun(self.transfer_id, leg)
 
@@ -104,7 +108,7 @@ class Prefilled(Event[None], frozen=True):
     """A prefill leg ended with all of its KVCache landed, `tail_s` after the prefill.
 
     `seconds` is the time that the prefill alone took. It is None where that is unknown because the
-    prefill ended in one pass with another.
+    prefill ended in one pass with another. `pd` is the PD cluster that decodes.
     """
 
     model: str
@@ -114,13 +118,15 @@ class Prefilled(Event[None], frozen=True):
     cached_tokens: int
     tail_s: float
     seconds: float | None
+    pd: str = ""
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
         """From the end of the prefill on, the next job has the instance for itself."""
-        live.ledger.prefill_ended(self.place, self.instance, now_s - self.tail_s)
+        place = live.place(self.place, self.pd)
+        live.ledger.prefill_ended(place, self.instance, now_s - self.tail_s)
         if self.seconds is not None:
             live.knowledge(self.model).prefilled(
-                self.place, self.num_tokens, self.cached_tokens, self.seconds, now_s
+                place, self.num_tokens, self.cached_tokens, self.seconds, now_s
             )
 
 
@@ -190,8 +196,8 @@ class DirectAnswered(Event[float | None], frozen=True):
 
 
 class DirectTook(Event[None], frozen=True):
-    """The answer of `DirectAnswered` for a prompt that was looked up, at an engine that was not
-    full.
+    """The answer of `DirectAnswered` for a prompt that was looked up, at an engine of `pd` that was
+    not full.
 
     At a full engine the time would contain the wait for a slot.
     """
@@ -199,19 +205,21 @@ class DirectTook(Event[None], frozen=True):
     model: str
     shape: RequestShape
     seconds: float
+    pd: str = ""
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
         """The time teaches only where the length is known."""
         known, num_tokens = live.knowledge(self.model), self.shape.num_prompt_tokens
         if _is_length_known(live, known, self.shape):
             cached_tokens = min(self.shape.local_cached_tokens, num_tokens)
-            known.prefilled(ONE_ENGINE, num_tokens, cached_tokens, self.seconds, now_s)
+            place = live.place(ONE_ENGINE, self.pd)
+            known.prefilled(place, num_tokens, cached_tokens, self.seconds, now_s)
 
 
 class FirstToken(Event[None], frozen=True):
-    """The first byte of a stream came, by the route that was predicted.
+    """The first byte of a stream came, by the route that was predicted, whose target is `place`.
 
-    `was_full` says whether the decode instance was full when it got the request.
+    `was_full` says whether the decode instance was full when it got the request. It is in `pd`.
     """
 
     model: str
@@ -219,6 +227,7 @@ class FirstToken(Event[None], frozen=True):
     predicted: Prediction
     ttft_s: float
     was_full: bool = False
+    pd: str = ""
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
         """The prediction's error, and under normal conditions its overhead, are learnt.
@@ -229,11 +238,11 @@ class FirstToken(Event[None], frozen=True):
         """
         waited = self.was_full or self.predicted.queue_s > 0
         live.knowledge(self.model).answered(
-            self.place,
+            live.place(self.place, self.pd),
             self.predicted,
             self.ttft_s,
             now_s,
-            teaches_overhead=live.is_link_clear(self.place) and not waited,
+            teaches_overhead=live.is_link_clear(self.place, self.pd) and not waited,
         )
 
 

@@ -26,9 +26,9 @@ KEEP_LAST_END_S = 3600.0
 class PrefillLeg(msgspec.Struct, frozen=True):
     """A prompt computed at `place` for decoding elsewhere.
 
-    `place` is the name of a prefill cluster, or the hand-off inside the PD cluster. `lands_at_s` is
+    `place` is the name of a prefill cluster, or the hand-off inside a PD cluster. `lands_at_s` is
     when its KVCache is expected at the decode side. `model` is the served name and `priority` the
-    client's. `instance` will decode it; the landing is on its node.
+    client's. `instance` of the cluster `pd` will decode it; the landing is on its node.
     """
 
     place: str
@@ -40,6 +40,7 @@ class PrefillLeg(msgspec.Struct, frozen=True):
     model: str = ""
     priority: int = 0
     instance: str = ""
+    pd: str = ""
 
 
 class DirectPrompt(msgspec.Struct, frozen=True):
@@ -122,15 +123,15 @@ class Ledger:
             if leg.place == place and leg.begun_s >= since_s and transfer_id not in self._reported:
                 yield transfer_id, leg
 
-    def landing(self, model: str) -> list[PrefillLeg]:
-        """All legs whose requests will decode for a model in the PD cluster once they have landed.
+    def landing(self, model: str, pd: str = "") -> list[PrefillLeg]:
+        """All legs whose requests will decode for a model in a PD cluster once they have landed.
 
         The end of a leg may be heard after the end of its answer. Such a leg decodes no more.
         """
         return [
             leg
             for transfer_id, leg in self._legs.items()
-            if leg.model == model and transfer_id not in self._answered_s
+            if leg.pd == pd and leg.model == model and transfer_id not in self._answered_s
         ]
 
     def landing_change(self, reported_s: float, looked_s: float) -> dict[str, float]:
@@ -161,8 +162,8 @@ class Ledger:
         if transfer_id in self._legs or transfer_id in self._ended:
             self._answered_s.setdefault(transfer_id, now_s)
 
-    def kv_change_since(self, model: str, since_s: float) -> float:
-        """How many more bytes of KVCache engines hold now than at `since_s`.
+    def kv_change_since(self, model: str, since_s: float, pd: str = "") -> float:
+        """How many more bytes of KVCache engines of a PD cluster hold now than at `since_s`.
 
         It counts what has landed, or what an engine computes because a leg failed, less what is
         answered. A leg that ended more than `KEEP_ENDED_S` ago is forgotten, so its bytes count
@@ -170,7 +171,7 @@ class Ledger:
         """
         total = 0.0
         for transfer_id, (ended_s, leg) in self._ended.items():
-            if leg.model != model:
+            if leg.pd != pd or leg.model != model:
                 continue
             answered_s = self._answered_s.get(transfer_id, math.inf)
             was_held = ended_s < since_s <= answered_s

@@ -41,6 +41,8 @@ LinkNow = Callable[[str, str], LinkView]
 LinksIn = Callable[[str, float], Mapping[str, LinkView]]
 """The links to a cluster from each other one, by name, as a cache move would find them at a time.
 """
+PlaceIn = Callable[[str, str], str]
+"""The place of a route's target where a PD cluster decodes, as `LiveScheduler.place`."""
 LinkPair = tuple[str, str]
 """The clusters at the two ends of a link: (from, to)."""
 
@@ -68,15 +70,22 @@ class _Job(NamedTuple):
 
 
 class PendingRequest(msgspec.Struct, frozen=True):
-    """A request to be routed. `priority` is the client's."""
+    """A request to be routed. `priority` is the client's, `home` the PD cluster that it belongs to.
+
+    `shape` is as its home sees it.
+    """
 
     shape: RequestShape
     priority: int = 0
+    home: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotMaker:
-    """Makes snapshots for one model. `link` gives the present state of a link between clusters."""
+    """Makes snapshots for one model and the PD cluster that would decode.
+
+    `link` gives the present state of a link between clusters.
+    """
 
     model: str
     knowledge: ModelKnowledge
@@ -84,6 +93,7 @@ class SnapshotMaker:
     thresholds: Thresholds
     link: LinkNow
     links_in: LinksIn
+    place: PlaceIn
     moves: CacheMoveLedger
     order: OrderConfig = field(default_factory=OrderConfig)
     """The order in which the queues of prefill clusters start their jobs."""
@@ -116,6 +126,7 @@ class SnapshotMaker:
             decoding(instances, self.model),
             pd.at_s,
             now_s,
+            pd=pd.name,
             model=self.model,
             known=self.knowledge,
             ledger=self.ledger,
@@ -124,7 +135,7 @@ class SnapshotMaker:
     def _prefill_cluster(self, source: Reported, pd: str, now_s: float) -> ClusterView:
         name, report = source.name, source.report
         link, profile = self.link(name, pd), self.knowledge.prefill(name)
-        threshold = self.thresholds.update(name, link, now_s)
+        threshold = self.thresholds.update(name, link, now_s, pd=pd)
         if report is None:
             return ClusterView(
                 name=name,
@@ -133,7 +144,7 @@ class SnapshotMaker:
                 is_healthy=False,
                 link=link,
                 threshold_tokens=threshold,
-                plan_threshold_tokens=self.thresholds.plan_tokens(name),
+                plan_threshold_tokens=self.thresholds.plan_tokens(name, pd),
             )
         jobs = self._jobs(source, name, profile, now_s, rtt_s=link.rtt_s)
         waiting = [job for job in jobs if not job.instance]
@@ -151,7 +162,7 @@ class SnapshotMaker:
             link=self._filled(link, jobs),
             links_in=self._links_in(name, report.instances, now_s),
             threshold_tokens=threshold,
-            plan_threshold_tokens=self.thresholds.plan_tokens(name),
+            plan_threshold_tokens=self.thresholds.plan_tokens(name, pd),
         )
 
     def _links_in(
@@ -172,12 +183,13 @@ class SnapshotMaker:
 
         They have no common queue: a job that finds all of them full is refused.
         """
-        profile, report = self.knowledge.prefill(HAND_OFF), pd.report
+        place = self.place(HAND_OFF, pd.name)
+        profile, report = self.knowledge.prefill(place), pd.report
         if report is None:
             return ClusterView(name=pd.name, prefill=profile, instances=(), is_healthy=False)
-        jobs = self._jobs(pd, HAND_OFF, profile, now_s)
+        jobs = self._jobs(pd, place, profile, now_s)
         own = [item for item in report.instances if item.role == "prefill"]
-        instances = self._instances(own, HAND_OFF, jobs, now_s)
+        instances = self._instances(own, place, jobs, now_s)
         ahead = self._ahead(report, jobs)
         room = sum(item.max_concurrent for item in own if serves(item, self.model))
         return ClusterView(
@@ -193,7 +205,7 @@ class SnapshotMaker:
 
     def _engines(self, pd: Reported, now_s: float) -> ClusterView:
         """The instances that serve a request whole."""
-        profile, report = self.knowledge.prefill(ONE_ENGINE), pd.report
+        profile, report = self.knowledge.prefill(self.place(ONE_ENGINE, pd.name)), pd.report
         if report is None:
             return ClusterView(name=pd.name, prefill=profile, instances=(), is_healthy=False)
         serving = [item for item in report.instances if serves(item, self.model)]

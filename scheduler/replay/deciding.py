@@ -37,7 +37,7 @@ from scheduler.live.feedback import (
 )
 from scheduler.live.long_term.loop import LongTermConfig
 from scheduler.live.long_term.model_plan import ThresholdPlan
-from scheduler.live.settings import LiveSettings, RoutingPolicy
+from scheduler.live.settings import LiveSettings, PdSettings, RoutingPolicy
 from scheduler.planning.pair_search import best_of_pair
 from scheduler.planning.plan import is_pair
 from scheduler.planning.throughput import Mode
@@ -194,7 +194,7 @@ class Decider:
 
     def hear_links(self, now_s: float) -> None:
         """Pass on the changed views of links, as a gateway does before it asks for a decision."""
-        pd = self.live.settings.pd
+        pd = self.live.pd().name
         for station, watch in zip(self._parts.stations, self._parts.watches, strict=True):
             if watch is None:
                 continue
@@ -319,8 +319,7 @@ def decider_of(parts: Parts, model: ReplayModel, policy: Policy, planned: Thresh
 
 def _settings(policy: Policy, pd: str, prefill_clusters: tuple[str, ...]) -> LiveSettings:
     return LiveSettings(
-        pd=pd,
-        prefill_clusters=prefill_clusters,
+        pd_clusters=(PdSettings(pd, prefill_clusters),),
         # The plan's t of each cluster is told at once.
         threshold_tokens=0.0,
         hand_off_tokens=1,

@@ -31,7 +31,7 @@ from scheduler.live.feedback import FeedbackEvent
 from scheduler.live.long_term.events import PlanDecisionEvent, PlanEvent
 from scheduler.live.settings import LiveSettings
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 # A longer frame is no recording, so it must not make the reader allocate its length.
 LENGTH: Final = struct.Struct("<I")
 MAX_FRAME_BYTES: Final = 1 << 30

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from scheduler.live.core import LiveScheduler
+from scheduler.live.settings import PdSettings
 from scheduler.live.snapshots import PendingRequest
 from scheduler.replay.caching import ReplayCache
 from scheduler.replay.decode import DecodePool
@@ -77,7 +78,12 @@ class StationViews:
         self._parts = parts
 
     def snapshot(
-        self, live: LiveScheduler, model: str, now_s: float, request: PendingRequest | None
+        self,
+        live: LiveScheduler,
+        model: str,
+        now_s: float,
+        request: PendingRequest | None,
+        pd: PdSettings,
     ) -> RegionSnapshot:
         """The region as `request` finds it. A replay always has a request here."""
         assert request is not None
@@ -105,14 +111,16 @@ class StationViews:
         return RegionSnapshot(
             taken_s=now_s,
             local=local,
-            decode=self.decode_side(live, model, now_s),
+            decode=self.decode_side(live, model, now_s, pd),
             prefill_clusters=tuple(prefill_clusters),
         )
 
-    def decode_side(self, live: LiveScheduler, model: str, now_s: float) -> DecodeView:
+    def decode_side(
+        self, live: LiveScheduler, model: str, now_s: float, pd: PdSettings
+    ) -> DecodeView:
         """The decode pool. It does not tell how long answers will be, which no gateway knows."""
         pool, known = self._parts.pool, live.knowledge(model)
-        lands_at_s = sorted([leg.lands_at_s for leg in live.ledger.landing(model)])
+        lands_at_s = sorted([leg.lands_at_s for leg in live.ledger.landing(model, pd.name)])
         return DecodeView(
             slots_total=pool.slots_total,
             slots_used=pool.num_running,

@@ -116,8 +116,8 @@ def route(
     """
     whole = one_engine_reason(request)
     if whole is not None:
-        direct = one_engine(request, whole)
-        return RouteDecision(direct.route, direct.target, direct.reason, direct.numbers)
+        direct = one_engine(request, whole, snapshot.local.name)
+        return RouteDecision(direct.route, direct.target, direct.reason, direct.numbers, direct.pd)
     chosen = _choose(request, snapshot, config, now_s, excluded=excluded)
     # The plan may mean a prompt for a prefill cluster that the raised t keeps back. Then the cause
     # of the raise is the reason, not the prompt's length.
@@ -307,6 +307,7 @@ def _decision(
         taken.target,
         reason,
         MappingProxyType(numbers),
+        local.cluster.name,
         local.prediction,
         None if remote is None else remote.prediction,
         taken.move,

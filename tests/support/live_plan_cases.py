@@ -19,7 +19,7 @@ from scheduler.live.long_term.conversion import (
     Ended,
     Start,
 )
-from scheduler.live.settings import LiveSettings
+from scheduler.live.settings import LiveSettings, PdSettings
 from scheduler.live.snapshots import LinkPair, Reported
 from scheduler.reports import ClusterReport, InstanceReport, Role
 from scheduler.routing.decision import HAND_OFF
@@ -143,8 +143,7 @@ class LiveRegion:
     def __post_init__(self) -> None:
         self.roles = Roles(self)
         settings = LiveSettings(
-            pd="near",
-            prefill_clusters=("far",),
+            pd_clusters=(PdSettings("near", ("far",)),),
             threshold_tokens=8000,
             hand_off_tokens=256,
             models=self.models,

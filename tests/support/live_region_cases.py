@@ -7,7 +7,7 @@ from typing import Any
 from deploy.gateway.scheduling.config import RoutingSection
 from deploy.gateway.scheduling.scheduler import RegionScheduler
 from netmon.region_link import LinkView
-from scheduler.live.settings import LiveSettings
+from scheduler.live.settings import LiveSettings, PdSettings
 from scheduler.live.snapshots import PendingRequest, Reported
 from scheduler.reports import ClusterReport, InstanceReport, JobReport
 from scheduler.routing.views import RegionSnapshot
@@ -59,8 +59,7 @@ class Region:
     def scheduler(self, *, follows_links: bool = True, **routing: Any) -> RegionScheduler:
         section = RoutingSection.model_validate(routing)
         settings = LiveSettings(
-            pd="home",
-            prefill_clusters=self.prefill_clusters,
+            pd_clusters=(PdSettings("home", self.prefill_clusters),),
             threshold_tokens=1000,
             hand_off_tokens=256,
             routing=section.routing(),

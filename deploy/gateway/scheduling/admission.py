@@ -129,14 +129,17 @@ class Admission:
         self._decide(TenantsLimited(config.default_tenant, limits))
         self._metrics.show(config)
 
-    def check_tenant(self, tenant: str, model: str, work_tokens: int) -> AdmittedRequest:
+    def check_tenant(
+        self, tenant: str, model: str, work_tokens: int, *, home: str = ""
+    ) -> AdmittedRequest:
         """Raises `ApiError` 429 if a request of at least so much work is refused whatever its
         route. To be asked before an engine renders its prompt. Its work counts until the result is
-        given to `admit` or called.
+        given to `admit` or called. `home` is the PD cluster that the request belongs to.
         """
         self._num_asked += 1
         number = self._num_asked
-        verdict = self._decide(TenantAsked(number, self._hide(tenant), model, work_tokens)).verdict
+        asked = TenantAsked(number, self._hide(tenant), model, work_tokens, home)
+        verdict = self._decide(asked).verdict
         if not verdict.admitted:
             self._refuse(tenant, verdict, None)
         # It is no work yet, whoever gives it up.
@@ -151,8 +154,9 @@ class Admission:
         *,
         work_tokens: int = 0,
         checked: AdmittedRequest | None = None,
+        pd: str = "",
     ) -> AdmittedRequest:
-        """Let a request in that would take a route with this prediction.
+        """Let a request in that would take a route with this prediction and decode in `pd`.
 
         `num_tokens` is the length of its prompt, and `work_tokens` what its tenant's limits count
         (0: its prompt alone). `checked` is the answer of `check_tenant`, if that was asked. The
@@ -163,8 +167,10 @@ class Admission:
         number, work_tokens = self._num_asked, work_tokens or num_tokens
         if checked is not None:
             number = checked.number
-        asked = AdmitAsked(number, self._hide(tenant), model, num_tokens, predicted, work_tokens)
-        judged = self._decide(asked)
+        name = self._hide(tenant)
+        judged = self._decide(
+            AdmitAsked(number, name, model, num_tokens, predicted, work_tokens, pd)
+        )
         verdict = judged.verdict
         if not verdict.admitted:
             self._refuse(tenant, verdict, judged.decode_load)

@@ -22,7 +22,7 @@ from scheduler.live.events import (
     ThresholdsAsked,
 )
 from scheduler.live.learning.knowledge import ModelKnowledge
-from scheduler.live.settings import LiveSettings
+from scheduler.live.settings import LiveSettings, PdSettings
 from scheduler.live.snapshots import LinkPair, Reported
 from scheduler.live.thresholds import ThresholdNow
 from scheduler.routing.decision import RequestShape
@@ -59,11 +59,7 @@ class RegionScheduler:
         self._heard: dict[str, Reported] = {}
         self._recorder: Recorder | None = None
         self._link = link
-        self._pairs = [
-            pair
-            for name in settings.prefill_clusters
-            for pair in ((name, settings.pd), (settings.pd, name))
-        ]
+        self._pairs = [pair for name, pd in settings.pairs for pair in ((name, pd), (pd, name))]
 
     def record(self, recorder: Recorder) -> None:
         """Record every event from now on. Raises OSError."""
@@ -87,23 +83,26 @@ class RegionScheduler:
         *,
         excluded: Set[str] = frozenset(),
         priority: int = 0,
+        home: str = "",
     ) -> RouteDecision:
-        """Where a prompt is computed. Clusters in `excluded` are passed over."""
-        return self.ask(RouteAsked(model, shape, priority, excluded))
+        """Where a prompt is computed and decoded. Clusters in `excluded` are passed over. `home` is
+        the PD cluster that the request belongs to; "" is the first one.
+        """
+        return self.ask(RouteAsked(model, shape, priority, excluded, home))
 
     def route_early(
-        self, model: str, shape: RequestShape, *, priority: int = 0
+        self, model: str, shape: RequestShape, *, priority: int = 0, home: str = ""
     ) -> RouteDecision | None:
         """The route of a prompt that was not counted; None: count it and look it up first."""
-        return self.ask(RouteEarly(model, shape, priority))
+        return self.ask(RouteEarly(model, shape, priority, home))
 
     def thresholds_now(self) -> list[ThresholdNow]:
         """All thresholds, with links as they are now."""
         return self.ask(ThresholdsAsked())
 
-    def base_tokens(self) -> Mapping[str, float]:
-        """The plan's thresholds by prefill cluster."""
-        return self.live.thresholds.base_tokens()
+    def base_tokens(self, pd: str = "") -> Mapping[str, float]:
+        """The plan's thresholds by prefill cluster, for prompts that decode in `pd`."""
+        return self.live.thresholds.base_tokens(pd)
 
     def knowledge(self, model: str) -> ModelKnowledge:
         """The profiles and traffic learnt of a served model, for reading only."""
@@ -118,7 +117,7 @@ class RegionScheduler:
         return [self._reports.reported_pd(), *self._reports.reported_prefill()]
 
     def links(self) -> dict[LinkPair, LinkView]:
-        """The links of the PD cluster with each prefill cluster, both ways, as routing sees
+        """The links of each PD cluster with its prefill clusters, both ways, as routing sees
         them.
         """
         self._hear(self.clock())
@@ -149,15 +148,12 @@ class RegionScheduler:
         return answer
 
 
-def live_settings(
-    config: GatewayConfig, pd: str, prefill_clusters: tuple[str, ...]
-) -> LiveSettings:
+def live_settings(config: GatewayConfig, pd_clusters: tuple[PdSettings, ...]) -> LiveSettings:
     """The settings of the scheduler of these clusters, from the gateway's configuration."""
     scheduling, admission = config.scheduling, config.scheduling.admission
     long_term = scheduling.long_term
     return LiveSettings(
-        pd=pd,
-        prefill_clusters=prefill_clusters,
+        pd_clusters=pd_clusters,
         threshold_tokens=config.threshold_tokens,
         hand_off_tokens=config.hand_off_tokens,
         routing=scheduling.routing.routing(),

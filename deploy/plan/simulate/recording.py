@@ -73,13 +73,14 @@ def settings_of(region: RegionSpec, path: Path) -> Resettle:
     own = {region.pd_cluster.name, *(cluster.name for cluster in region.prefill_clusters)}
 
     def resettle(recorded: LiveSettings) -> LiveSettings:
-        clusters = {recorded.pd, *recorded.prefill_clusters}
+        pds = [pd.name for pd in recorded.pd_clusters]
+        clusters = {*pds, *recorded.prefill_clusters}
         if clusters != own:
             raise RecordingError(
                 f"it is of the clusters {', '.join(sorted(clusters))}; "
                 f"{path} has {', '.join(sorted(own))}"
             )
-        wanted = live_settings(config, recorded.pd, recorded.prefill_clusters)
+        wanted = live_settings(config, recorded.pd_clusters)
         # The events name the recorded models, and a region file does not set `hand_off_tokens`.
         return replace(wanted, hand_off_tokens=recorded.hand_off_tokens, models=recorded.models)
 

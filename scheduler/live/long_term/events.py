@@ -91,14 +91,14 @@ class PeriodOver(Event[None], frozen=True):
             measured = known.traffic.measured(now_s)
             facts = RegionFacts(
                 model=model,
-                pd=live.reports[settings.pd],
-                prefill_clusters=[live.reports[name] for name in settings.prefill_clusters],
+                pd=live.reports[live.pd().name],
+                prefill_clusters=[live.reports[name] for name in live.pd().prefill_clusters],
                 knowledge=known,
                 means=means,
                 thresholds=live.thresholds.base_tokens(),
                 traffic=None if measured is None else measured.traffic(),
                 conversion=self.conversion,
-                converting=frozenset({settings.pd} if self.is_busy else ()),
+                converting=frozenset({live.pd().name} if self.is_busy else ()),
                 other_models=live.plans.keys() - {model},
             )
             plan.ask(model_region(facts), measured, settings.long_term, now_s)

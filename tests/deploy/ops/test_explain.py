@@ -45,8 +45,8 @@ ROUTE = RouteDecision(
         "link_backlog_bytes": 3e6,
         "local_ttft_s": float("inf"),
     },
-    LOCAL,
-    REMOTE,
+    local=LOCAL,
+    remote=REMOTE,
 )
 RESULT = PrefillResult(
     instance="far-0",
@@ -186,7 +186,7 @@ def test_a_prompt_that_was_not_counted_was_not_predicted() -> None:
     short = RequestRecord(request_id="r", started_s=1000.0, endpoint="completion")
     numbers = {"prompt_tokens_about": 9, "prefill_s": 0.1}
     short.decided(
-        RouteDecision("local", "one_engine", Reason.BELOW_THRESHOLD, numbers, LOCAL, None)
+        RouteDecision("local", "one_engine", Reason.BELOW_THRESHOLD, numbers, local=LOCAL)
     )
     short.first_byte(0.5, is_stream=True)
     text = shown(short)

@@ -50,7 +50,7 @@ from scheduler.live.long_term.events import (
     PeriodOver,
     PlansAsked,
 )
-from scheduler.live.settings import LiveSettings, RoutingPolicy
+from scheduler.live.settings import LiveSettings, PdSettings, RoutingPolicy
 from scheduler.live.tenants import TenantLimit
 from scheduler.replay.recording import (
     Gap,
@@ -69,8 +69,7 @@ from scheduler.routing.prediction import Prediction
 
 MODEL = "tiny"
 SETTINGS = LiveSettings(
-    pd="home",
-    prefill_clusters=("far",),
+    pd_clusters=(PdSettings("home", ("far",)),),
     threshold_tokens=1000,
     hand_off_tokens=256,
     default_tenant=TenantLimit(max_requests=2),
