@@ -12,8 +12,8 @@ from pathlib import Path
 
 from deploy.gateway.config import GatewayConfig
 from deploy.gateway.file import GatewayFile, load_gateway_file
-from deploy.gateway.followed_files import follow
 from deploy.gateway.reload import changed_settings, with_live
+from kvmanager.config_files.followed_files import follow
 from kvmanager.config_files.problems import FileError
 from transport.errors import LocalError
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deploy.gateway.config import ApiKey, load_api_keys, tenants_by_key
-from deploy.gateway.followed_files import follow
+from kvmanager.config_files.followed_files import follow
 from transport.errors import LocalError
 
 
