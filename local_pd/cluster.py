@@ -13,6 +13,7 @@ from local_pd.messages import (
     LandingReport,
     ReserveRequest,
 )
+from prfaas.engines.members import MemberOrder
 from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.live.long_term.conversion import RoleChange, RoleStatus
 from scheduler.reports import ClusterReport
@@ -96,6 +97,12 @@ class PdCluster(Protocol):
         """Give the instance another role, and from now on work of that kind. Call it when the
         instance is drained. Repeating an order is no error. Raises RoleRefused when the order's
         epoch is not above the instance's, or the instance has the role `both`; UnknownInstance.
+        """
+        ...
+
+    async def change_members(self, order: MemberOrder) -> None:
+        """Begin to add an instance or to let one go; the reports show how it goes on. Raises
+        MemberRefused, UnknownInstance.
         """
         ...
 

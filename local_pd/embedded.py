@@ -34,9 +34,11 @@ from local_pd.placement import (
     decode_order,
 )
 from local_pd.slots import HeldSlots
+from prfaas.engines.departures import Departures
 from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.instance import Instance, InstanceSpec
 from prfaas.engines.instances import Instances, InstancesConfig
+from prfaas.engines.members import MemberOrder
 from prfaas.engines.ownership import Cleanups, cancel_requested
 from prfaas.engines.prefill_run import RPC_TIMEOUT_S, PrefillRunner, RunnerConfig
 from prfaas.jobs import PrefillJob, PrefillResult
@@ -90,6 +92,7 @@ class EmbeddedPdCluster:
         self._handoff = LocalHandoff(
             name, self._instances, self._runner, self._views, self._config.max_prefill_attempts
         )
+        self.departures = Departures(self._instances, idle=self._until_idle, forget=self._forget)
         self._closed = False
 
     @property
@@ -130,10 +133,10 @@ class EmbeddedPdCluster:
         broken: list[str] = []
         asked: set[str] = set()
         for name in candidates.names:
-            instance = self._instances.by_name[name]
-            # Instances of one node share its memory, so one answer of its agent holds for all of
-            # them.
-            if instance.spec.agent in asked:
+            instance = self._instances.by_name.get(name)
+            # It may have left while another one was asked. Instances of one node share its memory,
+            # so one answer of its agent holds for all of them.
+            if instance is None or instance.spec.agent in asked:
                 continue
             asked.add(instance.spec.agent)
             try:
@@ -252,14 +255,8 @@ class EmbeddedPdCluster:
     async def drain(self, instance: str) -> None:
         found = self._instances.known(instance)
         self._instances.set_draining(instance, draining=True)
-        # Only an engine's metrics show whether it has work, and nothing signals a change. A request
-        # may be on its way while the engine looks idle, so two looks in a row must find it idle.
-        num_idle = 0
         try:
-            while found.serves and num_idle < 2:
-                await asyncio.sleep(self._config.drain_poll_interval_s)
-                await self._instances.look(instance)
-                num_idle = 0 if self._is_busy(found) else num_idle + 1
+            await self._until_idle(found)
         finally:
             self._instances.drained(instance)
         if not found.serves:
@@ -286,14 +283,35 @@ class EmbeddedPdCluster:
             logger.info("%s: %s is %s, epoch %d", self._name, instance, status.role, status.epoch)
         return replace(status, ready=not found.draining)
 
+    async def change_members(self, order: MemberOrder) -> None:
+        self.departures.order(order)
+
     async def close(self) -> None:
         self._closed = True
+        await self.departures.close()
         # Instances close last, because jobs that end and clean-ups still call engines and agents.
         await self._handoff.close()
         await self._leases.close()
         await self._runner.close()
         await self._cleanups.close()
         await self._instances.close()
+
+    async def _until_idle(self, instance: Instance) -> None:
+        """Until the instance has nothing to do, or its engine is gone. Raises UnknownInstance when
+        it left meanwhile.
+        """
+        # Only an engine's metrics show whether it has work, and nothing signals a change. A request
+        # may be on its way while the engine looks idle, so two looks in a row must find it idle.
+        num_idle = 0
+        while instance.serves and num_idle < 2:
+            await asyncio.sleep(self._config.drain_poll_interval_s)
+            await self._instances.look(instance.name)
+            num_idle = 0 if self._is_busy(instance) else num_idle + 1
+
+    async def _forget(self, instance: Instance) -> None:
+        await self._handoff.forget(instance.name)
+        self._slots.forget(instance.name)
+        self._count_usable()
 
     def _affinity(self, prefer_nodes: tuple[str, ...]) -> Affinity:
         return Affinity(prefer_nodes, self._config.affinity_slack)
@@ -383,5 +401,8 @@ class EmbeddedPdCluster:
         ]
 
     def _instance_changed(self, _instance: Instance) -> None:
+        self._count_usable()
+
+    def _count_usable(self) -> None:
         usable = sum(item.serves and not item.draining for item in self._instances.by_name.values())
         self._metrics.healthy_instances.labels(self._name).set(usable)

@@ -36,6 +36,8 @@ class Given:
     """The prefills that this front has given to one instance and that are under way."""
 
     tries: list[_Try] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set whenever one has ended."""
 
     @property
     def num_jobs(self) -> int:
@@ -89,6 +91,14 @@ class LocalHandoff:
         """The prefills under way on one instance."""
         return self._given.setdefault(instance, Given())
 
+    async def forget(self, instance: str) -> None:
+        """Wait until an instance that leaves has no prefills, and forget it."""
+        given = self.given(instance)
+        while given.tries:
+            given.changed.clear()
+            await given.changed.wait()
+        del self._given[instance]
+
     async def run(self, job: PrefillJob) -> PrefillResult:
         """Prefill `job`, trying another instance when one fails. Raises PrefillFailed."""
         if self._closed:
@@ -139,13 +149,13 @@ class LocalHandoff:
     ) -> PrefillResult:
         instance = self._instances.by_name[name]
         place = instance.place()
-        tries = self.given(name).tries
-        mine = _Try(job, choice.uncached_tokens, self._clock())
-        tries.append(mine)
+        given, mine = self.given(name), _Try(job, choice.uncached_tokens, self._clock())
+        given.tries.append(mine)
         try:
             return await self._runner.run(job, place, attempt=attempt, reason=choice.reason)
         finally:
-            tries.remove(mine)
+            given.tries.remove(mine)
+            given.changed.set()
 
     def _shutting_down(self) -> PrefillFailed:
         return PrefillFailed("closed", f"cluster {self._cluster} is shutting down")

@@ -24,8 +24,16 @@ from local_pd.messages import (
 )
 from local_pd.server import SERVICE
 from prfaas.engines.errors import PrefillFailed, UnknownInstance
+from prfaas.engines.members import MemberOrder
 from prfaas.engines.ownership import Cleanups, cancel_requested
-from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_reply, remote_report
+from prfaas.engines.prefill_rpc import (
+    Empty,
+    InstanceName,
+    PrefillReply,
+    from_reply,
+    order_members,
+    remote_report,
+)
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.remote import JOB_TIMEOUT_S, REPORT_TIMEOUT_S
 from scheduler.live.long_term.conversion import MAX_DRAIN_S, RoleChange, RoleStatus
@@ -157,6 +165,10 @@ class RemotePdCluster:
             # Any other answer would come again. A front of an older version has no roles.
             raise RoleRefused(error.message) from error
         return reply.status
+
+    async def change_members(self, order: MemberOrder) -> None:
+        """As the protocol's; raises RpcError when the front cannot be reached."""
+        await order_members(self._client, self._name, order, REPORT_TIMEOUT_S)
 
     async def close(self) -> None:
         """Close the connection. Slots still held run out with their leases."""

@@ -22,6 +22,7 @@ from local_pd.messages import (
     SlotRequest,
 )
 from prfaas.engines.errors import UnknownInstance
+from prfaas.engines.members import MemberRefused, MemberRequest
 from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, to_reply
 from prfaas.jobs import PrefillJob
 from scheduler.reports import ClusterReport
@@ -60,6 +61,7 @@ class PdServer(RpcServer):
             "Drain": Method(InstanceName, Empty, self._drain),
             "Resume": Method(InstanceName, Empty, self._resume),
             "SetRole": Method(RoleRequest, RoleReply, self._set_role),
+            "Members": Method(MemberRequest, Empty, self._change_members),
         }
         super().__init__(bind, {SERVICE: methods}, credentials, why_not_ready=self._why_no_work)
 
@@ -112,6 +114,10 @@ class PdServer(RpcServer):
         status = await _mapped(self._cluster.set_role(request.instance, request.change))
         return RoleReply(status=status)
 
+    async def _change_members(self, request: MemberRequest) -> Empty:
+        await _mapped(self._cluster.change_members(request.order))
+        return Empty()
+
 
 async def _mapped(work: Awaitable[T]) -> T:
     try:
@@ -120,3 +126,5 @@ async def _mapped(work: Awaitable[T]) -> T:
         raise RpcError(CODE_OF[type(error)], error.message) from error
     except UnknownInstance as error:
         raise RpcError("NOT_FOUND", str(error)) from error
+    except MemberRefused as error:
+        raise RpcError("REFUSED", error.message) from error

@@ -55,6 +55,12 @@ class HeldSlots:
         if slot := self._slots.pop(transfer_id, None):
             self._not_awaited(slot)
 
+    def forget(self, instance: str) -> None:
+        """Note that an instance left: its slots are gone with it."""
+        for transfer_id in [name for name, s in self._slots.items() if s.instance == instance]:
+            self.drop(transfer_id)
+        del self._num_awaited[instance]
+
     def num_held(self, instance: str, now_s: float) -> int:
         """Slots of one instance."""
         self._purge(now_s)

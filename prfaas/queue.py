@@ -167,6 +167,12 @@ class PrefillQueue:
             known.view = view
         return [*self._fail_stranded(), *self._advance(now_s)]
 
+    def instance_left(self, name: str, now_s: float) -> list[Effect]:
+        """Forget an instance without jobs. A queued job that only it could take fails."""
+        assert not self.running_on(name)
+        self._instances.pop(name, None)
+        return [*self._fail_stranded(), *self._advance(now_s)]
+
     def finished(self, key: str, now_s: float) -> list[Effect]:
         """A running job has succeeded or was withdrawn, so its place is free."""
         self._drop(self._entries[key])

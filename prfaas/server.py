@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from prfaas.cluster import PrefillCluster
 from prfaas.engines.errors import UnknownInstance
+from prfaas.engines.members import MemberRefused, MemberRequest
 from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, to_reply
 from prfaas.jobs import PrefillJob
 from scheduler.reports import ClusterReport
@@ -30,6 +31,7 @@ class PrefillServer(RpcServer):
             "Report": Method(Empty, ClusterReport, self._report),
             "Drain": Method(InstanceName, Empty, self._drain),
             "Resume": Method(InstanceName, Empty, self._resume),
+            "Members": Method(MemberRequest, Empty, self._change_members),
         }
         super().__init__(bind, {SERVICE: methods}, credentials, why_not_ready=self._why_no_work)
 
@@ -55,9 +57,15 @@ class PrefillServer(RpcServer):
         await _mapped(self._cluster.resume(request.name))
         return Empty()
 
+    async def _change_members(self, request: MemberRequest) -> Empty:
+        await _mapped(self._cluster.change_members(request.order))
+        return Empty()
+
 
 async def _mapped(work: Awaitable[None]) -> None:
     try:
         await work
     except UnknownInstance as error:
         raise RpcError("NOT_FOUND", str(error)) from error
+    except MemberRefused as error:
+        raise RpcError("REFUSED", error.message) from error

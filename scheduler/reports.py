@@ -72,6 +72,12 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     kv_total_bytes: int | None = None
     landing_cap_bytes: int | None = None
     landing_room_bytes: int | None = None
+    leaving: bool = False
+    """Whether it is forgotten as soon as its work is done and its hot prefixes are elsewhere."""
+    layout: str = ""
+    """Its KVCache layout in words; "": not known yet."""
+    weights: str = ""
+    """What identifies its weights; "": not known yet, or its agent is of an older version."""
 
 
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +85,8 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
 
     `jobs` are the prefills that wait or run. `queued_tokens` and `running_tokens` count their
     uncached tokens, which say more about waiting times than the number of jobs. `reason` says why
-    the front as a whole is not healthy, where no instance has the reason.
+    the front as a whole is not healthy, where no instance has the reason. `heard` is False where
+    the front could not be asked, so that the report says nothing about its instances.
     """
 
     name: str
@@ -92,6 +99,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     running_tokens: int = 0
     jobs: tuple[JobReport, ...] = ()
     reason: str = ""
+    heard: bool = True
 
 
 def serves(instance: InstanceReport, model: str) -> bool:
@@ -99,3 +107,20 @@ def serves(instance: InstanceReport, model: str) -> bool:
     # An empty name on either side means that the cluster serves one model only.
     is_model = not model or not instance.model or instance.model == model
     return is_model and instance.healthy and not instance.draining
+
+
+def unlike(one: InstanceReport, other: InstanceReport) -> str:
+    """Why two instances of one model cannot use each other's KVCache, with both values; "" if they
+    can, serve different models, or one has not said what it has.
+    """
+    if one.model != other.model or not (one.layout_fingerprint and other.layout_fingerprint):
+        return ""
+    if one.layout_fingerprint == other.layout_fingerprint:
+        return ""
+    of = f" of {one.model}" if one.model else ""
+    if one.weights != other.weights:
+        return f"{one.name} has the weights {one.weights}{of}, {other.name} has {other.weights}"
+    return (
+        f"{one.name} lays KVCache{of} out as {one.layout} ({one.layout_fingerprint[:16]}), "
+        f"{other.name} as {other.layout} ({other.layout_fingerprint[:16]})"
+    )

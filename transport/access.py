@@ -59,7 +59,8 @@ ACCESS: Final[Mapping[str, ServiceAccess]] = {
     "prfaas.PrefillCluster": ServiceAccess(
         servers=frozenset[Role]({"prefill-front"}),
         # `prfaas up` looks at a front with Report, to see whether it serves.
-        callers={"Report": _SEES} | dict.fromkeys(("Submit", "Drain", "Resume"), _GATEWAY),
+        callers={"Report": _SEES}
+        | dict.fromkeys(("Submit", "Drain", "Resume", "Members"), _GATEWAY),
     ),
     "prfaas.PdCluster": ServiceAccess(
         servers=frozenset[Role]({"pd-front"}),
@@ -67,7 +68,7 @@ ACCESS: Final[Mapping[str, ServiceAccess]] = {
         | dict.fromkeys(
             (
                 *("Reserve", "Renew", "AwaitLanding", "Release", "Ended", "Direct", "Prefill"),
-                *("Drain", "Resume", "SetRole"),
+                *("Drain", "Resume", "SetRole", "Members"),
             ),
             _GATEWAY,
         ),

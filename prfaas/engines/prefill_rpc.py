@@ -9,7 +9,8 @@ from collections.abc import Awaitable
 
 import msgspec
 
-from prfaas.engines.errors import PrefillCode, PrefillFailed
+from prfaas.engines.errors import PrefillCode, PrefillFailed, UnknownInstance
+from prfaas.engines.members import MemberOrder, MemberRefused, MemberRequest
 from prfaas.engines.ownership import cancel_requested
 from prfaas.jobs import PrefillResult
 from scheduler.reports import ClusterReport
@@ -74,5 +75,22 @@ async def remote_report(client: RpcClient, front: str, timeout_s: float) -> Clus
             queue_depth=0,
             running=0,
             instances=(),
+            heard=False,
             reason=f"front not reachable: {error.message}",
         )
+
+
+async def order_members(
+    client: RpcClient, front: str, order: MemberOrder, timeout_s: float
+) -> None:
+    """Give an order to a front elsewhere. Raises MemberRefused, UnknownInstance, and RpcError when
+    the front cannot be reached.
+    """
+    try:
+        await client.call("Members", MemberRequest(order), Empty, timeout_s)
+    except RpcError as error:
+        if error.code == "NOT_FOUND":
+            raise UnknownInstance(front, order.name) from error
+        if error.code == "REFUSED":
+            raise MemberRefused(error.message) from error
+        raise

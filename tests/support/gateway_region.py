@@ -30,6 +30,7 @@ from local_pd.messages import (
     ReserveRequest,
 )
 from prfaas.engines.errors import PrefillFailed
+from prfaas.engines.members import MemberOrder
 from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.live.long_term.conversion import RoleChange, RoleStatus
 from scheduler.reports import ClusterReport, InstanceReport
@@ -207,6 +208,7 @@ class FakePd:
         self.released: list[str] = []
         self.ended_at: list[str] = []
         self.num_reserved = 0
+        self.orders: list[MemberOrder] = []
         self.reserved_with: list[tuple[bytes, tuple[str, ...]]] = []
         self.tenants: list[str] = []
         """The tenant of each reservation of memory for KVCache."""
@@ -323,6 +325,9 @@ class FakePd:
     async def set_role(self, instance: str, change: RoleChange) -> RoleStatus:
         raise RoleRefused(f"{self.name}: {instance} never changes")
 
+    async def change_members(self, order: MemberOrder) -> None:
+        self.orders.append(order)
+
     async def close(self) -> None: ...
 
     def _usable(self) -> list[OpenAiEngine]:
@@ -339,6 +344,7 @@ class FakePrefill:
         self.name = name
         self.pd = pd
         self.jobs: list[PrefillJob] = []
+        self.orders: list[MemberOrder] = []
         self.num_cancelled = 0
         self.num_running = 0
         self.error: Exception | None = None
@@ -394,6 +400,9 @@ class FakePrefill:
     async def drain(self, instance: str) -> None: ...
 
     async def resume(self, instance: str) -> None: ...
+
+    async def change_members(self, order: MemberOrder) -> None:
+        self.orders.append(order)
 
     async def close(self) -> None: ...
 

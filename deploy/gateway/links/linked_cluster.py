@@ -13,6 +13,7 @@ import msgspec
 
 from deploy.gateway.grants import granted_job
 from prfaas.embedded import EmbeddedPrefillCluster
+from prfaas.engines.members import MemberOrder
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.remote import RemotePrefillCluster
 from scheduler.reports import ClusterReport
@@ -69,6 +70,10 @@ class LinkedPrefillCluster:
     async def resume(self, instance: str) -> None:
         """Give an instance jobs again."""
         await self._cluster.resume(instance)
+
+    async def change_members(self, order: MemberOrder) -> None:
+        """Add an instance, or let one go."""
+        await self._cluster.change_members(order)
 
     async def close(self) -> None:
         """Close the cluster."""
