@@ -17,7 +17,14 @@ from typing import Final
 from prfaas.engines.errors import UnknownInstance
 from prfaas.engines.instance import Instance, InstanceSpec
 from prfaas.engines.instances import Instances
-from prfaas.engines.members import Join, Leave, LetGo, MemberOrder, MemberRefused
+from prfaas.engines.members import (
+    Join,
+    Leave,
+    LetGo,
+    MemberChanges,
+    MemberOrder,
+    MemberRefused,
+)
 from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.engines")
@@ -130,17 +137,15 @@ class Departures:
                 continue
 
 
-def follow_changes(
-    departures: Departures, leaving: tuple[str, ...], joining: tuple[InstanceSpec, ...]
-) -> None:
+def follow_changes(departures: Departures, changes: MemberChanges) -> None:
     """Carry out what a changed list of instances means. What cannot be done is logged."""
-    for name in leaving:
+    for name in changes.leaving:
         try:
             departures.order(Leave(name=name))
         except UnknownInstance as error:
             # Somebody has removed it already.
             logger.info("%s", error)
-    for spec in joining:
+    for spec in changes.joining:
         try:
             departures.join(spec)
         except MemberRefused as error:

@@ -97,6 +97,7 @@ class FakeAgent:
     def __init__(self, *instances: str) -> None:
         self.instances = list(instances)
         self.kv_block_bytes = 0
+        self.fingerprint, self.weights = FINGERPRINT, "weights-1"
         self.landing_bytes = 0
         self.tells_room = True
         self.outboxes: dict[str, _End] = {}
@@ -225,7 +226,10 @@ class FakeAgent:
     async def _status(self, _request: Status) -> StatusReply:
         await self._pause("Status")
         engines = [
-            EngineStatus(name, 2, 1, "fake", FINGERPRINT, self.cache_model, self.kv_block_bytes)
+            EngineStatus(
+                *(name, 2, 1, "fake", self.fingerprint, self.cache_model, self.kv_block_bytes),
+                weights=self.weights,
+            )
             for name in self.instances
         ]
         return StatusReply(
