@@ -30,6 +30,7 @@ from kvmanager.agent.engines.protocol import (
     ProtocolError,
     TransferMessage,
     Welcome,
+    agreed_version,
 )
 from kvmanager.agent.engines.server import EngineServer
 from kvmanager.agent.grants import AgentGrants
@@ -235,6 +236,7 @@ class NodeAgent:
             self.transfers.table.outboxes.last_attempt,
             # Half of the drain time: an engine notices a lost connection later than the agent.
             self.config.drain_s / 2,
+            version=agreed_version(hello),
         )
 
     def _join_cache(self, peer: EnginePeer, hello: EngineHello) -> StatePlacement | None:

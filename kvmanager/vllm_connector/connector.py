@@ -34,7 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.request import RequestStatus
 
 from kvmanager.agent.engines.client import EngineClient
-from kvmanager.agent.engines.protocol import PROTOCOL_VERSION, EngineHello
+from kvmanager.agent.engines.protocol import PROTOCOL_VERSIONS, EngineHello
 from kvmanager.layout import KVLayout
 from kvmanager.vllm_connector.cache.keys import namespace_of
 from kvmanager.vllm_connector.cache.scheduler import (
@@ -279,7 +279,8 @@ def _hello(
     namespace: bytes,
 ) -> EngineHello:
     return EngineHello(
-        version=PROTOCOL_VERSION,
+        version=PROTOCOL_VERSIONS.newest,
+        oldest_version=PROTOCOL_VERSIONS.oldest,
         instance=instance,
         role=role,
         pid=os.getpid(),

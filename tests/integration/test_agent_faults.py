@@ -284,7 +284,9 @@ HOSTILE = [
     (encode_frame(Welcome("x", "x", 1, 1)), "bad message"),
     (encode_frame(Attach(TID, 1)), "before Hello"),
     (encode_frame(hello()) + encode_frame(hello()), "Hello twice"),
-    (encode_frame(hello(version=7)), "version 7"),
+    (encode_frame(hello(version=7)), "the engine speaks version 7, this side speaks 3;"),
+    (encode_frame(hello(version=5, oldest_version=4)), "speaks version 4 to 5, this side speaks 3"),
+    (encode_frame(hello(version=2, oldest_version=1)), "speaks version 1 to 2, this side speaks 3"),
     (encode_frame(hello(layout=b"")), "layout"),
     (encode_frame(hello(tp_size=2)), "ranks"),
     (encode_frame(hello(tp_rank=1)), "tp_rank 1"),
@@ -310,6 +312,21 @@ def test_hostile_frames_cost_only_their_connection(
 def one_agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentProcess]:
     with AgentProcess(tmp_path_factory.mktemp("one")) as agent:
         yield agent
+
+
+@pytest.mark.parametrize("versions", [(3, 0), (3, 3), (3, 2), (4, 3), (9, 1)])
+def test_an_engine_is_served_in_a_version_that_both_speak(
+    one_agent: AgentProcess, versions: tuple[int, int]
+) -> None:
+    newest, oldest = versions
+    with RawEngine(one_agent) as raw:
+        raw.connection.sendall(encode_frame(hello(version=newest, oldest_version=oldest)))
+        decoder = FrameDecoder()
+        while not (payloads := decoder.feed(raw.connection.recv(1 << 16))):
+            pass
+        welcome = decode_agent_message(payloads[0])
+        assert isinstance(welcome, Welcome)
+        assert welcome.version == 3
 
 
 def test_engine_that_does_not_read_is_cut_off(one_agent: AgentProcess) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvmanager.agent.engines.protocol import PROTOCOL_VERSION, EngineHello
+from kvmanager.agent.engines.protocol import EngineHello, agreed_version
 from kvmanager.agent.messages import CacheModel, EngineStatus
 from kvmanager.layout import KVLayout, LayoutError
 from kvmanager.pool.shape import CacheShape
 from kvmanager.transfers.records import BadRequest, EnginePeer
+from transport.versions import NoCommonVersion
 
 
 class EngineNotServed(Exception):
@@ -48,10 +49,10 @@ class InstanceBook:
 
     def join(self, conn_id: int, hello: EngineHello) -> EnginePeer:
         """Enter a connection. Raises EngineNotServed."""
-        if hello.version != PROTOCOL_VERSION:
-            raise EngineNotServed(
-                f"the engine speaks version {hello.version}, this agent {PROTOCOL_VERSION}"
-            )
+        try:
+            agreed_version(hello)
+        except NoCommonVersion as error:
+            raise EngineNotServed(str(error)) from error
         if hello.tp_rank >= hello.tp_size:
             raise EngineNotServed(f"tp_rank {hello.tp_rank} of tp_size {hello.tp_size}")
         try:
