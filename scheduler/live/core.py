@@ -106,6 +106,8 @@ class LiveScheduler:
         self.moves = CacheMoveLedger()
         self.period = PeriodMeter()
         self.plans = {model: ModelPlan(model) for model in settings.models}
+        self.heard: dict[str, int] = {}
+        """How many observations of other gateways were learnt from, by gateway."""
         self._knowledge: dict[str, ModelKnowledge] = {}
 
     def take(self, event: Event[R], now_s: float) -> R:
@@ -137,6 +139,10 @@ class LiveScheduler:
         if found is None:
             found = self._knowledge[model] = ModelKnowledge()
         return found
+
+    def replace_knowledge(self, models: Mapping[str, ModelKnowledge]) -> None:
+        """Forget what was learnt of models, and go on with what is given."""
+        self._knowledge = dict(models)
 
     def models(self) -> Mapping[str, ModelKnowledge]:
         """All models that were asked about or learnt about."""

@@ -102,6 +102,25 @@ class TenantLedger:
             if before[tenant].tokens_per_s is None and limit.tokens_per_s is not None:
                 account.level_tokens = max(0.0, limit.burst_tokens - account.num_tokens)
 
+    def state(self, now_s: float) -> dict[str, float]:
+        """The levels of the buckets that are not full, by tenant. What is in flight is not in it:
+        it ends with its gateway.
+        """
+        found = {}
+        for tenant, account in self._accounts.items():
+            limit = self._limit(tenant)
+            level = self._level(limit, account, now_s)
+            if limit.tokens_per_s is not None and level < limit.burst_tokens:
+                found[tenant] = level
+        return found
+
+    def restore(self, levels: Mapping[str, float], now_s: float) -> None:
+        """Take over the levels of buckets as they were at `now_s`, for tenants that have brought
+        nothing yet.
+        """
+        for tenant, level in levels.items():
+            self._accounts.setdefault(tenant, _Account(level, now_s))
+
     def in_flight(self, tenant: str) -> tuple[int, int]:
         """(requests, tokens) in flight of a tenant."""
         account = self._accounts.get(tenant)

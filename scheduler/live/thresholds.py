@@ -7,7 +7,7 @@ argument. This file does not know requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -73,6 +73,14 @@ class Thresholds:
     def plan_tokens(self, cluster: str, pd: str = "") -> float:
         """The plan's threshold of one link."""
         return self._of(pd)[cluster].base_tokens
+
+    def planned(self) -> Iterator[tuple[str, str, float, float]]:
+        """Of each link: prefill cluster, PD cluster, the plan's threshold, and the bytes/s that the
+        plan sends.
+        """
+        for pd, clusters in self._kept.items():
+            for name, kept in clusters.items():
+                yield name, pd, kept.base_tokens, kept.planned_bytes_per_s
 
     def update(self, cluster: str, link: LinkView, now_s: float, *, pd: str = "") -> float:
         """The threshold of a link with its present view."""

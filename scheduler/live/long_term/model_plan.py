@@ -82,7 +82,7 @@ class ModelPlan:
         self._model = model
         self._after: ThresholdPlan | None = None
         """The thresholds for when `converts` has its new role."""
-        self._changed: dict[str, tuple[float, int]] = {}
+        self.changed: dict[str, tuple[float, int]] = {}
         """When and how each PD cluster was last converted, as in `LongTermQuestion.changed`."""
         self._adopted: Plan | None = None
 
@@ -105,7 +105,7 @@ class ModelPlan:
             region=modelled.region,
             measured=measured,
             current=modelled.current,
-            changed=dict(self._changed),
+            changed=dict(self.changed),
             adopted=self._adopted,
             now_s=now_s,
         )
@@ -119,7 +119,7 @@ class ModelPlan:
         self._adopted = decision.adopted or self._adopted
         # Dwelling counts from the wish, so that a wish that hangs is not repeated meanwhile.
         for wish in decision.conversions:
-            self._changed[wish.cluster] = question.now_s, _way(wish)
+            self.changed[wish.cluster] = question.now_s, _way(wish)
         return decision
 
     def to_set(self) -> ThresholdPlan | None:
@@ -156,7 +156,7 @@ class ModelPlan:
 
         The new division is there, or the old one is again.
         """
-        self._changed[wish.cluster] = now_s, _way(wish) if is_converted else 0
+        self.changed[wish.cluster] = now_s, _way(wish) if is_converted else 0
         if instance != self.converts:
             return None
         # After a failure the thresholds in force are those for the old division already.

@@ -75,7 +75,8 @@ class PeriodMeter:
     """Makes the means of a period from samples at even intervals."""
 
     def __init__(self) -> None:
-        self._once_measured: set[LinkPair] = set()
+        self.filled: set[LinkPair] = set()
+        """Links whose rate was known once."""
         self._clear()
 
     def see(self, reports: Iterable[Reported], links: Mapping[LinkPair, LinkView]) -> None:
@@ -111,7 +112,7 @@ class PeriodMeter:
             self._floors.setdefault(pair, []).append(rate)
         else:
             self._rates.setdefault(pair, []).append(rate)
-            self._once_measured.add(pair)
+            self.filled.add(pair)
 
     def _is_forgotten(self, pair: LinkPair, link: LinkView) -> bool:
         """Whether a rate was known and is too old now.
@@ -119,7 +120,7 @@ class PeriodMeter:
         Such a link stays in the plan. Otherwise a link that no prompt is long enough for would
         never be used again.
         """
-        return link.state is LinkCondition.CLEAR and pair in self._once_measured
+        return link.state is LinkCondition.CLEAR and pair in self.filled
 
     def _rate(self, pair: LinkPair) -> float | None:
         """The mean rate, where a floor counts as at least the highest measured rate.
