@@ -47,6 +47,7 @@ from deploy.gateway.serving.background import Background
 from deploy.gateway.serving.exchange import PATHS, Services
 from deploy.gateway.serving.records import RequestRecord
 from deploy.gateway.serving.request import Serving
+from deploy.gateway.sharing.state_file import StateFile
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
 from prfaas.engines.access import EngineAccess
@@ -133,6 +134,7 @@ class Gateway:
             self.roles,
             PlanMetrics(self.metrics.registry),
         )
+        self._state = self._build_state()
         self._background = Background()
         self.metrics.watch(lambda: self.num_in_flight, lambda: len(self._background))
         self._pages = self._build_pages(links or {})
@@ -140,6 +142,9 @@ class Gateway:
 
     async def start(self) -> None:
         """Open the connection pool and take the first reports."""
+        if self._state is not None:
+            await self._state.restore()
+            self._state.start()
         # Before anything else takes an event: a recording begins with the state that events
         # change.
         if self._recorder is not None:
@@ -200,6 +205,8 @@ class Gateway:
         # Its tasks give landings and leases back, for which clusters and agents must still be
         # reachable.
         await self._background.drain(self.config.timeouts.cluster_s)
+        if self._state is not None:
+            await self._state.close()
         if self._caches is not None:
             await self._caches.close()
         if self._region_links is not None:
@@ -256,6 +263,12 @@ class Gateway:
         collector = SchedulingCollector(scheduler, None if links is None else links.links)
         self.metrics.registry.register(collector)
         return scheduler
+
+    def _build_state(self) -> StateFile | None:
+        config = self.config
+        if config.state is None:
+            return None
+        return StateFile(config.state, config.models, self.scheduler, self._region_links)
 
     def _build_recorder(self) -> Recorder | None:
         config = self.config

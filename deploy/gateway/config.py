@@ -220,6 +220,10 @@ class GatewaySection(Section):
     """How requests are routed, queued and refused, and roles changed."""
     recorder: RecorderSection | None = None
     """Records scheduling to files. Left out: nothing is recorded."""
+    state: Path | None = None
+    """File in which it keeps what it has learnt, over a restart. Left out: `prfaas up` keeps it in
+    the directory of the run, and `prfaas gateway` nowhere.
+    """
     timeouts: TimeoutConfig = TimeoutConfig()
     """The limits on every wait."""
 

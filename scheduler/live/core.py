@@ -32,6 +32,7 @@ from scheduler.live.ledger import Ledger
 from scheduler.live.long_term.model_plan import ModelPlan
 from scheduler.live.long_term.running_region import PeriodMeter
 from scheduler.live.settings import LiveSettings, PdSettings
+from scheduler.live.sharing.peer_work import PeerWork
 from scheduler.live.snapshots import (
     NO_LINK_KNOWN,
     LinkPair,
@@ -96,6 +97,7 @@ class LiveScheduler:
         self._pds = _by_name(settings)
         self._views = views or ReportedViews()
         self.ledger = Ledger()
+        self.peers = PeerWork(self.ledger)
         self.thresholds = _thresholds(settings)
         self.tenants = TenantLedger(settings.default_tenant, settings.tenants)
         self.admitted: dict[int, tuple[str, int]] = {}

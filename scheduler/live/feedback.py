@@ -19,19 +19,31 @@ SAME_PASS_S: Final = 5e-3
 """First tokens of one engine that come this close together are from one forward pass, seconds."""
 
 
-class PromptCounted(Event[None], frozen=True):
+class Observation(Event[None], frozen=True):
+    """Something that teaches the same to every gateway of the region, whichever made it."""
+
+    def learn(self, live: LiveScheduler, now_s: float) -> None:
+        """Take in what was observed at `now_s`."""
+        raise NotImplementedError
+
+    def apply(self, live: LiveScheduler, now_s: float) -> None:
+        """Learn, and nothing else."""
+        self.learn(live, now_s)
+
+
+class PromptCounted(Observation, frozen=True):
     """An engine rendered a prompt, or its answer said how long the prompt was."""
 
     model: str
     content: PromptContent
     num_tokens: int
 
-    def apply(self, live: LiveScheduler, now_s: float) -> None:
+    def learn(self, live: LiveScheduler, now_s: float) -> None:
         """Estimates of later prompts use it."""
         live.knowledge(self.model).lengths.counted(self.content, self.num_tokens)
 
 
-class RequestArrived(Event[None], frozen=True):
+class RequestArrived(Observation, frozen=True):
     """A request whose home is `pd` was let in, and no engine refused it."""
 
     model: str
@@ -39,13 +51,13 @@ class RequestArrived(Event[None], frozen=True):
     cached_tokens: int
     pd: str = ""
 
-    def apply(self, live: LiveScheduler, now_s: float) -> None:
+    def learn(self, live: LiveScheduler, now_s: float) -> None:
         """It counts as demand, which plans rest on."""
         traffic = live.knowledge(self.model).traffic
         traffic.arrived(self.num_tokens, self.cached_tokens, now_s)
 
 
-class LegBegun(Event[None], frozen=True):
+class LegBegun(Observation, frozen=True):
     """A prefill is on its way to the target `place`. Its KVCache should have landed in `lands_s`.
 
     The landing takes `nbytes` at the node of `instance` in the PD cluster `pd`. It is for
@@ -65,10 +77,14 @@ class LegBegun(Event[None], frozen=True):
     instance: str = ""
     pd: str = ""
 
-    def apply(self, live: LiveScheduler, now_s: float) -> None:
-        """It is work ahead of others until it is over. The size of the landing is learnt."""
+    def learn(self, live: LiveScheduler, now_s: float) -> None:
+        """The size of the landing is learnt."""
         known = live.knowledge(self.model)
         known.reserved(self.num_tokens, self.landing_cached_tokens, self.nbytes)
+
+    def apply(self, live: LiveScheduler, now_s: float) -> None:
+        """It is work ahead of others until it is over."""
+        self.learn(live, now_s)
         leg = PrefillLeg(
             place=live.place(self.place, self.pd),
             num_tokens=self.num_tokens,
@@ -104,7 +120,7 @@ class LegAnswered(Event[None], frozen=True):
         live.ledger.answer_over(self.transfer_id, now_s)
 
 
-class Prefilled(Event[None], frozen=True):
+class Prefilled(Observation, frozen=True):
     """A prefill leg ended with all of its KVCache landed, `tail_s` after the prefill.
 
     `seconds` is the time that the prefill alone took. It is None where that is unknown because the
@@ -124,6 +140,11 @@ class Prefilled(Event[None], frozen=True):
         """From the end of the prefill on, the next job has the instance for itself."""
         place = live.place(self.place, self.pd)
         live.ledger.prefill_ended(place, self.instance, now_s - self.tail_s)
+        self.learn(live, now_s)
+
+    def learn(self, live: LiveScheduler, now_s: float) -> None:
+        """How long it took is learnt, where that is known."""
+        place = live.place(self.place, self.pd)
         if self.seconds is not None:
             live.knowledge(self.model).prefilled(
                 place, self.num_tokens, self.cached_tokens, self.seconds, now_s
@@ -195,7 +216,7 @@ class DirectAnswered(Event[float | None], frozen=True):
         return seconds if is_alone else None
 
 
-class DirectTook(Event[None], frozen=True):
+class DirectTook(Observation, frozen=True):
     """The answer of `DirectAnswered` for a prompt that was looked up, at an engine of `pd` that was
     not full.
 
@@ -207,7 +228,7 @@ class DirectTook(Event[None], frozen=True):
     seconds: float
     pd: str = ""
 
-    def apply(self, live: LiveScheduler, now_s: float) -> None:
+    def learn(self, live: LiveScheduler, now_s: float) -> None:
         """The time teaches only where the length is known."""
         known, num_tokens = live.knowledge(self.model), self.shape.num_prompt_tokens
         if _is_length_known(live, known, self.shape):
@@ -216,7 +237,7 @@ class DirectTook(Event[None], frozen=True):
             known.prefilled(place, num_tokens, cached_tokens, self.seconds, now_s)
 
 
-class FirstToken(Event[None], frozen=True):
+class FirstToken(Observation, frozen=True):
     """The first byte of a stream came, by the route that was predicted, whose target is `place`.
 
     `was_full` says whether the decode instance was full when it got the request. It is in `pd`.
@@ -229,7 +250,7 @@ class FirstToken(Event[None], frozen=True):
     was_full: bool = False
     pd: str = ""
 
-    def apply(self, live: LiveScheduler, now_s: float) -> None:
+    def learn(self, live: LiveScheduler, now_s: float) -> None:
         """The prediction's error, and under normal conditions its overhead, are learnt.
 
         The delay by a full instance or by a link that is not clear is no overhead of the place:
@@ -246,14 +267,14 @@ class FirstToken(Event[None], frozen=True):
         )
 
 
-class AnswerDecoded(Event[None], frozen=True):
+class AnswerDecoded(Observation, frozen=True):
     """An answer of `num_tokens` ended well, `seconds` after its first token."""
 
     model: str
     num_tokens: int
     seconds: float
 
-    def apply(self, live: LiveScheduler, now_s: float) -> None:
+    def learn(self, live: LiveScheduler, now_s: float) -> None:
         """How long answers are and how long a step takes is learnt."""
         live.knowledge(self.model).decoded(self.num_tokens, self.seconds, now_s)
 
@@ -299,21 +320,18 @@ def _is_length_known(live: LiveScheduler, known: ModelKnowledge, shape: RequestS
     return shape.is_exact or is_guess_good
 
 
+ObservationEvent: TypeAlias = (
+    PromptCounted | RequestArrived | LegBegun | Prefilled | DirectTook | FirstToken | AnswerDecoded
+)
 FeedbackEvent: TypeAlias = (
-    PromptCounted
-    | RequestArrived
-    | LegBegun
+    ObservationEvent
     | LegOver
     | LegAnswered
-    | Prefilled
     | InstanceGiven
     | InstanceOver
     | DirectBegun
     | DirectOver
     | DirectAnswered
-    | DirectTook
-    | FirstToken
-    | AnswerDecoded
     | CacheMoveBegun
     | CacheMoveOver
 )

@@ -1,4 +1,4 @@
-"""What this gateway has under way: prefill legs, and prompts that one engine computes by itself.
+"""What is under way as far as is known: prefill legs, and prompts that one engine computes.
 
 Clusters report twice a second. A route must also know what was sent, and what ended, since the last
 report. A leg has the id of its transfer, which reports use too, so that nothing counts twice.
@@ -66,16 +66,22 @@ class Ledger:
         self._num_direct = 0
         self._last_end_s: dict[tuple[str, str], float] = {}
         self._changes: deque[tuple[float, str, int]] = deque()  # time, instance, requests
+        self.requests: dict[str, int] = {}
+        """The requests of each decode instance that are not over."""
 
     # ---- requests of instances
 
     def begun(self, instance: str, now_s: float) -> None:
         """An instance has one more request to decode, or a slot held for one."""
         self._changes.append((now_s, instance, 1))
+        self.requests[instance] = self.requests.get(instance, 0) + 1
 
     def ended(self, instance: str, now_s: float) -> None:
         """A request of an instance is over. To be called once for each `begun`."""
         self._changes.append((now_s, instance, -1))
+        self.requests[instance] = self.requests.get(instance, 0) - 1
+        if not self.requests[instance]:
+            del self.requests[instance]
         # No report that is still used is older.
         while now_s - self._changes[0][0] > KEEP_ENDED_S:
             self._changes.popleft()
@@ -122,6 +128,15 @@ class Ledger:
         for transfer_id, leg in self._legs.items():
             if leg.place == place and leg.begun_s >= since_s and transfer_id not in self._reported:
                 yield transfer_id, leg
+
+    def unanswered(self) -> Iterator[tuple[str, PrefillLeg, bool]]:
+        """All legs whose requests are not answered: id, leg, and whether the leg is over."""
+        for transfer_id, leg in self._legs.items():
+            if transfer_id not in self._answered_s:
+                yield transfer_id, leg, False
+        for transfer_id, (_, leg) in self._ended.items():
+            if transfer_id not in self._answered_s:
+                yield transfer_id, leg, True
 
     def landing(self, model: str, pd: str = "") -> list[PrefillLeg]:
         """All legs whose requests will decode for a model in a PD cluster once they have landed.
@@ -200,6 +215,10 @@ class Ledger:
             if prompt.instance == instance and prompt.begun_s < begun_s:
                 del self._direct[key]
 
+    def prompts(self) -> Iterator[tuple[int, DirectPrompt]]:
+        """Prompts without an answer yet, by their keys."""
+        yield from self._direct.items()
+
     def direct(self) -> dict[str, list[DirectPrompt]]:
         """Prompts without an answer yet, by engine, the earliest first."""
         found: dict[str, list[DirectPrompt]] = {}
@@ -219,6 +238,10 @@ class Ledger:
         while at_s - self._last_end_s[oldest] > KEEP_LAST_END_S:
             del self._last_end_s[oldest]
             oldest = next(iter(self._last_end_s))
+
+    def last_ends(self) -> Iterator[tuple[tuple[str, str], float]]:
+        """When the last prefill ended, by place and instance."""
+        yield from self._last_end_s.items()
 
     def alone_s(self, place: str, instance: str, begun_s: float, now_s: float) -> float:
         """How much of the time since `begun_s` no earlier prefill took, as far as is known."""

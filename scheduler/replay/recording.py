@@ -30,6 +30,7 @@ from scheduler.live.events import DecisionEvent, FactEvent
 from scheduler.live.feedback import FeedbackEvent
 from scheduler.live.long_term.events import PlanDecisionEvent, PlanEvent
 from scheduler.live.settings import LiveSettings
+from scheduler.live.sharing.events import SharingEvent
 
 FORMAT: Final = 3
 # A longer frame is no recording, so it must not make the reader allocate its length.
@@ -63,7 +64,7 @@ class Entry(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """An event, when it was taken, and its answer."""
 
     now_s: float
-    event: DecisionEvent | FactEvent | FeedbackEvent | PlanEvent
+    event: DecisionEvent | FactEvent | FeedbackEvent | PlanEvent | SharingEvent
     answer: msgspec.Raw
 
 

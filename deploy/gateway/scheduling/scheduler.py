@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Set
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from deploy.gateway.config import GatewayConfig
 from deploy.gateway.scheduling.recorder import Recorder, without_texts
@@ -58,6 +58,7 @@ class RegionScheduler:
         self._reports = reports
         self._heard: dict[str, Reported] = {}
         self._recorder: Recorder | None = None
+        self._listeners: list[Callable[[Event[Any], float], None]] = []
         self._link = link
         self._pairs = [pair for name, pd in settings.pairs for pair in ((name, pd), (pd, name))]
 
@@ -65,6 +66,10 @@ class RegionScheduler:
         """Record every event from now on. Raises OSError."""
         recorder.start(self.live)
         self._recorder = recorder
+
+    def on_taken(self, listener: Callable[[Event[Any], float], None]) -> None:
+        """Call `listener` with every event that was taken, and its time."""
+        self._listeners.append(listener)
 
     def tell(self, event: Event[R]) -> R:
         """Hand an event over and return its answer."""
@@ -145,6 +150,8 @@ class RegionScheduler:
         answer = self.live.take(event, now_s)
         if self._recorder is not None:
             self._recorder.note(self.live, event, answer, now_s)
+        for listener in self._listeners:
+            listener(event, now_s)
         return answer
 
 

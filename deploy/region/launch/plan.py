@@ -274,6 +274,8 @@ def gateway_file(resolved: ResolvedRegion, directory: RunDirectory) -> GatewayFi
     """The file of the gateway's process. Without parts all fronts are embedded in it."""
     region, security = resolved.region, resolved.region.security
     gateway, pd = region.gateway, region.pd_cluster
+    settings = {name: getattr(gateway, name) for name in GatewaySection.model_fields}
+    settings["state"] = gateway.state or directory.learned_file
     apart = () if resolved.part.is_whole else fronts_apart(region)
 
     def source(cluster: ClusterSpec) -> dict[str, object]:
@@ -284,7 +286,7 @@ def gateway_file(resolved: ResolvedRegion, directory: RunDirectory) -> GatewayFi
     prefills = pd in apart and any(role_of(item, pd) == "prefill" for item in pd.instances)
     return GatewayFile.of(
         gateway=GatewayConfig(
-            **{name: getattr(gateway, name) for name in GatewaySection.model_fields},
+            **settings,
             models=tuple(
                 ModelConfig(name=model.name, max_model_len=model.max_model_len, root=model.path)
                 for model in region.models

@@ -138,6 +138,11 @@ class RunDirectory:
         return self.root / "gateway.json"
 
     @property
+    def learned_file(self) -> Path:
+        """What the gateway has learnt. It outlives the run, for the next one here."""
+        return self.root / "gateway.learned"
+
+    @property
     def region_key(self) -> Path:
         """The key that this run's processes share, where the region names no other file."""
         return self.root / REGION_KEY

@@ -55,6 +55,8 @@ def _absolute(region: RegionSpec, directory: Path) -> RegionSpec:
     gateway, security = region.gateway, region.security
     if gateway.api_keys_file is not None:
         gateway = gateway.model_copy(update={"api_keys_file": full(gateway.api_keys_file)})
+    if gateway.state is not None:
+        gateway = gateway.model_copy(update={"state": full(gateway.state)})
     if gateway.recorder is not None:
         recorder = gateway.recorder.model_copy(update={"dir": full(gateway.recorder.dir)})
         gateway = gateway.model_copy(update={"recorder": recorder})

@@ -22,9 +22,12 @@ VERSION: Final = 1
 
 
 class PlannedThreshold(msgspec.Struct, frozen=True, array_like=True):
-    """The plan's threshold of a prefill cluster, and what the plan sends over its link, bytes/s."""
+    """The plan's threshold of the link from a prefill cluster to a PD cluster, and what the plan
+    sends over it, bytes/s.
+    """
 
     cluster: str
+    pd: str
     tokens: float
     bytes_per_s: float
 
@@ -39,8 +42,11 @@ class ConversionAge(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlanState(msgspec.Struct, frozen=True, array_like=True):
-    """What the long-term loop has set, and since when it dwells."""
+    """What the long-term loop has set, and since when it dwells. It began from a threshold of
+    `configured_tokens`.
+    """
 
+    configured_tokens: float
     thresholds: list[PlannedThreshold]
     conversions: list[ConversionAge]
 
@@ -113,10 +119,8 @@ def learned_state(
 def plan_state(live: LiveScheduler, now_s: float) -> PlanState:
     """The plan that `live` follows now."""
     return PlanState(
-        [
-            PlannedThreshold(name, tokens, live.thresholds.planned_bytes_per_s(name))
-            for name, tokens in live.thresholds.base_tokens().items()
-        ],
+        live.settings.threshold_tokens,
+        [PlannedThreshold(*planned) for planned in live.thresholds.planned()],
         [
             ConversionAge(model, cluster, now_s - at_s, way)
             for model, plan in live.plans.items()
@@ -127,10 +131,12 @@ def plan_state(live: LiveScheduler, now_s: float) -> PlanState:
 
 def adopt_plan(live: LiveScheduler, plan: PlanState, made_s: float) -> None:
     """Let `live` go on with a plan that another gateway had at `made_s`."""
-    known = live.thresholds.base_tokens()
+    known = set(live.settings.pairs)
+    # An operator who sets another threshold means it, whatever was planned from the one before.
+    is_for_this = plan.configured_tokens == live.settings.threshold_tokens
     for kept in plan.thresholds:
-        if kept.cluster in known:
-            live.thresholds.set_base(kept.cluster, kept.tokens, kept.bytes_per_s)
+        if is_for_this and (kept.cluster, kept.pd) in known:
+            live.thresholds.set_base(kept.cluster, kept.tokens, kept.bytes_per_s, pd=kept.pd)
     for conversion in plan.conversions:
         if (followed := live.plans.get(conversion.model)) is not None:
             followed.changed[conversion.cluster] = made_s - conversion.age_s, conversion.way
