@@ -25,7 +25,7 @@ import msgspec
 
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
-from scheduler.live.decode_side import is_full
+from scheduler.live.decode_side import is_full, num_free_slots
 from scheduler.live.learning.cache_moves import CacheMoveLedger
 from scheduler.live.learning.knowledge import ModelKnowledge
 from scheduler.live.ledger import Ledger
@@ -40,8 +40,10 @@ from scheduler.live.snapshots import (
     Reported,
     SnapshotMaker,
 )
+from scheduler.live.spilling import Distances, Tried, Try, spilled
 from scheduler.live.tenants import TenantLedger, TenantLimit
 from scheduler.live.thresholds import Thresholds
+from scheduler.reports import ClusterReport
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape, one_engine_reason
 from scheduler.routing.profiles import KvProfile
 from scheduler.routing.short_term import RouteConfig, RouteDecision, route
@@ -87,6 +89,11 @@ class Views(Protocol):
     ) -> DecodeView:
         """The instances of `pd` that decode for `model`."""
 
+    def num_free_slots(self, live: LiveScheduler, model: str, pd: PdSettings) -> int | None:
+        """About how many more requests `pd` would decode at once for `model`; None if none of its
+        instances does. It is asked for many clusters at a request.
+        """
+
 
 class LiveScheduler:
     """Takes events and gives decisions. Single-threaded; `now_s` must not go back."""
@@ -105,6 +112,7 @@ class LiveScheduler:
         names = (*(pd.name for pd in settings.pd_clusters), *settings.prefill_clusters)
         self.reports = {name: Reported(name, None, -math.inf) for name in names}
         self.links: dict[LinkPair, LinkView] = {}
+        self.distances = Distances()
         self.moves = CacheMoveLedger()
         self.period = PeriodMeter()
         self.plans = {model: ModelPlan(model) for model in settings.models}
@@ -180,6 +188,12 @@ class LiveScheduler:
         """The instances of `pd` that decode for `model`."""
         return self._views.decode_side(self, model, now_s, self.pd(pd))
 
+    def num_free_slots(self, model: str, pd: PdSettings) -> int | None:
+        """About how many more requests `pd` would decode at once for `model`; None if none of its
+        instances does.
+        """
+        return self._views.num_free_slots(self, model, pd)
+
     def route(
         self,
         model: str,
@@ -188,16 +202,24 @@ class LiveScheduler:
         *,
         excluded: Set[str] = frozenset(),
     ) -> RouteDecision:
-        """Where a prompt is computed. Clusters in `excluded` are passed over."""
-        pd = self.pd(request.home).name
-        seen, config = self.snapshot(model, now_s, request, pd), self._config(model, now_s, pd)
-        decision = route(request.shape, seen, config, now_s, excluded=excluded)
-        if decision.reason is not Reason.LOCAL_SOONER:
-            return decision
+        """Where a prompt is computed and decoded. Clusters in `excluded` are passed over."""
+
+        def try_at(request: PendingRequest, pd: PdSettings) -> Tried:
+            seen = self.snapshot(model, now_s, request, pd.name)
+            config = self._config(model, now_s, pd.name)
+            decision = route(request.shape, seen, config, now_s, excluded=excluded)
+            return Tried(pd, request, seen, config, decision)
+
+        tried = try_at(request, self.pd(request.home))
+        tried = self._spilled(model, tried, try_at, now_s, excluded)
+        if tried.decision.reason is not Reason.LOCAL_SOONER:
+            return tried.decision
         # An infinite margin leaves t alone to decide.
-        by_threshold = replace(config, margin_s=math.inf)
-        tried = route(request.shape, seen, by_threshold, now_s, excluded=excluded)
-        return tried if self._is_worth_a_try(model, tried, now_s) else decision
+        by_threshold = replace(tried.config, margin_s=math.inf)
+        found = route(tried.request.shape, tried.seen, by_threshold, now_s, excluded=excluded)
+        if not self._is_worth_a_try(model, found, now_s):
+            return tried.decision
+        return msgspec.structs.replace(found, pd_reason=tried.decision.pd_reason)
 
     def route_early(
         self, model: str, request: PendingRequest, now_s: float
@@ -208,14 +230,25 @@ class LiveScheduler:
         move. The upper bound of the length decides that, because a cached prefix only ever keeps a
         prompt where it is. Predictions use the likely length.
         """
-        pd, shape = self.pd(request.home).name, request.shape
-        seen = self.snapshot(model, now_s, request, pd)
-        if one_engine_reason(shape) is None and self._may_move(shape, seen):
+
+        def try_in(seen: RegionSnapshot, request: PendingRequest, pd: PdSettings) -> Tried:
+            config = self._config(model, now_s, pd.name)
+            # No prediction may send the prompt away from the PD cluster: it would have to be
+            # counted first.
+            local = replace(config, margin_s=math.inf)
+            return Tried(pd, request, seen, config, route(request.shape, seen, local, now_s))
+
+        def try_at(request: PendingRequest, pd: PdSettings) -> Tried:
+            return try_in(self.snapshot(model, now_s, request, pd.name), request, pd)
+
+        home = self.pd(request.home)
+        seen = self.snapshot(model, now_s, request, home.name)
+        if self._must_be_counted(request.shape, seen):
             return None
-        # No prediction may send the prompt away from the PD cluster: it would have to be counted
-        # first.
-        config = replace(self._config(model, now_s, pd), margin_s=math.inf)
-        return route(shape, seen, config, now_s)
+        at_home = try_in(seen, request, home)
+        tried = self._spilled(model, at_home, try_at, now_s, frozenset())
+        must_count = tried is not at_home and self._must_be_counted(tried.request.shape, tried.seen)
+        return None if must_count else tried.decision
 
     def is_full(self, instance: str) -> bool:
         """Whether a request given to this decode instance now would wait inside of it."""
@@ -254,7 +287,17 @@ class LiveScheduler:
         known.tried(decision.target, now_s)
         return True
 
-    def _may_move(self, shape: RequestShape, seen: RegionSnapshot) -> bool:
+    def _spilled(
+        self, model: str, at_home: Tried, try_at: Try, now_s: float, excluded: Set[str]
+    ) -> Tried:
+        if len(self.settings.pd_clusters) == 1:
+            return at_home
+        return spilled(self, model, at_home, try_at, now_s, excluded=excluded)
+
+    def _must_be_counted(self, shape: RequestShape, seen: RegionSnapshot) -> bool:
+        """Whether the KVCache of a prompt that was not counted might have to move."""
+        if one_engine_reason(shape) is not None:
+            return False
         thresholds = [cluster.threshold_tokens for cluster in seen.prefill_clusters]
         if thresholds and shape.at_most_tokens > min(thresholds):
             return True
@@ -296,6 +339,9 @@ class LiveScheduler:
 class ReportedViews:
     """The region according to the latest reports, the links, the ledger and what was learnt."""
 
+    def __init__(self) -> None:
+        self._free_slots: dict[tuple[str, str], tuple[ClusterReport | None, int | None]] = {}
+
     def snapshot(
         self,
         live: LiveScheduler,
@@ -313,6 +359,16 @@ class ReportedViews:
     ) -> DecodeView:
         """The decoding instances as reported, with what they were given since."""
         return self._maker(live, model).decode_side(live.reports[pd.name], now_s)
+
+    def num_free_slots(self, live: LiveScheduler, model: str, pd: PdSettings) -> int | None:
+        """The free decode slots of the last report."""
+        report = live.reports[pd.name].report
+        # Counted once for each report, since every spill asks for it.
+        known = self._free_slots.get((pd.name, model))
+        if known is None or known[0] is not report:
+            num_free = None if report is None else num_free_slots(report.instances, model)
+            known = self._free_slots[pd.name, model] = report, num_free
+        return known[1]
 
     def _maker(
         self, live: LiveScheduler, model: str, request: PendingRequest | None = None

@@ -64,6 +64,16 @@ def decode_view(
     )
 
 
+def num_free_slots(instances: Sequence[InstanceReport], model: str) -> int | None:
+    """How many more requests these instances would decode at once, as reported; None if none of
+    them decodes for the model.
+    """
+    found = decoding(instances, model)
+    if not found:
+        return None
+    return max(0, sum(_num_slots(item) - item.running for item in found))
+
+
 def is_full(item: InstanceReport, num_requests: int) -> bool:
     """Whether one more request would wait inside an instance, for a slot or for KV memory.
 

@@ -23,6 +23,7 @@ from scheduler.live.admission import (
 )
 from scheduler.live.core import Event, LiveScheduler
 from scheduler.live.snapshots import PendingRequest, Reported
+from scheduler.live.spilling import load_request
 from scheduler.live.tenants import TenantLimit
 from scheduler.live.thresholds import ThresholdNow
 from scheduler.reports import ClusterReport
@@ -164,20 +165,15 @@ class AdmitAsked(Event[Judged], frozen=True):
         `TenantAsked` counted for it does not count any more.
         """
         AdmissionOver(self.request, used_tokens=0).apply(live, now_s)
-        known = live.knowledge(self.model)
         decode = live.decode_side(self.model, now_s, self.pd)
-        # No request is refused because of a guess: before any prefill was measured, the present
-        # load counts, which an empty prediction asks for.
-        prediction = self.predicted if known.is_measured else None
-        prediction = prediction or Prediction()
-        kv_bytes = 0.0 if known.kv is None else known.kv.size_bytes(self.num_tokens)
         work_tokens = self.work_tokens or self.num_tokens
-        asked = AdmissionRequest(prediction, kv_bytes, work_tokens, self.tenant)
+        load = load_request(live, self.model, self.predicted, self.num_tokens)
+        asked = msgspec.structs.replace(load, num_tokens=work_tokens, tenant=self.tenant)
         verdict = _verdict(live, asked, decode, now_s)
         if verdict.admitted:
             live.tenants.started(self.tenant, work_tokens, now_s)
             live.admitted[self.request] = self.tenant, work_tokens
-        return Judged(verdict, _decode_load(prediction, decode))
+        return Judged(verdict, _decode_load(load.prediction, decode))
 
 
 class TenantAsked(Event[Judged], frozen=True):

@@ -15,6 +15,7 @@ from scheduler.live.long_term.loop import LongTermConfig
 from scheduler.live.tenants import TenantLimit
 from scheduler.routing.candidates import RouteLimits
 from scheduler.routing.queue_order import OrderConfig
+from scheduler.routing.spill import Spill
 from scheduler.routing.threshold import ThresholdConfig
 
 
@@ -32,10 +33,14 @@ class RoutingPolicy(RouteLimits):
 
 @dataclass(frozen=True, slots=True)
 class PdSettings:
-    """One PD cluster: its name, and the prefill clusters that have a link to it."""
+    """One PD cluster: its name, and the prefill clusters that have a link to it.
+
+    `spill` says when another PD cluster may decode requests whose home it is.
+    """
 
     name: str
     prefill_clusters: tuple[str, ...] = ()
+    spill: Spill = "overflow"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

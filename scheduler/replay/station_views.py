@@ -115,6 +115,11 @@ class StationViews:
             prefill_clusters=tuple(prefill_clusters),
         )
 
+    def num_free_slots(self, live: LiveScheduler, model: str, pd: PdSettings) -> int | None:
+        """The free slots of the decode pool."""
+        pool = self._parts.pool
+        return max(0, pool.slots_total - pool.num_running - len(pool.waiting))
+
     def decode_side(
         self, live: LiveScheduler, model: str, now_s: float, pd: PdSettings
     ) -> DecodeView:
