@@ -132,7 +132,7 @@ class _Driver:
     def _stations_of(self, num_prefill: int, policy: Policy) -> list[PrefillStation]:
         region, factors = self._model.region, self._model.prefill_factors
         clusters: list[tuple[Cluster, int]] = [(self._model.pd, num_prefill)]
-        clusters += [(cluster, cluster.num_instances) for cluster in region.prefill_clusters]
+        clusters += [(cluster, int(cluster.num_instances)) for cluster in region.prefill_clusters]
         return [
             PrefillStation(
                 cluster.name,

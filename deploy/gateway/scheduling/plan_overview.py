@@ -184,7 +184,7 @@ def _cluster_model(cluster: Cluster, knowledge: ModelKnowledge) -> ClusterModel:
     constant, linear, square = (float(value) for value in cluster.prefill.coefficients[0])
     return ClusterModel(
         name=cluster.name,
-        num_instances=cluster.num_instances,
+        num_instances=int(cluster.num_instances),
         prefill=(constant, linear, square),
         prefill_s=[(tokens, float(cluster.prefill(tokens))) for tokens in _SHOWN_TOKENS],
         num_seen=learned.num_seen,

@@ -125,7 +125,7 @@ def load_simulation(path: Path) -> Simulation:
 def homogeneous(model: ReplayModel) -> ReplayModel:
     """The same number of instances, all in the PD cluster."""
     region, pd = model.region, model.pd
-    num = pd.num_instances + sum(cluster.num_instances for cluster in region.prefill_clusters)
+    num = pd.num_instances + sum(int(c.num_instances) for c in region.prefill_clusters)
     alone = replace(
         region, prefill_clusters=(), links=(), pd_clusters=(replace(pd, num_instances=num),)
     )

@@ -48,7 +48,7 @@ from scheduler.live.learning.measured_traffic import MeasuredTraffic
 from scheduler.live.long_term.conversion import DWELL_S, ConversionWish
 from scheduler.planning.allocation import Allocation, measured_region
 from scheduler.planning.division_search import Bounds, Division, best_at, best_within, thresholds_of
-from scheduler.planning.plan import Plan, is_pair, threshold_plan
+from scheduler.planning.plan import Plan, has_one_threshold, threshold_plan
 from scheduler.planning.region_model import Region
 from scheduler.planning.route_search import NoRouteError
 from scheduler.planning.throughput import Mode
@@ -289,10 +289,12 @@ class LongTermQuestion:
         mean.
         """
         current = self.current
-        if is_pair(model):
-            if not model.prefill_clusters or not current.thresholds:
+        if has_one_threshold(model):
+            sources = [c.name for c in model.prefill_clusters if c.num_instances]
+            if not sources or not current.thresholds:
                 return None
-            tokens = current.thresholds[model.prefill_clusters[0].name]
+            # Clusters that the last plan sent nothing to have the longest prompt as threshold.
+            tokens = min(current.thresholds[name] for name in sources)
             return threshold_plan(model, tokens, current.num_prefill[model.pd_clusters[0].name])
         try:
             kept = self.adopted and self.adopted.kept_in(model)
