@@ -8,95 +8,22 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import subprocess
-import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from region_hosts import PATIENCE_S, RegionHost, make_keys, wait_for
 from standin_engine import install
-from typer.testing import CliRunner, Result
-
-from deploy.cli import app
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 120.0
 PROMPT = list(range(200))
 
 
-def told(*words: str) -> Result:
-    """A command that ends by itself."""
-    return CliRunner().invoke(app, words)
-
-
-def wait_for(condition: Callable[[], object], what: object) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.05)
-
-
-@dataclass
-class Host:
-    """A host with its copy of the region's file and its keys; `up` starts the part of its node."""
-
-    node: str
-    folder: Path
-    launcher: subprocess.Popen[str] | None = None
-
-    @property
-    def run_dir(self) -> str:
-        return str(self.folder / "run")
-
-    def up(self) -> dict[str, Any]:
-        """Returns what it says when its part runs."""
-        words = ["up", str(self.folder / "region.yaml"), "--node", self.node]
-        with (self.folder / "stderr").open("w") as stderr:
-            self.launcher = subprocess.Popen(
-                [sys.executable, "-m", "deploy.cli", *words, "--run-dir", self.run_dir, "--json"],
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                cwd=ROOT,
-            )
-        assert self.launcher.stdout is not None
-        for line in self.launcher.stdout:
-            event: dict[str, Any] = json.loads(line)
-            if event["event"] == "ready":
-                return event
-        pytest.fail(f"{self.node} ended: {(self.folder / 'stderr').read_text()}")
-
-    def down(self) -> str:
-        """Returns what is said."""
-        said = told("down", "--run-dir", self.run_dir)
-        assert said.exit_code == 0, said.stderr
-        assert self.launcher is not None
-        assert self.launcher.wait(PATIENCE_S) == 0
-        self.close()
-        return said.stdout
-
-    def status(self) -> dict[str, Any]:
-        shown = told("status", "--run-dir", self.run_dir, "--json")
-        assert shown.exit_code == 0, shown.stdout
-        status: dict[str, Any] = json.loads(shown.stdout)
-        return status
-
-    def close(self) -> None:
-        if self.launcher is not None:
-            if self.launcher.poll() is None:
-                self.launcher.kill()
-            self.launcher.communicate()
-            self.launcher = None
-
-
 @pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[dict[str, Host]]:
+def hosts(tmp_path: Path) -> Iterator[dict[str, RegionHost]]:
     python_path = install(tmp_path / "engine")
     # Other addresses for every run, so that the ports that hosts work out are free.
     net = f"127.{random.randint(1, 254)}.{random.randint(1, 254)}"
@@ -136,14 +63,13 @@ def hosts(tmp_path: Path) -> Iterator[dict[str, Host]]:
     }
     file = tmp_path / "region.yaml"
     file.write_text(json.dumps(region))
-    made = told("certs", "init", str(tmp_path / "made"), str(file))
-    assert made.exit_code == 0, made.stderr
+    make_keys(tmp_path / "made", file)
     both = {}
     for name in ("a1", "b1"):
         folder = tmp_path / f"host-{name}"
         shutil.copytree(tmp_path / "made" / name, folder / "keys")
         shutil.copy(file, folder)
-        both[name] = Host(name, folder)
+        both[name] = RegionHost(name, folder)
     yield both
     for host in both.values():
         host.close()
@@ -156,7 +82,7 @@ def fetch(url: str, body: dict[str, Any] | None = None) -> tuple[dict[str, str],
         return dict(response.headers), json.loads(response.read())
 
 
-def test_two_hosts_with_one_file_are_one_region(hosts: dict[str, Host]) -> None:
+def test_two_hosts_with_one_file_are_one_region(hosts: dict[str, RegionHost]) -> None:
     prefill, home = hosts["a1"], hosts["b1"]
     # In any order: the gateway starts before the cluster whose front it asks.
     gateway = home.up()["gateway"]
@@ -184,17 +110,18 @@ def test_two_hosts_with_one_file_are_one_region(hosts: dict[str, Host]) -> None:
         "agent.b1", "b1-engine", "gateway",
     ]  # fmt: skip
     assert b_status["plan"] is not None
-    elsewhere = told("role", "ls", "--run-dir", prefill.run_dir)
+    elsewhere = prefill.tell("role", "ls")
     assert "a part without the gateway; give its gateway with --gateway" in elsewhere.stderr
-    words = ("doctor", "link", "a1", "b1", "--run-dir", prefill.run_dir, "--seconds", "1", "--json")
-    assert json.loads(told(*words).stdout)["measured"]["nbytes"] > 0
+    measured = prefill.tell("doctor", "link", "a1", "b1", "--seconds", "1", "--json")
+    assert measured.returncode == 0, measured.stdout + measured.stderr
+    assert json.loads(measured.stdout)["measured"]["nbytes"] > 0
 
     changed = json.loads((home.folder / "region.yaml").read_text())
     changed["gateway"]["scheduling"]["admission"] = {"default_tenant": {"max_requests": 9}}
     (home.folder / "region.yaml").write_text(json.dumps(changed))
-    reload = ("region", "reload", str(home.folder / "region.yaml"), "--run-dir", home.run_dir)
-    assert "gateway runs on the host of node b1" in told(*reload, "--node", "a1").stderr
-    reloaded = told(*reload, "--node", "b1", "--json")
+    reload = ("region", "reload", str(home.folder / "region.yaml"))
+    assert "gateway runs on the host of node b1" in home.tell(*reload, "--node", "a1").stderr
+    reloaded = home.tell(*reload, "--node", "b1", "--json")
     assert json.loads(reloaded.stdout) == {
         "made": ["gateway.scheduling.admission.default_tenant"],
         "needs_restart": [],
@@ -202,17 +129,17 @@ def test_two_hosts_with_one_file_are_one_region(hosts: dict[str, Host]) -> None:
 
     assert prefill.down() == "region two, part a1 is down\n"
     assert answer() == "local"
-    assert "no region runs" in told("status", "--run-dir", prefill.run_dir).stderr
+    assert "no region runs" in prefill.tell("status").stderr
     prefill.up()
     wait_for(lambda: answer() == "prefill_cluster", reasons)
     home.down()
     prefill.down()
 
 
-def test_a_host_without_its_keys_is_told_what_to_copy(hosts: dict[str, Host]) -> None:
+def test_a_host_without_its_keys_is_told_what_to_copy(hosts: dict[str, RegionHost]) -> None:
     (hosts["b1"].folder / "keys" / "granting.key").unlink()
     file = str(hosts["b1"].folder / "region.yaml")
-    refused = told("up", file, "--node", "b1", "--run-dir", hosts["b1"].run_dir)
-    assert refused.exit_code == 2
+    refused = hosts["b1"].tell("up", file, "--node", "b1")
+    assert refused.returncode == 2
     assert "security.granting_key: there is no " in refused.stderr
     assert "`prfaas certs init DIR FILE` makes it" in refused.stderr
