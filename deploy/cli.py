@@ -53,6 +53,9 @@ _COMMANDS: dict[str, _Entry] = {
     ),
     "link": _Entry("deploy.ops.link", "link_app", "Show what links carry, live."),
     "role": _Entry("deploy.ops.role", "role_app", "Show or change which instances prefill."),
+    "instance": _Entry(
+        "deploy.ops.instance", "instance_app", "Show, add or remove instances of a region."
+    ),
     "region": _Entry(
         "deploy.region.file_cli", "region_app", "Region files: check, compare, reload, systemd."
     ),

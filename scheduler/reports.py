@@ -113,11 +113,14 @@ def unlike(one: InstanceReport, other: InstanceReport) -> str:
     """Why two instances of one model cannot use each other's KVCache, with both values; "" if they
     can, serve different models, or one has not said what it has.
     """
-    if one.model != other.model or not (one.layout_fingerprint and other.layout_fingerprint):
+    # An empty name means that the cluster serves one model only.
+    if one.model and other.model and one.model != other.model:
         return ""
-    if one.layout_fingerprint == other.layout_fingerprint:
+    fingerprints = {one.layout_fingerprint, other.layout_fingerprint}
+    if len(fingerprints) == 1 or "" in fingerprints:
         return ""
-    of = f" of {one.model}" if one.model else ""
+    model = one.model or other.model
+    of = f" of {model}" if model else ""
     if one.weights != other.weights:
         return f"{one.name} has the weights {one.weights}{of}, {other.name} has {other.weights}"
     return (

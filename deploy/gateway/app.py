@@ -31,6 +31,8 @@ from deploy.gateway.intake.key_file import follow_keys
 from deploy.gateway.intake.limits import Limits
 from deploy.gateway.links.region_links import RegionLinks
 from deploy.gateway.links.watcher import RegionWatcher
+from deploy.gateway.members.keeper import MemberKeeper
+from deploy.gateway.members.pages import MemberPages
 from deploy.gateway.metrics import GatewayMetrics
 from deploy.gateway.pages import Handler, Pages, program_version
 from deploy.gateway.proxy.engine import EngineHttpClient
@@ -136,6 +138,12 @@ class Gateway:
         )
         self._state = self._build_state()
         self._background = Background()
+        self.members = MemberKeeper(
+            {pd.name: pd},
+            self._prefill_clusters,
+            None if caches is None else caches.open_agent,
+            lambda: None if self._services is None else self._services.placement,
+        )
         self.metrics.watch(lambda: self.num_in_flight, lambda: len(self._background))
         self._pages = self._build_pages(links or {})
         self._services: Services | None = None
@@ -200,6 +208,7 @@ class Gateway:
         await self.long_term.close()
         await self.roles.close()
         await self._watcher.close()
+        await self.members.close()
         if self._services is not None and self._services.placement is not None:
             await self._services.placement.close()
         # Its tasks give landings and leases back, for which clusters and agents must still be
@@ -242,6 +251,7 @@ class Gateway:
         for follower in (self._caches, self._region_links):
             if follower is not None:
                 await follower.watch(report)
+        self.members.heard(report)
 
     def _replace_keys(self, keys: tuple[ApiKey, ...]) -> None:
         self._keys.replace(keys)
@@ -325,6 +335,7 @@ class Gateway:
             admission=self.admission,
             long_term=self.long_term,
             role_pages=RolePages(self.roles, self._pd, self.config.timeouts.cluster_s),
+            member_pages=MemberPages(self.members),
             caches=self._caches,
             links=self._region_links,
             link_names=dict(link_names),

@@ -30,6 +30,7 @@ from deploy.gateway.file import (
 )
 from deploy.gateway.own_file import follow_own_file, weaknesses
 from deploy.gateway.server import serve_gateway
+from kvmanager.config_files.followed_files import hang_up
 from kvmanager.config_files.problems import FileError, Problem
 from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.logs import set_up_logging
@@ -87,6 +88,7 @@ def exposure_of(file: GatewayFile) -> str | None:
 
 async def run(path: Path, read: GatewayFile, file: GatewayFile) -> None:
     """Serve until SIGTERM or SIGINT; a second one skips the drain. Prints one line when ready.
+    SIGHUP reads the file again.
 
     `read` is what `path` had, which is followed, and `file` the same with the command's options.
     """
@@ -127,7 +129,7 @@ async def run(path: Path, read: GatewayFile, file: GatewayFile) -> None:
             run_key=await asyncio.to_thread(_run_key, file),
             engine_access=await asyncio.to_thread(file.engine_access),
         )
-        own_file = follow_own_file(path, read, gateway.use_live)
+        own_file = follow_own_file(path, read, gateway.use_live, clusters.change_members, hang_up())
         following = start_task(own_file, "the gateway's file")
         await serve_gateway(gateway, stop, _announce)
     except asyncio.CancelledError:

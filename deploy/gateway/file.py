@@ -38,8 +38,10 @@ from local_pd.front_config import PdPlacement
 from local_pd.remote import RemotePdCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.access import EngineAccess
+from prfaas.engines.departures import follow_changes
 from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
+from prfaas.engines.members import MemberChanges
 from prfaas.front_config import QueueBounds
 from prfaas.remote import RemotePrefillCluster
 from transport import LocalError
@@ -142,6 +144,12 @@ class Clusters:
         """Start all fronts; embedded ones return after their first probes."""
         for front in (*self.prefill.values(), self.pd):
             await front.start()
+
+    def change_members(self, cluster: str, changes: MemberChanges) -> None:
+        """Let instances of a front inside the gateway join and leave."""
+        front = self.pd if cluster == self.pd.name else self.prefill[cluster].cluster
+        if isinstance(front, EmbeddedPdCluster | EmbeddedPrefillCluster):
+            follow_changes(front.departures, changes)
 
     async def close(self) -> None:
         """Close all fronts."""

@@ -33,6 +33,7 @@ from deploy.gateway.intake.auth import KeyRing
 from deploy.gateway.intake.limits import Limits
 from deploy.gateway.links.region_links import RegionLinks
 from deploy.gateway.links.watcher import RegionWatcher
+from deploy.gateway.members.pages import MemberPages
 from deploy.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.long_term import LongTermService
@@ -73,6 +74,7 @@ class Pages:
     admission: Admission
     long_term: LongTermService
     role_pages: RolePages
+    member_pages: MemberPages
     caches: RegionCaches | None
     links: RegionLinks | None
     link_names: Mapping[str, str]
@@ -107,6 +109,7 @@ class Pages:
             "/prfaas/scheduling": self._scheduling,
             "/prfaas/plan": self._plan,
             "/prfaas/links": self._links,
+            "/prfaas/instances": self._instances,
             "/prfaas/cache": self._caches,
             "/prfaas/cache/top": self._prefixes,
             "/v1/pd_role": self._roles,
@@ -115,6 +118,8 @@ class Pages:
             web.get("/metrics", self._metrics),
             *(web.get(path, self._protected(page)) for path, page in pages.items()),
             web.post("/v1/pd_role", self._change_role),
+            web.post("/prfaas/instances", self._join),
+            web.delete("/prfaas/instances/{name}", self._leave),
         ]
 
     async def _list_models(self, request: web.Request) -> web.Response:
@@ -250,18 +255,39 @@ class Pages:
 
     async def _change_role(self, request: web.Request) -> web.Response:
         """POST /v1/pd_role."""
-        # A change always needs an operator's key if there are keys, not only with `protect_admin`.
-        self.keys.check_operator(_authorization(request))
-        if not self.keys.has_keys:
-            _check_no_browser(request)
+        status, role = await self.role_pages.change(await self._ordered(request), request.query)
+        return _json(role, status)
+
+    async def _instances(self, _request: web.Request) -> object:
+        """GET /prfaas/instances."""
+        return self.member_pages.overview()
+
+    async def _join(self, request: web.Request) -> web.Response:
+        """POST /prfaas/instances."""
+        return _json(await self.member_pages.join(await self._ordered(request)), 202)
+
+    async def _leave(self, request: web.Request) -> web.Response:
+        """DELETE /prfaas/instances/{name}?cluster=NAME&limit=TIME&force=1."""
+        self._check_order(request)
+        name = request.match_info["name"]
+        return _json(await self.member_pages.leave(name, request.query), 202)
+
+    async def _ordered(self, request: web.Request) -> bytes:
+        """The body of an operator's order."""
+        self._check_order(request)
         if request.content_type != JSON_TYPE:
             raise ApiError(415, "unsupported_media_type", f"Send the body as {JSON_TYPE}.")
         self.limits.check_accepting()
         body = await self.limits.read_small(request)
         # The key may have been revoked while the body arrived.
         self.keys.check_operator(_authorization(request))
-        status, role = await self.role_pages.change(body, request.query)
-        return _json(role, status)
+        return body
+
+    def _check_order(self, request: web.Request) -> None:
+        # An order always needs an operator's key if there are keys, not only with `protect_admin`.
+        self.keys.check_operator(_authorization(request))
+        if not self.keys.has_keys:
+            _check_no_browser(request)
 
     def _protected(self, page: Page) -> Handler:
         """A handler that answers with `page` if the client may see it."""
@@ -287,7 +313,7 @@ def _check_no_browser(request: web.Request) -> None:
     may have its own name lead here. So Origin (RFC 6454) is no better where it equals Host.
     """
     if "Origin" in request.headers or request.headers.get("Sec-Fetch-Site", "none") != "none":
-        message = "Web pages cannot change roles here; use `prfaas role set`, or give API keys."
+        message = "Web pages cannot give orders here; use the `prfaas` command, or give API keys."
         raise ApiError(403, "from_a_browser", message)
 
 

@@ -69,18 +69,35 @@ def _with_gateway(root: Path, state: RegionState) -> RegionState:
     return state
 
 
-def ask(url: str, path: str, kind: type[T], *, key: str = "", body: bytes | None = None) -> T:
+def ask(
+    url: str,
+    path: str,
+    kind: type[T],
+    *,
+    key: str = "",
+    body: bytes | None = None,
+    method: str = "",
+) -> T:
     """Like `asked`, for callers without an event loop."""
-    return asyncio.run(asked(url, path, kind, key=key, body=body))
+    return asyncio.run(asked(url, path, kind, key=key, body=body, method=method))
 
 
 async def asked(
-    url: str, path: str, kind: type[T], *, key: str = "", body: bytes | None = None
+    url: str,
+    path: str,
+    kind: type[T],
+    *,
+    key: str = "",
+    body: bytes | None = None,
+    method: str = "",
 ) -> T:
-    """The answer to a GET, or to a POST if there is a `body`. Raises `CannotAsk`."""
+    """The answer to a GET, or to a POST if there is a `body`, unless `method` is another. Raises
+    `CannotAsk`.
+    """
     import msgspec
 
-    status, answer = await _fetch(url.rstrip("/") + path, key, body)
+    method = method or ("GET" if body is None else "POST")
+    status, answer = await _fetch(method, url.rstrip("/") + path, key, body)
     if status // 100 != 2:
         raise CannotAsk(f"{url} answered {status}: {_message(answer)}", status)
     try:
@@ -97,12 +114,11 @@ def show(answer: T, as_json: bool, view: Callable[[Console, T], None]) -> None:
         view(Console(), answer)
 
 
-async def _fetch(url: str, key: str, body: bytes | None) -> tuple[int, bytes]:
+async def _fetch(method: str, url: str, key: str, body: bytes | None) -> tuple[int, bytes]:
     import aiohttp
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    method = "GET" if body is None else "POST"
     if body is not None:
         headers["Content-Type"] = "application/json"
     try:

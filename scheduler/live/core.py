@@ -31,6 +31,7 @@ from scheduler.live.learning.knowledge import ModelKnowledge
 from scheduler.live.ledger import Ledger
 from scheduler.live.long_term.model_plan import ModelPlan
 from scheduler.live.long_term.running_region import PeriodMeter
+from scheduler.live.members import Members
 from scheduler.live.settings import LiveSettings, PdSettings
 from scheduler.live.sharing.peer_work import PeerWork
 from scheduler.live.snapshots import (
@@ -115,6 +116,7 @@ class LiveScheduler:
         self.distances = Distances()
         self.moves = CacheMoveLedger()
         self.period = PeriodMeter()
+        self.members = Members()
         self.plans = {model: ModelPlan(model) for model in settings.models}
         self.heard: dict[str, int] = {}
         """How many observations of other gateways were learnt from, by gateway."""

@@ -248,6 +248,10 @@ class Ledger:
         last_s = self._last_end_s.get((place, instance), begun_s)
         return max(0.0, now_s - max(begun_s, last_s))
 
+    def forget(self, instances: Set[str]) -> None:
+        """Forget since when instances that left had nobody before them."""
+        self._last_end_s = {k: v for k, v in self._last_end_s.items() if k[1] not in instances}
+
     def __len__(self) -> int:
         return len(self._legs) + len(self._direct)
 

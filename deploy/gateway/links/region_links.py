@@ -111,16 +111,15 @@ class RegionLinks:
     async def watch(self, report: ClusterReport) -> None:
         """Follow the nodes in `report` as those of its cluster.
 
-        A report without instances comes from a front that cannot be asked, so it says nothing about
-        nodes.
+        The report of a front that could not be asked says nothing about nodes.
         """
+        if not report.heard:
+            return
         found = {
             NodeName(report.name, item.node_name or item.node): item.node
             for item in report.instances
             if item.node
         }
-        if not found:
-            return
         for name, agent in list(self._agents.items()):
             # The node's agent is gone or listens elsewhere, so its last report does not count any
             # more.

@@ -172,9 +172,14 @@ class LongTermService:
         )
 
     async def _run(self) -> None:
+        known = self._scheduler.live.members.num_changes
         while True:
             await asyncio.sleep(min(LOOK_S, self._section.period_s))
-            if self._next_s is None or self._scheduler.clock() >= self._next_s:
+            members = self._scheduler.live.members
+            # A plan for instances that are gone, or without new ones, is solved anew at once.
+            has_changed, known = members.num_changes != known, members.num_changes
+            is_over = self._next_s is None or self._scheduler.clock() >= self._next_s
+            if is_over or has_changed:
                 self._next_s = self._scheduler.clock() + self._section.period_s
                 await self._try_step()
             else:

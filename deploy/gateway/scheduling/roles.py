@@ -310,7 +310,8 @@ def drained_by_others(report: ClusterReport, wanted: str = "") -> str:
     An instance other than the `wanted` one drains, for another caller or for a gateway that is
     gone.
     """
-    names = (item.name for item in report.instances if item.draining and item.name != wanted)
+    draining = (item for item in report.instances if item.draining and not item.leaving)
+    names = (item.name for item in draining if item.name != wanted)
     return next((f"{name} drains, and not for this gateway" for name in names), "")
 
 

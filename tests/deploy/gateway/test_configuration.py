@@ -85,7 +85,7 @@ async def test_the_order_of_queues_reaches_embedded_fronts(tmp_path: Path) -> No
             prefill=[{"name": "far", "instances": [instance], "max_queued": 7}],
         ),
     )
-    front = build_clusters(load_gateway_file(path, {})).prefill["far"]._cluster
+    front = build_clusters(load_gateway_file(path, {})).prefill["far"].cluster
     assert isinstance(front, EmbeddedPrefillCluster)
     assert front._config.queue == QueueConfig(
         max_queued=7,
