@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -26,6 +26,7 @@ from deploy.gateway.errors import JSON_TYPE, ApiError
 from deploy.gateway.intake.accept import Intake, ServedModels, usable_request_id
 from deploy.gateway.intake.auth import KeyRing
 from deploy.gateway.intake.cache_salts import CacheSalts
+from deploy.gateway.intake.homes import Homes
 from deploy.gateway.intake.inbound import Kind
 from deploy.gateway.intake.key_file import follow_keys
 from deploy.gateway.intake.limits import Limits
@@ -42,8 +43,8 @@ from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.collector import SchedulingCollector
 from deploy.gateway.scheduling.long_term import LongTermService, PlanMetrics
 from deploy.gateway.scheduling.recorder import Recorder
-from deploy.gateway.scheduling.role_pages import RolePages
-from deploy.gateway.scheduling.roles import RoleKeeper
+from deploy.gateway.scheduling.role_pages import RegionRolePages, RolePages
+from deploy.gateway.scheduling.roles import RoleKeeper, RoleMetrics
 from deploy.gateway.scheduling.scheduler import RegionScheduler, live_settings
 from deploy.gateway.serving.background import Background
 from deploy.gateway.serving.exchange import PATHS, Services
@@ -54,7 +55,9 @@ from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
 from prfaas.engines.access import EngineAccess
 from scheduler.live.settings import PdSettings
+from scheduler.live.snapshots import LinkPair
 from scheduler.reports import ClusterReport
+from scheduler.routing.spill import Spill
 from transport.grants import Granter
 from transport.tasks import start_task
 
@@ -71,21 +74,25 @@ class Gateway:
     def __init__(
         self,
         config: GatewayConfig,
-        pd: PdCluster,
+        pds: Sequence[PdCluster],
         prefill_clusters: Mapping[str, PrefillCluster],
-        links: Mapping[str, str] | None = None,
+        links: Mapping[LinkPair, str] | None = None,
         caches: RegionCaches | None = None,
         *,
         region_links: RegionLinks | None = None,
+        spill: Mapping[str, Spill] | None = None,
         granter: Granter | None = None,
         exposure: str | None = None,
         keys_file: Path | None = None,
         run_key: str = "",
         engine_access: EngineAccess | None = None,
     ) -> None:
-        """`links` names the link to each prefill cluster, for display. `caches` says what is cached
-        of a prompt, `region_links` what links carry. The gateway closes both. `granter` signs for
-        node agents what requests need of them.
+        """`links` names each link from a prefill cluster to a PD cluster, "" for one without a
+        name; without them, each is linked to each. `spill` is the rule of each PD cluster,
+        "overflow" where it is left out.
+
+        `caches` says what is cached of a prompt, `region_links` what links carry. The gateway
+        closes both. `granter` signs for node agents what requests need of them.
 
         `exposure`, what everybody on the network may do, is shown by /health. `keys_file` is the
         source of `config.api_keys`, and is followed. `run_key` opens the pages of operators,
@@ -96,7 +103,10 @@ class Gateway:
         self.config = config
         self.metrics = GatewayMetrics()
         self.records: deque[RequestRecord] = deque(maxlen=config.num_records)
-        self._pd = pd
+        self._pds = {pd.name: pd for pd in pds}
+        if links is None:
+            links = {(name, pd): "" for name in prefill_clusters for pd in self._pds}
+        self._pd_settings = _pd_settings(self._pds, links, spill or {})
         self._prefill_clusters = dict(prefill_clusters)
         self._caches = caches
         self._region_links = region_links
@@ -106,16 +116,17 @@ class Gateway:
         self._following: asyncio.Task[None] | None = None
         self._limits = Limits(config)
         self._models = ServedModels(config.models)
+        self._watcher = RegionWatcher(config, pds, prefill_clusters, on_report=self._note_nodes)
         self._intake = Intake(
             keys=self._keys,
             limits=self._limits,
             models=self._models,
             metrics=self.metrics,
             salts=CacheSalts(config.shared_caches),
+            homes=self._homes(config),
             template_tokens=config.template_tokens,
             priority_tenants=frozenset(config.priority_tenants),
         )
-        self._watcher = RegionWatcher(config, pd, prefill_clusters, on_report=self._note_nodes)
         self.scheduler = self._build_scheduler()
         self._recorder = self._build_recorder()
         self.admission = Admission(
@@ -124,28 +135,23 @@ class Gateway:
             self.scheduler.ask,
             hide=str if self._recorder is None else self._recorder.hide,
         )
-        self.roles = RoleKeeper(
-            pd,
-            self._watcher.pd_report,
-            config.scheduling.long_term.conversion(),
-            self.metrics.registry,
-        )
+        self.roles = self._build_roles()
         self.long_term = LongTermService(
             config.scheduling.long_term,
             self.scheduler,
             self.roles,
-            PlanMetrics(self.metrics.registry),
+            PlanMetrics(self.metrics.registry, names_pds=len(pds) > 1),
         )
         self._state = self._build_state()
         self._background = Background()
         self.members = MemberKeeper(
-            {pd.name: pd},
+            self._pds,
             self._prefill_clusters,
             None if caches is None else caches.open_agent,
             lambda: None if self._services is None else self._services.placement,
         )
         self.metrics.watch(lambda: self.num_in_flight, lambda: len(self._background))
-        self._pages = self._build_pages(links or {})
+        self._pages = self._build_pages(links)
         self._services: Services | None = None
 
     async def start(self) -> None:
@@ -165,7 +171,8 @@ class Gateway:
             self._services.placement.start()
         # Roles and links are looked at by the first reports.
         await self._watcher.start()
-        self.roles.start()
+        for keeper in self.roles.values():
+            keeper.start()
         self.long_term.start()
         if self._region_links is not None:
             await self._region_links.wait_heard(LINKS_WAIT_S)
@@ -183,6 +190,7 @@ class Gateway:
         self._limits.use(config)
         self._keys.set_operators(config.operators)
         self._intake.salts = CacheSalts(config.shared_caches)
+        self._intake.homes = self._homes(config)
         self._intake.priority_tenants = frozenset(config.priority_tenants)
         self.admission.use(config.scheduling.admission)
 
@@ -206,7 +214,7 @@ class Gateway:
             self._following.cancel()
         # First what gives orders: conversions and copies use the clients that are closed below.
         await self.long_term.close()
-        await self.roles.close()
+        await asyncio.gather(*(keeper.close() for keeper in self.roles.values()))
         await self._watcher.close()
         await self.members.close()
         if self._services is not None and self._services.placement is not None:
@@ -264,9 +272,8 @@ class Gateway:
 
     def _build_scheduler(self) -> RegionScheduler:
         links = self._region_links
-        pd = PdSettings(self._pd.name, tuple(self._prefill_clusters))
         scheduler = RegionScheduler(
-            live_settings(self.config, (pd,)),
+            live_settings(self.config, self._pd_settings),
             self._watcher,
             None if links is None else lambda a, b: links.now(a, b).view(),
         )
@@ -279,6 +286,17 @@ class Gateway:
         if config.state is None:
             return None
         return StateFile(config.state, config.models, self.scheduler, self._region_links)
+
+    def _homes(self, config: GatewayConfig) -> Homes:
+        return Homes(self._watcher.pd_reports, config.home, config.homes)
+
+    def _build_roles(self) -> dict[str, RoleKeeper]:
+        metrics = RoleMetrics(self.metrics.registry)
+        config = self.config.scheduling.long_term.conversion()
+        return {
+            name: RoleKeeper(pd, partial(self._watcher.pd_report, name), config, metrics)
+            for name, pd in self._pds.items()
+        }
 
     def _build_recorder(self) -> Recorder | None:
         config = self.config
@@ -294,7 +312,8 @@ class Gateway:
     def _build_services(self) -> Services:
         config, caches = self.config, self._caches
         return Services(
-            pd=self._pd,
+            pds=self._pds,
+            spill={pd.name: pd.spill for pd in self._pd_settings},
             prefill_clusters=self._prefill_clusters,
             engines=EngineHttpClient(
                 config.timeouts, self._engine_access, max_answer_bytes=config.max_answer_bytes
@@ -320,7 +339,12 @@ class Gateway:
         )
         return PrefixPlacement(moves, caches.directory, lambda: node_loads(self._watcher.reports()))
 
-    def _build_pages(self, link_names: Mapping[str, str]) -> Pages:
+    def _build_pages(self, links: Mapping[LinkPair, str]) -> Pages:
+        timeout_s = self.config.timeouts.cluster_s
+        roles = {
+            name: RolePages(keeper, self._pds[name], timeout_s)
+            for name, keeper in self.roles.items()
+        }
         return Pages(
             config=self.config,
             keys=self._keys,
@@ -334,15 +358,30 @@ class Gateway:
             scheduler=self.scheduler,
             admission=self.admission,
             long_term=self.long_term,
-            role_pages=RolePages(self.roles, self._pd, self.config.timeouts.cluster_s),
+            role_pages=RegionRolePages(roles),
             member_pages=MemberPages(self.members),
             caches=self._caches,
             links=self._region_links,
-            link_names=dict(link_names),
+            link_names=_shown_links(links),
             key_names=KeyNames(secrets.token_bytes(32)),
             services=self._started,
             exposure=self._exposure,
         )
+
+
+def _pd_settings(
+    names: Iterable[str], links: Iterable[LinkPair], spill: Mapping[str, Spill]
+) -> tuple[PdSettings, ...]:
+    linked = {name: tuple(source for source, pd in links if pd == name) for name in names}
+    return tuple(PdSettings(name, linked[name], spill.get(name, "overflow")) for name in linked)
+
+
+def _shown_links(links: Mapping[LinkPair, str]) -> dict[str, str]:
+    """The names of the links from each prefill cluster."""
+    shown: dict[str, str] = {}
+    for (source, _), name in links.items():
+        shown[source] = ", ".join(filter(None, (shown.get(source), name)))
+    return {source: names for source, names in shown.items() if names}
 
 
 _GATEWAY: Final = web.AppKey("gateway", Gateway)

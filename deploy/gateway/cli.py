@@ -118,11 +118,12 @@ async def run(path: Path, read: GatewayFile, file: GatewayFile) -> None:
         await clusters.start()
         gateway = Gateway(
             file.gateway,
-            clusters.pd,
+            clusters.pds,
             clusters.prefill,
-            clusters.links,
+            {(source, pd): name for source, pd, name in file.links()},
             caches,
             region_links=build_links(file, agents),
+            spill={source.name: source.spill for source in file.pd},
             granter=granter,
             exposure=exposure,
             keys_file=file.api_keys_file,

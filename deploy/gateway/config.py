@@ -208,6 +208,14 @@ class GatewaySection(Section):
     """Tenants that share what is cached of their prompts, by the name of their group. A tenant in
     no group shares with nobody.
     """
+    home: str = ""
+    """The PD cluster that decodes requests whose client and API key name none. Left out: the
+    gateway's own, else the first.
+    """
+    homes: dict[str, str] = Field(default={})
+    """The PD cluster that decodes the requests of an API key, by the name of the key. A request's
+    header `x-prfaas-home` goes before it.
+    """
     max_body_bytes: Bytes = 32 << 20
     """The largest body of a request, bytes, a number or such as 32MiB."""
     min_client_bytes_per_s: Annotated[Positive, spelled(parse_rate)] = 1024.0
@@ -351,6 +359,7 @@ def with_api_keys(config: GatewayConfig, keys: Iterable[ApiKey]) -> GatewayConfi
         "gateway.operators": config.operators,
         "gateway.priority_tenants": config.priority_tenants,
         "gateway.shared_caches": sharing,
+        "gateway.homes": config.homes,
     }
     for where, names in named.items():
         if unknown := sorted(set(names).difference(tenants.values())):

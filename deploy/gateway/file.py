@@ -7,12 +7,12 @@ Each cluster's front either runs embedded in the gateway's process (`instances`)
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from deploy.gateway.cache.region_caches import RegionCaches
 from deploy.gateway.config import (
@@ -27,7 +27,7 @@ from deploy.gateway.links.linked_cluster import LinkedPrefillCluster
 from deploy.gateway.links.region_links import RegionLinks
 from kvmanager.agent.client import AgentClients
 from kvmanager.config_files.fields import Address, Section, filled_from
-from kvmanager.config_files.problems import FileError, Problem
+from kvmanager.config_files.problems import FileError, Problem, suggestion
 from kvmanager.config_files.security import GrantsSection, SecuritySection, check_redis
 from kvmanager.config_files.yaml_files import read_settings
 from kvmanager.directory.embedded import EmbeddedDirectory
@@ -44,6 +44,7 @@ from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.members import MemberChanges
 from prfaas.front_config import QueueBounds
 from prfaas.remote import RemotePrefillCluster
+from scheduler.routing.spill import Spill
 from transport import LocalError
 from transport.grants import Granter
 
@@ -71,8 +72,10 @@ class PrefillSource(_Source, QueueBounds):
     A front elsewhere has its own `max_queued` and `max_wait_s`.
     """
 
-    link: str = ""
-    """The name of the link to the PD cluster."""
+    link: str | dict[str, str] = ""
+    """The name of the link to the PD cluster. With several: a mapping of the PD clusters that it
+    sends KVCache to, to the names of the links there. Left out: it sends to all.
+    """
     endpoints: dict[Address, Address] = Field(default={})
     """Which address this cluster's senders connect to, by the address that a receiving agent
     advertises, where the two differ (a tunnel, an emulated link).
@@ -80,10 +83,20 @@ class PrefillSource(_Source, QueueBounds):
 
 
 class PdSource(_Source, PdPlacement):
-    """The local PD cluster. A front elsewhere has its own `affinity_slack` and `lease_s`."""
+    """A local PD cluster. A front elsewhere has its own `affinity_slack` and `lease_s`."""
 
     has_prefill_instances: bool = False
     """Whether a front elsewhere has instances that prefill."""
+    spill: Spill = "overflow"
+    """When another PD cluster may decode a request whose home this one is. never: it never does.
+    overflow: when this one cannot serve it, would refuse it, or would be clearly later than the
+    other. nearest: also when it is a little later; of the clusters that are about as soon, the
+    nearest decodes.
+    """
+
+
+def _as_list(value: object) -> object:
+    return value if isinstance(value, list | tuple) else [value]
 
 
 @filled_from(InstancesConfig)
@@ -92,8 +105,8 @@ class GatewayFile(ApiKeysSection, SecuritySection):
 
     gateway: GatewayConfig
     """The gateway itself."""
-    pd: PdSource
-    """The local PD cluster."""
+    pd: Annotated[tuple[PdSource, ...], Field(min_length=1), BeforeValidator(_as_list)]
+    """The local PD clusters. One of them may stand here without a list."""
     prefill: tuple[PrefillSource, ...] = ()
     """The prefill clusters."""
     granting_key: GrantsSection | None = None
@@ -105,14 +118,35 @@ class GatewayFile(ApiKeysSection, SecuritySection):
 
     @model_validator(mode="after")
     def _check(self) -> GatewayFile:
-        names = [source.name for source in self.prefill]
+        names = [source.name for source in (*self.pd, *self.prefill)]
         if len(set(names)) != len(names):
-            raise ValueError(f"prefill: two clusters have the same name: {names}")
+            raise ValueError(f"pd and prefill: two clusters have the same name: {names}")
+        pds = [source.name for source in self.pd]
+        for source in self.prefill:
+            if source.link == {}:
+                raise ValueError(f"prefill: {source.name} has no link; name one, or leave it out")
+            for name in source.link if isinstance(source.link, dict) else ():
+                if name not in pds:
+                    known = suggestion(name, pds)
+                    message = f"{source.name} has no PD cluster {name!r} to send to{known}"
+                    raise ValueError(f"prefill: {message}")
+        for name in filter(None, (self.gateway.home, *self.gateway.homes.values())):
+            if name not in pds:
+                raise ValueError(f"home: no PD cluster is called {name!r}{suggestion(name, pds)}")
         if self.api_keys_file and self.api_keys_env:
             raise ValueError("write api_keys_file or api_keys_env, not both")
         url = self.gateway.directory.url
         check_redis("gateway.directory.url", url, trusted_network=self.trusted_network)
         return self
+
+    def links(self) -> Iterator[tuple[str, str, str]]:
+        """Each link that KVCache takes: the prefill cluster, the PD cluster, and its name."""
+        for source in self.prefill:
+            named = source.link
+            if not isinstance(named, dict):
+                named = dict.fromkeys((pd.name for pd in self.pd), named)
+            for pd, name in named.items():
+                yield source.name, pd, name
 
     def instances_config(self, *, poll_load: bool = False) -> InstancesConfig:
         """The configuration of the instances of embedded fronts."""
@@ -136,24 +170,24 @@ class GatewayFile(ApiKeysSection, SecuritySection):
 class Clusters:
     """The fronts that a gateway talks to. The caller that built them starts and closes them."""
 
-    pd: EmbeddedPdCluster | RemotePdCluster
+    pds: Sequence[EmbeddedPdCluster | RemotePdCluster]
     prefill: Mapping[str, LinkedPrefillCluster]
-    links: Mapping[str, str]
 
     async def start(self) -> None:
         """Start all fronts; embedded ones return after their first probes."""
-        for front in (*self.prefill.values(), self.pd):
+        for front in (*self.prefill.values(), *self.pds):
             await front.start()
 
     def change_members(self, cluster: str, changes: MemberChanges) -> None:
         """Let instances of a front inside the gateway join and leave."""
-        front = self.pd if cluster == self.pd.name else self.prefill[cluster].cluster
+        pds = {front.name: front for front in self.pds}
+        front = pds.get(cluster) or self.prefill[cluster].cluster
         if isinstance(front, EmbeddedPdCluster | EmbeddedPrefillCluster):
             follow_changes(front.departures, changes)
 
     async def close(self) -> None:
         """Close all fronts."""
-        for front in (*self.prefill.values(), self.pd):
+        for front in (*self.prefill.values(), *self.pds):
             await front.close()
 
 
@@ -181,12 +215,11 @@ def build_granter(file: GatewayFile) -> Granter | None:
 def build_clusters(file: GatewayFile, granter: Granter | None = None) -> Clusters:
     """The fronts `file` names, not started. Call it on the event loop that will use them."""
     return Clusters(
-        pd=_pd(file),
+        pds=[_pd(file, source) for source in file.pd],
         prefill={
             source.name: LinkedPrefillCluster(_prefill(file, source), source.endpoints, granter)
             for source in file.prefill
         },
-        links={source.name: source.link for source in file.prefill if source.link},
     )
 
 
@@ -211,7 +244,7 @@ def build_links(file: GatewayFile, agents: AgentClients) -> RegionLinks:
     """The gateway's view of the links between the clusters of `file`."""
     return RegionLinks(
         agents.open,
-        names={(source.name, file.pd.name): source.link for source in file.prefill},
+        names={(source, target): name for source, target, name in file.links()},
         detours={source.name: source.endpoints for source in file.prefill},
     )
 
@@ -230,8 +263,7 @@ def _redis_directory(url: str) -> DirectoryReader:
     raise FileError("the gateway's file", [problem])
 
 
-def _pd(file: GatewayFile) -> EmbeddedPdCluster | RemotePdCluster:
-    source = file.pd
+def _pd(file: GatewayFile, source: PdSource) -> EmbeddedPdCluster | RemotePdCluster:
     if source.front:
         return RemotePdCluster(
             source.name,

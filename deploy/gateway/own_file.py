@@ -83,7 +83,7 @@ def weaknesses(file: GatewayFile) -> Iterator[str]:
 
 
 def _sources(file: GatewayFile) -> dict[str, PdSource | PrefillSource]:
-    sources: tuple[PdSource | PrefillSource, ...] = (file.pd, *file.prefill)
+    sources: tuple[PdSource | PrefillSource, ...] = (*file.pd, *file.prefill)
     return {source.name: source for source in sources}
 
 
@@ -107,7 +107,7 @@ def _with_instances(file: GatewayFile, read: GatewayFile) -> GatewayFile:
         wanted = found.get(source.name)
         return source if wanted is None else source.model_copy(update={"instances": wanted[1]})
 
-    update = {"pd": changed(file.pd), "prefill": tuple(map(changed, file.prefill))}
+    update = {"pd": tuple(map(changed, file.pd)), "prefill": tuple(map(changed, file.prefill))}
     return file.model_copy(update=update)
 
 

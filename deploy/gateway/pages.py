@@ -38,7 +38,7 @@ from deploy.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.long_term import LongTermService
 from deploy.gateway.scheduling.overview import scheduling_overview
-from deploy.gateway.scheduling.role_pages import RolePages
+from deploy.gateway.scheduling.role_pages import RegionRolePages
 from deploy.gateway.scheduling.scheduler import RegionScheduler
 from deploy.gateway.serving.background import Background
 from deploy.gateway.serving.exchange import Services
@@ -57,7 +57,7 @@ _MAX_LISTED: Final = 1000
 class Pages:
     """The pages of one gateway, and everything that they show.
 
-    `link_names` names the link to each prefill cluster; `services` raises `ApiError` until the
+    `link_names` names the links from each prefill cluster; `services` raises `ApiError` until the
     gateway has started.
     """
 
@@ -73,7 +73,7 @@ class Pages:
     scheduler: RegionScheduler
     admission: Admission
     long_term: LongTermService
-    role_pages: RolePages
+    role_pages: RegionRolePages
     member_pages: MemberPages
     caches: RegionCaches | None
     links: RegionLinks | None
@@ -178,7 +178,8 @@ class Pages:
         return {"requests": found}
 
     async def _region(self, _request: web.Request) -> object:
-        """GET /prfaas/region: what routing sees."""
+        """GET /prfaas/region: what routing sees. `pd` is the first one of `pds`."""
+        pds = self.watcher.pd_reports()
         return {
             "threshold_tokens": self.config.threshold_tokens,
             "in_flight": self.limits.num_in_flight,
@@ -187,7 +188,8 @@ class Pages:
             "links": self.link_names,
             "thresholds": self.scheduler.thresholds_now(),
             "admission": self.admission.overview(),
-            "pd": self.watcher.pd_report(),
+            "pd": next(iter(pds.values())),
+            "pds": pds,
             "prefill": self.watcher.prefill_reports(),
         }
 
@@ -249,9 +251,9 @@ class Pages:
             raise ApiError(404, "no_cache_directory", message)
         return self.caches
 
-    async def _roles(self, _request: web.Request) -> object:
+    async def _roles(self, request: web.Request) -> object:
         """GET /v1/pd_role."""
-        return await self.role_pages.overview()
+        return await self.role_pages.overview(request.query)
 
     async def _change_role(self, request: web.Request) -> web.Response:
         """POST /v1/pd_role."""

@@ -14,6 +14,7 @@ from deploy.table_style import new_table, say
 from kvmanager.config_files.units import format_age, format_bytes, format_rate
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Number, Reason
 from scheduler.routing.instance_choice import ChoiceReason
+from scheduler.routing.spill import PdReason
 
 _ROWS: Final = (
     ("read", "", "read_s"),
@@ -90,6 +91,14 @@ TARGETS: Final = {
 }
 """Words for the targets that are no prefill cluster."""
 
+SPILLS: Final[dict[str, str]] = {
+    PdReason.HOME_UNABLE: "no engine of its home could serve it",
+    PdReason.HOME_REFUSES: "its home would have refused it, for its load",
+    PdReason.HOME_FULL: "it would have waited for a decode slot at home",
+    PdReason.SOONER: "it was predicted to be sooner there",
+}
+"""Why a request left its home, in words."""
+
 _PLACEMENTS: Final = {
     ChoiceReason.CACHED: "it has most of the prompt cached",
     ChoiceReason.LEAST_LOADED: "it has the least to do, and none has the prompt cached",
@@ -108,8 +117,9 @@ def print_records(console: Console, records: Sequence[RequestRecord], now_s: flo
 
 def went_as_routed(record: RequestRecord) -> bool:
     """Whether the first try took the predicted route and succeeded."""
-    first = record.first_route, record.first_target, record.first_reason
-    return first == (record.route, record.target, record.reason) and not record.num_retries
+    first = record.first_route, record.first_target, record.first_reason, record.first_cluster
+    latest = record.route, record.target, record.reason, record.cluster
+    return first == latest and not record.num_retries
 
 
 def ttft_error(record: RequestRecord) -> float | None:
@@ -144,6 +154,11 @@ def _facts(record: RequestRecord, now_s: float) -> Iterator[tuple[str, str]]:
         yield "tenant", tenant
     yield "outcome", _outcome(record)
     yield from _route(record)
+    if record.home:
+        yield "home", f"PD cluster {record.home}"
+    if record.spill:
+        words = SPILLS.get(record.spill, record.spill)
+        yield "decoded in", f"PD cluster {record.cluster}: {words}"
     yield "prompt", _prompt(record)
     if cached := _cached(record):
         yield "cached", cached

@@ -163,6 +163,9 @@ class LiveRegion:
     def reported_pd(self) -> Reported:
         return Reported("near", self.pd, self.now_s)
 
+    def reported_pds(self) -> list[Reported]:
+        return [self.reported_pd()]
+
     def reported_prefill(self) -> list[Reported]:
         return [Reported("far", self.far, self.now_s)]
 

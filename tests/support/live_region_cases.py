@@ -53,6 +53,9 @@ class Region:
     def reported_pd(self) -> Reported:
         return Reported("home", self.home, self.at_s)
 
+    def reported_pds(self) -> list[Reported]:
+        return [self.reported_pd()]
+
     def reported_prefill(self) -> list[Reported]:
         return [Reported(name, self.far, self.at_s) for name in self.prefill_clusters]
 

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -60,16 +60,21 @@ ERROR: Final = "error"
 class PlanMetrics:
     """Metrics `prfaas_gateway_plan_*`."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, *, names_pds: bool = False) -> None:
+        """With `names_pds` a threshold has the PD cluster as another label."""
         prefix = "prfaas_gateway_plan_"
+        self._names_pds = names_pds
         self.steps = Counter(
             prefix + "steps_total",
             "Steps of the long-term loop.",
             ["model", "reason"],
             registry=registry,
         )
-        self.threshold = Gauge(
-            prefix + "threshold_tokens", "t of the plan.", ["cluster"], registry=registry
+        self._threshold = Gauge(
+            prefix + "threshold_tokens",
+            "t of the plan.",
+            ["cluster", "pd"] if names_pds else ["cluster"],
+            registry=registry,
         )
         self.instances = Gauge(
             prefix + "instances",
@@ -84,6 +89,11 @@ class PlanMetrics:
             registry=registry,
         )
 
+    def show_threshold(self, cluster: str, pd: str, tokens: float) -> None:
+        """The plan's t of the link from a prefill cluster to a PD cluster."""
+        labels = (cluster, pd) if self._names_pds else (cluster,)
+        self._threshold.labels(*labels).set(tokens)
+
 
 class LongTermService:
     """Runs the long-term loop of one gateway, on one event loop."""
@@ -92,12 +102,12 @@ class LongTermService:
         self,
         section: LongTermSection,
         scheduler: RegionScheduler,
-        roles: RoleKeeper,
+        roles: Mapping[str, RoleKeeper],
         metrics: PlanMetrics,
         *,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`roles` converts instances."""
+        """`roles` converts the instances of each PD cluster."""
         self._section = section
         self._scheduler = scheduler
         self._roles = roles
@@ -108,7 +118,8 @@ class LongTermService:
         self._look_failure = ""
         self._next_s: float | None = None
         self._task: asyncio.Task[None] | None = None
-        roles.on_ended(self._conversion_ended)
+        for keeper in roles.values():
+            keeper.on_ended(self._conversion_ended)
         self._show_thresholds()
 
     def start(self) -> None:
@@ -127,7 +138,8 @@ class LongTermService:
     async def step(self) -> list[PlanDecision]:
         """End a period: decide for each model, and act if the configuration says so."""
         scheduler, roles = self._scheduler, self._roles
-        scheduler.ask(PeriodOver(roles.current, bool(roles.converting)))
+        first = next(iter(roles.values()))
+        scheduler.ask(PeriodOver(first.current, bool(first.converting)))
         plans = scheduler.live.plans
         asked = [(plan, plan.question) for plan in plans.values() if plan.question is not None]
         # A solution may take seconds, during which requests are served. `PlansAsked` finds the
@@ -140,13 +152,13 @@ class LongTermService:
     def overview(self) -> PlanOverview:
         """The answer to GET /prfaas/plan."""
         now_s, wall_s = self._scheduler.clock(), self._wall_clock()
-        current = self._roles.current
+        conversions = (keeper.current for keeper in self._roles.values())
         return PlanOverview(
             mode=self._section.mode,
             period_s=self._section.period_s,
             next_step_s=None if self._next_s is None else max(0.0, self._next_s - now_s),
-            thresholds=dict(self._scheduler.base_tokens()),
-            conversion="" if current is None else _told(current),
+            thresholds=self._thresholds(),
+            conversion="; ".join(_told(item) for item in conversions if item is not None),
             models=[self._model_now(model, now_s) for model in self._scheduler.live.plans],
             decisions=[
                 msgspec.structs.replace(item, age_s=max(0.0, wall_s - item.at_s))
@@ -156,16 +168,19 @@ class LongTermService:
 
     def _model_now(self, model: str, now_s: float) -> ModelPlanNow:
         plan, knowledge = self._scheduler.live.plans[model], self._scheduler.knowledge(model)
-        measured, pd = knowledge.traffic.measured(now_s), self._scheduler.reports()[0]
+        measured = knowledge.traffic.measured(now_s)
         # The region now, not its mean over the period: operators compare it with what they see.
         present = PeriodMeter()
-        present.see([pd], {})
-        num_prefill, num_decode = division(pd, model, present.take(), self._roles.current)
+        pds = [item for item in self._scheduler.reports() if item.name in self._roles]
+        present.see(pds, {})
+        means, divided = present.take(), {}
+        for pd in pds:
+            divided[pd.name] = division(pd, model, means, self._roles[pd.name].current)
         region = plan.region
         return ModelPlanNow(
             model=model,
-            num_prefill={pd.name: num_prefill},
-            num_decode={pd.name: num_decode},
+            num_prefill={name: num for name, (num, _) in divided.items()},
+            num_decode={name: num for name, (_, num) in divided.items()},
             traffic=None if measured is None else traffic_now(measured),
             region=None if region is None else region_now(region, knowledge, plan.notes),
             unknown=plan.unknown,
@@ -232,7 +247,7 @@ class LongTermService:
         return [text for wish in step.conversions for text in self._convert(wish, step)]
 
     def _convert(self, wish: ConversionWish, step: PlanStep) -> list[str]:
-        start = self._roles.ask(wish)
+        start = self._roles[wish.cluster].ask(wish)
         drained = [effect.instance for effect in start.effects if isinstance(effect, Drain)]
         instance = drained[0] if drained else ""
         changes = self._scheduler.tell(ConversionAnswered(wish, instance))
@@ -251,8 +266,17 @@ class LongTermService:
         self._show_thresholds()
 
     def _show_thresholds(self) -> None:
-        for cluster, tokens in self._scheduler.base_tokens().items():
-            self._metrics.threshold.labels(cluster).set(tokens)
+        for cluster, pd in self._scheduler.pairs:
+            tokens = self._scheduler.base_tokens(pd)[cluster]
+            self._metrics.show_threshold(cluster, pd, tokens)
+
+    def _thresholds(self) -> dict[str, float]:
+        """The thresholds by prefill cluster, or by link where there are several PD clusters."""
+        is_only_pd, found = len(self._roles) == 1, {}
+        for cluster, pd in self._scheduler.pairs:
+            name = cluster if is_only_pd else f"{cluster} to {pd}"
+            found[name] = self._scheduler.base_tokens(pd)[cluster]
+        return found
 
     def _log_omissions(self, step: PlanStep) -> None:
         """Log what a plan lacks when that changes, not every few minutes."""

@@ -1,4 +1,4 @@
-"""Converts instances of the region's PD cluster, as `scheduler.live.long_term.conversion` orders.
+"""Converts instances of a PD cluster, as `scheduler.live.long_term.conversion` orders.
 
 There is one conversion at a time. The long-term loop or an operator (role_pages.py) asks for it:
 
@@ -66,6 +66,24 @@ _REFUSALS: Final = (RoleRefused, UnknownInstance)
 _FAILURES: Final = (PdError, UnknownInstance, RpcError, OSError, TimeoutError)
 
 
+class RoleMetrics:
+    """Metrics of the roles in all PD clusters."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.changes = Counter(
+            "prfaas_gateway_role_changes_total",
+            "Conversions of instances that ended.",
+            ["cluster", "to", "outcome"],
+            registry=registry,
+        )
+        self.instances = Gauge(
+            "prfaas_gateway_instances",
+            "Instances of a PD cluster by the role they have.",
+            ["cluster", "role"],
+            registry=registry,
+        )
+
+
 class RoleKeeper:
     """Carries out a PD cluster's conversions, one after the other. Use it on one event loop."""
 
@@ -74,7 +92,7 @@ class RoleKeeper:
         pd: PdCluster,
         report: Callable[[], ClusterReport | None],
         config: ConversionConfig,
-        registry: CollectorRegistry,
+        metrics: RoleMetrics,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -91,18 +109,7 @@ class RoleKeeper:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._last: tuple[Ended, float] | None = None
-        self._changes = Counter(
-            "prfaas_gateway_role_changes_total",
-            "Conversions of instances that ended.",
-            ["cluster", "to", "outcome"],
-            registry=registry,
-        )
-        self._instances = Gauge(
-            "prfaas_gateway_instances",
-            "Instances of the PD cluster by the role they have.",
-            ["cluster", "role"],
-            registry=registry,
-        )
+        self._metrics = metrics
 
     @property
     def current(self) -> Conversion | None:
@@ -288,7 +295,7 @@ class RoleKeeper:
         level = logging.INFO if is_converted else logging.WARNING
         words = (ended.instance, wish, ended.outcome, ended.detail)
         logger.log(level, "%s of %s: %s: %s", *words)
-        self._changes.labels(wish.cluster, wish.to_role, ended.outcome.value).inc()
+        self._metrics.changes.labels(wish.cluster, wish.to_role, ended.outcome.value).inc()
         self._last = ended, self._clock()
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(ended)
@@ -301,7 +308,7 @@ class RoleKeeper:
     def _count(self, report: ClusterReport) -> None:
         for role in _ROLES:
             num = sum(item.role == role for item in report.instances)
-            self._instances.labels(report.name, role).set(num)
+            self._metrics.instances.labels(report.name, role).set(num)
 
 
 def drained_by_others(report: ClusterReport, wanted: str = "") -> str:

@@ -34,7 +34,7 @@ R = TypeVar("R")
 class Reports(Protocol):
     """The latest report of each cluster; `deploy.gateway.links.watcher.RegionWatcher` is one."""
 
-    def reported_pd(self) -> Reported: ...
+    def reported_pds(self) -> list[Reported]: ...
 
     def reported_prefill(self) -> list[Reported]: ...
 
@@ -109,6 +109,11 @@ class RegionScheduler:
         """The plan's thresholds by prefill cluster, for prompts that decode in `pd`."""
         return self.live.thresholds.base_tokens(pd)
 
+    @property
+    def pairs(self) -> tuple[LinkPair, ...]:
+        """Each prefill cluster with each PD cluster that it has a link to."""
+        return self.live.settings.pairs
+
     def knowledge(self, model: str) -> ModelKnowledge:
         """The profiles and traffic learnt of a served model, for reading only."""
         return self.live.knowledge(model)
@@ -118,8 +123,8 @@ class RegionScheduler:
         return self.live.models()
 
     def reports(self) -> list[Reported]:
-        """The PD cluster's report and those of the prefill clusters."""
-        return [self._reports.reported_pd(), *self._reports.reported_prefill()]
+        """The PD clusters' reports and those of the prefill clusters."""
+        return [*self._reports.reported_pds(), *self._reports.reported_prefill()]
 
     def links(self) -> dict[LinkPair, LinkView]:
         """The links of each PD cluster with its prefill clusters, both ways, as routing sees

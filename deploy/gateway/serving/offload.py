@@ -85,6 +85,7 @@ class Offload:
         token_ids: TokenIds,
     ) -> None:
         self._services = services
+        self._pd = services.pds[decision.pd]
         self._feedback = services.feedback
         self._timeouts = services.timeouts
         self._exchange = exchange
@@ -153,7 +154,7 @@ class Offload:
         )
         try:
             async with asyncio.timeout(self._timeouts.cluster_s):
-                slot = self._slot = await self._services.pd.reserve(request)
+                slot = self._slot = await self._pd.reserve(request)
         except (TimeoutError, PdError, RpcError, OSError) as error:
             is_full = isinstance(error, NoLandingRoom)
             reason = Reason.NO_LANDING_ROOM if is_full else Reason.RESERVE_FAILED
@@ -174,6 +175,7 @@ class Offload:
             self._routed.target,
             self._routed.predicted or Prediction(),
             priority=self._inbound.priority,
+            pd=self._routed.pd,
         )
         leg = self._services.background.spawn(
             self._prefill(slot), f"prefill leg {self._exchange.request_id}"
@@ -198,7 +200,7 @@ class Offload:
         try:
             if target == HAND_OFF:
                 job = granted_job(self._services.granter, job)
-                result = await self._services.pd.prefill_locally(job)
+                result = await self._pd.prefill_locally(job)
             else:
                 result = await self._services.prefill_clusters[target].submit(job)
         except PrefillFailed as error:
@@ -210,7 +212,9 @@ class Offload:
             logger.exception("%s: the prefill leg broke", self._exchange.request_id)
             return self._prefill_failed(PrefillFailed("engine_failed", repr(error)))
         self._exchange.prefilled(target, result, self._saved_bytes(slot))
-        self._feedback.prefilled(self._inbound.model, target, len(self._prefix), result)
+        self._feedback.prefilled(
+            self._inbound.model, target, len(self._prefix), result, pd=self._routed.pd
+        )
         return result
 
     def _prefill_failed(self, error: PrefillFailed) -> PrefillFailed:
@@ -250,7 +254,7 @@ class Offload:
     async def _landing_ended(self, slot: DecodeSlot) -> LandingReport:
         while True:
             # One question waits for at most this long, so that a front that has died is noticed.
-            report = await self._services.pd.await_landing(slot, self._timeouts.cluster_s)
+            report = await self._pd.await_landing(slot, self._timeouts.cluster_s)
             if report.state != "open":
                 return report
 
@@ -359,7 +363,7 @@ class Offload:
         self._is_released = True
         try:
             async with asyncio.timeout(self._timeouts.cluster_s):
-                await self._services.pd.release(slot, reason)
+                await self._pd.release(slot, reason)
         except (TimeoutError, PdError, RpcError, OSError) as error:
             logger.warning("%s: landing not released: %s", self._exchange.request_id, error)
 

@@ -62,6 +62,9 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     `is_settled` turns true when both legs are over and nothing will change any more.
     `num_prompt_tokens` is None for a prompt that was too short to be counted.
 
+    `home` is the PD cluster that the request belongs to, `cluster` the one that decodes it, and
+    `spill` why that is another one, "" where it is its home.
+
     `first_*` is the decision at arrival; the fields without a prefix are the latest one.
     `predicted_ttft_s` is what the first one was expected to take, and `predictions` has the parts
     of that for the side that was taken and for the other one ("local", "remote"). They are None and
@@ -85,9 +88,13 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     model: str = ""
     trace_id: str = ""
     num_prompt_tokens: int | None = None
+    home: str = ""
+    cluster: str = ""
+    spill: str = ""
     first_route: str = ""
     first_target: str = ""
     first_reason: str = ""
+    first_cluster: str = ""
     route: str = ""
     target: str = ""
     reason: str = ""
@@ -123,14 +130,15 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     parts: TtftParts = msgspec.field(default_factory=TtftParts)
     is_settled: bool = False
 
-    def decided(self, decision: Decision) -> None:
-        """Note the route that is taken now."""
+    def decided(self, decision: Decision, spill: str = "") -> None:
+        """Note the route that is taken now, and why not in the request's home."""
         # The first route stays, and so does its prediction: later ones do not begin at arrival.
         if not self.first_route:
             self.first_route, self.first_target = decision.route, decision.target
-            self.first_reason = decision.reason.value
+            self.first_reason, self.first_cluster = decision.reason.value, decision.pd
             if self.num_prompt_tokens is not None and isinstance(decision, RouteDecision):
                 self._predicted(decision)
+        self.cluster, self.spill = decision.pd, spill
         self.route = decision.route
         self.target = decision.target
         self.reason = decision.reason.value

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from deploy.gateway.errors import (
@@ -38,9 +39,11 @@ from deploy.gateway.serving.planning import (
     plan_request,
 )
 from deploy.gateway.serving.records import Outcome, RequestRecord
+from local_pd.errors import NoInstance, PdError
 from scheduler.live.learning.prompt_length import BYTES_PER_TOKEN
 from scheduler.routing.decision import Decision, Reason, fall_back
 from scheduler.routing.short_term import RouteDecision
+from scheduler.routing.spill import PdReason
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -58,6 +61,7 @@ class Serving:
         self._inbound = exchange.inbound
         self._tries_left = 1
         self._lost_clusters: set[str] = set()
+        self._lost_pds: set[str] = set()
         self._lost_instances: set[str] = set()
         self._end_admission: AdmittedRequest | None = None
         self._num_prompt_tokens = 0
@@ -101,7 +105,8 @@ class Serving:
             # A refusal by the engine costs no prefill, so it must not shape thresholds and roles.
             # A request that was given up, or whose engine died, is demand all the same.
             if not is_refused:
-                self._feedback.arrived(self._inbound.model, plan.shape)
+                home = self._exchange.record.home
+                self._feedback.arrived(self._inbound.model, plan.shape, home=home)
 
     def _admit(self, plan: RequestPlan) -> None:
         """Let the request in, or raise `ApiError` 429."""
@@ -113,6 +118,7 @@ class Serving:
             model,
             num_tokens,
             predicted,
+            pd=decision.pd,
             work_tokens=self._inbound.work_tokens(num_tokens),
             checked=self._end_admission,
         )
@@ -120,7 +126,7 @@ class Serving:
     async def _open_planned(self, plan: RequestPlan) -> EngineAnswer:
         decision = plan.decision
         while True:
-            self._exchange.decided(decision)
+            self._exchange.decided(decision, self._spill(decision))
             try:
                 return await self._try(decision, plan)
             except NotOffloaded as error:
@@ -130,6 +136,8 @@ class Serving:
                 self._lost_clusters.add(error.target)
                 decision = self._route(plan, self._lost_clusters)
                 self._retried(Reason.PREFILL_FAILED)
+            except PdError as error:
+                decision = self._elsewhere(plan, decision, error)
             except EngineTimeout:
                 # The client has waited so long that no time is left for another try.
                 raise
@@ -142,12 +150,13 @@ class Serving:
                 self._retried(Reason.DECODE_FAILED)
 
     async def _try(self, decision: Decision, plan: RequestPlan) -> EngineAnswer:
+        plan = self._at(plan, decision.pd)
         # Here and not before: a second route may move another prefix.
         plan = await self._with_moved_cache(decision, plan)
         if plan.token_ids is None or not (
             isinstance(decision, RouteDecision) and decision.needs_landing
         ):
-            return await self._open_direct(plan)
+            return await self._open_direct(plan, decision.pd)
         offload = Offload(self._services, self._exchange, decision, plan, plan.token_ids)
         is_answered = False
         try:
@@ -157,6 +166,22 @@ class Serving:
             return answer
         finally:
             offload.close(is_answered=is_answered)
+
+    def _spill(self, decision: Decision) -> str:
+        """Why another PD cluster than the request's home decodes; "" where it is its home."""
+        record = self._exchange.record
+        if decision.pd == record.home:
+            return ""
+        if isinstance(decision, RouteDecision) and decision.pd_reason is not PdReason.HOME:
+            return decision.pd_reason.value
+        # What is left of a route that failed stays where it was, for the reason that it had.
+        return record.spill if decision.pd == record.cluster else PdReason.HOME_UNABLE.value
+
+    def _at(self, plan: RequestPlan, pd: str) -> RequestPlan:
+        """The plan with what is cached in the PD cluster that decodes."""
+        if pd == self._exchange.record.home:
+            return plan
+        return replace(plan, cached=plan.cached.at(pd), shape=plan.shape.at(pd))
 
     async def _with_moved_cache(self, decision: Decision, plan: RequestPlan) -> RequestPlan:
         """The plan after the cached prefix that the route moves has come, if there is one."""
@@ -175,11 +200,30 @@ class Serving:
             return False
         return self._route(plan, self._lost_clusters | {decision.target}).route == "prefill_cluster"
 
-    async def _open_direct(self, plan: RequestPlan) -> EngineAnswer:
-        """The answer of an engine that serves the request alone."""
+    def _elsewhere(self, plan: RequestPlan, decision: Decision, error: PdError) -> Decision:
+        """The route in another PD cluster, since this one has no engine for the request. Raises if
+        there is none, or the request may not spill.
+        """
+        home = self._exchange.record.home
+        self._lost_pds.add(decision.pd)
+        self._services.check_left(home, self._lost_pds, error)
+        logger.warning("%s: not in %s: %s", self._exchange.request_id, decision.pd, error)
+        found: Decision = self._route(plan, self._lost_clusters | self._lost_pds)
+        if found.pd in self._lost_pds:
+            # No report speaks for another cluster, but its front may know better.
+            left = (pd for pd in self._services.may_serve(home) if pd not in self._lost_pds)
+            found = msgspec.structs.replace(found, pd=next(left))
+            return fall_back(found, Reason.DECODE_FAILED)
+        return found if plan.token_ids is not None else fall_back(found, found.reason)
+
+    async def _open_direct(self, plan: RequestPlan, pd: str) -> EngineAnswer:
+        """The answer of an engine of a PD cluster that serves the request alone."""
         services, feedback, exchange = self._services, self._feedback, self._exchange
         nodes = plan.cached.direct_nodes()
-        target = await direct_target(services, exchange, self._lost_instances, nodes)
+        target = await direct_target(services, exchange, pd, self._lost_instances, nodes)
+        if target.instance in self._lost_instances and self._may_leave(pd):
+            services.tell_ended(pd, target.instance)
+            raise NoInstance(f"{pd}: the only engine left has failed this request")
         # Taken before the request is sent: the engine may answer before `open` returns.
         begun_s = services.scheduler.clock()
         key = feedback.direct_begun(target.instance, plan.shape)
@@ -195,7 +239,7 @@ class Serving:
             )
             self._check_first_answer(answer)
         except BaseException:
-            self._leave(target.instance)
+            self._leave(pd, target.instance)
             raise
         finally:
             feedback.direct_over(key)
@@ -205,8 +249,13 @@ class Serving:
             # slot. Neither says how long a prefill takes.
             is_looked_up = services.caches is None or plan.cached.keys is not None
             if is_looked_up and not exchange.was_full:
-                feedback.direct_took(self._inbound.model, plan.shape, seconds)
+                feedback.direct_took(self._inbound.model, plan.shape, seconds, pd=pd)
         return answer
+
+    def _may_leave(self, pd: str) -> bool:
+        """Whether another PD cluster may serve the request."""
+        may_serve = self._services.may_serve(self._exchange.record.home)
+        return bool(set(may_serve) - self._lost_pds - {pd})
 
     def _check_first_answer(self, answer: EngineAnswer) -> None:
         """Raises `EngineLost` for a server error if a try is left: the engine may be dying."""
@@ -216,9 +265,12 @@ class Serving:
 
     def _route(self, plan: RequestPlan, excluded: set[str]) -> RouteDecision:
         """The route as things are now, without the clusters in `excluded`."""
-        model, priority = self._inbound.model, self._inbound.priority
         return self._services.scheduler.route(
-            model, plan.shape, excluded=excluded, priority=priority
+            self._inbound.model,
+            plan.shape,
+            home=self._exchange.record.home,
+            excluded=excluded,
+            priority=self._inbound.priority,
         )
 
     def _retried(self, reason: Reason) -> None:
@@ -237,7 +289,12 @@ class Serving:
         # How long the client takes to send its body does not depend on the route.
         ttft_s -= record.parts.read_s or 0.0
         self._feedback.first_token(
-            self._inbound.model, record.target, predicted, ttft_s, was_full=exchange.was_full
+            self._inbound.model,
+            record.target,
+            predicted,
+            ttft_s,
+            was_full=exchange.was_full,
+            pd=record.cluster,
         )
         exchange.metrics.predicted(record.route, predicted.ttft_s, ttft_s)
 
@@ -320,7 +377,7 @@ class Serving:
         exchange = self._exchange
         if answer is not None:
             answer.close()
-            self._leave(answer.instance)
+            self._leave(exchange.record.cluster, answer.instance)
         for transfer_id in exchange.transfer_ids:
             self._feedback.answer_over(transfer_id)
         if self._end_admission is not None:
@@ -354,10 +411,10 @@ class Serving:
             num_tokens = max(num_tokens, int(gate.num_bytes / BYTES_PER_TOKEN))
         return num_tokens
 
-    def _leave(self, instance: str) -> None:
+    def _leave(self, pd: str, instance: str) -> None:
         """Tell the scheduler and the PD front that `instance` is done with the request."""
         self._feedback.over(instance)
-        self._services.tell_ended(instance)
+        self._services.tell_ended(pd, instance)
 
 
 def _response_headers(record: RequestRecord) -> dict[str, str]:
@@ -366,6 +423,9 @@ def _response_headers(record: RequestRecord) -> dict[str, str]:
         numbers = "".join(f"; {key}={value}" for key, value in record.numbers.items())
         headers["x-prfaas-route"] = record.route
         headers["x-prfaas-reason"] = record.reason + numbers
+        headers["x-prfaas-cluster"] = record.cluster
+    if record.spill:
+        headers |= {"x-prfaas-home": record.home, "x-prfaas-spill": record.spill}
     if record.local_cached_tokens is not None:
         # The chosen prefill cluster counts, or else the one with most tokens.
         by_cluster = record.prefill_cached_tokens

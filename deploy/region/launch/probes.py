@@ -31,8 +31,8 @@ _TIMEOUT_S = 5.0
 class _RegionView(msgspec.Struct):
     """The part of GET /prfaas/region that is read here."""
 
-    pd: ClusterReport | None = None
-    prefill: dict[str, ClusterReport] = {}
+    pds: dict[str, ClusterReport | None] = {}
+    prefill: dict[str, ClusterReport | None] = {}
 
 
 async def region_trouble(admin_url: str, key: str, names: Collection[str]) -> str | None:
@@ -44,10 +44,8 @@ async def region_trouble(admin_url: str, key: str, names: Collection[str]) -> st
         view = await asked(admin_url, "/prfaas/region", _RegionView, key=key)
     except CannotAsk as error:
         return f"it does not answer: {error}"
-    if view.pd is None:
-        return "it has no report of the PD cluster"
-    clusters = (view.pd, *view.prefill.values())
-    seen = {item.name: item for cluster in clusters for item in cluster.instances}
+    reports = filter(None, (view.pds | view.prefill).values())
+    seen = {item.name: item for report in reports for item in report.instances}
     for name in names:
         if name not in seen:
             return f"it has no report of {name}"

@@ -73,6 +73,33 @@ def test_a_gateway_file_is_read_with_its_keys(tmp_path: Path) -> None:
     assert load_gateway_file(path, {}).gateway.api_keys == (api_key("c", "acme"),)
 
 
+SEVERAL = {
+    "pd": [
+        {"name": "home", "front": "127.0.0.1:7301"},
+        {"name": "north", "front": "127.0.0.1:7303", "spill": "never"},
+    ],
+    "prefill": [
+        {"name": "far", "front": "127.0.0.1:7302", "link": "wide"},
+        {"name": "near", "front": "127.0.0.1:7304", "link": {"north": "near-to-north"}},
+    ],
+}
+
+
+async def test_a_gateway_file_may_have_several_pd_clusters(tmp_path: Path) -> None:
+    gateway = {"models": [{"name": "tiny"}], "home": "north", "homes": {"ann": "home"}}
+    path = write(tmp_path, minimal(**SEVERAL, gateway=gateway, api_keys_env="KEYS"))
+    loaded = load_gateway_file(path, {"KEYS": "ann=a"})
+    assert [source.spill for source in loaded.pd] == ["overflow", "never"]
+    assert list(loaded.links()) == [
+        ("far", "home", "wide"),
+        ("far", "north", "wide"),
+        ("near", "north", "near-to-north"),
+    ]
+    clusters = build_clusters(loaded)
+    assert [front.name for front in clusters.pds] == ["home", "north"]
+    await clusters.close()
+
+
 async def test_the_order_of_queues_reaches_embedded_fronts(tmp_path: Path) -> None:
     instance = {"name": "p0", "url": "http://127.0.0.1:8100", "agent": "127.0.0.1:7101"}
     path = write(
@@ -141,7 +168,7 @@ def test_limits_of_a_tenant_without_a_key_are_a_mistake(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"pd": {"name": "home"}}, "pd (line "),
+        ({"pd": {"name": "home"}}, "pd[0] (line "),
         (
             {"pd": {"name": "home", "front": "x:1", "instances": [{"name": "d", "agent": "a"}]}},
             "pd",
@@ -155,6 +182,21 @@ def test_limits_of_a_tenant_without_a_key_are_a_mistake(
         ({"api_keys_env": "A", "api_keys_file": "b"}, "not both"),
         ({"api_keys_file": "no/such/file"}, "no/such/file"),
         ({"prefill": [{"name": "f", "front": "x:1"}, {"name": "f", "front": "x:2"}]}, "same name"),
+        ({"prefill": [{"name": "home", "front": "x:1"}]}, "same name"),
+        ({"pd": []}, "at least 1 item"),
+        (
+            {"prefill": [{"name": "f", "front": "x:1", "link": {"hime": "l"}}]},
+            "f has no PD cluster 'hime' to send to; did you mean 'home'?",
+        ),
+        ({"prefill": [{"name": "f", "front": "x:1", "link": {}}]}, "f has no link"),
+        (
+            {"gateway": {"models": [{"name": "tiny"}], "home": "hime"}},
+            "no PD cluster is called 'hime'; did you mean 'home'?",
+        ),
+        (
+            {"gateway": {"models": [{"name": "tiny"}], "homes": {"ann": "home"}}},
+            "gateway.homes: no API key has the name 'ann'",
+        ),
     ],
 )
 def test_mistakes_in_a_gateway_file_are_named(

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from role_cluster import FakeCluster, drained
 
-from deploy.gateway.scheduling.roles import RoleKeeper
+from deploy.gateway.scheduling.roles import RoleKeeper, RoleMetrics
 from local_pd.errors import FrontUnreachable, NoInstance, RoleRefused
 from scheduler.live.long_term.conversion import (
     ConversionConfig,
@@ -35,7 +35,7 @@ class Rig:
         self.ends: list[Ended] = []
         pd: Any = self.pd
         self.keeper = RoleKeeper(
-            pd, self.pd.latest, CONFIG, self.registry, clock=lambda: self.now_s
+            pd, self.pd.latest, CONFIG, RoleMetrics(self.registry), clock=lambda: self.now_s
         )
         self.keeper.on_ended(self.ends.append)
 

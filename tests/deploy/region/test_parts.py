@@ -78,7 +78,7 @@ def test_the_gateway_runs_where_the_file_puts_it() -> None:
     assert names(region, node="b1") == ["agent.b1", "b1-d", "front.home"]
     plan = planner(region, part_of(region, node="a2"))
     file = GatewayFile.model_validate(yaml.safe_load(plan.files()[plan.directory.gateway_file]))
-    assert (file.pd.front, file.pd.has_prefill_instances) == ("10.1.0.1:7200", True)
+    assert (file.pd[0].front, file.pd[0].has_prefill_instances) == ("10.1.0.1:7200", True)
     assert [item.name for item in file.prefill[0].instances] == ["a1-p", "a2-p", "a2-q"]
 
 

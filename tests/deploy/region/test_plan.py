@@ -87,8 +87,8 @@ def test_the_gateway_is_told_clusters_and_links(region: RegionSpec) -> None:
     file = GatewayFile.model_validate(yaml.safe_load(text))
     assert file == gateway_file(plan.resolved, plan.directory)
     assert file.gateway.threshold_tokens == 512
-    assert [item.role for item in file.pd.instances] == ["prefill", "decode"]
-    assert {item.decode_slots for item in file.pd.instances} == {256}
+    assert [item.role for item in file.pd[0].instances] == ["prefill", "decode"]
+    assert {item.decode_slots for item in file.pd[0].instances} == {256}
     (source,) = file.prefill
     (relay,) = plan.resolved.relays
     assert source.endpoints == {relay.target: relay.listen}
@@ -191,7 +191,7 @@ def test_cache_settings_reach_agent_engines_and_gateway() -> None:
     assert len(set(config.kv_events.values())) == 2
     file = gateway_file(plan.resolved, plan.directory)
     assert file.gateway.directory.target == "10.0.0.5:7400"
-    assert [item.node for item in file.pd.instances] == ["b1", "b1"]
+    assert [item.node for item in file.pd[0].instances] == ["b1", "b1"]
 
 
 def test_without_prefix_caching_agents_have_no_cache() -> None:

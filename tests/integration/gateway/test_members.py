@@ -139,7 +139,7 @@ async def served() -> AsyncIterator[Served]:
         agents = AgentClients(None, None)
         directory = EmbeddedDirectory(agents.open)
         caches = RegionCaches(directory, agents.open, directory.follow)
-        made.gateway = Gateway(config, pd, {"far": prefill}, caches=caches)
+        made.gateway = Gateway(config, [pd], {"far": prefill}, caches=caches)
         runner = await start_server(made.gateway)
         stack.push_async_callback(runner.cleanup)
         host, port = runner.addresses[0][:2]

@@ -87,7 +87,7 @@ async def rig() -> AsyncIterator[Rig]:
             report_interval_s=0.02,
             scheduling=SchedulingConfig(long_term=LongTermSection(dwell_s=0, mode="off")),
         )
-        runner = await start_server(Gateway(config, pd, {}))
+        runner = await start_server(Gateway(config, [pd], {}))
         stack.push_async_callback(runner.cleanup)
         host, port = runner.addresses[0][:2]
         made.url = f"http://{host}:{port}"
