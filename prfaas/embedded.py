@@ -184,7 +184,7 @@ class EmbeddedPrefillCluster:
         ticket = _Ticket(job, asyncio.get_running_loop().create_future())
         self._tickets[key] = ticket
         num_tokens = len(job.prompt_token_ids)
-        queued = QueuedJob(key, job.model, job.priority, num_tokens, job.cached_tokens)
+        queued = QueuedJob(key, job.model, job.priority, num_tokens, job.cached_tokens, job.pd)
         self._perform(self._queue.submit(queued, self._clock()))
         try:
             return await ticket.done

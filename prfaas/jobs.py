@@ -19,6 +19,7 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     lets a node agent send it to `landing` (`kvmanager.agent.grants`).
     `traceparent` is a W3C trace context header or "". `cached_tokens` says by
     instance or node (`InstanceReport.node`) how much of the prompt need not be computed there.
+    `pd` is the PD cluster that decodes: PD clusters share a prefill cluster fairly.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     cached_tokens: dict[str, int] = {}
     grant: bytes = b""
+    pd: str = ""
 
     @property
     def uncached_tokens(self) -> int:

@@ -18,7 +18,8 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
     while `instance` is "".
 
     `uncached_tokens` is what the instance has to compute. For a waiting job it is what the instance
-    with the longest cached prefix would have to compute. `priority` is the submitter's.
+    with the longest cached prefix would have to compute. `priority` is the submitter's. `pd` is the
+    PD cluster that decodes.
     """
 
     transfer_id: str
@@ -28,6 +29,7 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
     instance: str = ""
     priority: int = 0
     model: str = ""
+    pd: str = ""
 
 
 class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):

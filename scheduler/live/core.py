@@ -384,6 +384,7 @@ class ReportedViews:
             live.links_in,
             live.place,
             live.moves,
+            first_pd=live.pd().name,
             order=live.settings.order,
             request=request,
         )

@@ -67,6 +67,7 @@ class _Job(NamedTuple):
     for_s: float
     prefill_s: float
     priority: int = 0
+    pd: str = ""
 
 
 class PendingRequest(msgspec.Struct, frozen=True):
@@ -95,6 +96,8 @@ class SnapshotMaker:
     links_in: LinksIn
     place: PlaceIn
     moves: CacheMoveLedger
+    first_pd: str = ""
+    """The PD cluster of jobs that name none: their gateway knows only one."""
     order: OrderConfig = field(default_factory=OrderConfig)
     """The order in which the queues of prefill clusters start their jobs."""
     request: PendingRequest | None = None
@@ -148,7 +151,7 @@ class SnapshotMaker:
             )
         jobs = self._jobs(source, name, profile, now_s, rtt_s=link.rtt_s)
         waiting = [job for job in jobs if not job.instance]
-        ahead = self._before_request(name, self._ahead(report, jobs), now_s)
+        ahead = self._before_request(name, pd, self._ahead(report, jobs), now_s)
         instances = self._instances(report.instances, name, jobs, now_s)
         return ClusterView(
             name=name,
@@ -159,7 +162,7 @@ class SnapshotMaker:
             num_queued=max(0, len(waiting) - self._num_places(report, len(jobs) - len(waiting))),
             max_queued=report.max_queued or None,
             queued_s=sum(job.prefill_s for job in ahead),
-            link=self._filled(link, jobs),
+            link=self._filled(link, [job for job in jobs if (job.pd or self.first_pd) == pd]),
             links_in=self._links_in(name, report.instances, now_s),
             threshold_tokens=threshold,
             plan_threshold_tokens=self.thresholds.plan_tokens(name, pd),
@@ -281,16 +284,21 @@ class SnapshotMaker:
         others = {item.model for item in report.instances} - {"", self.model}
         return [job for job in jobs if not job.instance and job.model not in others]
 
-    def _before_request(self, cluster: str, waiting: list[_Job], now_s: float) -> list[_Job]:
-        """The waiting jobs of a prefill cluster that start before the request."""
+    def _before_request(
+        self, cluster: str, pd: str, waiting: list[_Job], now_s: float
+    ) -> list[_Job]:
+        """The waiting jobs of a prefill cluster that start before the request, if `pd` decodes
+        it.
+        """
         if self.request is None or not waiting:
             return waiting
         order: QueueOrder[int] = QueueOrder(self.order)
         for key, job in enumerate(waiting):
             priority, submitted_s = priority_class(job.priority), now_s - job.for_s
-            order.add(WaitingJob(key, priority, job.uncached_tokens, submitted_s))
+            owner = job.pd or self.first_pd
+            order.add(WaitingJob(key, priority, job.uncached_tokens, submitted_s, owner))
         uncached_tokens = self.request.shape.prefill_uncached_tokens(cluster)
-        new = WaitingJob(-1, priority_class(self.request.priority), uncached_tokens, now_s)
+        new = WaitingJob(-1, priority_class(self.request.priority), uncached_tokens, now_s, pd)
         return [waiting[job.key] for job in order.ahead_of(new, now_s)]
 
     def _jobs(
@@ -314,6 +322,7 @@ class SnapshotMaker:
                 job.for_s + since_s,
                 _prefill_s(job, profile),
                 job.priority,
+                job.pd,
             )
             for transfer_id, job in reported.items()
             if not self.ledger.is_over(transfer_id)
@@ -323,7 +332,9 @@ class SnapshotMaker:
             self.ledger.leg_reported(transfer_id)
         for _, leg in self.ledger.unreported(place, source.at_s - rtt_s - ON_THE_WAY_S):
             age_s, prefill_s = now_s - leg.begun_s, _prefill_s(leg, profile)
-            jobs.append(_Job("", leg.model, leg.uncached_tokens, age_s, prefill_s, leg.priority))
+            jobs.append(
+                _Job("", leg.model, leg.uncached_tokens, age_s, prefill_s, leg.priority, leg.pd)
+            )
         return jobs
 
     def _filled(self, link: LinkView, jobs: Iterable[_Job]) -> LinkView:

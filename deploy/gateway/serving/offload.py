@@ -196,6 +196,7 @@ class Offload:
             traceparent=self._exchange.headers["traceparent"],
             model=self._inbound.model,
             cached_tokens=self._cached.computing_tokens(target),
+            pd=self._routed.pd,
         )
         try:
             if target == HAND_OFF:

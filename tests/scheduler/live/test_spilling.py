@@ -190,7 +190,7 @@ def test_what_goes_to_one_pd_cluster_is_no_load_of_another() -> None:
 
 def test_a_report_of_a_prefill_cluster_counts_for_all_homes() -> None:
     sites = Sites()
-    jobs = tuple(job(str(number), 10_000) for number in range(5))
+    jobs = tuple(job(str(number), 10_000, pd="b") for number in range(5))
     sites.report("far", instance("p0"), max_queued=100, jobs=jobs)
     for pd in "ab":
         (far,) = sites.live.snapshot(MODEL, NOW_S, pd=pd).prefill_clusters
