@@ -15,7 +15,7 @@ from msgspec import structs
 from kvmanager.agent.messages import Reserve, ReserveReply
 from kvmanager.landing import consumer_params, reserved_landing
 from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom, RoleRefused
-from local_pd.handoff import LocalHandoff
+from local_pd.handoff import HandOffWay, LocalHandoff
 from local_pd.leases import LeaseKeeper
 from local_pd.messages import (
     DecodeSlot,
@@ -64,6 +64,12 @@ class PdClusterConfig:
     """An instance whose node has part of the prompt cached is preferred while it has at most this
     many requests more than the least loaded one.
     """
+    hand_off: HandOffWay = "auto"
+    """The way of KVCache from a prefill to a decode instance. auto: within a node the prefill
+    engine writes into the arena that both share; between nodes prfaas' transport. transport: that
+    one within nodes, too. nixl: between nodes vLLM's NixlConnector, over RDMA where there is some;
+    it neither encrypts nor authenticates.
+    """
     keep_leases: bool = True
     instances: InstancesConfig = field(default_factory=lambda: InstancesConfig(poll_load=True))
     runner: RunnerConfig = field(default_factory=RunnerConfig)
@@ -90,7 +96,13 @@ class EmbeddedPdCluster:
         self._slots = HeldSlots()
         self._cleanups = Cleanups()
         self._handoff = LocalHandoff(
-            name, self._instances, self._runner, self._views, self._config.max_prefill_attempts
+            name,
+            self._instances,
+            self._runner,
+            self._views,
+            self._landing_node,
+            max_attempts=self._config.max_prefill_attempts,
+            way=self._config.hand_off,
         )
         self.departures = Departures(self._instances, idle=self._until_idle, forget=self._forget)
         self._closed = False
@@ -126,7 +138,9 @@ class EmbeddedPdCluster:
             grant=request.grant,
         )
         affinity = self._affinity(request.prefer_nodes)
-        candidates = decode_order(self._views(), request.model, affinity)
+        candidates = decode_order(
+            self._views(), request.model, affinity, hands_off=request.hands_off
+        )
         if not candidates.names:
             raise NoInstance(f"{self._name}: {candidates.reason}")
         full: list[str] = []
@@ -233,6 +247,7 @@ class EmbeddedPdCluster:
             self._metrics.local_prefills.labels(self._name, "cancelled").inc()
             raise
         self._metrics.local_prefills.labels(self._name, "ok").inc()
+        self._metrics.hand_offs.labels(self._name, result.hand_off).inc()
         return result
 
     async def report(self) -> ClusterReport:
@@ -371,6 +386,10 @@ class EmbeddedPdCluster:
         except RpcError as error:
             # An agent that is gone has no landing any more; in a slow one the lease ends it.
             logger.warning("%s: landing %s not cancelled: %s", instance.name, transfer_id, error)
+
+    def _landing_node(self, job: PrefillJob) -> str:
+        found = self._instances.by_name.get(self._slots.instance(job.landing.transfer_id) or "")
+        return "" if found is None else found.spec.agent
 
     def _num_requests(self, instance: Instance) -> int:
         """All requests of an engine, including those that follow once their KVCache has landed."""

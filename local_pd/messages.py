@@ -77,6 +77,8 @@ class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The owner of the KVCache. Nodes may bound the landings of one tenant."""
     grant: bytes = b""
     """It lets a node reserve the landing; see `kvmanager.agent.grants`."""
+    hands_off: bool = False
+    """Whether an instance of this cluster is to prefill for the one that decodes."""
 
 
 class DirectRequest(msgspec.Struct, frozen=True, kw_only=True):

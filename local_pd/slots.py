@@ -43,6 +43,11 @@ class HeldSlots:
         if slot := self._slots.get(transfer_id):
             slot.until_s = now_s + lease_s
 
+    def instance(self, transfer_id: str) -> str | None:
+        """The instance of this slot; None: there is no such slot."""
+        slot = self._slots.get(transfer_id)
+        return None if slot is None else slot.instance
+
     def landing_ended(self, transfer_id: str) -> bool:
         """The slot's landing has ended, so its request is on its way. Returns whether the request
         was awaited until now.

@@ -99,6 +99,13 @@ SPILLS: Final[dict[str, str]] = {
 }
 """Why a request left its home, in words."""
 
+HAND_OFFS: Final = {
+    "transport": "hand_off=transport: sent from node agent to node agent",
+    "arena": "hand_off=arena: written into the memory that both engines of the node share",
+    "nixl": "hand_off=nixl: read by vLLM's NixlConnector from the other engine",
+}
+"""Words for `RequestRecord.hand_off`."""
+
 _PLACEMENTS: Final = {
     ChoiceReason.CACHED: "it has most of the prompt cached",
     ChoiceReason.LEAST_LOADED: "it has the least to do, and none has the prompt cached",
@@ -171,8 +178,10 @@ def _facts(record: RequestRecord, now_s: float) -> Iterator[tuple[str, str]]:
         yield "link", _link(numbers)
     if "landing_room_bytes" in numbers:
         yield "landing", _landing(numbers)
-    if record.transfer_bytes is not None:
+    if record.transfer_bytes:
         yield "sent", _sent(record)
+    if record.hand_off:
+        yield "handed over", HAND_OFFS.get(record.hand_off, record.hand_off)
     yield from _places(record)
 
 

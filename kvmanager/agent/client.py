@@ -121,9 +121,10 @@ class AgentClient:
         *,
         tenant: str = "",
         grant: bytes = b"",
+        by_transport: bool = False,
     ) -> OpenOutboxReply:
-        """Reserve memory that an engine fills and the agent sends to `landing` meanwhile. NO_ROOM,
-        INVALID.
+        """Reserve memory that an engine fills and the agent sends to `landing` meanwhile. If the
+        agent has the landing, it is that memory, unless `by_transport`. NO_ROOM, INVALID.
         """
         request = OpenOutbox(
             transfer_id=landing.transfer_id,
@@ -137,6 +138,7 @@ class AgentClient:
             tenant=tenant,
             cached_tokens=landing.cached_tokens,
             grant=grant,
+            by_transport=by_transport,
         )
         return await self._call(request, OpenOutboxReply, timeout_s)
 

@@ -8,6 +8,7 @@ stepping, and takes a core from processes that prefill or transfer on the same h
 with the first of these:
 
 - The landing is whole, or the prefill leg says so. What becomes of the leg later does not matter.
+  A leg may say that its engine keeps the KVCache for the decode engine to read; then nothing lands.
 - The prefill leg fails, or the landing does and the leg has `result_grace_s` to say why. The
   landing is given back, and the request goes to another prefill cluster or, without its KVCache,
   to the decode engine, which computes the prompt itself.
@@ -30,6 +31,8 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, TypeAlias
+
+from msgspec import structs
 
 from deploy.gateway.errors import EngineTimeout
 from deploy.gateway.grants import granted_job, reservation_grant
@@ -96,7 +99,7 @@ class Offload:
         self._cached = plan.cached
         # The decode engine recomputes the last token and samples from it, so the prefill leaves
         # it out.
-        self._prefix = token_ids[:-1]
+        self._prefix, self._last_token = token_ids[:-1], token_ids[-1:]
         self._slot: DecodeSlot | None = None
         self._is_released = False
         self._leg: _Leg | None = None
@@ -115,8 +118,8 @@ class Offload:
         if landing.state == "failed":
             self._lost(slot, await self._failure(leg, landing), try_elsewhere)
             return await self._compute_there(slot, self._decode(slot, self._inbound.body))
-        body = with_kv_transfer_params(self._inbound.body, slot.kv_transfer_params)
-        decoding = self._decode(slot, body)
+        params = self._consumer_params(slot, leg)
+        decoding = self._decode(slot, with_kv_transfer_params(self._inbound.body, params))
         # A landing that is complete cannot fail any more: the leg need not be watched.
         if landing.state == "landed":
             answer = await decoding
@@ -151,6 +154,7 @@ class Offload:
             prefer_nodes=self._cached.landing_nodes(),
             tenant=self._exchange.record.tenant,
             grant=reservation_grant(granter, len(self._prefix), digest, block_keys),
+            hands_off=self._routed.target == HAND_OFF,
         )
         try:
             async with asyncio.timeout(self._timeouts.cluster_s):
@@ -201,6 +205,7 @@ class Offload:
         try:
             if target == HAND_OFF:
                 job = granted_job(self._services.granter, job)
+                job = structs.replace(job, last_token=self._last_token)
                 result = await self._pd.prefill_locally(job)
             else:
                 result = await self._services.prefill_clusters[target].submit(job)
@@ -280,6 +285,20 @@ class Offload:
             self._release(slot, f"prefill failed: {error}"),
             f"release {self._exchange.request_id}",
         )
+
+    def _consumer_params(self, slot: DecodeSlot, leg: _Leg) -> dict[str, Any]:
+        """What makes the decode engine load the KVCache: the landing, or what the prefill leg's
+        engine keeps for it.
+        """
+        result = leg.result() if leg.done() else None
+        if not isinstance(result, PrefillResult) or not result.kv_transfer_params:
+            return slot.kv_transfer_params
+        # Nothing will land, so the memory is for others at once.
+        self._services.background.spawn(
+            self._release(slot, f"handed over by {result.hand_off}"),
+            f"release {self._exchange.request_id}",
+        )
+        return result.kv_transfer_params
 
     async def _decode(self, slot: DecodeSlot, body: bytes) -> EngineAnswer:
         return await self._services.engines.open(

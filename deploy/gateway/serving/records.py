@@ -76,6 +76,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     becomes what the landing really built on; because of it `saved_bytes` were not sent.
     `cached_tokens` is what the prefill engine found cached, and `num_prefill_attempts` how many
     instances of its cluster were tried. `decode_reason` is why the PD cluster chose the instance.
+    `hand_off` is the way of the KVCache from one engine to the other (`PrefillResult.hand_off`).
 
     `landing_wait_s` runs from the start of the prefill leg until the decode request is posted or
     the wait is given up. It covers queue, prefill and transfer, so it is no part of the TTFT beside
@@ -117,6 +118,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     transfer_bytes: int | None = None
     transfer_s: float | None = None
     sent_share_at_prefill_end: float | None = None
+    hand_off: str = ""
     cached_tokens: int | None = None
     local_cached_tokens: int | None = None
     prefill_cached_tokens: dict[str, int] = {}
@@ -181,6 +183,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         self.transfer_bytes = result.nbytes
         self.transfer_s = result.transfer_s
         self.sent_share_at_prefill_end = result.sent_share_at_prefill_end
+        self.hand_off = result.hand_off
         self.cached_tokens = result.cached_tokens
         self.parts.queue_s = result.queue_s
         self.parts.prefill_s = result.prefill_s

@@ -53,7 +53,7 @@ from deploy.region.launch.rundir import (
 from deploy.region.launch.running import RunningProcess
 from deploy.region.launch.trust import engine_key_file, make_keys, run_credentials
 from deploy.region.spec.checks import check_region
-from deploy.region.spec.loading import missing_models
+from deploy.region.spec.loading import missing_models, missing_packages
 from deploy.region.spec.region import RegionSpec
 from kvmanager.config_files.fields import tls_files
 from kvmanager.config_files.problems import FileError, Problem
@@ -439,7 +439,9 @@ class RunningRegion:
 
 def _problems(region: RegionSpec, part: Part) -> list[Problem]:
     problems = (
-        check_region(region) or part_problems(region, part) or missing_models(region, part.nodes)
+        check_region(region)
+        or part_problems(region, part)
+        or missing_models(region, part.nodes) + missing_packages(region, part.nodes)
     )
     if problems or part.is_whole:
         return problems or taken_ports(region, part)

@@ -254,8 +254,10 @@ def engine_spec(
         "args": model.args + instance.args,
         "env": dict(devices or {}) | model.env | instance.env,
     }
+    by_nixl = agent_socket is not None and instance.nixl_port
     return EngineSpec(
         **options,
+        nixl_at=str(Endpoint(node.host, instance.nixl_port)) if by_nixl else None,
         instance=instance.name,
         model=model.path,
         served_name=model.name,
@@ -281,7 +283,8 @@ def gateway_file(resolved: ResolvedRegion, directory: RunDirectory) -> GatewayFi
     def source(cluster: ClusterSpec) -> dict[str, object]:
         if cluster in apart:
             return {"name": cluster.name, "front": front_address(cluster)}
-        return {"name": cluster.name, "instances": _instances(region, cluster)}
+        own: dict[str, object] = {"name": cluster.name, "instances": _instances(region, cluster)}
+        return own | ({"hand_off": cluster.hand_off} if cluster.kind == "pd" else {})
 
     prefills = pd in apart and any(role_of(item, pd) == "prefill" for item in pd.instances)
     return GatewayFile.of(
@@ -328,7 +331,7 @@ def front_file(
     }
     if cluster.kind == "prefill":
         return PrefillFrontConfig.of(**settings, queue=region.gateway.scheduling.queue)
-    return PdFrontConfig.of(**settings)
+    return PdFrontConfig.of(**settings, hand_off=cluster.hand_off)
 
 
 def front_address(cluster: ClusterSpec) -> str:

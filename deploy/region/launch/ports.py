@@ -39,6 +39,7 @@ AGENT_CONTROL_PORT: Final = 7101
 AGENT_METRICS_PORT: Final = 7102
 FRONT_PORT: Final = 7200
 ENGINE_PORT: Final = 7400
+NIXL_PORT: Final = 7600
 RELAY_PORT: Final = 7900
 GATEWAY_PORT: Final = 8000
 ADMIN_PORT: Final = 8001
@@ -197,6 +198,13 @@ def _resolve_cluster(region: RegionSpec, cluster: ClusterSpec, choose: _Choose) 
             item.model_copy(update={"port": item.port or choose(host, engine_host, ENGINE_PORT)})
             for item in node.instances
         )
+        if cluster.hand_off == "nixl":
+            instances = tuple(
+                item.model_copy(
+                    update={"nixl_port": item.nixl_port or choose(host, node.bound_host, NIXL_PORT)}
+                )
+                for item in instances
+            )
         nodes.append(node.model_copy(update={"agent": agent, "instances": instances}))
     return cluster.model_copy(update={"nodes": tuple(nodes)})
 

@@ -84,8 +84,25 @@ def _check_clusters(region: RegionSpec) -> Iterator[Problem]:
         if cluster.kind == "pd" and roles == {"prefill"}:
             message = "no instance decodes; give one `role: decode` or `role: both`"
             yield Problem(("clusters", c), message)
+        yield from _check_hand_off(region, ("clusters", c), cluster)
     for path, cluster, node in _nodes(region):
         yield from _check_node(region, path, cluster, node)
+
+
+def _check_hand_off(region: RegionSpec, path: KeyPath, cluster: ClusterSpec) -> Iterator[Problem]:
+    at = (*path, "hand_off")
+    if cluster.kind == "prefill" and cluster.hand_off != "auto":
+        message = "instances of a prefill cluster hand over nothing; write it in the PD cluster"
+        yield Problem(at, message)
+    elif cluster.hand_off == "nixl" and len(cluster.nodes) == 1:
+        message = "nixl is for hand-offs between nodes, and there is one; leave it out"
+        yield Problem(at, message)
+    elif cluster.hand_off == "nixl":
+        for node in cluster.nodes:
+            # vLLM tells others the address that it listens on.
+            if node.bound_host != node.host:
+                message = f"nixl needs nodes that listen on their `host`; {node.name} does not"
+                yield Problem(at, message)
 
 
 def _check_node(
@@ -239,7 +256,7 @@ def fixed_ports(region: RegionSpec) -> Iterator[FixedPort]:
         first = cluster.nodes[0]
         path: KeyPath = ("clusters", c, "front_port")
         yield FixedPort(path, cluster.name, first.host, first.bound_host, cluster.front_port)
-    for path, _, node in _nodes(region):
+    for path, cluster, node in _nodes(region):
         for key in ("data_port", "control_port"):
             port = getattr(node.agent, key)
             yield FixedPort((*path, "agent", key), node.name, node.host, node.bound_host, port)
@@ -250,3 +267,6 @@ def fixed_ports(region: RegionSpec) -> Iterator[FixedPort]:
         for i, instance in enumerate(node.instances):
             at = (*path, "instances", i, "port")
             yield FixedPort(at, node.name, node.host, engine_host, instance.port)
+            if cluster.hand_off == "nixl":
+                at = (*path, "instances", i, "nixl_port")
+                yield FixedPort(at, node.name, node.host, node.bound_host, instance.nixl_port)

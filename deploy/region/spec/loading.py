@@ -6,6 +6,7 @@ Paths in the file are relative to the file.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from deploy.region.spec.checks import check_region
@@ -79,6 +80,22 @@ def _with_full_ssd_dirs(cluster: ClusterSpec, full: Callable[[Path], Path]) -> C
             node = node.model_copy(update={"agent": agent})
         nodes.append(node)
     return cluster.model_copy(update={"nodes": tuple(nodes)})
+
+
+def missing_packages(region: RegionSpec, nodes: Collection[str] | None = None) -> list[Problem]:
+    """What the engines here, or those of `nodes`, import and this Python does not have. They run on
+    it.
+    """
+    return [
+        Problem(
+            ("clusters", index, "hand_off"),
+            "nixl needs the Python package nixl here, where the engines run: pip install nixl",
+        )
+        for index, cluster in enumerate(region.clusters)
+        if cluster.hand_off == "nixl"
+        and (nodes is None or any(node.name in nodes for node in cluster.nodes))
+        and find_spec("nixl") is None
+    ]
 
 
 def missing_models(region: RegionSpec, nodes: Collection[str] | None = None) -> list[Problem]:

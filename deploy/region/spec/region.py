@@ -16,6 +16,7 @@ from kvmanager.agent.config import AgentSection
 from kvmanager.config_files.fields import Address, Port, Section, TlsSection
 from kvmanager.config_files.security import is_loopback
 from kvmanager.config_files.units import parse_duration, parse_rate
+from local_pd.handoff import HandOffWay
 from prfaas.engines.command import EngineOptions
 from prfaas.engines.instance import DEFAULT_DECODE_SLOTS, DEFAULT_MAX_CONCURRENT
 
@@ -64,6 +65,10 @@ class RegionInstance(Section):
     """The name of the model that it serves. It may be left out if there is only one."""
     port: Port = 0
     """The port of its OpenAI server, which only the region's processes may use; 0: any free one."""
+    nixl_port: Port = 0
+    """The port at which NixlConnectors of other engines ask for its memory, in a cluster with
+    `hand_off: nixl`; 0: any free one.
+    """
     max_concurrent: Annotated[int, Field(ge=1)] = DEFAULT_MAX_CONCURRENT
     """How many prefill jobs it gets at a time. vLLM batches them."""
     decode_slots: Annotated[int, Field(ge=1)] | None = None
@@ -129,6 +134,12 @@ class ClusterSpec(Section):
     front_port: Port = 0
     """The gRPC port of its front on its first node, where the gateway runs in another cluster and
     every host starts its own part; 0: 7200, or the next free one.
+    """
+    hand_off: HandOffWay = "auto"
+    """How KVCache gets from a prefill to a decode instance of a PD cluster. auto: within a node
+    through the arena that both share, between nodes through prfaas' transport. transport: through
+    that within nodes, too. nixl: between nodes by vLLM's NixlConnector, over RDMA where there is
+    some; it neither encrypts nor authenticates, and engines need the Python package nixl.
     """
 
     @property

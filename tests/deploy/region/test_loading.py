@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 
 from deploy.region.spec.checks import check_region
-from deploy.region.spec.loading import load_region, missing_models, parse_region
-from deploy.region.spec.region import RegionSpec, region_schema, role_of
+from deploy.region.spec.loading import (
+    load_region,
+    missing_models,
+    missing_packages,
+    parse_region,
+)
+from deploy.region.spec.region import RegionInstance, RegionSpec, region_schema, role_of
 from kvmanager.config_files.problems import FileError
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "region" / "examples" / "demo.yaml"
@@ -60,6 +65,10 @@ def test_the_example_is_right() -> None:
         ("name: b1-decode", "name: b1 d", "clusters[1].nodes[0].instances[1].name", "use letters"),
         ("name: b1-decode", "name: gateway", "clusters[1].nodes[0].instances[1].name", "another"),
         ("role: decode", "role: prefill", "clusters[1]", "no instance decodes"),
+        ("kind: prefill", "kind: prefill\n    hand_off: nixl", "clusters[0].hand_off",
+         "write it in the PD cluster"),
+        ("kind: pd", "kind: pd\n    hand_off: nixl", "clusters[1].hand_off", "there is one"),
+        ("kind: pd", "kind: pd\n    hand_off: rdma", "clusters[1].hand_off", "nixl"),
         ("landing_gib: 0.75", "landing_gib: 2", "clusters[1].nodes[0].agent.landing_gib", "arena"),
         ("port: 8000", "port: 8000\n  directory: {kind: redis, url: 'redis://:secret@far:6379'}",
          "gateway.directory.url", "far is another host and redis:// is not encrypted"),
@@ -228,6 +237,37 @@ def test_quantities_may_have_units() -> None:
     assert (agent.arena_gib, agent.transport.idle_timeout_s) == (0.5, 20.0)
     assert region.gateway.threshold_tokens == 8000
     assert RegionSpec.model_validate_json(region.model_dump_json(by_alias=True)) == region
+
+
+def test_nixl_is_asked_for_where_its_engines_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    region = load_region(EXAMPLE, VARIABLES)
+    assert missing_packages(region) == []
+    prefill, pd = region.clusters
+    pd = pd.model_copy(update={"hand_off": "nixl"})
+    region = region.model_copy(update={"clusters": (prefill, pd)})
+    monkeypatch.setattr("deploy.region.spec.loading.find_spec", lambda name: None)
+    (problem,) = missing_packages(region, ["b1"])
+    assert problem.where == "clusters[1].hand_off"
+    assert "pip install nixl" in problem.message
+    assert missing_packages(region, ["a1"]) == []
+    monkeypatch.setattr("deploy.region.spec.loading.find_spec", lambda name: name)
+    assert missing_packages(region) == []
+
+
+def test_nixl_needs_nodes_that_are_reached_where_they_listen() -> None:
+    prefill, pd = load_region(EXAMPLE, VARIABLES).clusters
+    (node,) = pd.nodes
+    other = node.model_copy(
+        update={
+            "name": "b2",
+            "listen": "0.0.0.0",
+            "instances": (RegionInstance(name="b2-decode", role="decode"),),
+        }
+    )
+    pd = pd.model_copy(update={"nodes": (node, other), "hand_off": "nixl"})
+    region = load_region(EXAMPLE, VARIABLES).model_copy(update={"clusters": (prefill, pd)})
+    (problem,) = [item for item in check_region(region) if "hand_off" in item.where]
+    assert "b2 does not" in problem.message
 
 
 def test_a_model_that_is_not_here_is_named(tmp_path: Path) -> None:

@@ -46,6 +46,35 @@ def test_every_port_is_chosen_once(region: RegionSpec) -> None:
     assert all(port % 2 == 0 and 0 < port < 32768 for port in ports)
 
 
+def test_engines_of_a_cluster_with_nixl_have_its_connector_and_ours(region: RegionSpec) -> None:
+    prefill, pd = region.clusters
+    pd = pd.model_copy(update={"hand_off": "nixl"})
+    made = planner(region.model_copy(update={"clusters": (prefill, pd)}))
+    resolved = made.resolved.region
+    engines = {item.name: item.process for item in made.processes() if item.kind == "engine"}
+    ports = set()
+    for cluster in resolved.clusters:
+        for instance in cluster.instances:
+            process = engines[instance.name]
+            argv = list(process.argv)
+            config = json.loads(argv[argv.index("--kv-transfer-config") + 1])
+            if cluster.kind == "prefill":
+                assert config["kv_connector"] == "PrfaasConnector"
+                assert "VLLM_NIXL_SIDE_CHANNEL_PORT" not in process.env
+                continue
+            assert (config["kv_connector"], config["kv_role"]) == ("MultiConnector", "kv_both")
+            assert config["kv_load_failure_policy"] == "recompute"
+            nixl, ours = config["kv_connector_extra_config"]["connectors"]
+            assert nixl["kv_connector"] == "NixlConnector"
+            assert ours["kv_connector_extra_config"]["instance"] == instance.name
+            assert process.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
+            assert process.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == str(instance.nixl_port)
+            ports.add(instance.nixl_port)
+    assert len(ports) == 2
+    assert 0 not in ports
+    assert gateway_file(made.resolved, made.directory).pd[0].hand_off == "nixl"
+
+
 def test_no_free_port_is_an_error(region: RegionSpec) -> None:
     with pytest.raises(OSError, match="no free port on 127"):
         resolve_ports(region, is_free=lambda _host, _port: False)
