@@ -22,6 +22,7 @@ BENCHES = (
     "simulate",
     "kv",
     "loops",
+    "handoff",
     "hostile",
     "e2e",
 )

@@ -143,6 +143,17 @@ def check_loops(kept: Any) -> None:
     assert all(row["longest_own_ms"] >= 0 for row in kept["rows"]), kept["rows"]
 
 
+def check_handoff(kept: Any) -> None:
+    """`ttft` needs engines: without them it has no rows."""
+    rows = kept["rows"]
+    expected = {(what, way) for what in ("block", "prompt") for way in ("arena", "transport")}
+    found = names(rows, "what", "hand_off")
+    assert found in (expected, expected | {("ttft", "arena"), ("ttft", "transport")}), found
+    for row in rows:
+        seconds = row["seconds"]
+        assert is_positive(*(seconds if isinstance(seconds, list) else [seconds])), row
+
+
 def check_hostile(kept: Any) -> None:
     """The times say nothing here, and so does an offload that a busy machine let go local."""
     assert [phase["condition"] for phase in kept["phases"]] == ["idle", "elsewhere", "attacked"]
@@ -226,6 +237,7 @@ CHECKS: Final[dict[str, Callable[[Any], None]]] = {
     "simulate": check_simulate,
     "kv": check_kv,
     "loops": check_loops,
+    "handoff": check_handoff,
     "hostile": check_hostile,
     "prediction": check_prediction,
     "region": check_region,
