@@ -255,3 +255,10 @@ def test_a_state_that_is_no_scheduler_is_refused(
     assert capsys.readouterr().out == ""
     with pytest.raises(RecordingError, match="format 9"):
         scheduler_of(msgspec.structs.replace(header, format=9))
+
+
+def test_a_recording_of_another_release_names_the_release_that_plays_it() -> None:
+    header = ["Header", 2, "0.1.0", 0.0, {"pd": "home"}, b""]
+    body = msgspec.msgpack.encode(header)
+    with pytest.raises(RecordingError, match=r"format 2, written by prfaas 0\.1\.0: play it with"):
+        list(frames_in(io.BytesIO(len(body).to_bytes(4, "little") + body)))
