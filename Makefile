@@ -7,6 +7,8 @@
 # make bench  measurements against peers (see tests/bench/README.md)
 # make bench BENCH_ARGS=--smoke   the same at their smallest size, to see that they run
 # make docs   write the configuration reference and build the documentation's site into site/
+# make test-upgrade only the tests that run the release before this one too, out of git
+# make messages     after a release: note its messages, with which those of the next one must agree
 # make soak   minutes of faults between a sender and a receiver, every byte verified
 # make soak SOAK_ARGS=--tls   the same over mutual TLS
 # make soak-region  minutes of coming and going in a region of processes, what they hold measured
@@ -29,8 +31,12 @@ PYTEST := $(BIN)/python -m pytest
 WORKERS ?= 2
 PARALLEL := -n $(WORKERS) --dist worksteal
 
+# The release before this one. A clone that lacks it leaves out the tests that run it, and says so.
+PREVIOUS := $(shell cat tests/upgrade/PREVIOUS)
+NO_UPGRADE := $(shell git cat-file -e "$(PREVIOUS)^{commit}" 2>/dev/null || echo " and not upgrade")
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-engine test-long lint format docs bench soak soak-region fuzz mutants pins stats clean
+.PHONY: help setup demo test test-fast test-engine test-upgrade test-long messages lint format docs bench soak soak-region fuzz mutants pins stats clean
 
 help:
 	@sed -n 's/^# make/  make/p' Makefile
@@ -55,7 +61,8 @@ demo: setup
 # themselves, after the others. What PYTEST_ARGS selects may be in one of the halves only; pytest
 # says 5 of the other.
 test: setup
-	@$(PYTEST) -m "not engine and not alone" $(PARALLEL) $(PYTEST_ARGS); others=$$?; \
+	@$(if $(NO_UPGRADE),echo "left out: tests marked upgrade; this clone lacks $(PREVIOUS) (git fetch --unshallow --tags)")
+	@$(PYTEST) -m "not engine and not alone$(NO_UPGRADE)" $(PARALLEL) $(PYTEST_ARGS); others=$$?; \
 	case $$others in 0|5) ;; *) exit $$others;; esac; \
 	$(PYTEST) -m "engine or alone" $(PYTEST_ARGS); alone=$$?; \
 	if [ $$alone -eq 5 ]; then exit $$others; else exit $$alone; fi
@@ -66,8 +73,11 @@ test-fast: setup
 test-engine: setup
 	@$(PYTEST) -m engine $(PYTEST_ARGS)
 
+test-upgrade: setup
+	@$(PYTEST) -m upgrade $(PYTEST_ARGS)
+
 test-long: setup
-	@$(PYTEST) -m "not engine" $(PARALLEL) --hypothesis-profile long --timeout 1800 $(PYTEST_ARGS)
+	@$(PYTEST) -m "not engine$(NO_UPGRADE)" $(PARALLEL) --hypothesis-profile long --timeout 1800 $(PYTEST_ARGS)
 
 lint: setup
 	@$(BIN)/ruff check .
@@ -88,6 +98,9 @@ docs: setup
 	@$(PINNED) -r requirements/docs.txt
 	@$(BIN)/python docs/write_configuration.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+messages: setup
+	@$(BIN)/python tests/upgrade/messages.py > tests/upgrade/messages.json
 
 soak: setup
 	@$(BIN)/python tests/soak/soak_transport.py $(SOAK_ARGS)
