@@ -17,7 +17,7 @@ HTTP, token ids or engines.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -306,11 +306,14 @@ class LiveScheduler:
         hands_off = shape.at_most_tokens > self.settings.hand_off_tokens
         return bool(seen.local.free_s) and hands_off
 
-    def links_in(self, target: str, now_s: float) -> dict[str, LinkView]:
-        """The links to a cluster from each other cluster, by name, as a cache move would find
-        them.
+    def links_in(
+        self, target: str, now_s: float, sources: Iterable[str] | None = None
+    ) -> dict[str, LinkView]:
+        """The links to a cluster from each other cluster, or only from `sources`, by name, as a
+        cache move would find them.
         """
-        pairs = [(name, target) for name in self.reports if name != target]
+        names = self.reports if sources is None else sources
+        pairs = [(name, target) for name in names if name != target]
         return {pair[0]: self.moves.completed(self.link(*pair), pair, now_s) for pair in pairs}
 
     def _overheads(self, known: ModelKnowledge, pd: str, now_s: float) -> Mapping[str, float]:

@@ -85,14 +85,14 @@ def is_full(item: InstanceReport, num_requests: int) -> bool:
 
 
 def landing_room_bytes(
-    instances: Sequence[InstanceReport], at_s: float, *, model: str, ledger: Ledger
+    instances: Sequence[InstanceReport], at_s: float, *, pd: str, model: str, ledger: Ledger
 ) -> float | None:
     """The largest landing for a model that fits now, bytes; None if a node does not say.
 
     A landing lies on the node of the instance that will decode it, so the node with most room
-    counts. `instances` are all of the PD cluster, reported at `at_s`, since models share nodes.
+    counts. `instances` are all of the cluster `pd`, reported at `at_s`, since models share nodes.
     """
-    change = ledger.landing_change(at_s, _looked_at_s(instances, at_s))
+    change = ledger.landing_change(at_s, _looked_at_s(instances, at_s), pd)
     room: dict[str, float] = {}
     cap: dict[str, float] = {}
     for item in decoding(instances, model):

@@ -38,8 +38,9 @@ NO_LINK_KNOWN: Final = LinkView()
 """The link of a gateway that does not follow links: nothing speaks against using it."""
 
 LinkNow = Callable[[str, str], LinkView]
-LinksIn = Callable[[str, float], Mapping[str, LinkView]]
-"""The links to a cluster from each other one, by name, as a cache move would find them at a time.
+LinksIn = Callable[[str, float, Iterable[str] | None], Mapping[str, LinkView]]
+"""The links to a cluster from others, by name, as a cache move would find them at a time; None:
+from all others.
 """
 PlaceIn = Callable[[str, str], str]
 """The place of a route's target where a PD cluster decodes, as `LiveScheduler.place`."""
@@ -174,7 +175,11 @@ class SnapshotMaker:
         """The links over which cached prefixes come to these instances; none without a node
         agent.
         """
-        return self.links_in(name, now_s) if any(item.node for item in instances) else {}
+        if not any(item.node for item in instances):
+            return {}
+        # Without a request, any cluster might send something.
+        sources = None if self.request is None else self.request.shape.sendable_tokens
+        return self.links_in(name, now_s, sources)
 
     def _num_places(self, report: ClusterReport, num_running: int) -> int:
         """How many more jobs the instances would take at once."""
@@ -363,7 +368,7 @@ class SnapshotMaker:
             return None
         # Only this gateway's own landings are added. Those of others are in the next report.
         return landing_room_bytes(
-            pd.report.instances, pd.at_s, model=self.model, ledger=self.ledger
+            pd.report.instances, pd.at_s, pd=pd.name, model=self.model, ledger=self.ledger
         )
 
 
