@@ -105,6 +105,8 @@ class EmbeddedPdCluster:
             way=self._config.hand_off,
         )
         self.departures = Departures(self._instances, idle=self._until_idle, forget=self._forget)
+        self._leader = 0
+        """The highest number of a leading gateway that gave an order."""
         self._closed = False
 
     @property
@@ -267,7 +269,8 @@ class EmbeddedPdCluster:
             jobs=self._handoff.jobs(),
         )
 
-    async def drain(self, instance: str) -> None:
+    async def drain(self, instance: str, *, leader: int = 0) -> None:
+        self._check_leader(leader)
         found = self._instances.known(instance)
         self._instances.set_draining(instance, draining=True)
         try:
@@ -277,10 +280,12 @@ class EmbeddedPdCluster:
         if not found.serves:
             raise NoInstance(f"{self._name}: {instance} is not drained but gone: {found.reason}")
 
-    async def resume(self, instance: str) -> None:
+    async def resume(self, instance: str, *, leader: int = 0) -> None:
+        self._check_leader(leader)
         self._instances.set_draining(instance, draining=False)
 
-    async def set_role(self, instance: str, change: RoleChange) -> RoleStatus:
+    async def set_role(self, instance: str, change: RoleChange, *, leader: int = 0) -> RoleStatus:
+        self._check_leader(leader)
         found = self._instances.known(instance)
         if found.role == "both":
             raise RoleRefused(
@@ -310,6 +315,14 @@ class EmbeddedPdCluster:
         await self._runner.close()
         await self._cleanups.close()
         await self._instances.close()
+
+    def _check_leader(self, leader: int) -> None:
+        """Raises RoleRefused for an order of a gateway that leads no more."""
+        if leader < self._leader:
+            raise RoleRefused(
+                f"{self._name}: another gateway leads since (number {self._leader}, not {leader})"
+            )
+        self._leader = leader
 
     async def _until_idle(self, instance: Instance) -> None:
         """Until the instance has nothing to do, or its engine is gone. Raises UnknownInstance when

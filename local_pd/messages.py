@@ -99,11 +99,19 @@ class AwaitLandingRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float
 
 
+class InstanceOrder(msgspec.Struct, frozen=True):
+    """The arguments of `PdCluster.drain` and `PdCluster.resume`."""
+
+    name: str
+    leader: int = 0
+
+
 class RoleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The arguments of `PdCluster.set_role`."""
 
     instance: str
     change: RoleChange
+    leader: int = 0
 
 
 class RoleReply(msgspec.Struct, frozen=True, kw_only=True):

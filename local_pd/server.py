@@ -5,6 +5,7 @@ It does not know how the cluster decides. Leases of slots are kept by the gatewa
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Mapping
 from typing import Any, Final, TypeVar
 
@@ -15,6 +16,7 @@ from local_pd.messages import (
     DecodeSlot,
     DirectRequest,
     DirectTarget,
+    InstanceOrder,
     LandingReport,
     ReserveRequest,
     RoleReply,
@@ -58,8 +60,8 @@ class PdServer(RpcServer):
             "Direct": Method(DirectRequest, DirectTarget, self._direct),
             "Prefill": Method(PrefillJob, PrefillReply, self._prefill),
             "Report": Method(Empty, ClusterReport, self._report),
-            "Drain": Method(InstanceName, Empty, self._drain),
-            "Resume": Method(InstanceName, Empty, self._resume),
+            "Drain": Method(InstanceOrder, Empty, self._drain),
+            "Resume": Method(InstanceOrder, Empty, self._resume),
             "SetRole": Method(RoleRequest, RoleReply, self._set_role),
             "Members": Method(MemberRequest, Empty, self._change_members),
         }
@@ -97,21 +99,24 @@ class PdServer(RpcServer):
     async def _report(self, _request: Empty) -> ClusterReport:
         return await self._cluster.report()
 
-    async def _drain(self, request: InstanceName) -> Empty:
+    async def _drain(self, request: InstanceOrder) -> Empty:
         try:
-            await _mapped(self._cluster.drain(request.name))
+            await _mapped(self._cluster.drain(request.name, leader=request.leader))
         except asyncio.CancelledError:
-            # The caller is gone, and nobody else would give the instance work again.
-            await self._cluster.resume(request.name)
+            # The caller is gone, and nobody else would give the instance work again. If another
+            # gateway leads meanwhile, it is that one's.
+            with contextlib.suppress(RoleRefused):
+                await self._cluster.resume(request.name, leader=request.leader)
             raise
         return Empty()
 
-    async def _resume(self, request: InstanceName) -> Empty:
-        await _mapped(self._cluster.resume(request.name))
+    async def _resume(self, request: InstanceOrder) -> Empty:
+        await _mapped(self._cluster.resume(request.name, leader=request.leader))
         return Empty()
 
     async def _set_role(self, request: RoleRequest) -> RoleReply:
-        status = await _mapped(self._cluster.set_role(request.instance, request.change))
+        order = self._cluster.set_role(request.instance, request.change, leader=request.leader)
+        status = await _mapped(order)
         return RoleReply(status=status)
 
     async def _change_members(self, request: MemberRequest) -> Empty:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
@@ -41,6 +41,7 @@ from deploy.gateway.proxy.slow_client import ClientPatience, send_whole
 from deploy.gateway.reload import with_live
 from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.collector import SchedulingCollector
+from deploy.gateway.scheduling.leadership import Leadership
 from deploy.gateway.scheduling.long_term import LongTermService, PlanMetrics
 from deploy.gateway.scheduling.recorder import Recorder
 from deploy.gateway.scheduling.role_pages import RegionRolePages, RolePages
@@ -60,6 +61,10 @@ from scheduler.reports import ClusterReport
 from scheduler.routing.spill import Spill
 from transport.grants import Granter
 from transport.tasks import start_task
+
+if TYPE_CHECKING:
+    from deploy.gateway.sharing.redis_region import RegionInRedis
+    from deploy.gateway.sharing.region_sharing import RegionSharing
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -86,6 +91,7 @@ class Gateway:
         keys_file: Path | None = None,
         run_key: str = "",
         engine_access: EngineAccess | None = None,
+        shared: RegionInRedis | None = None,
     ) -> None:
         """`links` names each link from a prefill cluster to a PD cluster, "" for one without a
         name; without them, each is linked to each. `spill` is the rule of each PD cluster,
@@ -96,7 +102,8 @@ class Gateway:
 
         `exposure`, what everybody on the network may do, is shown by /health. `keys_file` is the
         source of `config.api_keys`, and is followed. `run_key` opens the pages of operators,
-        `engine_access` the engines.
+        `engine_access` the engines. `shared` is what the region's gateways share; None: this is the
+        only one.
         """
         self._granter = granter
         self._exposure = exposure
@@ -135,6 +142,8 @@ class Gateway:
             self.scheduler.ask,
             hide=str if self._recorder is None else self._recorder.hide,
         )
+        self.leadership = Leadership(is_shared=shared is not None)
+        self.sharing = None if shared is None else self._build_sharing(shared)
         self.roles = self._build_roles()
         self.long_term = LongTermService(
             config.scheduling.long_term,
@@ -171,6 +180,8 @@ class Gateway:
             self._services.placement.start()
         # Roles and links are looked at by the first reports.
         await self._watcher.start()
+        if self.sharing is not None:
+            await self.sharing.start()
         for keeper in self.roles.values():
             keeper.start()
         self.long_term.start()
@@ -222,6 +233,8 @@ class Gateway:
         # Its tasks give landings and leases back, for which clusters and agents must still be
         # reachable.
         await self._background.drain(self.config.timeouts.cluster_s)
+        if self.sharing is not None:
+            await self.sharing.close()
         if self._state is not None:
             await self._state.close()
         if self._caches is not None:
@@ -281,6 +294,28 @@ class Gateway:
         self.metrics.registry.register(collector)
         return scheduler
 
+    def _build_sharing(self, shared: RegionInRedis) -> RegionSharing:
+        # The redis client is an extra that only users of several gateways install.
+        from deploy.gateway.sharing.budgets import SharedBudgets
+        from deploy.gateway.sharing.region_sharing import RegionSharing
+
+        config = self.config
+        assert config.shared is not None
+        budgets = SharedBudgets(shared, self.admission.limit)
+        self.admission.share(budgets)
+        sharing = RegionSharing(
+            shared,
+            config.shared.name,
+            config.models,
+            self.scheduler,
+            self.leadership,
+            self.metrics.registry,
+            budgets=budgets,
+            links=self._region_links,
+        )
+        sharing.on_change(self.admission.divide)
+        return sharing
+
     def _build_state(self) -> StateFile | None:
         config = self.config
         if config.state is None:
@@ -294,7 +329,13 @@ class Gateway:
         metrics = RoleMetrics(self.metrics.registry)
         config = self.config.scheduling.long_term.conversion()
         return {
-            name: RoleKeeper(pd, partial(self._watcher.pd_report, name), config, metrics)
+            name: RoleKeeper(
+                pd,
+                partial(self._watcher.pd_report, name),
+                config,
+                metrics,
+                leadership=self.leadership,
+            )
             for name, pd in self._pds.items()
         }
 
@@ -366,6 +407,7 @@ class Gateway:
             key_names=KeyNames(secrets.token_bytes(32)),
             services=self._started,
             exposure=self._exposure,
+            sharing=self.sharing,
         )
 
 

@@ -26,6 +26,7 @@ from deploy.gateway.file import (
     build_clusters,
     build_granter,
     build_links,
+    build_region,
     load_gateway_file,
 )
 from deploy.gateway.own_file import follow_own_file, weaknesses
@@ -113,6 +114,7 @@ async def run(path: Path, read: GatewayFile, file: GatewayFile) -> None:
     agents = agent_clients(file, granter)
     caches = build_caches(file, agents)
     clusters = build_clusters(file, granter)
+    shared = build_region(file)
     following: asyncio.Task[None] | None = None
     try:
         await clusters.start()
@@ -129,6 +131,7 @@ async def run(path: Path, read: GatewayFile, file: GatewayFile) -> None:
             keys_file=file.api_keys_file,
             run_key=await asyncio.to_thread(_run_key, file),
             engine_access=await asyncio.to_thread(file.engine_access),
+            shared=shared,
         )
         own_file = follow_own_file(path, read, gateway.use_live, clusters.change_members, hang_up())
         following = start_task(own_file, "the gateway's file")

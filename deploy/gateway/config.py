@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import (
     ConfigDict,
@@ -39,6 +39,7 @@ from scheduler.live.ledger import KEEP_ENDED_S
 from transport import Endpoint
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 _UNNAMED: Final = re.compile(r"key-[0-9a-f]{8}")
 
 
@@ -167,6 +168,17 @@ class DirectorySection(Section):
         return self
 
 
+class SharedSection(Section):
+    """How the gateways of a region share what they learn and what tenants have used up."""
+
+    redis: str = ""
+    """URL of a Redis server that all of them reach. Left out: that of `directory.url`."""
+    region: Name = "region"
+    """Name of the region there, if regions share a server. `prfaas up` gives the region's name."""
+    name: Name = "gateway"
+    """What operators call this gateway. `prfaas up` gives the name of its node."""
+
+
 class RecorderSection(Section):
     """The flight recorder: writes what scheduling is told and what it decides, but no prompt.
 
@@ -228,12 +240,25 @@ class GatewaySection(Section):
     """How requests are routed, queued and refused, and roles changed."""
     recorder: RecorderSection | None = None
     """Records scheduling to files. Left out: nothing is recorded."""
+    shared: SharedSection | None = None
+    """What several gateways share, through Redis. Left out: this is the region's only gateway."""
     state: Path | None = None
     """File in which it keeps what it has learnt, over a restart. Left out: `prfaas up` keeps it in
     the directory of the run, and `prfaas gateway` nowhere.
     """
     timeouts: TimeoutConfig = TimeoutConfig()
     """The limits on every wait."""
+
+    @property
+    def shared_url(self) -> str:
+        """The Redis server through which gateways share, "" if this one does not."""
+        return "" if self.shared is None else self.shared.redis or self.directory.url
+
+    @model_validator(mode="after")
+    def _check_shared(self) -> Self:
+        if self.shared is not None and not self.shared_url:
+            raise ValueError("shared needs redis, the URL of a server (or directory.url)")
+        return self
 
 
 def open_listeners(gateway: GatewaySection) -> dict[str, str]:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -47,6 +47,9 @@ from prfaas.remote import RemotePrefillCluster
 from scheduler.routing.spill import Spill
 from transport import LocalError
 from transport.grants import Granter
+
+if TYPE_CHECKING:
+    from deploy.gateway.sharing.redis_region import RegionInRedis
 
 EXPECTED = "a gateway's file is a mapping with the keys gateway, pd and prefill"
 
@@ -137,6 +140,9 @@ class GatewayFile(ApiKeysSection, SecuritySection):
             raise ValueError("write api_keys_file or api_keys_env, not both")
         url = self.gateway.directory.url
         check_redis("gateway.directory.url", url, trusted_network=self.trusted_network)
+        if self.gateway.shared is not None:
+            url = self.gateway.shared.redis
+            check_redis("gateway.shared.redis", url, trusted_network=self.trusted_network)
         return self
 
     def links(self) -> Iterator[tuple[str, str, str]]:
@@ -238,6 +244,26 @@ def build_caches(file: GatewayFile, agents: AgentClients) -> RegionCaches:
         return RegionCaches(_redis_directory(directory.url), agents.open)
     embedded = EmbeddedDirectory(agents.open)
     return RegionCaches(embedded, agents.open, embedded.follow)
+
+
+def build_region(file: GatewayFile) -> RegionInRedis | None:
+    """What the gateways of the region share, as `file` says; None for the only one. Raises
+    `FileError`.
+    """
+    gateway = file.gateway
+    if gateway.shared is None:
+        return None
+    try:
+        # The redis client is an extra that only its users install.
+        from deploy.gateway.sharing.redis_region import region_at
+
+        return region_at(gateway.shared_url, gateway.shared.region)
+    except ModuleNotFoundError:
+        message = "it needs the redis client: pip install prfaas[redis]"
+        problem = Problem(("gateway", "shared"), message)
+    except ValueError as error:
+        problem = Problem(("gateway", "shared", "redis"), str(error))
+    raise FileError("the gateway's file", [problem])
 
 
 def build_links(file: GatewayFile, agents: AgentClients) -> RegionLinks:

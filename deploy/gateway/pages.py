@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
-from typing import Final, TypeAlias, get_args
+from typing import TYPE_CHECKING, Final, TypeAlias, get_args
 
 import msgspec
 from aiohttp import web
@@ -45,6 +45,9 @@ from deploy.gateway.serving.exchange import Services
 from deploy.gateway.serving.planning import NotRendered, check_tenant, judge
 from deploy.gateway.serving.records import RequestRecord
 from scheduler.routing.decision import Reason
+
+if TYPE_CHECKING:
+    from deploy.gateway.sharing.region_sharing import RegionSharing
 
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Page: TypeAlias = Callable[[web.Request], Awaitable[object]]
@@ -80,6 +83,7 @@ class Pages:
     link_names: Mapping[str, str]
     key_names: KeyNames
     services: Callable[[], Services]
+    sharing: RegionSharing | None
     exposure: str | None
     """The rights that this configuration gives anybody on the network; None if there are none."""
 
@@ -110,6 +114,7 @@ class Pages:
             "/prfaas/plan": self._plan,
             "/prfaas/links": self._links,
             "/prfaas/instances": self._instances,
+            "/prfaas/gateways": self._gateways,
             "/prfaas/cache": self._caches,
             "/prfaas/cache/top": self._prefixes,
             "/v1/pd_role": self._roles,
@@ -207,6 +212,12 @@ class Pages:
             message = "This gateway was started without following its links."
             raise ApiError(404, "no_links", message)
         return self.links.overview()
+
+    async def _gateways(self, _request: web.Request) -> object:
+        """GET /prfaas/gateways: the gateways of the region, and which of them leads."""
+        if self.sharing is None:
+            raise ApiError(404, "not_shared", "This is the only gateway of its region.")
+        return self.sharing.overview()
 
     async def _caches(self, _request: web.Request) -> object:
         """GET /prfaas/cache: what every node holds, and what the directory knows of it."""

@@ -51,6 +51,19 @@ class TenantLimit:
             )
 
 
+def divided(limit: TenantLimit, num: int) -> TenantLimit:
+    """The share of one of `num` gateways that cannot ask each other. At least one request and one
+    token, so that no tenant is shut out.
+    """
+    rate = None if limit.tokens_per_s is None else limit.tokens_per_s / num
+    return TenantLimit(
+        max_requests=None if limit.max_requests is None else max(1, limit.max_requests // num),
+        max_tokens=None if limit.max_tokens is None else max(1, limit.max_tokens // num),
+        tokens_per_s=rate,
+        burst_tokens=limit.burst_tokens / num,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class TenantRefusal:
     """A limit that a request would break. `retry_after_s` is None when only the end of another

@@ -86,13 +86,14 @@ class Gap(msgspec.Struct, frozen=True, tag=True, array_like=True):
 Frame: TypeAlias = Header | Entry | Gap
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
+    """What msgspec writes for a read-only mapping of an event."""
     if isinstance(value, MappingProxyType):
         return dict(value)
     raise NotImplementedError(f"{type(value).__name__} cannot be recorded")
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_encoder = msgspec.msgpack.Encoder(enc_hook=plain)
 _frames: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Header | Entry | Gap)
 
 

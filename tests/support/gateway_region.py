@@ -318,11 +318,11 @@ class FakePd:
             instances=tuple(instances),
         )
 
-    async def drain(self, instance: str) -> None: ...
+    async def drain(self, instance: str, *, leader: int = 0) -> None: ...
 
-    async def resume(self, instance: str) -> None: ...
+    async def resume(self, instance: str, *, leader: int = 0) -> None: ...
 
-    async def set_role(self, instance: str, change: RoleChange) -> RoleStatus:
+    async def set_role(self, instance: str, change: RoleChange, *, leader: int = 0) -> RoleStatus:
         raise RoleRefused(f"{self.name}: {instance} never changes")
 
     async def change_members(self, order: MemberOrder) -> None:
@@ -490,20 +490,22 @@ async def open_region(
     cache_model: CacheModel | None = None,
     granter: Granter | None = None,
     owned: Mapping[str, Any] | None = None,
+    around: Region | None = None,
     **config: Any,
 ) -> AsyncIterator[Region]:
     """`config` are settings of the gateway, `owned` further arguments of `Gateway`. The engines of
-    all PD clusters but the first have its name before theirs.
+    all PD clusters but the first have its name before theirs. With `around` it is one more gateway
+    of that region.
     """
-    fronts = []
-    for index, name in enumerate(pds):
+    fronts = list(around.pds.values()) if around else []
+    for index, name in enumerate(() if around else pds):
         prefix = f"{name}-" if index else ""
         engines = [OpenAiEngine(f"{prefix}d{number}") for number in range(num_engines)]
         for engine in engines:
             await engine.start()
         fronts.append(FakePd(engines, name, index))
         fronts[-1].cache_model = cache_model
-    clusters = {name: FakePrefill(name, *fronts) for name in prefill}
+    clusters = around.prefill if around else {name: FakePrefill(name, *fronts) for name in prefill}
     settings: dict[str, Any] = {
         "port": 0,
         "models": (ModelConfig(name="tiny", max_model_len=8192),),
@@ -530,6 +532,6 @@ async def open_region(
         if admin is not None:
             await admin.cleanup()
         await runner.cleanup()
-        for front in fronts:
+        for front in () if around else fronts:
             for engine in front.engines.values():
                 await engine.stop()

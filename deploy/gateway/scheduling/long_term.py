@@ -136,10 +136,16 @@ class LongTermService:
             await asyncio.gather(task, return_exceptions=True)
 
     async def step(self) -> list[PlanDecision]:
-        """End a period: decide for each model, and act if the configuration says so."""
+        """End a period: decide for each model, and act if the configuration says so. Nothing is
+        decided while another gateway leads.
+        """
         scheduler, roles = self._scheduler, self._roles
         first = next(iter(roles.values()))
+        # Also while it does not lead, so that means do not reach back over many periods later.
         scheduler.ask(PeriodOver(first.current, bool(first.converting)))
+        self._show_thresholds()
+        if not first.leads():
+            return []
         plans = scheduler.live.plans
         asked = [(plan, plan.question) for plan in plans.values() if plan.question is not None]
         # A solution may take seconds, during which requests are served. `PlansAsked` finds the
@@ -147,6 +153,9 @@ class LongTermService:
         answers = await asyncio.to_thread(lambda: [question.answer() for _, question in asked])
         for (plan, _), answer in zip(asked, answers, strict=True):
             plan.answer = answer
+        # Another one may have taken over meanwhile, whose plan holds then.
+        if not first.leads():
+            return []
         return [self._carry_out(step) for step in scheduler.tell(PlansAsked())]
 
     def overview(self) -> PlanOverview:

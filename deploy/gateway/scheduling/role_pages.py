@@ -195,6 +195,9 @@ class RolePages:
         start = self._keeper.ask(wish, report, only=order.instance)
         if start.effects:
             return
+        if not self._keeper.leads():
+            message = f"{start.reason}. Give it the order."
+            raise ApiError(409, "not_leader", message)
         if self._keeper.busy_with:
             message = f"{start.reason}; one conversion at a time. Try again later."
             raise ApiError(409, "conversion_runs", message)
@@ -221,9 +224,13 @@ class RolePages:
             message = f"{self._keeper.busy_with}, to become {now.wish.to_role}; wait for its end."
             raise ApiError(409, "conversion_runs", message)
         if instance.draining:
+            if not self._keeper.leads():
+                message = f"{self._keeper.leadership.why_not}. Give it the order."
+                raise ApiError(409, "not_leader", message)
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    await self._pd.resume(instance.name)
+                    token = self._keeper.leadership.token
+                    await self._pd.resume(instance.name, leader=token)
             except (PdError, UnknownInstance, RpcError, TimeoutError) as error:
                 raise _unreachable(str(error) or "no answer in time") from error
         return await self._role_of(instance.name)

@@ -28,6 +28,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from deploy.gateway.scheduling.leadership import Leadership
 from local_pd.cluster import PdCluster
 from local_pd.errors import PdError, RoleRefused
 from prfaas.engines.errors import UnknownInstance
@@ -94,12 +95,16 @@ class RoleKeeper:
         config: ConversionConfig,
         metrics: RoleMetrics,
         *,
+        leadership: Leadership | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`report` gives the cluster's latest report, None while there is none or it is too old."""
+        """`report` gives the cluster's latest report, None while there is none or it is too old.
+        `leadership` says whether this gateway may convert; without one it always may.
+        """
         self._pd = pd
         self._report = report
         self._clock = clock
+        self.leadership = leadership or Leadership()
         self._converter = Converter(config)
         self._call_s = min(CALL_S, config.relabel_limit_s, config.dwell_s or CALL_S)
         self._effects: deque[Effect] = deque()
@@ -126,6 +131,10 @@ class RoleKeeper:
     def converting(self) -> frozenset[str]:
         """The cluster while it may not convert: a conversion runs, dwells or is undone."""
         return frozenset({self._pd.name} if self.busy_with else ())
+
+    def leads(self) -> bool:
+        """Whether this gateway may convert instances now."""
+        return self.leadership.leads(self._clock())
 
     @property
     def busy_with(self) -> str:
@@ -155,6 +164,8 @@ class RoleKeeper:
         self._effects.extend(self._converter.tick(self._clock()))
         if self.busy_with:
             return Start((), self.busy_with)
+        if not self.leads():
+            return Start((), self.leadership.why_not)
         report = report or self._report()
         if report is None or wish.cluster != report.name:
             return Start((), f"no report of a PD cluster {wish.cluster}")
@@ -252,16 +263,18 @@ class RoleKeeper:
         match effect:
             case Drain(instance):
                 self._draining = asyncio.get_running_loop().create_task(
-                    self._pd.drain(instance), name=f"drain {instance}"
+                    self._pd.drain(instance, leader=self.leadership.token),
+                    name=f"drain {instance}",
                 )
                 self._draining.add_done_callback(lambda _: self._wake.set())
             case SetRole():
                 return await self._set_role(effect)
             case Resume(instance):
                 await self._stop_draining()
-                with contextlib.suppress(UnknownInstance):
+                # Refused where another gateway leads now: the instance is that one's to resume.
+                with contextlib.suppress(UnknownInstance, RoleRefused):
                     async with asyncio.timeout(self._call_s):
-                        await self._pd.resume(instance)
+                        await self._pd.resume(instance, leader=self.leadership.token)
             case Ended():
                 self._note(effect)
         return ()
@@ -271,7 +284,9 @@ class RoleKeeper:
         is_order = self._converter.current is not None
         try:
             async with asyncio.timeout(self._call_s):
-                status = await self._pd.set_role(effect.instance, effect.change)
+                status = await self._pd.set_role(
+                    effect.instance, effect.change, leader=self.leadership.token
+                )
         except _FAILURES as error:
             if is_order:
                 return self._converter.failed(effect.instance, _said(error))

@@ -95,7 +95,7 @@ class Serving:
         # Rendering costs an engine time: who may not be served gets none.
         self._end_admission = check_tenant(self._services, self._exchange)
         plan = await plan_request(self._services, self._exchange)
-        self._admit(plan)
+        await self._admit(plan)
         is_refused = False
         try:
             answer = await self._open_planned(plan)
@@ -108,19 +108,23 @@ class Serving:
                 home = self._exchange.record.home
                 self._feedback.arrived(self._inbound.model, plan.shape, home=home)
 
-    def _admit(self, plan: RequestPlan) -> None:
+    async def _admit(self, plan: RequestPlan) -> None:
         """Let the request in, or raise `ApiError` 429."""
         decision, model = plan.decision, self._inbound.model
         predicted = decision.predicted if isinstance(decision, RouteDecision) else None
         num_tokens = self._num_prompt_tokens = plan.shape.num_prompt_tokens
-        self._end_admission = self._services.admission.admit(
-            self._exchange.record.tenant,
+        admission, tenant = self._services.admission, self._exchange.record.tenant
+        work_tokens = self._inbound.work_tokens(num_tokens)
+        reserved = await admission.reserve(tenant, work_tokens)
+        self._end_admission = admission.admit(
+            tenant,
             model,
             num_tokens,
             predicted,
             pd=decision.pd,
-            work_tokens=self._inbound.work_tokens(num_tokens),
+            work_tokens=work_tokens,
             checked=self._end_admission,
+            reserved=reserved,
         )
 
     async def _open_planned(self, plan: RequestPlan) -> EngineAnswer:
