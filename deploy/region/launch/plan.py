@@ -278,6 +278,9 @@ def gateway_file(resolved: ResolvedRegion, directory: RunDirectory) -> GatewayFi
     gateway, pd = region.gateway, region.pd_cluster
     settings = {name: getattr(gateway, name) for name in GatewaySection.model_fields}
     settings["state"] = gateway.state or directory.learned_file
+    if gateway.shared is not None:
+        own = {"region": region.name, "name": region.gateway_node.name}
+        settings["shared"] = gateway.shared.model_copy(update=own)
     apart = () if resolved.part.is_whole else fronts_apart(region)
 
     def source(cluster: ClusterSpec) -> dict[str, object]:

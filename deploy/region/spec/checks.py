@@ -198,11 +198,14 @@ def _check_security(region: RegionSpec) -> Iterator[Problem]:
     if gateway.api_keys_file is not None and gateway.api_keys_env is not None:
         message = "api_keys_file is given too; keep one of the two"
         yield Problem(("gateway", "api_keys_env"), message)
-    try:
-        url = gateway.directory.url
-        check_redis("url", url, trusted_network=security.trusted_network)
-    except ValueError as error:
-        yield Problem(("gateway", "directory", "url"), str(error))
+    urls = {("directory", "url"): gateway.directory.url}
+    if gateway.shared is not None:
+        urls["shared", "redis"] = gateway.shared.redis
+    for (section, name), url in urls.items():
+        try:
+            check_redis(name, url, trusted_network=security.trusted_network)
+        except ValueError as error:
+            yield Problem(("gateway", section, name), str(error))
     has_keys = bool(gateway.api_keys_file or gateway.api_keys_env)
     if not (has_keys or security.trusted_network):
         mend = "give api_keys_file or api_keys_env, or set security.trusted_network"

@@ -14,6 +14,7 @@ from deploy.gateway.file import (
     agent_clients,
     build_caches,
     build_clusters,
+    build_region,
     load_gateway_file,
 )
 from kvmanager.config_files.problems import FileError
@@ -237,3 +238,22 @@ def test_a_wrong_url_of_a_directory_is_named() -> None:
     )
     with pytest.raises(FileError, match=r"gateway\.directory\.url"):
         build_caches(file, agent_clients(file))
+
+
+def test_what_gateways_share_is_in_the_server_that_is_named() -> None:
+    models = [{"name": "tiny"}]
+    there = {"kind": "redis", "url": "redis://127.0.0.1:1/0"}
+    assert build_region(GatewayFile.model_validate(minimal(gateway={"models": models}))) is None
+    own = {"models": models, "shared": {"redis": "redis://127.0.0.1:2/0"}}
+    same = {"models": models, "shared": {}, "directory": there}
+    for gateway, port in ((own, 2), (same, 1)):
+        region = build_region(GatewayFile.model_validate(minimal(gateway=gateway)))
+        assert region is not None
+        assert region.redis.connection_pool.connection_kwargs["port"] == port
+    wrong = {"models": models, "shared": {"redis": "nowhere"}}
+    with pytest.raises(FileError, match=r"gateway\.shared\.redis"):
+        build_region(GatewayFile.model_validate(minimal(gateway=wrong)))
+    far = {"models": models, "shared": {"redis": "redis://:secret@far"}}
+    with pytest.raises(ValidationError, match="write rediss://") as caught:
+        GatewayFile.model_validate(minimal(gateway=far))
+    assert "secret" not in str(caught.value.errors(include_input=False))

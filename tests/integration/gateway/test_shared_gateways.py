@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from gateway_region import Region
+from redis.exceptions import RedisError
 from redis_server import RedisServer
 
 from deploy.gateway.config import SharedSection
@@ -330,3 +331,33 @@ async def test_a_gateway_starts_without_redis_and_joins_later(
             await until(lambda: page(region).state == "joined")
             assert num_seen(region) == before
             await until(lambda: page(region).pending == 0)
+
+
+@pytest.fixture
+def rights() -> list[str]:
+    """The user that the documentation gives gateways, as words of an ACL."""
+    text = Path("docs/security.md").read_text(encoding="utf-8")
+    (line,) = [line for line in text.splitlines() if line.startswith("user ")]
+    return line.replace("PASSWORD", "secret").split()[1:]
+
+
+async def test_the_rights_in_the_documentation_are_enough(
+    open_region: Any, server: RedisServer, rights: list[str]
+) -> None:
+    operator = redis_region.connect(server.url, timeout_s=20)
+    await operator.execute_command("ACL", "SETUSER", rights[0], "reset", *rights[1:])
+    url = server.url.replace("unix://", f"unix://{rights[0]}:secret@")
+    limit = limited(max_requests=2)
+    shared = SharedSection(redis=url, region="r", name="g0")
+    opened = open_region(prefill=(), owned={"shared": region_at(url, "r")}, shared=shared, **limit)
+    async with opened as region:
+        await until(lambda: page(region).state == "joined")
+        await ask(region, 5)
+        await until(lambda: page(region).leads and page(region).pending == 0)
+        assert page(region).error == ""
+    assert await operator.exists("prfaas:gw1:r:learned")
+    stranger = redis_region.connect(url, timeout_s=20)
+    with pytest.raises(RedisError, match="permissions"):
+        await stranger.flushall()
+    await stranger.aclose()
+    await operator.aclose()
