@@ -82,11 +82,12 @@ def reload_command(
     node: NodeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Hand a changed region file to the region that runs: limits and rights of tenants.
+    """Hand a changed region file to the region that runs: limits, rights and homes of tenants.
 
-    These are operators, priority_tenants and shared_caches of the gateway, and default_tenant and
-    tenants of gateway.scheduling.admission. What else changed is named; it needs `prfaas down` and
-    `prfaas up`. With --node or --site, the gateway must be in that part of the region.
+    These are operators, priority_tenants, shared_caches, home and homes of the gateway, and
+    default_tenant and tenants of gateway.scheduling.admission. What else changed is named; it
+    needs `prfaas down` and `prfaas up`. With --node or --site, the gateway must be in that part of
+    the region.
 
     \b
     prfaas region reload region.yaml --set MODEL=/models/qwen3-next

@@ -224,7 +224,7 @@ async def test_a_region_starts_is_watched_and_leaves_nothing(
 
         gateway_file = json.loads(region.directory.gateway_file.read_text())
         (endpoints,) = [source["endpoints"] for source in gateway_file["prefill"]]
-        node = region.region.pd_cluster.nodes[0]
+        node = region.region.pd_clusters[0].nodes[0]
         assert list(endpoints) == [f"127.0.0.1:{node.agent.data_port}"]
         link = region.relay()
         assert link.report().rate_bytes_per_s == pytest.approx(125e6)

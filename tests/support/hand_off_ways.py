@@ -47,7 +47,7 @@ WAYS = {
 
 def two_nodes(spec: RegionSpec, hand_off: HandOffWay) -> RegionSpec:
     """The region's PD cluster alone, on two nodes like its first."""
-    cluster = spec.pd_cluster
+    cluster = spec.pd_clusters[0]
     node = cluster.nodes[0]
     far = node.model_copy(update={"name": "b1", "instances": (PREFILL_FAR,)})
     near = node.model_copy(update={"name": "b2", "instances": (PREFILL_NEAR, DECODE)})

@@ -28,7 +28,14 @@ from deploy.region.launch.trust import (
     region_key_of,
     signs_grants,
 )
-from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionInstance, RegionSpec, role_of
+from deploy.region.spec.region import (
+    ClusterSpec,
+    NodeSpec,
+    RegionInstance,
+    RegionSpec,
+    role_of,
+    spill_of,
+)
 from kvmanager.agent.config import AgentSection
 from kvmanager.config_files.fields import TlsSection
 from kvmanager.config_files.security import is_loopback
@@ -275,8 +282,9 @@ def engine_spec(
 def gateway_file(resolved: ResolvedRegion, directory: RunDirectory) -> GatewayFile:
     """The file of the gateway's process. Without parts all fronts are embedded in it."""
     region, security = resolved.region, resolved.region.security
-    gateway, pd = region.gateway, region.pd_cluster
+    gateway = region.gateway
     settings = {name: getattr(gateway, name) for name in GatewaySection.model_fields}
+    settings["home"] = region.home
     settings["state"] = gateway.state or directory.learned_file
     if gateway.shared is not None:
         own = {"region": region.name, "name": region.gateway_node.name}
@@ -289,7 +297,13 @@ def gateway_file(resolved: ResolvedRegion, directory: RunDirectory) -> GatewayFi
         own: dict[str, object] = {"name": cluster.name, "instances": _instances(region, cluster)}
         return own | ({"hand_off": cluster.hand_off} if cluster.kind == "pd" else {})
 
-    prefills = pd in apart and any(role_of(item, pd) == "prefill" for item in pd.instances)
+    def pd_source(cluster: ClusterSpec) -> PdSource:
+        roles = {role_of(item, cluster) for item in cluster.instances}
+        prefills = cluster in apart and "prefill" in roles
+        return PdSource.of(
+            **source(cluster), spill=spill_of(cluster), has_prefill_instances=prefills
+        )
+
     return GatewayFile.of(
         gateway=GatewayConfig(
             **settings,
@@ -302,11 +316,11 @@ def gateway_file(resolved: ResolvedRegion, directory: RunDirectory) -> GatewayFi
         api_keys_env=gateway.api_keys_env,
         engine_key_file=engine_key_file(region, directory),
         operator_key_file=directory.operator_key,
-        pd=PdSource.of(**source(pd), has_prefill_instances=prefills),
+        pd=tuple(pd_source(cluster) for cluster in region.pd_clusters),
         prefill=tuple(
             PrefillSource.of(
                 **source(cluster),
-                link=region.link_from(cluster.name).name,
+                link={link.to: link.name for link in region.links_from(cluster.name)},
                 endpoints=_endpoints(region, cluster),
             )
             for cluster in region.prefill_clusters
@@ -400,6 +414,6 @@ def _instances(region: RegionSpec, cluster: ClusterSpec) -> tuple[InstanceSpec, 
 
 
 def _endpoints(region: RegionSpec, cluster: ClusterSpec) -> dict[str, str]:
-    link = region.link_from(cluster.name)
-    receivers = {node.name: advertised_address(node) for node in region.cluster(link.to).nodes}
-    return {receivers[name]: endpoint for name, endpoint in link.endpoints.items()}
+    receivers = {node.name: advertised_address(node) for node in region.nodes}
+    links = region.links_from(cluster.name)
+    return {receivers[name]: at for link in links for name, at in link.endpoints.items()}

@@ -74,17 +74,17 @@ def _check_names(region: RegionSpec) -> Iterator[Problem]:
 
 
 def _check_clusters(region: RegionSpec) -> Iterator[Problem]:
-    pd = [c for c, cluster in enumerate(region.clusters) if cluster.kind == "pd"]
-    if not pd:
+    if not region.pd_clusters:
         yield Problem(("clusters",), "no PD cluster; give one cluster `kind: pd`")
-    for c in pd[1:]:
-        yield Problem(("clusters", c, "kind"), "a second PD cluster; a region has exactly one")
     for c, cluster in enumerate(region.clusters):
         roles = {role_of(instance, cluster) for instance in cluster.instances}
         if cluster.kind == "pd" and roles == {"prefill"}:
             message = "no instance decodes; give one `role: decode` or `role: both`"
             yield Problem(("clusters", c), message)
         yield from _check_hand_off(region, ("clusters", c), cluster)
+        if cluster.kind == "prefill" and cluster.spill is not None:
+            message = "no request has its home in a prefill cluster; say it of a PD cluster"
+            yield Problem(("clusters", c, "spill"), message)
     for path, cluster, node in _nodes(region):
         yield from _check_node(region, path, cluster, node)
 
@@ -139,11 +139,19 @@ def _check_gateway(region: RegionSpec) -> Iterator[Problem]:
     name, nodes = region.gateway.node, [node.name for node in region.nodes]
     if name is not None and name not in nodes:
         yield Problem(("gateway", "node"), f"no node is called {name!r}{suggestion(name, nodes)}")
+    pds, gateway = [cluster.name for cluster in region.pd_clusters], region.gateway
+    homes: dict[KeyPath, str] = {("homes", tenant): home for tenant, home in gateway.homes.items()}
+    if gateway.home:
+        homes["home",] = gateway.home
+    for path, home in homes.items():
+        if home not in pds:
+            message = f"no PD cluster is called {home!r}{suggestion(home, pds)}"
+            yield Problem(("gateway", *path), message)
 
 
 def _check_links(region: RegionSpec) -> Iterator[Problem]:
     kinds = {cluster.name: cluster.kind for cluster in region.clusters}
-    linked: set[str] = set()
+    linked: set[tuple[str, str]] = set()
     for k, link in enumerate(region.links):
         at: KeyPath = ("links", k)
         for key, name, kind in (("from", link.source, "prefill"), ("to", link.to, "pd")):
@@ -153,9 +161,10 @@ def _check_links(region: RegionSpec) -> Iterator[Problem]:
             elif kinds[name] != kind:
                 message = f"{name!r} is of kind {kinds[name]}; KVCache flows from prefill to pd"
                 yield Problem((*at, key), message)
-        if link.source in linked:
-            yield Problem((*at, "from"), f"a second link from {link.source!r}; remove one")
-        linked.add(link.source)
+        if (link.source, link.to) in linked:
+            message = f"a second link from {link.source!r} to {link.to!r}; remove one"
+            yield Problem((*at, "from"), message)
+        linked.add((link.source, link.to))
         if link.emulate is not None and link.endpoints:
             message = "an emulated link makes its own endpoints; remove endpoints or emulate"
             yield Problem((*at, "endpoints"), message)
@@ -167,8 +176,8 @@ def _check_links(region: RegionSpec) -> Iterator[Problem]:
         if link.emulate is not None:
             yield from _check_emulation(at, link.emulate.rate)
     for name, kind in kinds.items():
-        if kind == "prefill" and name not in linked:
-            message = f"no link from {name!r}; add `- {{from: {name}, to: NAME OF PD CLUSTER}}`"
+        if kind == "prefill" and not region.links_from(name):
+            message = f"no link from {name!r}; add `- {{from: {name}, to: NAME OF A PD CLUSTER}}`"
             yield Problem(("links",), message)
 
 
@@ -217,7 +226,7 @@ def _check_security(region: RegionSpec) -> Iterator[Problem]:
     if gateway.shared_caches and not has_keys:
         message = "tenants are API keys; give api_keys_file or api_keys_env; without, all share"
         yield Problem(("gateway", "shared_caches"), message)
-    for name in ("operators", "priority_tenants"):
+    for name in ("operators", "priority_tenants", "homes"):
         if getattr(gateway, name) and not has_keys:
             message = f"{name} are names of API keys; give api_keys_file or api_keys_env"
             yield Problem(("gateway", name), message)

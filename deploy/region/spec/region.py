@@ -19,6 +19,7 @@ from kvmanager.config_files.units import parse_duration, parse_rate
 from local_pd.handoff import HandOffWay
 from prfaas.engines.command import EngineOptions
 from prfaas.engines.instance import DEFAULT_DECODE_SLOTS, DEFAULT_MAX_CONCURRENT
+from scheduler.routing.spill import Spill
 
 ClusterKind = Literal["prefill", "pd"]
 InstanceRole = Literal["prefill", "decode", "both"]
@@ -123,7 +124,7 @@ class NodeSpec(Section):
 
 
 class ClusterSpec(Section):
-    """A prefill cluster or the local PD cluster."""
+    """A prefill cluster or a local PD cluster."""
 
     name: Name
     """The name of the cluster; no other cluster of the region may have it."""
@@ -131,6 +132,12 @@ class ClusterSpec(Section):
     """prefill: it only prefills. pd: it prefills and decodes."""
     nodes: Annotated[tuple[NodeSpec, ...], Field(min_length=1)]
     """Its hosts."""
+    spill: Spill | None = None
+    """In a PD cluster: when another one may decode requests whose home it is. never: it never does.
+    overflow (if this is left out): when this one cannot serve a request, would refuse it, or would
+    be clearly later than the other. nearest: also when it is a little later; of the clusters that
+    are about as soon, the nearest decodes.
+    """
     front_port: Port = 0
     """The gRPC port of its front on its first node, where the gateway runs in another cluster and
     every host starts its own part; 0: 7200, or the next free one.
@@ -159,12 +166,12 @@ class EmulationSpec(Section):
 
 
 class LinkSpec(Section):
-    """How a prefill cluster reaches the PD cluster."""
+    """How a prefill cluster reaches a PD cluster."""
 
     source: Annotated[Name, Field(alias="from")]
     """The name of a prefill cluster."""
     to: Name
-    """The name of the PD cluster."""
+    """The name of a PD cluster. A prefill cluster may have links to several."""
     endpoints: dict[Name, Address] = Field(default={})
     """The address that senders of `from` connect to, by receiving node, where it is not the address
     that the node's agent advertises (NAT, a tunnel).
@@ -182,7 +189,7 @@ class GatewaySpec(GatewaySection, ApiKeysSection):
 
     node: Name | None = None
     """The node on whose host it runs, where every host starts its own part. Left out: the first
-    node of the PD cluster.
+    node of the first PD cluster.
     """
 
 
@@ -225,15 +232,15 @@ class RegionSpec(Section):
     models: Annotated[tuple[ModelSpec, ...], Field(min_length=1)]
     """The models that it serves."""
     clusters: Annotated[tuple[ClusterSpec, ...], Field(min_length=1)]
-    """Prefill clusters, and one PD cluster."""
+    """Prefill clusters and PD clusters, at least one of these."""
     links: tuple[LinkSpec, ...] = ()
-    """The links from each prefill cluster to the PD cluster."""
+    """The links from prefill clusters to the PD clusters that they prefill for."""
     security: SecuritySpec = SecuritySpec()
     """How the processes of the region trust each other."""
 
     @property
-    def pd_cluster(self) -> ClusterSpec:
-        return next(cluster for cluster in self.clusters if cluster.kind == "pd")
+    def pd_clusters(self) -> tuple[ClusterSpec, ...]:
+        return tuple(cluster for cluster in self.clusters if cluster.kind == "pd")
 
     @property
     def prefill_clusters(self) -> tuple[ClusterSpec, ...]:
@@ -246,7 +253,7 @@ class RegionSpec(Section):
     @property
     def gateway_node(self) -> NodeSpec:
         """The node on whose host the gateway runs. StopIteration for an unknown name."""
-        name = self.gateway.node or self.pd_cluster.nodes[0].name
+        name = self.gateway.node or self.pd_clusters[0].nodes[0].name
         return next(node for node in self.nodes if node.name == name)
 
     def cluster(self, name: str) -> ClusterSpec:
@@ -256,12 +263,17 @@ class RegionSpec(Section):
                 return cluster
         raise KeyError(name)
 
-    def link_from(self, cluster: str) -> LinkSpec:
-        """The link of a prefill cluster to the PD cluster. KeyError if there is none."""
-        for link in self.links:
-            if link.source == cluster:
-                return link
-        raise KeyError(cluster)
+    @property
+    def home(self) -> str:
+        """The PD cluster of requests that name none: the one that the file says, else the one on
+        whose node the gateway runs, else the first.
+        """
+        beside = (item.name for item in self.pd_clusters if self.gateway_node in item.nodes)
+        return self.gateway.home or next(beside, self.pd_clusters[0].name)
+
+    def links_from(self, cluster: str) -> tuple[LinkSpec, ...]:
+        """The links of a prefill cluster to PD clusters."""
+        return tuple(link for link in self.links if link.source == cluster)
 
     def model_of(self, instance: RegionInstance) -> ModelSpec:
         """The model that an instance serves. KeyError for an unknown name."""
@@ -303,6 +315,11 @@ class RegionSpec(Section):
 def role_of(instance: RegionInstance, cluster: ClusterSpec) -> InstanceRole:
     """The instance's role, or the one that its kind of cluster implies."""
     return instance.role or ("prefill" if cluster.kind == "prefill" else "both")
+
+
+def spill_of(cluster: ClusterSpec) -> Spill:
+    """The rule of a PD cluster for the requests whose home it is."""
+    return cluster.spill or "overflow"
 
 
 def region_schema() -> dict[str, Any]:

@@ -36,11 +36,11 @@ def problems_of(text: str) -> dict[str, str]:
 
 def test_the_example_is_right() -> None:
     region = load_region(EXAMPLE, VARIABLES)
-    assert region.pd_cluster.name == "pd-b"
+    assert region.pd_clusters[0].name == "pd-b"
     assert [cluster.name for cluster in region.prefill_clusters] == ["prefill-a"]
     assert region.models[0].path == "/models/tiny"
     assert region.models[0].dtype == "auto"
-    link = region.link_from("prefill-a")
+    (link,) = region.links_from("prefill-a")
     assert link.name == "prefill-a-to-pd-b"
     assert link.emulate is not None
     assert link.emulate.rtt == "20ms"
@@ -57,7 +57,13 @@ def test_the_example_is_right() -> None:
         ("rate: 1Gbit", "rate: 1kbit", "links[0].emulate.rate", "at least 1Mbit"),
         ("kind: pd", "kind: dp", "clusters[1].kind", "'prefill' or 'pd'"),
         ("kind: pd", "kind: prefill", "clusters", "no PD cluster"),
-        ("kind: prefill", "kind: pd", "clusters[1].kind", "exactly one"),
+        ("kind: prefill", "kind: prefill\n    spill: never",
+         "clusters[0].spill", "of a PD cluster"),
+        ("kind: pd", "kind: pd\n    spill: always", "clusters[1].spill", "'never', 'overflow'"),
+        ("port: 8000", "port: 8000\n  home: pd-c", "gateway.home", "did you mean 'pd-b'"),
+        ("port: 8000", "port: 8000\n  homes: {acme: prefill-a}",
+         "gateway.homes.acme", "known here: pd-b"),
+        ("port: 8000", "port: 8000\n  homes: {acme: pd-b}", "gateway.homes", "give api_keys_file"),
         ("port: 8000", "port: 80000", "gateway.port", "80000: Input should be less"),
         ("from: prefill-a", "from: prefil-a", "links[0].from", "did you mean 'prefill-a'"),
         ("to: pd-b", "to: prefill-a", "links[0].to", "flows from prefill to pd"),
@@ -140,10 +146,16 @@ def test_errors_name_path_and_fix(old: str, new: str, where: str, message: str) 
 def test_decode_slots_fit_into_a_step() -> None:
     stepped = with_change("max_num_batched_tokens: 1024", "max_num_batched_tokens: 64")
     region = parse_region(stepped, VARIABLES)
-    assert [region.decode_slots_of(item) for item in region.pd_cluster.instances] == [64, 64]
+    assert [region.decode_slots_of(item) for item in region.pd_clusters[0].instances] == [64, 64]
     problems = problems_of(stepped.replace("role: decode", "role: decode, decode_slots: 65"))
     message = problems["clusters[1].nodes[0].instances[1].decode_slots"]
     assert message.startswith("65 is more than max_num_batched_tokens of demo, 64")
+
+
+def test_two_links_between_the_same_clusters_are_a_mistake() -> None:
+    link = "  - from: prefill-a\n    to: pd-b\n"
+    problems = problems_of(EXAMPLE.read_text().rstrip() + "\n" + link)
+    assert "a second link from 'prefill-a' to 'pd-b'" in problems["links[1].from"]
 
 
 def test_a_missing_link_is_asked_for() -> None:
@@ -203,7 +215,7 @@ def test_broken_files_are_explained(tmp_path: Path) -> None:
 
 def test_a_region_without_prefill_cluster_is_allowed() -> None:
     region = parse_region(EXAMPLE.read_text(), VARIABLES)
-    alone = region.model_copy(update={"clusters": (region.pd_cluster,), "links": ()})
+    alone = region.model_copy(update={"clusters": region.pd_clusters, "links": ()})
     assert check_region(alone) == []
 
 

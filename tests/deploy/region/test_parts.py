@@ -266,6 +266,23 @@ def test_only_the_ports_of_a_part_must_be_free_here() -> None:
     assert "is given twice" in problem.message
 
 
+def test_the_example_of_several_pd_clusters() -> None:
+    examples = Path(__file__).parents[3] / "deploy" / "region" / "examples"
+    text = (examples / "two_pd_clusters.yaml").read_text()
+    region = parse_region(text, {"MODEL": "org/chat"}, directory=Path("/etc/prfaas"))
+    assert names(region, node="berlin-1") == ["agent.berlin-1", "berlin-d1", "gateway"]
+    assert names(region, node="berlin-2") == ["agent.berlin-2", "berlin-d2"]
+    assert names(region, node="paris-1") == ["agent.paris-1", "paris-d1", "front.paris"]
+    plan = planner(region, part_of(region, node="berlin-1"))
+    file = GatewayFile.model_validate(yaml.safe_load(plan.files()[plan.directory.gateway_file]))
+    assert (file.gateway.home, file.gateway.homes) == ("berlin", {"acme": "paris"})
+    assert [(source.name, source.front, source.spill) for source in file.pd] == [
+        ("berlin", None, "overflow"),
+        ("paris", "10.2.0.1:7200", "never"),
+    ]
+    assert len(list(file.links())) == 4
+
+
 def test_the_example_of_several_hosts() -> None:
     file = Path(__file__).parents[3] / "deploy" / "region" / "examples" / "two_sites.yaml"
     region = parse_region(file.read_text(), {"MODEL": "org/chat"}, directory=Path("/etc/prfaas"))

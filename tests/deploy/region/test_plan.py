@@ -83,7 +83,7 @@ def test_no_free_port_is_an_error(region: RegionSpec) -> None:
 def test_an_emulated_link_becomes_a_relay_and_its_endpoint(region: RegionSpec) -> None:
     resolved = resolve_ports(region, is_free=lambda _host, _port: True)
     (relay,) = resolved.relays
-    (node,) = resolved.region.pd_cluster.nodes
+    (node,) = resolved.region.pd_clusters[0].nodes
     assert relay.name == "link.prefill-a-to-pd-b.b1"
     assert relay.target == f"127.0.0.1:{node.agent.data_port}"
     (link,) = resolved.region.links
@@ -121,9 +121,63 @@ def test_the_gateway_is_told_clusters_and_links(region: RegionSpec) -> None:
     (source,) = file.prefill
     (relay,) = plan.resolved.relays
     assert source.endpoints == {relay.target: relay.listen}
-    assert source.link == "prefill-a-to-pd-b"
+    assert source.link == {"pd-b": "prefill-a-to-pd-b"}
+    assert file.gateway.home == "pd-b"
     assert "SecretStr" not in text
     assert gateway_url(plan.resolved.region) == "http://127.0.0.1:8000"
+
+
+SEVERAL = """
+models: [{name: m, path: org/m}]
+gateway: {node: c1}
+clusters:
+  - {name: a, kind: prefill, nodes: [{name: a1, host: 10.0.0.1, instances: [{name: a1-p}]}]}
+  - {name: b, kind: prefill, nodes: [{name: b1, host: 10.0.0.2, instances: [{name: b1-p}]}]}
+  - name: c
+    kind: pd
+    spill: nearest
+    nodes: [{name: c1, host: 10.0.0.3, instances: [{name: c1-d}]}]
+  - {name: d, kind: pd, nodes: [{name: d1, host: 10.0.0.4, instances: [{name: d1-d}]}]}
+links:
+  - {from: a, to: c, emulate: {rate: 1Gbit}}
+  - {from: a, to: d, endpoints: {d1: "tunnel:9"}}
+  - {from: b, to: d}
+"""
+
+
+def test_a_region_may_have_several_pd_clusters_and_any_links_to_them() -> None:
+    region = parse_region(SEVERAL, {})
+    plan = planner(region)
+    file = gateway_file(plan.resolved, plan.directory)
+    assert [(source.name, source.spill) for source in file.pd] == [
+        ("c", "nearest"),
+        ("d", "overflow"),
+    ]
+    assert list(file.links()) == [("a", "c", "a-to-c"), ("a", "d", "a-to-d"), ("b", "d", "b-to-d")]
+    (relay,) = plan.resolved.relays
+    assert relay.name == "link.a-to-c.c1"
+    d1 = next(node for node in plan.resolved.region.nodes if node.name == "d1")
+    assert file.prefill[0].endpoints == {
+        relay.target: relay.listen,
+        f"10.0.0.4:{d1.agent.data_port}": "tunnel:9",
+    }
+    assert file.prefill[1].endpoints == {}
+
+
+@pytest.mark.parametrize(
+    ("gateway", "home"),
+    [
+        ("{}", "c"),
+        ("{node: c1}", "c"),
+        ("{node: d1}", "d"),
+        ("{node: a1}", "c"),
+        ("{home: d}", "d"),
+    ],
+)
+def test_the_home_of_a_region_is_said_or_where_its_gateway_runs(gateway: str, home: str) -> None:
+    region = parse_region(SEVERAL.replace("{node: c1}", gateway), {})
+    plan = planner(region)
+    assert gateway_file(plan.resolved, plan.directory).gateway.home == home
 
 
 def test_agents_are_told_what_they_understand(region: RegionSpec) -> None:

@@ -237,3 +237,43 @@ async def test_roles_are_those_of_each_pd_cluster(open_region: Any) -> None:
             async with region.session.post(url, json=order) as response:
                 assert response.status == status
                 assert (await response.json())["error"]["code"] == code
+
+
+@pytest.mark.parametrize("length", [5, 300])
+@pytest.mark.parametrize("spill", ["overflow", "never"])
+async def test_a_home_that_would_refuse_a_request_lets_it_overflow(
+    open_region: Any, spill: str, length: int
+) -> None:
+    body = {"model": "tiny", "prompt": "x" * length}
+    async with open_region(**TWO, owned={"spill": {"north": spill}}) as region:
+        region.pds["north"].engine_numbers = {"decode_slots": 1, "running": 1}
+        reports = region.gateway._watcher.pd_reports
+        await region.until(lambda: reports()["north"].instances[0].running == 1)
+        status, headers, answer = await region.post(body, headers=NORTH)
+        if spill == "overflow":
+            assert (status, headers["x-prfaas-cluster"]) == (200, "home")
+            assert headers["x-prfaas-spill"] == "home_refuses"
+        else:
+            assert (status, json.loads(answer)["error"]["code"]) == (429, "decode_load")
+        await region.assert_nothing_held()
+
+
+@pytest.mark.parametrize(
+    ("spill", "cluster"), [("never", "home"), ("overflow", "north"), ("nearest", "north")]
+)
+async def test_a_request_goes_where_it_is_predicted_clearly_sooner(
+    open_region: Any, spill: str, cluster: str
+) -> None:
+    async with open_region(**TWO, owned={"spill": {"home": spill}}) as region:
+        known = region.gateway.scheduler.knowledge("tiny")
+        slow = {"one_engine": 0.1, "one_engine in north": 1e-6, "near": 0.1, "far": 0.1}
+        for place, per_token_s in slow.items():
+            for num_tokens in range(500, 4500, 500):
+                known.profile(place).observe(num_tokens, 0, num_tokens * per_token_s)
+                known.reserved(num_tokens, 0, num_tokens * 512)
+        status, headers, _ = await region.post(region.long_body())
+        assert (status, headers["x-prfaas-cluster"]) == (200, cluster)
+        record = await region.record()
+        assert record.spill == ("" if spill == "never" else "sooner")
+        assert record.numbers.get("home_ttft_s", 30) > 10
+        await region.assert_nothing_held()
