@@ -9,6 +9,9 @@ import contextlib
 from collections.abc import Awaitable, Mapping
 from typing import Any, Final, TypeVar
 
+from msgspec import structs
+
+from kvmanager.program_version import program_version
 from local_pd.embedded import EmbeddedPdCluster
 from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom, PdError, RoleRefused
 from local_pd.messages import (
@@ -97,7 +100,7 @@ class PdServer(RpcServer):
         return await to_reply(self._cluster.prefill_locally(job))
 
     async def _report(self, _request: Empty) -> ClusterReport:
-        return await self._cluster.report()
+        return structs.replace(await self._cluster.report(), version=program_version())
 
     async def _drain(self, request: InstanceOrder) -> Empty:
         try:

@@ -7,6 +7,9 @@ import asyncio
 from collections.abc import Awaitable, Mapping
 from typing import Any, Final
 
+from msgspec import structs
+
+from kvmanager.program_version import program_version
 from prfaas.cluster import PrefillCluster
 from prfaas.engines.errors import UnknownInstance
 from prfaas.engines.members import MemberRefused, MemberRequest
@@ -42,7 +45,7 @@ class PrefillServer(RpcServer):
         return await to_reply(self._cluster.submit(job))
 
     async def _report(self, _request: Empty) -> ClusterReport:
-        return await self._cluster.report()
+        return structs.replace(await self._cluster.report(), version=program_version())
 
     async def _drain(self, request: InstanceName) -> Empty:
         try:

@@ -88,7 +88,8 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     `jobs` are the prefills that wait or run. `queued_tokens` and `running_tokens` count their
     uncached tokens, which say more about waiting times than the number of jobs. `reason` says why
     the front as a whole is not healthy, where no instance has the reason. `heard` is False where
-    the front could not be asked, so that the report says nothing about its instances.
+    the front could not be asked, so that the report says nothing about its instances. `version` is
+    the release of a front that is a process of its own.
     """
 
     name: str
@@ -102,6 +103,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     jobs: tuple[JobReport, ...] = ()
     reason: str = ""
     heard: bool = True
+    version: str = ""
 
 
 def serves(instance: InstanceReport, model: str) -> bool:

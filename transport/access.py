@@ -54,6 +54,8 @@ ACCESS: Final[Mapping[str, ServiceAccess]] = {
             "ProbeEnd": _SEES,
             "ProbeSend": _OPERATOR,
             "ProbeStatus": _OPERATOR,
+            # It names processes, devices and addresses of a host.
+            "HostFacts": _OPERATOR,
         },
     ),
     "prfaas.PrefillCluster": ServiceAccess(

@@ -226,6 +226,11 @@ def load_public_keys(file: GrantFile) -> tuple[Ed25519PublicKey, ...]:
     return tuple(keys)
 
 
+def key_digest(key: Ed25519PublicKey) -> str:
+    """A name for a public key, for people and to compare."""
+    return blake3(key.public_bytes_raw()).hexdigest(8)
+
+
 def _read(file: GrantFile, code: str, *, forbidden: int) -> bytes:
     try:
         with open(file.path, "rb") as opened:

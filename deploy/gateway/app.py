@@ -35,7 +35,7 @@ from deploy.gateway.links.watcher import RegionWatcher
 from deploy.gateway.members.keeper import MemberKeeper
 from deploy.gateway.members.pages import MemberPages
 from deploy.gateway.metrics import GatewayMetrics
-from deploy.gateway.pages import Handler, Pages, program_version
+from deploy.gateway.pages import Handler, Pages
 from deploy.gateway.proxy.engine import EngineHttpClient
 from deploy.gateway.proxy.slow_client import ClientPatience, send_whole
 from deploy.gateway.reload import with_live
@@ -52,6 +52,7 @@ from deploy.gateway.serving.exchange import PATHS, Services
 from deploy.gateway.serving.records import RequestRecord
 from deploy.gateway.serving.request import Serving
 from deploy.gateway.sharing.state_file import StateFile
+from kvmanager.program_version import program_version
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
 from prfaas.engines.access import EngineAccess

@@ -10,7 +10,6 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeAlias, get_args
 
@@ -44,6 +43,7 @@ from deploy.gateway.serving.background import Background
 from deploy.gateway.serving.exchange import Services
 from deploy.gateway.serving.planning import NotRendered, check_tenant, judge
 from deploy.gateway.serving.records import RequestRecord
+from kvmanager.program_version import program_version
 from scheduler.routing.decision import Reason
 
 if TYPE_CHECKING:
@@ -356,11 +356,3 @@ def _json(value: object, status: int = 200) -> web.Response:
     return web.Response(
         status=status, body=msgspec.json.encode(value), headers={"Content-Type": JSON_TYPE}
     )
-
-
-def program_version() -> str:
-    """The version of the installed package; "unknown" for a source tree that is not installed."""
-    try:
-        return version("prfaas")
-    except PackageNotFoundError:
-        return "unknown"

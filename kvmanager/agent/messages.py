@@ -190,7 +190,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     """One engine instance and its connections. `cache` None: it does not use the prefix cache.
     `kv_block_bytes` is the data of one block of the engine's own KV memory, on all ranks. Engines
     share KVCache if `layout_fingerprint` is the same; `model` is only a name, `weights` identifies
-    the weights.
+    the weights. `engine` is its program with the version.
     """
 
     instance: str
@@ -202,6 +202,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     kv_block_bytes: int = 0
     model: str = ""
     weights: str = ""
+    engine: str = ""
 
 
 class LinkStatus(msgspec.Struct, frozen=True):

@@ -34,6 +34,8 @@ from kvmanager.agent.engines.protocol import (
 )
 from kvmanager.agent.engines.server import EngineServer
 from kvmanager.agent.grants import AgentGrants
+from kvmanager.agent.host_facts import host_facts
+from kvmanager.agent.host_messages import HostFacts, HostFactsReply
 from kvmanager.agent.kept_arena import KeptArena, open_arena
 from kvmanager.agent.links.control import link_methods
 from kvmanager.agent.links.watch import LinkWatch, WatchSettings
@@ -203,6 +205,16 @@ class NodeAgent:
         """A `transport.health.WhyNotReady`, for an agent that has started."""
         # The arena is open as long as the port is.
         return "" if self.transfers.io.is_listening else "the data port is closed"
+
+    async def host_facts(self, _request: HostFacts) -> HostFactsReply:
+        """What this agent sees of its host. Reads files in a thread."""
+        return await asyncio.to_thread(
+            host_facts,
+            self.config.arena_dir,
+            self.book.processes(),
+            congestion=self.config.transport_config.congestion or "",
+            granting_keys=self.grants.key_digests(),
+        )
 
     @property
     def landing_room_bytes(self) -> int:

@@ -25,6 +25,7 @@ pipelines) stores in the prefix cache and never loads from it. The interface is 
 import contextlib
 import logging
 import os
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -299,4 +300,5 @@ def _hello(
         tp_size=layout.tp_size,
         layout=layout.encode(),
         namespace=namespace,
+        engine=f"vllm {version('vllm')}",
     )

@@ -9,15 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Final
 
 from deploy.region.launch.parts import Part
 from deploy.region.spec.region import NodeSpec, RegionInstance, RegionSpec
-
-GPU_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
-CORE_VARIABLE: Final = "VLLM_CPU_OMP_THREADS_BIND"
-_GPUS: Final = Path("/proc/driver/nvidia/gpus")
+from kvmanager.agent.host_facts import CORE_VARIABLE, GPU_VARIABLE, GPUS
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +58,7 @@ def gpus_here(environment: Mapping[str, str]) -> list[str]:
     given = environment.get(GPU_VARIABLE)
     if given is not None:
         return [name for name in given.split(",") if name]
-    return [str(number) for number in range(len(list(_GPUS.glob("*"))))]
+    return [str(number) for number in range(len(list(GPUS.glob("*"))))]
 
 
 def cores_here() -> list[int]:

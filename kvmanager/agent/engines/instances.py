@@ -31,7 +31,9 @@ class _Instance:
     tp_size: int
     shape: CacheShape
     namespace: bytes = b""
-    conn_ids: set[int] = field(default_factory=set)
+    pids: dict[int, int] = field(default_factory=dict)
+    """The process of each connection."""
+    engine: str = ""
 
     @property
     def cache(self) -> CacheModel | None:
@@ -75,7 +77,8 @@ class InstanceBook:
                 f"{instance.layout.describe()}, this connection has {layout.describe()}"
             )
         instance.namespace = instance.namespace or hello.namespace
-        instance.conn_ids.add(conn_id)
+        instance.pids[conn_id] = hello.pid
+        instance.engine = instance.engine or hello.engine
         return EnginePeer(
             conn_id, hello.instance, hello.role, hello.tp_rank, hello.tp_size, fingerprint
         )
@@ -109,8 +112,8 @@ class InstanceBook:
     def leave(self, peer: EnginePeer) -> None:
         """Forget a connection that joined."""
         instance = self._instances[peer.instance]
-        instance.conn_ids.discard(peer.conn_id)
-        if not instance.conn_ids:
+        instance.pids.pop(peer.conn_id, None)
+        if not instance.pids:
             del self._instances[peer.instance]
 
     def layout(self, fingerprint: bytes | None) -> tuple[bytes, KVLayout]:
@@ -131,7 +134,7 @@ class InstanceBook:
         return [
             EngineStatus(
                 name,
-                len(instance.conn_ids),
+                len(instance.pids),
                 instance.tp_size,
                 instance.layout.describe(),
                 instance.fingerprint.hex(),
@@ -139,6 +142,14 @@ class InstanceBook:
                 instance.layout.block_bytes,
                 instance.layout.model_id,
                 instance.layout.weights,
+                instance.engine,
             )
             for name, instance in sorted(self._instances.items())
         ]
+
+    def processes(self) -> dict[str, set[int]]:
+        """The processes of each instance; those of other hosts' PID namespaces are left out."""
+        return {
+            name: {pid for pid in instance.pids.values() if pid > 0}
+            for name, instance in sorted(self._instances.items())
+        }

@@ -76,7 +76,8 @@ class ProtocolError(Exception):
 
 
 class EngineHello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first message of an engine, with its identity. `layout` is `KVLayout.encode()`.
+    """The first message of an engine, with its identity. `layout` is `KVLayout.encode()`, `engine`
+    the program with its version.
 
     `namespace` goes into the roots of its cache keys (`kvmanager.hashing.root_key`); empty: this
     engine does not use the prefix cache.
@@ -93,6 +94,7 @@ class EngineHello(msgspec.Struct, frozen=True, tag="hello"):
     """The newest version that the engine speaks."""
     oldest_version: int = 0
     """The oldest one. 0, as engines of 0.1.0 say: no other than `version`."""
+    engine: Annotated[str, msgspec.Meta(max_length=200)] = ""
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
