@@ -227,7 +227,7 @@ class Planner:
             env=spec.environment(self.environment),
             term_grace_s=grace_s("engine", self.resolved.region.gateway.timeouts),
         )
-        url = _engine_url(self.resolved.region, node, instance)
+        url = engine_url(self.resolved.region, node, instance)
         return PlannedProcess(instance.name, "engine", url, process)
 
     def _gateway(self, region: RegionSpec) -> PlannedProcess:
@@ -389,7 +389,8 @@ def engine_tls(region: RegionSpec, node: NodeSpec) -> TlsSection | None:
     return None if is_loopback(region.engine_host(node)) else region.security.tls
 
 
-def _engine_url(region: RegionSpec, node: NodeSpec, instance: RegionInstance) -> str:
+def engine_url(region: RegionSpec, node: NodeSpec, instance: RegionInstance) -> str:
+    """Where fronts and gateway ask the instance's engine."""
     scheme = "http" if engine_tls(region, node) is None else "https"
     bound = region.engine_host(node)
     host = node.host if bound == node.bound_host else bound
@@ -402,7 +403,7 @@ def _instances(region: RegionSpec, cluster: ClusterSpec) -> tuple[InstanceSpec, 
             name=item.name,
             agent=str(Endpoint(node.host, node.agent.control_port)),
             node=node.name,
-            url=_engine_url(region, node, item),
+            url=engine_url(region, node, item),
             model=region.model_of(item).name,
             role=role_of(item, cluster),
             max_concurrent=item.max_concurrent,

@@ -41,10 +41,9 @@ async def region_trouble(admin_url: str, key: str, names: Collection[str]) -> st
     An instance whose KVCache nobody can use stays so, however long one waits: it is not missed.
     """
     try:
-        view = await asked(admin_url, "/prfaas/region", _RegionView, key=key)
+        reports = await cluster_reports(admin_url, key)
     except CannotAsk as error:
         return f"it does not answer: {error}"
-    reports = filter(None, (view.pds | view.prefill).values())
     seen = {item.name: item for report in reports for item in report.instances}
     for name in names:
         if name not in seen:
@@ -52,6 +51,12 @@ async def region_trouble(admin_url: str, key: str, names: Collection[str]) -> st
         if not seen[name].healthy and seen[name].compatible:
             return f"{name} is not usable: {seen[name].reason}"
     return None
+
+
+async def cluster_reports(admin_url: str, key: str) -> list[ClusterReport]:
+    """The clusters as the gateway sees them, without those of which it has no report. CannotAsk."""
+    view = await asked(admin_url, "/prfaas/region", _RegionView, key=key)
+    return [report for report in (view.pds | view.prefill).values() if report is not None]
 
 
 class Prober:
