@@ -65,15 +65,12 @@ def version_checks(releases: Mapping[str, str], hosts: Sequence[HostView]) -> li
     """Whether processes are of one release. `releases`: those of fronts and gateway, by name."""
     found = []
     for first, second in combinations(hosts, 2):
-        (low, high), (least, most) = (
-            first.facts.transport_versions,
-            second.facts.transport_versions,
-        )
+        (low, high), (least, most) = (one.facts.transport_versions for one in (first, second))
         if high < least or most < low:
-            names = (
-                f"{first.node.name} ({low} to {high}) and {second.node.name} ({least} to {most})"
+            what = (
+                "agents speak no common version of the transport: "
+                f"{first.node.name} {low} to {high}, {second.node.name} {least} to {most}"
             )
-            what = f"agents speak no common version of the transport: {names}"
             found.append(problem("versions", what, "upgrade the older one"))
     agents = {f"agent {host.node.name}": host.facts.version for host in hosts}
     found.append(_release_check("versions of prfaas", agents | dict(releases)))

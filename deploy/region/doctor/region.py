@@ -208,6 +208,8 @@ async def _ask_fronts(view: Viewpoint, reached: Sequence[Reached], answers: _Ans
 
 
 def _report_checks(about: str, report: ClusterReport) -> list[Check]:
+    if not report.heard:
+        return [problem(about, report.reason, "look at that front, and at the way to it")]
     ill = [item for item in report.instances if not item.healthy]
     if not ill:
         return [ok(about, f"it can use all {len(report.instances)} engines")]
