@@ -1,7 +1,8 @@
 """The keys and certificates of a region whose hosts each start their own part of it.
 
-`hosts_of` works out from the file which host needs which names, and `make` writes the files: an
-authority of the region's own, a certificate a host, and the keys that all of them share.
+`hosts_of` works out from the file which host needs which names. `make` writes the files: an
+authority of the region's own, a certificate a host, and the keys that all of them share. `add`
+makes those of hosts that joined the file later, and certificates that are to be replaced.
 """
 
 from __future__ import annotations
@@ -11,12 +12,17 @@ import ipaddress
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from deploy.region.launch.parts import fronts_apart
@@ -73,7 +79,7 @@ def make(region: RegionSpec, directory: Path, *, days: int) -> None:
     for the gateway's, and the authority's `ca.pem` and `ca.key`, which no host needs.
     """
     make_new_directory(directory)
-    wanted = set(settings_of(region).values())
+    wanted = _wanted(region)
     private, public = new_key_pair()
     shared = {
         "engine.key": f"{new_key()}\n".encode(),
@@ -81,49 +87,104 @@ def make(region: RegionSpec, directory: Path, *, days: int) -> None:
         "granting.pub": public,
         "granting.key": private,
     }
-    authority = Authority(region.name) if "ca.pem" in wanted else None
+    authority = Authority.new(region.name) if "ca.pem" in wanted else None
     if authority is not None:
         shared["ca.pem"] = authority.pem
         write_private(directory / "ca.pem", authority.pem)
         write_private(directory / "ca.key", _pem(authority.key))
     for host in hosts_of(region):
-        files = dict(shared)
-        if authority is not None:
-            files |= authority.certified(host, days)
-        if not host.has_gateway:
-            del files["granting.key"]
-        folder = directory / host.folder
-        make_private_directory(folder)
-        for name in sorted(wanted & files.keys()):
-            write_private(folder / name, files[name])
+        certified = {} if authority is None else authority.certified(host, days)
+        _write(directory / host.folder, host, wanted, shared | certified)
+
+
+def add(region: RegionSpec, directory: Path, *, days: int, renew: bool = False) -> list[Host]:
+    """Make what hosts of the file lack in a `directory` that `make` filled, and return these hosts:
+    those without a folder, and those whose certificate has other names. With `renew` all hosts get
+    a new certificate. Keys stay as they are. Raises OSError, ValueError for files of another kind.
+    """
+    wanted = _wanted(region)
+    authority = Authority.read(directory) if "ca.pem" in wanted else None
+    lacking = [host for host in hosts_of(region) if renew or _lacks(directory, host, wanted)]
+    shared = {name: _found(directory, name) for name in wanted - {"cert.pem", "key.pem"}}
+    for host in lacking:
+        certified = {} if authority is None else authority.certified(host, days)
+        _write(directory / host.folder, host, wanted, shared | certified)
+    return lacking
+
+
+def _wanted(region: RegionSpec) -> set[str]:
+    return set(settings_of(region).values())
+
+
+def _write(folder: Path, host: Host, wanted: set[str], files: Mapping[str, bytes]) -> None:
+    make_private_directory(folder)
+    for name in sorted(_files_of(host, wanted)):
+        write_private(folder / name, files[name])
+
+
+def _files_of(host: Host, wanted: set[str]) -> set[str]:
+    return wanted if host.has_gateway else wanted - {"granting.key"}
+
+
+def _lacks(directory: Path, host: Host, wanted: set[str]) -> bool:
+    folder = directory / host.folder
+    if not all((folder / name).is_file() for name in _files_of(host, wanted)):
+        return True
+    if "cert.pem" not in wanted:
+        return False
+    certificate = x509.load_pem_x509_certificate((folder / "cert.pem").read_bytes())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return set(names) != set(_names(host))
+
+
+def _found(directory: Path, name: str) -> bytes:
+    """The key or certificate that hosts share, from any folder that has it. FileNotFoundError."""
+    paths = sorted([*directory.glob(name), *directory.glob(f"*/{name}")])
+    if not paths:
+        message = f"no folder of {directory} has {name}; `prfaas certs init` makes it"
+        raise FileNotFoundError(message)
+    return paths[0].read_bytes()
 
 
 class Authority:
-    """A new certificate authority, for this region only."""
+    """A certificate authority for one region only."""
 
-    def __init__(self, region: str) -> None:
-        self.key = ec.generate_private_key(ec.SECP256R1())
+    def __init__(self, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
+        self.key = key
+        self._certificate = certificate
+
+    @classmethod
+    def new(cls, region: str) -> Self:
+        key = ec.generate_private_key(ec.SECP256R1())
         name = _name(f"{region[:50]} lab CA")
-        public = self.key.public_key()
-        self._certificate = (
+        public = key.public_key()
+        certificate = (
             _builder(name, name, public, CA_DAYS)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_usage(signs_certificates=True), critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-            .sign(self.key, hashes.SHA256())
+            .sign(key, hashes.SHA256())
         )
+        return cls(key, certificate)
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        """The one that `make` left there. OSError, ValueError."""
+        key = load_pem_private_key((directory / "ca.key").read_bytes(), password=None)
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise ValueError(f"{directory / 'ca.key'} is not a key that `prfaas certs init` made")
+        certificate = x509.load_pem_x509_certificate((directory / "ca.pem").read_bytes())
+        return cls(key, certificate)
 
     @property
     def pem(self) -> bytes:
         """Its certificate."""
         return self._certificate.public_bytes(Encoding.PEM)
 
-    def certified(self, host: Host, days: int) -> Mapping[str, bytes]:
+    def certified(self, host: Host, days: int) -> dict[str, bytes]:
         """The files `cert.pem` and `key.pem` of a host."""
         key = ec.generate_private_key(ec.SECP256R1())
         public, issuer = key.public_key(), self._certificate.subject
-        names = [*map(_address, host.addresses)]
-        names += [x509.UniformResourceIdentifier(str(one)) for one in host.identities]
         # The processes of a host are both clients and servers.
         purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         authority_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
@@ -132,7 +193,7 @@ class Authority:
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
-            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.SubjectAlternativeName(_names(host)), critical=False)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
             .add_extension(authority_key, critical=False)
             .sign(self.key, hashes.SHA256())
@@ -163,6 +224,11 @@ def _other_addresses(region: RegionSpec, nodes: list[NodeSpec]) -> Iterator[str]
         for link in region.links:
             if node.name in link.endpoints:
                 yield Endpoint.parse(link.endpoints[node.name]).host
+
+
+def _names(host: Host) -> list[x509.GeneralName]:
+    uris = [x509.UniformResourceIdentifier(str(one)) for one in host.identities]
+    return [*map(_address, host.addresses), *uris]
 
 
 def _address(text: str) -> x509.GeneralName:

@@ -19,6 +19,9 @@ certs_app = command_group("Make the keys and certificates of a region on several
 DirectoryArgument = Annotated[
     Path, typer.Argument(metavar="DIR", help="directory for the files; must be empty or missing")
 ]
+DaysOption = Annotated[
+    int, typer.Option(min=1, max=3650, help="how long the hosts' certificates hold")
+]
 
 
 @certs_app.command("init")
@@ -26,9 +29,7 @@ def init_command(
     directory: DirectoryArgument,
     file: FileArgument,
     variables: SetOption = None,
-    days: Annotated[
-        int, typer.Option(min=1, max=3650, help="how long the hosts' certificates hold")
-    ] = 365,
+    days: DaysOption = 365,
     as_json: JsonOption = False,
 ) -> None:
     """Make a region's certificate authority, a certificate for each host, and the shared keys.
@@ -58,6 +59,43 @@ def init_command(
     if (directory / "ca.key").exists():
         typer.echo(f"keep {directory / 'ca.key'} where no host of the region reads it")
     typer.echo(_settings(region, settings))
+
+
+@certs_app.command("add")
+def add_command(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="what `certs init` made")],
+    file: FileArgument,
+    variables: SetOption = None,
+    days: DaysOption = 365,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="new certificates for all hosts, before they expire")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Make the files of hosts that joined the region file later, by the same authority.
+
+    It also makes the certificate of a host anew whose nodes or addresses the file changed. Keys
+    stay as they are, and so does everything of the other hosts. Processes use a replaced
+    certificate within a second, without a restart.
+
+    \b
+    prfaas certs add keys region.yaml
+    prfaas certs add keys region.yaml --renew
+    """
+    region = load_or_exit(file, variables or [])
+    from deploy.region.certs import add
+
+    try:
+        hosts = add(region, directory, days=days, renew=renew)
+    except (OSError, ValueError) as error:
+        fail(str(error), 1)
+    if as_json:
+        print_json({"directory": str(directory), "hosts": hosts})
+        return
+    for host in hosts:
+        typer.echo(_what_to_copy(host, directory))
+    if not hosts:
+        typer.echo("every host of the file has its files")
 
 
 def _what_to_copy(host: Host, directory: Path) -> str:

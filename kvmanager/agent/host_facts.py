@@ -17,7 +17,7 @@ import psutil
 from kvmanager.agent.host_messages import EngineProcess, HostFactsReply, NumaNode
 from kvmanager.agent.links.host_load import kernel_tcp
 from kvmanager.program_version import program_version
-from transport.wire.handshake import VERSION
+from transport.wire.handshake import VERSIONS
 
 GPU_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 CORE_VARIABLE: Final = "VLLM_CPU_OMP_THREADS_BIND"
@@ -37,7 +37,7 @@ def host_facts(
     space = os.statvfs(arena_dir)
     return HostFactsReply(
         version=program_version(),
-        transport_versions=(VERSION, VERSION),
+        transport_versions=(VERSIONS.oldest, VERSIONS.newest),
         now_s=time.time(),
         kernel=kernel_tcp(),
         congestion=congestion,

@@ -19,6 +19,7 @@ from kvmanager.agent.messages import StatusReply
 from kvmanager.config_files.fields import GIB
 from kvmanager.config_files.security import is_loopback
 from transport.grants import SKEW_S
+from transport.versions import NoCommonVersion, Versions
 
 NOTED_SKEW_S: Final = 5.0
 """Clocks that NTP keeps are far closer than this."""
@@ -65,13 +66,12 @@ def version_checks(releases: Mapping[str, str], hosts: Sequence[HostView]) -> li
     """Whether processes are of one release. `releases`: those of fronts and gateway, by name."""
     found = []
     for first, second in combinations(hosts, 2):
-        (low, high), (least, most) = (one.facts.transport_versions for one in (first, second))
-        if high < least or most < low:
-            what = (
-                "agents speak no common version of the transport: "
-                f"{first.node.name} {low} to {high}, {second.node.name} {least} to {most}"
-            )
-            found.append(problem("versions", what, "upgrade the older one"))
+        theirs, own = (Versions(*host.facts.transport_versions) for host in (second, first))
+        try:
+            own.common(theirs, f"agent {second.node.name}")
+        except NoCommonVersion as error:
+            about = f"versions of the transport at {first.node.name}"
+            found.append(problem(about, str(error), "upgrade the older one"))
     agents = {f"agent {host.node.name}": host.facts.version for host in hosts}
     found.append(_release_check("versions of prfaas", agents | dict(releases)))
     engines = {

@@ -63,12 +63,14 @@ class Viewpoint:
 class RegionPort:
     """A port of the region. `needed`: something on this host connects to it, or listens there.
 
-    `role` is what a certificate shown there must name; None where none is shown.
+    `machine` is the address of the host that has it. `role` is what a certificate shown there must
+    name; None where none is shown.
     """
 
     name: str
     kind: PortKind
     at: Endpoint
+    machine: str
     is_here: bool
     needed: bool
     role: Role | None = None
@@ -109,7 +111,11 @@ def _part_named(region: RegionSpec, name: str) -> Part:
 def region_ports(view: Viewpoint) -> list[RegionPort]:
     """The ports that processes listen on, without those on loopback of other hosts."""
     found = [*_agent_ports(view), *_engine_ports(view), *_front_ports(view), *_gateway_ports(view)]
-    return [port for port in found if port.is_here or not is_loopback(port.at.host)]
+    return [
+        port
+        for port in found
+        if port.is_here or port.at.host == port.machine or not is_loopback(port.at.host)
+    ]
 
 
 def _agent_ports(view: Viewpoint) -> Iterator[RegionPort]:
@@ -119,18 +125,18 @@ def _agent_ports(view: Viewpoint) -> Iterator[RegionPort]:
     for node in region.nodes:
         name, here = f"agent {node.name}", view.is_here(node)
         control = Endpoint(node.host, node.agent.control_port)
-        yield RegionPort(f"{name}, control", "control", control, here, True, "agent")
+        yield RegionPort(f"{name}, control", "control", control, node.host, here, True, "agent")
         data = Endpoint.parse(advertised_address(node))
-        yield RegionPort(f"{name}, data", "data", data, here, has_agents, "agent")
+        yield RegionPort(f"{name}, data", "data", data, node.host, here, has_agents, "agent")
         for link in region.links:
             if node.name in link.endpoints:
                 at = Endpoint.parse(link.endpoints[node.name])
                 sends = any(map(view.runs, region.cluster(link.source).nodes))
                 title = f"link {link.name} to {node.name}"
-                yield RegionPort(title, "link", at, here, here or sends, "agent")
+                yield RegionPort(title, "link", at, node.host, here, here or sends, "agent")
         host = region.metrics_host(node)
         at = Endpoint(node.host if host == node.bound_host else host, node.agent.metrics_port)
-        yield RegionPort(f"{name}, metrics", "metrics", at, here, view.runs(node))
+        yield RegionPort(f"{name}, metrics", "metrics", at, node.host, here, view.runs(node))
 
 
 def _engine_ports(view: Viewpoint) -> Iterator[RegionPort]:
@@ -143,7 +149,7 @@ def _engine_ports(view: Viewpoint) -> Iterator[RegionPort]:
                 address = engine_url(region, node, item).partition("://")[2]
                 at, here = Endpoint.parse(address), view.is_here(node)
                 needed = asks or view.runs(node)
-                yield RegionPort(f"engine {item.name}", "engine", at, here, needed, role)
+                yield RegionPort(f"engine {item.name}", "engine", at, node.host, here, needed, role)
 
 
 def _front_ports(view: Viewpoint) -> Iterator[RegionPort]:
@@ -151,14 +157,16 @@ def _front_ports(view: Viewpoint) -> Iterator[RegionPort]:
     if view.part is not None and view.part.is_whole:
         return  # all fronts are inside the gateway
     for cluster in fronts_apart(region):
-        at, here = Endpoint.parse(front_address(cluster)), view.is_here(cluster.nodes[0])
+        first = cluster.nodes[0]
+        at, here = Endpoint.parse(front_address(cluster)), view.is_here(first)
         role: Role = "prefill-front" if cluster.kind == "prefill" else "pd-front"
         needed = _has_front(view, cluster) or view.has_gateway
-        yield RegionPort(f"front {cluster.name}", "front", at, here, needed, role)
+        yield RegionPort(f"front {cluster.name}", "front", at, first.host, here, needed, role)
 
 
 def _gateway_ports(view: Viewpoint) -> Iterator[RegionPort]:
     gateway, here = view.region.gateway, view.has_gateway
+    machine = view.region.gateway_node.host
     listening: dict[PortKind, tuple[str, Endpoint]] = {
         "gateway": ("gateway", Endpoint(gateway.host, gateway.port))
     }
@@ -166,8 +174,8 @@ def _gateway_ports(view: Viewpoint) -> Iterator[RegionPort]:
         listening["admin"] = ("gateway, pages for operators", Endpoint.parse(gateway.admin))
     for kind, (title, at) in listening.items():
         if at.host in ("0.0.0.0", "::"):  # a wildcard address is for listening only
-            at = Endpoint(view.region.gateway_node.host, at.port)
-        yield RegionPort(title, kind, at, here, here)
+            at = Endpoint(machine, at.port)
+        yield RegionPort(title, kind, at, machine, here, here)
 
 
 def _has_front(view: Viewpoint, cluster: ClusterSpec) -> bool:

@@ -1,4 +1,4 @@
-"""`prfaas certs init`: the certificates and keys of each host, which TLS accepts."""
+"""`prfaas certs init` and `add`: the certificates and keys of each host, which TLS accepts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cryptography import x509
 from typer.testing import CliRunner
 
 from deploy.cli import app
-from deploy.region.certs import hosts_of, make
+from deploy.region.certs import add, hosts_of, make
 from deploy.region.spec.loading import parse_region
 from transport.grants import Granter, GrantFile
 from transport.identity import certificate_identities
@@ -105,9 +105,71 @@ def test_without_tls_the_region_gets_a_key(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def files_in(keys: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in keys.rglob("*") if path.is_file()}
+
+
+def test_a_host_that_joins_later_gets_files_of_the_same_authority(tmp_path: Path) -> None:
+    region, keys = parse_region(REGION, {}), tmp_path / "keys"
+    make(region, keys, days=9)
+    before = files_in(keys)
+    assert add(region, keys, days=9) == []
+    assert files_in(keys) == before
+    a3 = "- {name: a3, host: a3, instances: [{name: r}]}"
+    joined = REGION.replace("- {name: a2", f"{a3}\n      - {{name: a2")
+    (new,) = add(parse_region(joined, {}), keys, days=9)
+    assert new.folder == "a3"
+    after = files_in(keys)
+    assert {path: after[path] for path in before} == before
+    for name in ("ca.pem", "engine.key", "granting.pub"):
+        assert (keys / "a3" / name).read_bytes() == before[keys / "a1" / name]
+    assert not (keys / "a3" / "granting.key").exists()
+    assert stat.S_IMODE((keys / "a3" / "key.pem").stat().st_mode) == 0o600
+    context = ssl.create_default_context(cafile=str(keys / "ca.pem"))
+    context.load_cert_chain(keys / "a3" / "cert.pem", keys / "a3" / "key.pem")
+    read = (
+        x509.load_pem_x509_certificate(after[keys / path]) for path in ("a3/cert.pem", "ca.pem")
+    )
+    certificate, authority = read
+    certificate.verify_directly_issued_by(authority)
+
+
+def test_a_certificate_is_made_anew_for_other_names_or_when_asked(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    make(parse_region(REGION, {}), keys, days=9)
+    before = files_in(keys)
+    moved = parse_region(REGION.replace("a2.example", "10.0.0.2"), {})
+    (host,) = add(moved, keys, days=9)
+    assert host.addresses == ("10.0.0.2", "nat.example")
+    changed = {path for path, data in files_in(keys).items() if before.get(path) != data}
+    assert changed == {keys / "a2" / "cert.pem", keys / "a2" / "key.pem"}
+    assert add(moved, keys, days=9) == []
+    before = files_in(keys)
+    assert [host.folder for host in add(moved, keys, days=20, renew=True)] == ["a1", "a2", "b1"]
+    changed = {path for path, data in files_in(keys).items() if before.get(path) != data}
+    assert {path.name for path in changed} == {"cert.pem", "key.pem"}
+    (keys / "ca.key").unlink()
+    with pytest.raises(FileNotFoundError, match=r"ca\.key"):
+        add(moved, keys, days=9)
+
+
+def test_without_tls_a_host_that_joins_gets_the_keys(tmp_path: Path) -> None:
+    text, keys = f"{REGION}security: {{region_key: k}}\n", tmp_path / "keys"
+    make(parse_region(text, {}), keys, days=9)
+    (keys / "a2" / "region.key").unlink()
+    (host,) = add(parse_region(text, {}), keys, days=9)
+    assert host.folder == "a2"
+    region_keys = {(keys / name / "region.key").read_bytes() for name in ("a1", "a2", "b1")}
+    assert len(region_keys) == 1
+    for folder in keys.iterdir():
+        (folder / "engine.key").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has engine\.key"):
+        add(parse_region(text, {}), keys, days=9)
+
+
 class TestCommandLine:
-    def told(self, *words: str) -> tuple[int, str, str]:
-        result = CliRunner().invoke(app, ["certs", "init", *words])
+    def told(self, *words: str, command: str = "init") -> tuple[int, str, str]:
+        result = CliRunner().invoke(app, ["certs", command, *words])
         return result.exit_code, result.stdout, result.stderr
 
     def test_it_says_what_goes_where_and_overwrites_nothing(self, tmp_path: Path) -> None:
@@ -128,6 +190,20 @@ class TestCommandLine:
         _, said, _ = self.told(str(tmp_path / "more"), str(file))
         assert f"engine.key    {keys}/engine.key" in said
         assert "security:" not in said
+
+    def test_adding_says_what_to_copy(self, tmp_path: Path) -> None:
+        file, keys = tmp_path / "region.yaml", tmp_path / "keys"
+        file.write_text(REGION)
+        status, _, refused = self.told(str(keys), str(file), command="add")
+        assert (status, "ca.key" in refused) == (1, True)
+        self.told(str(keys), str(file))
+        _, said, _ = self.told(str(keys), str(file), command="add")
+        assert said == "every host of the file has its files\n"
+        file.write_text(REGION.replace("a2.example", "10.0.0.2"))
+        _, said, _ = self.told(str(keys), str(file), command="add")
+        assert said == f"copy {keys}/a2/ to the host 10.0.0.2 (a2)\n"
+        _, said, _ = self.told(str(keys), str(file), "--renew", "--json", command="add")
+        assert [host["folder"] for host in json.loads(said)["hosts"]] == ["a1", "a2", "b1"]
 
     def test_in_json(self, tmp_path: Path) -> None:
         file = tmp_path / "region.yaml"

@@ -140,7 +140,7 @@ def test_other_releases_are_a_warning_and_other_protocols_a_problem() -> None:
     b1 = replace(b1, facts=facts(transport_versions=(3, 4)))
     found = wrong(checks.version_checks({}, [a1, b1]))
     assert found[0][0] == "problem"
-    assert "a1 2 to 2, b1 3 to 4" in found[0][2]
+    assert "the agent b1 speaks version 3 to 4, this side speaks 2" in found[0][2]
 
 
 def test_clocks_are_compared_with_that_of_the_gateway() -> None:

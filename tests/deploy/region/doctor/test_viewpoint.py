@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,8 @@ def test_a_region_of_one_host_must_run_here(
 
 def test_what_cannot_be_reached_is_a_problem_where_it_is_needed() -> None:
     at = Endpoint("10.0.0.1", 7101)
-    needs, other = (RegionPort("x", "data", at, False, wanted, "agent") for wanted in (True, False))
+    needs = RegionPort("x", "data", at, at.host, False, True, "agent")
+    other = replace(needs, needed=False)
     wrong, fine = port_checks([Reached(needs, "refused"), Reached(other, "refused")])
     assert (wrong.level, fine.level) == ("problem", "ok")
     assert "does a firewall let 7101/tcp through" in wrong.fix
