@@ -219,8 +219,8 @@ def _host(region: RegionSpec, nodes: list[NodeSpec]) -> Host:
 def _other_addresses(region: RegionSpec, nodes: list[NodeSpec]) -> Iterator[str]:
     """Where senders connect to the nodes instead: behind NAT, or through a tunnel."""
     for node in nodes:
-        if node.agent.advertise is not None:
-            yield Endpoint.parse(node.agent.advertise).host
+        for address in node.agent.advertised:
+            yield Endpoint.parse(address).host
         for link in region.links:
             if node.name in link.endpoints:
                 yield Endpoint.parse(link.endpoints[node.name]).host

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ from kvmanager.transfers.records import BadRequest
 from transport import (
     ByteSpace,
     Endpoint,
+    LinkPath,
     LinkState,
     OutgoingSpec,
     OutgoingTransfer,
@@ -63,15 +64,17 @@ class TransferIo:
         on_refused: Callable[[str], None],
         *,
         send_to: Collection[Endpoint] | None = None,
+        routes: Mapping[Endpoint, Sequence[LinkPath]] | None = None,
     ) -> None:
-        """`send_to`: the only endpoints that it connects to; None: any. Raises
-        transport.LocalError when TLS files cannot be used.
+        """`send_to`: the only endpoints that it connects to; None: any. `routes`: the paths to
+        endpoints of hosts with several addresses. Raises transport.LocalError when TLS files cannot
+        be used.
         """
         self._send_to = None if send_to is None else frozenset(send_to)
         self._loop = asyncio.get_running_loop()
         self._news = news
         self._admission = SenderAdmission(news, self.post, on_refused)
-        self._sender = Sender(config)
+        self._sender = Sender(config, routes)
         self._receiver = Receiver(bind, config, self._admission)
         self._outgoing: dict[bytes, OutboxSend] = {}
         self._droppers = ThreadPoolExecutor(DROP_THREADS, thread_name_prefix="prfaas-drop")

@@ -90,6 +90,7 @@ class AgentTransfers:
             self,
             lambda code: metrics.refused_senders.labels(code).inc(),
             send_to=config.destinations,
+            routes=config.paths,
         )
         self._hand_offs = ArenaHandOffs(self, now_s)
         self.mover: CacheMover | None = None

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.serialization import Encoding
 from region_hosts import RegionHost, make_keys, wait_for
 from two_hosts import MADE, two_hosts
 from typer.testing import CliRunner
@@ -148,7 +149,7 @@ def test_an_expired_certificate(hosts: dict[str, RegionHost], folder: Path) -> N
     for extension in old.extensions:
         builder = builder.add_extension(extension.value, extension.critical)
     expired = builder.sign(Authority.read(folder / MADE).key, hashes.SHA256())
-    put(path, expired.public_bytes(x509.base.serialization.Encoding.PEM))
+    put(path, expired.public_bytes(Encoding.PEM))
     try:
         # Processes look at their files now and then.
         found = wait_until(hosts["b1"], lambda found: "agent a1, control" in found.problems)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from deploy.region.launch.parts import Part, UnknownPart, fronts_apart, part_of, part_with, run_name
 from deploy.region.launch.plan import engine_tls, engine_url, front_address
-from deploy.region.launch.ports import advertised_address, resolve_part
+from deploy.region.launch.ports import advertised_addresses, resolve_part
 from deploy.region.launch.rundir import RunDirectory, WhichRun, default_base, find_run
 from deploy.region.launch.trust import run_credentials
 from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionSpec
@@ -126,8 +126,10 @@ def _agent_ports(view: Viewpoint) -> Iterator[RegionPort]:
         name, here = f"agent {node.name}", view.is_here(node)
         control = Endpoint(node.host, node.agent.control_port)
         yield RegionPort(f"{name}, control", "control", control, node.host, here, True, "agent")
-        data = Endpoint.parse(advertised_address(node))
-        yield RegionPort(f"{name}, data", "data", data, node.host, here, has_agents, "agent")
+        for number, address in enumerate(advertised_addresses(node)):
+            title = f"{name}, data" if number == 0 else f"{name}, data at {address}"
+            at = Endpoint.parse(address)
+            yield RegionPort(title, "data", at, node.host, here, has_agents, "agent")
         for link in region.links:
             if node.name in link.endpoints:
                 at = Endpoint.parse(link.endpoints[node.name])

@@ -20,7 +20,12 @@ from deploy.lab.emulator.control import relay_argv
 from deploy.processes import module_argv, module_environment
 from deploy.region.launch.arenas import arena_name
 from deploy.region.launch.parts import fronts_apart
-from deploy.region.launch.ports import RelayPlan, ResolvedRegion, advertised_address
+from deploy.region.launch.ports import (
+    RelayPlan,
+    ResolvedRegion,
+    advertised_address,
+    advertised_addresses,
+)
 from deploy.region.launch.rundir import RunDirectory
 from deploy.region.launch.trust import (
     checks_grants,
@@ -153,11 +158,12 @@ class Planner:
     def _agent_settings(self, node: NodeSpec) -> dict[str, object]:
         agent, security = node.agent, self.resolved.region.security
         settings: dict[str, object] = {
-            "listen": str(Endpoint(node.bound_host, agent.data_port)),
+            "listen": str(Endpoint(node.data_host, agent.data_port)),
             "control": str(Endpoint(node.bound_host, agent.control_port)),
             "socket": str(self.directory.socket(node.name)),
             "advertise": advertised_address(node),
             "send_to": self._destinations(),
+            **self._routes(node),
             "metrics_port": agent.metrics_port,
             "metrics_host": self.resolved.region.metrics_host(node),
             "metrics_key_file": None if security.metrics_key is None else str(security.metrics_key),
@@ -179,6 +185,15 @@ class Planner:
         region = self.resolved.region
         detours = {address for link in region.links for address in link.endpoints.values()}
         return sorted(detours | {advertised_address(node) for node in region.nodes})
+
+    def _routes(self, node: NodeSpec) -> dict[str, object]:
+        """The addresses of hosts that have several, where the node or another one does."""
+        own = [Endpoint.parse(address).host for address in node.agent.advertised]
+        sources = own if len(own) > 1 else []
+        others = [item for item in self.resolved.region.nodes if item.name != node.name]
+        known = {item.name: advertised_addresses(item) for item in others}
+        routes = {there[0]: list(there) for there in known.values() if sources or len(there) > 1}
+        return {"routes": routes, "sources": sources} if routes else {}
 
     def _cache_settings(self, node: NodeSpec) -> dict[str, object]:
         agent, region = node.agent, self.resolved.region

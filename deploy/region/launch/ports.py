@@ -142,7 +142,12 @@ def resolve_part(region: RegionSpec, part: Part) -> ResolvedRegion:
 
 def advertised_address(node: NodeSpec) -> str:
     """The address at which the node's agent says that it receives KVCache."""
-    return node.agent.advertise or str(Endpoint(node.host, node.agent.data_port))
+    return advertised_addresses(node)[0]
+
+
+def advertised_addresses(node: NodeSpec) -> tuple[str, ...]:
+    """All addresses at which the node's agent receives KVCache."""
+    return node.agent.advertised or (str(Endpoint(node.host, node.agent.data_port)),)
 
 
 # The address of a machine, the address to listen on there, and the first port to try.
@@ -186,11 +191,9 @@ def _resolve_cluster(region: RegionSpec, cluster: ClusterSpec, choose: _Choose) 
     }
     nodes = []
     for node in cluster.nodes:
-        hosts = dict.fromkeys(firsts, node.bound_host)
-        hosts["metrics_port"] = region.metrics_host(node)
         chosen = {
-            key: getattr(node.agent, key) or choose(node.host, hosts[key], first)
-            for key, first in firsts.items()
+            key: getattr(node.agent, key) or choose(node.host, bound, firsts[key])
+            for key, bound in region.agent_hosts(node).items()
         }
         agent: AgentSpec = node.agent.model_copy(update=chosen)
         host, engine_host = node.host, region.engine_host(node)

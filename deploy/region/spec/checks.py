@@ -269,12 +269,9 @@ def fixed_ports(region: RegionSpec) -> Iterator[FixedPort]:
         path: KeyPath = ("clusters", c, "front_port")
         yield FixedPort(path, cluster.name, first.host, first.bound_host, cluster.front_port)
     for path, cluster, node in _nodes(region):
-        for key in ("data_port", "control_port"):
+        for key, bound in region.agent_hosts(node).items():
             port = getattr(node.agent, key)
-            yield FixedPort((*path, "agent", key), node.name, node.host, node.bound_host, port)
-        metrics = (*path, "agent", "metrics_port")
-        metrics_host, port = region.metrics_host(node), node.agent.metrics_port
-        yield FixedPort(metrics, node.name, node.host, metrics_host, port)
+            yield FixedPort((*path, "agent", key), node.name, node.host, bound, port)
         engine_host = region.engine_host(node)
         for i, instance in enumerate(node.instances):
             at = (*path, "instances", i, "port")

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from deploy.gateway.config import ApiKeysSection, GatewaySection
 from kvmanager.agent.config import AgentSection
-from kvmanager.config_files.fields import Address, Port, Section, TlsSection
+from kvmanager.config_files.fields import Address, Addresses, Port, Section, TlsSection
 from kvmanager.config_files.security import is_loopback
 from kvmanager.config_files.units import parse_duration, parse_rate
 from local_pd.handoff import HandOffWay
@@ -98,8 +98,18 @@ class AgentSpec(AgentSection):
     """
     keep_arena: bool = True
     """Whether what is cached outlives the agent, until `prfaas down`."""
-    advertise: Address | None = None
-    """The host:port that senders connect to. Left out: the node's host and data_port."""
+    advertise: Addresses | None = None
+    """The host:port that senders connect to, or a list for a host with several addresses: the
+    connections of a link are spread over them, and leave from the sender's own address at the same
+    place in its list. The first is the one by which the agent is known. With a list the data port
+    listens on all addresses, unless the node has `listen`. Left out: the node's host and data_port.
+    """
+
+    @property
+    def advertised(self) -> tuple[str, ...]:
+        """All addresses of `advertise`; none where it is left out."""
+        found = self.advertise or ()
+        return (found,) if isinstance(found, str) else found
 
 
 class NodeSpec(Section):
@@ -121,6 +131,12 @@ class NodeSpec(Section):
     @property
     def bound_host(self) -> str:
         return self.listen or self.host
+
+    @property
+    def data_host(self) -> str:
+        """The address that its data port listens on."""
+        several = len(self.agent.advertised) > 1
+        return self.listen or ("0.0.0.0" if several else self.host)
 
 
 class ClusterSpec(Section):
@@ -302,6 +318,14 @@ class RegionSpec(Section):
         security = self.security
         is_guarded = security.metrics_key is not None or security.trusted_network
         return node.bound_host if is_guarded or is_loopback(node.bound_host) else "127.0.0.1"
+
+    def agent_hosts(self, node: NodeSpec) -> dict[str, str]:
+        """The addresses that the node's agent listens on, by the settings of their ports."""
+        return {
+            "data_port": node.data_host,
+            "control_port": node.bound_host,
+            "metrics_port": self.metrics_host(node),
+        }
 
     def caches(self, node: NodeSpec) -> bool:
         """Whether the node has a prefix cache: a model there wants one, and there is room for

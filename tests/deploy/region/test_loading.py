@@ -105,6 +105,8 @@ def test_the_example_is_right() -> None:
          "gateway.max_body_bytes", "such as 16MiB"),
         ("arena_gib: 0.5", "arena_gib: 0.5, advertise: here",
          "clusters[0].nodes[0].agent.advertise", "host:port"),
+        ("arena_gib: 0.5", "arena_gib: 0.5, advertise: ['h:1', here]",
+         "clusters[0].nodes[0].agent.advertise", "'here' is not host:port"),
         ("arena_gib: 0.5", "arena_gib: 0.5, transport: {speed: 1}",
          "clusters[0].nodes[0].agent.transport.speed", "num_connections"),
         ("arena_gib: 0.5", "arena_gib: 0.5, cache_gib: 0.6",

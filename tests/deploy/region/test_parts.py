@@ -9,6 +9,7 @@ import yaml
 from granting import grant_files
 
 from deploy.gateway.file import GatewayFile
+from deploy.region.certs import hosts_of
 from deploy.region.launch.parts import Part, UnknownPart, part_of, part_problems
 from deploy.region.launch.plan import Planner
 from deploy.region.launch.ports import resolve_part, taken_ports
@@ -19,6 +20,7 @@ from deploy.region.spec.loading import parse_region
 from deploy.region.spec.region import RegionSpec
 from kvmanager.agent.config import AgentConfig
 from prfaas.front_config import PrefillFrontConfig
+from transport import Endpoint, LinkPath
 
 TWO_SITES = """
 name: two
@@ -181,6 +183,33 @@ def test_behind_nat_processes_listen_elsewhere_than_others_connect() -> None:
     file = GatewayFile.model_validate(yaml.safe_load(home.files()[home.directory.gateway_file]))
     assert file.prefill[0].front == "198.51.100.7:7200"
     assert file.prefill[0].endpoints["198.51.100.9:7100"] == "198.51.100.9:7900"
+
+
+def test_hosts_with_several_addresses_pair_them() -> None:
+    text = TWO_SITES.replace(
+        "host: 10.1.0.1,", 'host: 10.1.0.1, agent: {advertise: ["10.1.0.1:7100", "10.9.0.1:7100"]},'
+    )
+    region = region_of(text=text)
+    told = planner(region, part_of(region, node="a1")).files()[Path("/run/two/agent.a1.json")]
+    sender = AgentConfig.model_validate(yaml.safe_load(told))
+    first, second = Endpoint("10.1.0.1", 7100), Endpoint("10.9.0.1", 7100)
+    assert sender.paths == {first: [LinkPath(first), LinkPath(second)]}
+    assert str(first) in sender.send_to
+    told = planner(region, part_of(region, node="b1")).files()[Path("/run/two/agent.b1.json")]
+    receiver = AgentConfig.model_validate(yaml.safe_load(told))
+    assert (receiver.listen, receiver.advertise) == ("0.0.0.0:7100", "10.1.0.1:7100")
+    # What it sends itself leaves from both of its addresses.
+    a1 = Endpoint("10.0.0.1", 7100)
+    assert receiver.paths[a1] == [LinkPath(a1, "10.1.0.1"), LinkPath(a1, "10.9.0.1")]
+    both = region_of(
+        text=text.replace(
+            "host: 10.0.0.1,", 'host: 10.0.0.1, agent: {advertise: ["10.0.0.1:1", "10.9.0.2:1"]},'
+        )
+    )
+    told = planner(both, part_of(both, node="a1")).files()[Path("/run/two/agent.a1.json")]
+    sender = AgentConfig.model_validate(yaml.safe_load(told))
+    assert sender.paths[first] == [LinkPath(first, "10.0.0.1"), LinkPath(second, "10.9.0.2")]
+    assert hosts_of(both)[0].addresses == ("10.0.0.1", "10.9.0.2")
 
 
 def test_unknown_parts_are_refused() -> None:
