@@ -198,7 +198,7 @@ def test_a_host_whose_ports_are_closed(hosts: dict[str, RegionHost]) -> None:
     far.down()
     found = wait_until(home, lambda found: "gateway, cluster far" in found.problems)
     for name in ("agent a1, control", "agent a1, data", "front far"):
-        assert "refused" in found.problems[name]
+        assert "Connection refused" in found.problems[name]
     fixes = {one["about"]: one["fix"] for one in found.checks if one["level"] == "problem"}
     assert "does a firewall let 7101/tcp through" in fixes["agent a1, control"]
     # What only others have to reach is no problem of this host.

@@ -6,16 +6,17 @@ The hosts are two addresses of this machine, and everything is real but the engi
 from __future__ import annotations
 
 import json
-import random
-import shutil
+import socket
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from region_hosts import PATIENCE_S, RegionHost, make_keys, wait_for
-from standin_engine import install
+from region_hosts import PATIENCE_S, RegionHost, wait_for
+from two_hosts import two_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -24,52 +25,7 @@ PROMPT = list(range(200))
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[dict[str, RegionHost]]:
-    python_path = install(tmp_path / "engine")
-    # Other addresses for every run, so that the ports that hosts work out are free.
-    net = f"127.{random.randint(1, 254)}.{random.randint(1, 254)}"
-
-    def node(name: str, host: int, role: str) -> dict[str, Any]:
-        agent = {"arena_gib": 0.01, "arena_dir": str(tmp_path)}
-        instances = [{"name": f"{name}-engine", "role": role}]
-        return {"name": name, "host": f"{net}.{host}", "agent": agent, "instances": instances}
-
-    region = {
-        "name": "two",
-        "gateway": {
-            "port": 0,
-            "host": f"{net}.1",
-            "threshold_tokens": 100,
-            "scheduling": {"routing": {"policy": "threshold"}},
-        },
-        "models": [
-            {
-                "name": "small",
-                "path": str(tmp_path),
-                "prefix_caching": False,
-                "env": {"PYTHONPATH": python_path},
-            }
-        ],
-        "clusters": [
-            {"name": "far", "kind": "prefill", "nodes": [node("a1", 2, "prefill")]},
-            {"name": "home", "kind": "pd", "nodes": [node("b1", 1, "both")]},
-        ],
-        "links": [{"from": "far", "to": "home"}],
-        "security": {
-            "tls": {name: f"keys/{name}.pem" for name in ("cert", "key", "ca")},
-            "engine_key": "keys/engine.key",
-            "granting_key": "keys/granting.key",
-            "granting_keys": "keys/granting.pub",
-        },
-    }
-    file = tmp_path / "region.yaml"
-    file.write_text(json.dumps(region))
-    make_keys(tmp_path / "made", file)
-    both = {}
-    for name in ("a1", "b1"):
-        folder = tmp_path / f"host-{name}"
-        shutil.copytree(tmp_path / "made" / name, folder / "keys")
-        shutil.copy(file, folder)
-        both[name] = RegionHost(name, folder)
+    both = two_hosts(tmp_path)
     yield both
     for host in both.values():
         host.close()
@@ -134,6 +90,51 @@ def test_two_hosts_with_one_file_are_one_region(hosts: dict[str, RegionHost]) ->
     wait_for(lambda: answer() == "prefill_cluster", reasons)
     home.down()
     prefill.down()
+
+
+def test_a_host_with_two_addresses_gets_connections_at_both(tmp_path: Path) -> None:
+    # Its data port listens on all addresses of this machine, so that it must be free on all.
+    port = free_port()
+
+    def several(region: dict[str, Any]) -> None:
+        first = region["clusters"][1]["nodes"][0]
+        other = first["host"].removesuffix(".1") + ".3"
+        addresses = [f"{first['host']}:{port}", f"{other}:{port}"]
+        first["agent"] |= {"data_port": port, "advertise": addresses}
+
+    both = two_hosts(tmp_path, several)
+    prefill, home = both["a1"], both["b1"]
+    try:
+        home.begin()
+        prefill.begin()
+        gateway = home.ready()["gateway"]
+        prefill.ready()
+        body = {"model": "small", "prompt": PROMPT, "max_tokens": 4}
+        routes: list[str] = []
+
+        def answer() -> str:
+            routes.append(fetch(f"{gateway}/v1/completions", body)[0]["x-prfaas-route"])
+            return routes[-1]
+
+        # The decode engine compares what landed.
+        wait_for(lambda: answer() == "prefill_cluster", routes)
+        ends = Counter(
+            one.raddr.ip
+            for one in psutil.net_connections("tcp")
+            if one.raddr and one.raddr.port == port
+        )
+        assert len(ends) == 2, ends
+        assert max(ends.values()) - min(ends.values()) <= 1, ends
+        home.down()
+        prefill.down()
+    finally:
+        for host in both.values():
+            host.close()
+
+
+def free_port() -> int:
+    with socket.create_server(("0.0.0.0", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def test_a_host_without_its_keys_is_told_what_to_copy(hosts: dict[str, RegionHost]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,12 @@ MADE = "made"
 """The folder of what `prfaas certs init` made."""
 
 
-def two_hosts(folder: Path) -> dict[str, RegionHost]:
-    """Both hosts with their files below `folder`; nothing runs yet, and the caller closes them."""
+def two_hosts(
+    folder: Path, adapt: Callable[[dict[str, Any]], None] = lambda region: None
+) -> dict[str, RegionHost]:
+    """Both hosts with their files below `folder`; nothing runs yet, and the caller closes them.
+    `adapt` may change the region's file first.
+    """
     python_path = install(folder / "engine")
     # Other addresses for every run, so that the ports that hosts work out are free.
     net = f"127.{random.randint(1, 254)}.{random.randint(1, 254)}"
@@ -29,7 +34,7 @@ def two_hosts(folder: Path) -> dict[str, RegionHost]:
         instances = [{"name": f"{name}-engine", "role": role}]
         return {"name": name, "host": f"{net}.{host}", "agent": agent, "instances": instances}
 
-    region = {
+    region: dict[str, Any] = {
         "name": "two",
         "gateway": {
             "port": 0,
@@ -57,6 +62,7 @@ def two_hosts(folder: Path) -> dict[str, RegionHost]:
             "granting_keys": "keys/granting.pub",
         },
     }
+    adapt(region)
     file = folder / "region.yaml"
     file.write_text(json.dumps(region))
     make_keys(folder / MADE, file)

@@ -6,6 +6,7 @@ It sends nothing, and does not judge what it finds.
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 from collections.abc import Sequence
 from contextlib import suppress
@@ -58,7 +59,7 @@ async def _reach(port: RegionPort, tls: TlsFiles | None) -> Reached:
     except TimeoutError:
         return Reached(port, f"no answer within {CONNECT_S:g} s")
     except OSError as error:
-        return Reached(port, error.strerror or str(error))
+        return Reached(port, _reason(error))
     await _close(writer)
     if tls is None:
         return Reached(port)
@@ -100,12 +101,18 @@ async def _shake_hands(port: RegionPort, context: ssl.SSLContext) -> Reached:
             reason = "what listens there does not speak TLS"
         return Reached(port, tls_trouble=reason, certificate=certificate)
     except OSError as error:
-        said = error.strerror or str(error) or type(error).__name__
-        return Reached(port, tls_trouble=f"the connection was lost: {said}")
+        return Reached(port, tls_trouble=f"the connection was lost: {_reason(error)}")
     finally:
         if writer is not None:
             await _close(writer)
     return Reached(port, certificate=certificate)
+
+
+def _reason(error: OSError) -> str:
+    # asyncio puts the addresses into the error's text.
+    if error.errno is not None and error.errno > 0:  # names that have no address are below 0
+        return os.strerror(error.errno)
+    return error.strerror or str(error) or type(error).__name__
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:
