@@ -7,6 +7,7 @@ order of the policy.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import ClassVar
 
 from scheduler.live.long_term.conversion import PdRole
@@ -20,13 +21,15 @@ class PrefillInstance:
     order that gave it its role.
     """
 
-    __slots__ = ("is_usable", "job", "name", "role_epoch", "until_s")
+    __slots__ = ("is_lost", "is_usable", "job", "name", "role_epoch", "until_s")
     role: ClassVar[PdRole] = "prefill"
 
     def __init__(self, name: str, role_epoch: int = 0) -> None:
         self.name = name
         self.role_epoch = role_epoch
         self.is_usable = True
+        self.is_lost = False
+        """Whether its cluster is lost. It is not usable then."""
         self.job: Job | None = None
         self.until_s = 0.0
         """0 while it has no job."""
@@ -61,6 +64,8 @@ class PrefillStation:
         self.busy_s = 0.0
         """Real seconds of all prefills that were started."""
         self.num_running = 0
+        self.is_lost = False
+        """Whether the cluster is lost."""
         self._order: QueueOrder[int] | None = None if order is None else QueueOrder(order)
         self._queue: deque[Job] = deque()
         self._waiting: dict[int, Job] = {}
@@ -127,6 +132,36 @@ class PrefillStation:
         ]
         found.sort()
         return tuple(found)
+
+    def lose(self) -> list[Job]:
+        """Lose all instances. Returns the jobs that waited or ran."""
+        self.is_lost = True
+        jobs = self.take_away(lambda job: True)
+        for instance in self.instances:
+            instance.is_lost, instance.is_usable = True, False
+        return jobs
+
+    def take_away(self, is_taken: Callable[[Job], bool]) -> list[Job]:
+        """Take away the jobs that are chosen, waiting or running."""
+        taken = []
+        for instance in self.instances:
+            if instance.job is not None and is_taken(instance.job):
+                taken.append(instance.job)
+                self.finish(instance)
+        waiting = [job for job in (*self._queue, *self._waiting.values()) if is_taken(job)]
+        for job in waiting:
+            if self._order is None:
+                self._queue.remove(job)
+            else:
+                del self._waiting[job.index]
+                self._order.remove(job.index)
+        return taken + waiting
+
+    def regain(self) -> None:
+        """All instances are there again, idle."""
+        self.is_lost = False
+        for instance in self.instances:
+            instance.is_lost, instance.is_usable = False, True
 
     @property
     def num_usable(self) -> int:

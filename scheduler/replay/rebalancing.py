@@ -61,7 +61,7 @@ class Rebalancer:
         self.told: list[str] = []
         self._decider = decider
         self._parts = parts
-        self._home, self._pool = parts.stations[0], parts.pool
+        self._home, self._pool = parts.pds[0].station, parts.pds[0].pool
         self._schedule = schedule
         self._period_s = self._next_s = period_s
         self._converter = Converter(policy.conversion)

@@ -112,7 +112,7 @@ def test_what_is_given_up_is_not_sent_and_the_rest_comes_sooner() -> None:
     link.change(0.0, 0.0, 50.0)
     second = link.emitted_bytes
     assert (link.landed_s(first), link.landed_s(second)) == (10.0, 15.0)
-    link.skip(2.0, 80.0)
+    link.skip(2.0, first, 100.0)
     assert link.landed_s(second) == pytest.approx(7.0)
     link.advance(20.0)
     assert link.sent_bytes == pytest.approx(70)
