@@ -34,7 +34,7 @@ from transport.region_key import new_key
 NEW: Final = Path(__file__).resolve().parents[2]
 PREVIOUS: Final = Path(__file__).with_name("PREVIOUS").read_text().strip()
 """The git revision of the release before this one."""
-PATIENCE_S: Final = 120.0
+PATIENCE_S: Final = 300.0
 MODEL: Final = "stand-in"
 NUM_CLIENTS: Final = 4
 SHORT_TOKENS, LONG_TOKENS = (40, 200), (700, 1500)
@@ -206,11 +206,10 @@ class MixedRegion:
                 seen = await answer.json()
         except aiohttp.ClientError:
             return False
-        pd = seen["pd"]
-        clusters = [*(pd if isinstance(pd, list) else [pd]), *seen["prefill"].values()]
-        return all(
-            item["healthy"] for cluster in clusters if cluster for item in cluster["instances"]
-        ) and all(clusters)
+        clusters = [seen["pd"], *seen["prefill"].values()]
+        return all(clusters) and all(
+            item["healthy"] for cluster in clusters for item in cluster["instances"]
+        )
 
     # Clients.
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.upgrade.mixed_region import NEW, MixedRegion, unpack_previous
 
-pytestmark = [pytest.mark.upgrade, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.upgrade, pytest.mark.slow, pytest.mark.timeout(3000)]
 
 ORDER = (
     *("agent-b1", "agent-b2", "agent-a1"),
