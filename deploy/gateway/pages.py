@@ -252,9 +252,19 @@ class Pages:
             finally:
                 if checked is not None:
                     checked()
-            model, decision = exchange.inbound.model, judged.decision
-            names = self.key_names
-            return _json(explanation(model, judged.shape, judged.cached, decision, names))
+            decision, home = judged.decision, exchange.record.home
+            if decision.pd != home:
+                judged = judged.at(decision.pd)
+            found = explanation(
+                exchange.inbound.model,
+                judged.shape,
+                judged.cached,
+                decision,
+                self.key_names,
+                home=home,
+                linked={name for name, pd in self.scheduler.pairs if pd == decision.pd},
+            )
+            return _json(found)
 
     def _needed_caches(self) -> RegionCaches:
         if self.caches is None:

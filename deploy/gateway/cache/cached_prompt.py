@@ -201,7 +201,9 @@ class CachedPrompt:
         )
 
     def _cached_in_pds(self) -> dict[str, PdCached]:
-        others = {name: self.at(name) for name in self.places.other_pds}
+        # A region may have many PD clusters, of which few hold anything.
+        holding = {item.cluster for item in self.coverage} & self.places.other_pds.keys()
+        others = {name: self.at(name) for name in sorted(holding)}
         return {
             name: PdCached(other.local_tokens, other.landing_tokens)
             for name, other in others.items()

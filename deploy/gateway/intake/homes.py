@@ -40,14 +40,14 @@ class Homes:
             message = f"No PD cluster is called `{wanted[:200]}`. There are: {', '.join(names)}."
             raise ApiError(400, "unknown_home", message, param=HOME_HEADER)
         home = wanted or self.by_tenant.get(tenant) or self.default or names[0]
-        if _may_have(reports[home], model):
+        if may_have(reports[home], model):
             return home
         # A cluster that does not report is no better than one that has not got the model.
-        others = (name for name in names if reports[name] and _may_have(reports[name], model))
+        others = (name for name in names if reports[name] and may_have(reports[name], model))
         return next(others, home)
 
 
-def _may_have(report: ClusterReport | None, model: str) -> bool:
+def may_have(report: ClusterReport | None, model: str) -> bool:
     """Whether the cluster has instances of the model, healthy or not, as far as is known."""
     if report is None or not report.instances:
         return True

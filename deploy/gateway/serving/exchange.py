@@ -16,7 +16,7 @@ from deploy.gateway.cache.placement import PrefixPlacement
 from deploy.gateway.cache.region_caches import RegionCaches
 from deploy.gateway.config import TimeoutConfig
 from deploy.gateway.errors import ApiError
-from deploy.gateway.intake.homes import HOME_HEADER
+from deploy.gateway.intake.homes import HOME_HEADER, Reports, may_have
 from deploy.gateway.intake.inbound import InboundRequest, Kind
 from deploy.gateway.metrics import GatewayMetrics
 from deploy.gateway.proxy.engine import EngineAnswer, EngineHttpClient
@@ -48,13 +48,15 @@ PATHS: Final[dict[Kind, str]] = {
 class Services:
     """What every request uses and the gateway owns.
 
-    `spill` has the rule of each PD cluster. `places` says where prompts for a model may be cached
-    that belong to a PD cluster. Without `caches` nothing is known to be cached, and without
-    `placement` no cached prefix is moved. Without `granter` nothing is signed for node agents.
+    `spill` has the rule of each PD cluster, and `reports` gives their last reports. `places` says
+    where prompts for a model may be cached that belong to a PD cluster. Without `caches` nothing is
+    known to be cached, and without `placement` no cached prefix is moved. Without `granter` nothing
+    is signed for node agents.
     """
 
     pds: Mapping[str, PdCluster]
     spill: Mapping[str, Spill]
+    reports: Callable[[], Reports]
     prefill_clusters: dict[str, PrefillCluster]
     engines: EngineHttpClient
     background: Background
@@ -72,17 +74,19 @@ class Services:
         """Tells the scheduler how requests go."""
         return Feedback(self.scheduler)
 
-    def may_serve(self, home: str) -> list[str]:
-        """The PD clusters that may serve a request, its home first."""
+    def may_serve(self, home: str, model: str) -> list[str]:
+        """The PD clusters that may serve a request for a model, its home first."""
         if self.spill[home] == "never":
             return [home]
-        return [home, *(name for name in self.pds if name != home)]
+        reports = self.reports().items()
+        others = (name for name, report in reports if may_have(report, model))
+        return [home, *(name for name in others if name != home)]
 
-    def check_left(self, home: str, lost: Set[str], error: PdError) -> None:
+    def check_left(self, home: str, model: str, lost: Set[str], error: PdError) -> None:
         """Raises `error`, or an `ApiError` that says more, if no PD cluster but those in `lost` may
-        serve a request.
+        serve a request for a model.
         """
-        if set(self.may_serve(home)) - lost:
+        if set(self.may_serve(home, model)) - lost:
             return
         if self.spill[home] != "never" or len(self.pds) == 1:
             raise error

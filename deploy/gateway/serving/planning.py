@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -33,6 +33,10 @@ class RequestPlan:
     shape: RequestShape
     token_ids: TokenIds | None = None
     cached: CachedPrompt = field(default_factory=CachedPrompt)
+
+    def at(self, pd: str) -> RequestPlan:
+        """The plan with what is cached in another PD cluster than the request's home."""
+        return replace(self, cached=self.cached.at(pd), shape=self.shape.at(pd))
 
 
 class NotRendered(Exception):
@@ -138,14 +142,14 @@ async def direct_target(
 
 async def _rendering_target(services: Services, exchange: Exchange) -> tuple[str, DirectTarget]:
     """A PD cluster that may serve the request and an engine there. Raises `PdError`, `ApiError`."""
-    home, lost = exchange.record.home, set[str]()
+    home, model, lost = exchange.record.home, exchange.inbound.model, set[str]()
     while True:
-        pd = next(name for name in services.may_serve(home) if name not in lost)
+        pd = next(name for name in services.may_serve(home, model) if name not in lost)
         try:
             return pd, await direct_target(services, exchange, pd)
         except PdError as error:
             lost.add(pd)
-            services.check_left(home, lost, error)
+            services.check_left(home, model, lost, error)
 
 
 async def _render(services: Services, exchange: Exchange) -> TokenIds:

@@ -185,7 +185,10 @@ class Serving:
         """The plan with what is cached in the PD cluster that decodes."""
         if pd == self._exchange.record.home:
             return plan
-        return replace(plan, cached=plan.cached.at(pd), shape=plan.shape.at(pd))
+        found = plan.at(pd)
+        if plan.cached.keys is not None:
+            self._exchange.record.looked_up(found.shape)
+        return found
 
     async def _with_moved_cache(self, decision: Decision, plan: RequestPlan) -> RequestPlan:
         """The plan after the cached prefix that the route moves has come, if there is one."""
@@ -208,15 +211,16 @@ class Serving:
         """The route in another PD cluster, since this one has no engine for the request. Raises if
         there is none, or the request may not spill.
         """
-        home = self._exchange.record.home
+        home, model = self._exchange.record.home, self._inbound.model
         self._lost_pds.add(decision.pd)
-        self._services.check_left(home, self._lost_pds, error)
+        self._services.check_left(home, model, self._lost_pds, error)
         logger.warning("%s: not in %s: %s", self._exchange.request_id, decision.pd, error)
         found: Decision = self._route(plan, self._lost_clusters | self._lost_pds)
         if found.pd in self._lost_pds:
             # No report speaks for another cluster, but its front may know better.
-            left = (pd for pd in self._services.may_serve(home) if pd not in self._lost_pds)
-            found = msgspec.structs.replace(found, pd=next(left))
+            may_serve = self._services.may_serve(home, model)
+            left = next(pd for pd in may_serve if pd not in self._lost_pds)
+            found = msgspec.structs.replace(found, pd=left)
             return fall_back(found, Reason.DECODE_FAILED)
         return found if plan.token_ids is not None else fall_back(found, found.reason)
 
@@ -258,7 +262,8 @@ class Serving:
 
     def _may_leave(self, pd: str) -> bool:
         """Whether another PD cluster may serve the request."""
-        may_serve = self._services.may_serve(self._exchange.record.home)
+        home, model = self._exchange.record.home, self._inbound.model
+        may_serve = self._services.may_serve(home, model)
         return bool(set(may_serve) - self._lost_pds - {pd})
 
     def _check_first_answer(self, answer: EngineAnswer) -> None:

@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from cache_doubles import FakeDirectory
 
+from deploy.gateway.cache.region_caches import RegionCaches
 from deploy.gateway.config import ApiKey
+from kvmanager.agent.messages import CacheModel
+from kvmanager.directory.messages import NodeName
 
+CACHE = CacheModel("ab" * 16, 64, [(0, 6400, 0)])
 TWO = {"pds": ("home", "north"), "prefill": ("near", "far")}
 NORTH = {"x-prfaas-home": "north"}
 SHORT = {"model": "tiny", "prompt": "hello"}
@@ -43,6 +48,10 @@ async def served(region: Any, body: Any, headers: dict[str, str] | None = None) 
 
 def _num_served(pd: Any) -> int:
     return sum(len(engine.bodies()) for engine in pd.engines.values())
+
+
+def no_agent(_target: str) -> Any:
+    raise AssertionError("nobody asks agents here")
 
 
 def lose(pd: Any) -> None:
@@ -237,6 +246,28 @@ async def test_roles_are_those_of_each_pd_cluster(open_region: Any) -> None:
             async with region.session.post(url, json=order) as response:
                 assert response.status == status
                 assert (await response.json())["error"]["code"] == code
+
+
+async def test_what_is_cached_counts_where_a_request_spills_to(open_region: Any) -> None:
+    directory = FakeDirectory()
+    directory.held = {NodeName("home", "d0"): 2, NodeName("north", "north-d0"): 4}
+    caches = RegionCaches(directory, no_agent, directory.follow)
+    more = {"caches": caches, "cache_model": CACHE, "threshold_tokens": 1000}
+    # The front knows sooner than its next report that no engine is left.
+    late = {"report_interval_s": 5.0, "report_stale_s": 20.0}
+    async with open_region(**TWO, **more, **late) as region:
+        # Above what is certainly short, so that it is looked up.
+        body = {"model": "tiny", "prompt": "x" * 1100}
+        _, headers, answer = await region.post(body, "/prfaas/cache/explain", headers=NORTH)
+        explained = json.loads(answer)
+        assert (explained["home"], explained["cluster"]) == ("north", "north")
+        status, headers, _ = await region.post(body, headers=NORTH)
+        assert (status, headers["x-prfaas-cached-tokens"][:9]) == (200, "local=256")
+        lose(region.pds["north"])
+        status, headers, _ = await region.post(body, headers=NORTH)
+        assert (status, headers["x-prfaas-cluster"]) == (200, "home")
+        assert headers["x-prfaas-cached-tokens"].startswith("local=128")
+        await region.assert_nothing_held()
 
 
 @pytest.mark.parametrize("length", [5, 300])
