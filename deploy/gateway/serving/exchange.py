@@ -7,7 +7,7 @@ and counts the metrics. This file does not know how requests are routed or relay
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -15,8 +15,7 @@ from deploy.gateway.cache.cached_prompt import CachePlaces
 from deploy.gateway.cache.placement import PrefixPlacement
 from deploy.gateway.cache.region_caches import RegionCaches
 from deploy.gateway.config import TimeoutConfig
-from deploy.gateway.errors import ApiError
-from deploy.gateway.intake.homes import HOME_HEADER, Reports, may_have
+from deploy.gateway.intake.homes import Reports
 from deploy.gateway.intake.inbound import InboundRequest, Kind
 from deploy.gateway.metrics import GatewayMetrics
 from deploy.gateway.proxy.engine import EngineAnswer, EngineHttpClient
@@ -27,7 +26,6 @@ from deploy.gateway.scheduling.scheduler import RegionScheduler
 from deploy.gateway.serving.background import Background
 from deploy.gateway.serving.records import RequestRecord
 from local_pd.cluster import PdCluster
-from local_pd.errors import PdError
 from local_pd.messages import DecodeSlot
 from prfaas.cluster import PrefillCluster
 from prfaas.engines.errors import PrefillFailed
@@ -73,28 +71,6 @@ class Services:
     def feedback(self) -> Feedback:
         """Tells the scheduler how requests go."""
         return Feedback(self.scheduler)
-
-    def may_serve(self, home: str, model: str) -> list[str]:
-        """The PD clusters that may serve a request for a model, its home first."""
-        if self.spill[home] == "never":
-            return [home]
-        reports = self.reports().items()
-        others = (name for name, report in reports if may_have(report, model))
-        return [home, *(name for name in others if name != home)]
-
-    def check_left(self, home: str, model: str, lost: Set[str], error: PdError) -> None:
-        """Raises `error`, or an `ApiError` that says more, if no PD cluster but those in `lost` may
-        serve a request for a model.
-        """
-        if set(self.may_serve(home, model)) - lost:
-            return
-        if self.spill[home] != "never" or len(self.pds) == 1:
-            raise error
-        message = (
-            f"{error}. The requests of {home} stay there (spill: never); name another PD cluster "
-            f"with the header {HOME_HEADER}."
-        )
-        raise ApiError(503, "home_unavailable", message, retry_after_s=1) from error
 
     def tell_ended(self, cluster: str, instance: str) -> None:
         """Tell a PD cluster's front, in the background, that an instance is done with a request."""

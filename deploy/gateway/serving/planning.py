@@ -17,6 +17,7 @@ from deploy.gateway.cache.cached_prompt import CachedPrompt
 from deploy.gateway.errors import EngineLost
 from deploy.gateway.scheduling.admission import AdmittedRequest
 from deploy.gateway.serving.exchange import Exchange, Services
+from deploy.gateway.serving.spilling import check_left, may_serve
 from kvmanager.token_ids import TokenIds, in_turns, parsing
 from local_pd.errors import PdError
 from local_pd.messages import DirectRequest, DirectTarget
@@ -142,14 +143,14 @@ async def direct_target(
 
 async def _rendering_target(services: Services, exchange: Exchange) -> tuple[str, DirectTarget]:
     """A PD cluster that may serve the request and an engine there. Raises `PdError`, `ApiError`."""
-    home, model, lost = exchange.record.home, exchange.inbound.model, set[str]()
+    lost: set[str] = set()
     while True:
-        pd = next(name for name in services.may_serve(home, model) if name not in lost)
+        pd = next(name for name in may_serve(services, exchange) if name not in lost)
         try:
             return pd, await direct_target(services, exchange, pd)
         except PdError as error:
             lost.add(pd)
-            services.check_left(home, model, lost, error)
+            check_left(services, exchange, lost, error)
 
 
 async def _render(services: Services, exchange: Exchange) -> TokenIds:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Set
 from dataclasses import replace
 from typing import Final
 
 import aiohttp
-import msgspec
 from aiohttp import web
 
 from deploy.gateway.errors import (
@@ -39,11 +39,11 @@ from deploy.gateway.serving.planning import (
     plan_request,
 )
 from deploy.gateway.serving.records import Outcome, RequestRecord
+from deploy.gateway.serving.spilling import LostPds, spill_reason
 from local_pd.errors import NoInstance, PdError
 from scheduler.live.learning.prompt_length import BYTES_PER_TOKEN
 from scheduler.routing.decision import Decision, Reason, fall_back
 from scheduler.routing.short_term import RouteDecision
-from scheduler.routing.spill import PdReason
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -61,7 +61,7 @@ class Serving:
         self._inbound = exchange.inbound
         self._tries_left = 1
         self._lost_clusters: set[str] = set()
-        self._lost_pds: set[str] = set()
+        self._lost_pds = LostPds(services, exchange)
         self._lost_instances: set[str] = set()
         self._end_admission: AdmittedRequest | None = None
         self._num_prompt_tokens = 0
@@ -130,7 +130,7 @@ class Serving:
     async def _open_planned(self, plan: RequestPlan) -> EngineAnswer:
         decision = plan.decision
         while True:
-            self._exchange.decided(decision, self._spill(decision))
+            self._exchange.decided(decision, spill_reason(self._exchange, decision))
             try:
                 return await self._try(decision, plan)
             except NotOffloaded as error:
@@ -138,10 +138,10 @@ class Serving:
                 decision = fall_back(decision, error.reason)
             except PrefillLost as error:
                 self._lost_clusters.add(error.target)
-                decision = self._route(plan, self._lost_clusters)
+                decision = self._route(plan)
                 self._retried(Reason.PREFILL_FAILED)
             except PdError as error:
-                decision = self._elsewhere(plan, decision, error)
+                decision = self._lost_pds.elsewhere(decision, error, lambda: self._route(plan))
             except EngineTimeout:
                 # The client has waited so long that no time is left for another try.
                 raise
@@ -154,6 +154,7 @@ class Serving:
                 self._retried(Reason.DECODE_FAILED)
 
     async def _try(self, decision: Decision, plan: RequestPlan) -> EngineAnswer:
+        planned = plan
         plan = self._at(plan, decision.pd)
         # Here and not before: a second route may move another prefix.
         plan = await self._with_moved_cache(decision, plan)
@@ -164,22 +165,12 @@ class Serving:
         offload = Offload(self._services, self._exchange, decision, plan, plan.token_ids)
         is_answered = False
         try:
-            answer = await offload.open(lambda: self._has_another_cluster(decision, plan))
+            answer = await offload.open(lambda: self._has_another_cluster(decision, planned))
             self._check_first_answer(answer)
             is_answered = True
             return answer
         finally:
             offload.close(is_answered=is_answered)
-
-    def _spill(self, decision: Decision) -> str:
-        """Why another PD cluster than the request's home decodes; "" where it is its home."""
-        record = self._exchange.record
-        if decision.pd == record.home:
-            return ""
-        if isinstance(decision, RouteDecision) and decision.pd_reason is not PdReason.HOME:
-            return decision.pd_reason.value
-        # What is left of a route that failed stays where it was, for the reason that it had.
-        return record.spill if decision.pd == record.cluster else PdReason.HOME_UNABLE.value
 
     def _at(self, plan: RequestPlan, pd: str) -> RequestPlan:
         """The plan with what is cached in the PD cluster that decodes."""
@@ -205,31 +196,14 @@ class Serving:
         """Whether a try is left and another prefill cluster would take it."""
         if self._tries_left <= 0:
             return False
-        return self._route(plan, self._lost_clusters | {decision.target}).route == "prefill_cluster"
-
-    def _elsewhere(self, plan: RequestPlan, decision: Decision, error: PdError) -> Decision:
-        """The route in another PD cluster, since this one has no engine for the request. Raises if
-        there is none, or the request may not spill.
-        """
-        home, model = self._exchange.record.home, self._inbound.model
-        self._lost_pds.add(decision.pd)
-        self._services.check_left(home, model, self._lost_pds, error)
-        logger.warning("%s: not in %s: %s", self._exchange.request_id, decision.pd, error)
-        found: Decision = self._route(plan, self._lost_clusters | self._lost_pds)
-        if found.pd in self._lost_pds:
-            # No report speaks for another cluster, but its front may know better.
-            may_serve = self._services.may_serve(home, model)
-            left = next(pd for pd in may_serve if pd not in self._lost_pds)
-            found = msgspec.structs.replace(found, pd=left)
-            return fall_back(found, Reason.DECODE_FAILED)
-        return found if plan.token_ids is not None else fall_back(found, found.reason)
+        return self._route(plan, {decision.target}).route == "prefill_cluster"
 
     async def _open_direct(self, plan: RequestPlan, pd: str) -> EngineAnswer:
         """The answer of an engine of a PD cluster that serves the request alone."""
         services, feedback, exchange = self._services, self._feedback, self._exchange
         nodes = plan.cached.direct_nodes()
         target = await direct_target(services, exchange, pd, self._lost_instances, nodes)
-        if target.instance in self._lost_instances and self._may_leave(pd):
+        if target.instance in self._lost_instances and self._lost_pds.may_leave(pd):
             services.tell_ended(pd, target.instance)
             raise NoInstance(f"{pd}: the only engine left has failed this request")
         # Taken before the request is sent: the engine may answer before `open` returns.
@@ -260,25 +234,19 @@ class Serving:
                 feedback.direct_took(self._inbound.model, plan.shape, seconds, pd=pd)
         return answer
 
-    def _may_leave(self, pd: str) -> bool:
-        """Whether another PD cluster may serve the request."""
-        home, model = self._exchange.record.home, self._inbound.model
-        may_serve = self._services.may_serve(home, model)
-        return bool(set(may_serve) - self._lost_pds - {pd})
-
     def _check_first_answer(self, answer: EngineAnswer) -> None:
         """Raises `EngineLost` for a server error if a try is left: the engine may be dying."""
         if answer.status in _WORTH_A_SECOND_TRY and self._tries_left > 0:
             answer.close()
             raise EngineLost(answer.instance, f"answered with HTTP {answer.status}")
 
-    def _route(self, plan: RequestPlan, excluded: set[str]) -> RouteDecision:
-        """The route as things are now, without the clusters in `excluded`."""
+    def _route(self, plan: RequestPlan, excluded: Set[str] = frozenset()) -> RouteDecision:
+        """The route as things are now, without the clusters that failed and those in `excluded`."""
         return self._services.scheduler.route(
             self._inbound.model,
             plan.shape,
             home=self._exchange.record.home,
-            excluded=excluded,
+            excluded=self._lost_clusters | self._lost_pds.names | excluded,
             priority=self._inbound.priority,
         )
 
