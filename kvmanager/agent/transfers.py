@@ -100,6 +100,7 @@ class AgentTransfers:
         self._cache = cache
         self._metrics = metrics
         self._send = send
+        self._loop = asyncio.get_running_loop()
         self._waiters: defaultdict[Key, set[asyncio.Future[None]]] = defaultdict(set)
 
     def start(self) -> None:
@@ -304,7 +305,8 @@ class AgentTransfers:
                 case RecordPrefillEnd(transfer_id):
                     self._carrier(transfer_id).note_prefill_end(transfer_id)
                 case OutcomeKnown(key):
-                    self._transfer_ended(key)
+                    # In the loop's next turn, after what this one tells engines, which wait for it.
+                    self._loop.call_soon(self._transfer_ended, key)
                 case GaveUpOnEngine((kind, transfer_id)):
                     logger.warning(
                         "%s %s: an engine did not release its memory", kind, transfer_id.hex()
