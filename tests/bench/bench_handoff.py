@@ -2,11 +2,11 @@
 
 Run: python tests/bench/bench_handoff.py [--json FILE] [--smoke] [--blocks N] [--prompts N].
 
-`block`: 64 KiB from the start of its copy into the arena until the engine that decodes has been
-told that it landed. The landing is open before, and the engines are plain sockets of one thread.
-`prompt`: a KVCache of many layers, from the first that is ready to the whole of it, and the CPU
-time of the agent meanwhile. `ttft`: real engines behind a gateway for each way, the same lengths
-in turns, and the CPU time of engines and agents for each request.
+`block`: 64 KiB in the arena, from the word that they are ready until the engine that decodes has
+been told that they landed. The landing is open before, the engines are plain sockets of one thread.
+`prompt`: a KVCache of many layers that are copied one after the other, from the first that is ready
+to the whole of it, and the CPU time of the agent meanwhile. `ttft`: real engines behind a gateway
+for each way, the same lengths in turns, and the CPU time of engines and agents for each request.
 
 Engines are started for `ttft`; `--no-engines` leaves it out, `--region DIR` takes the region that
 runs there (`hand_off_ways.two_nodes`).
@@ -151,9 +151,10 @@ def hand_over(
     step = landing.nbytes // len(described.groups[0].layers)
     page = bytes(step)
     before_s = sum(process.cpu_times()[:2])
-    began_s = time.perf_counter()
+    began_s = 0.0
     for start in range(0, landing.nbytes, step):
         put_bytes(prefill.arena, outbox.runs, page, start)
+        began_s = began_s or time.perf_counter()
         prefill.send(Ready(transfer_id, outbox.attempt, [(start, step)]))
     told = decode.receive()
     took_s = time.perf_counter() - began_s
