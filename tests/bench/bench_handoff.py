@@ -72,6 +72,8 @@ PAGE_BYTES: Final = 64 << 10
 BLOCK_TOKENS: Final = 16
 LAYERS: Final = 32
 PROMPT_TOKENS: Final = 32 * BLOCK_TOKENS
+SETTLES_S: Final = 30.0
+"""For the prefill's own numbers after the answer."""
 MODEL: Final = "mimo-v2-bench"
 BY_TRANSPORT: Final = {"arena": False, "transport": True}
 ENGINE_WAYS: Final = {"arena": "arena", "transport": "transport within a node"}
@@ -228,8 +230,9 @@ async def measure_engines(directory: RunDirectory, lengths: list[int], repeats: 
                     ttft_s, _, request_id = await stream(session, url, body)
                     spent_s = cpu_s(pids) - before_s
                     (record,) = (r for r in behind.records if r.request_id == request_id)
-                    while not record.is_settled:
-                        await asyncio.sleep(0.01)
+                    async with asyncio.timeout(SETTLES_S):
+                        while not record.is_settled:
+                            await asyncio.sleep(0.01)
                     if record.hand_off != name:
                         raise RuntimeError(f"{name}: handed over by {record.hand_off!r}: {record}")
                     if number:

@@ -97,5 +97,6 @@ async def test_the_regions_own_gateway_takes_the_arena_where_it_can(served: Serv
 
 async def test_the_bench_of_hand_offs_runs_on_this_region(served: Served, tmp_path: Path) -> None:
     region = str(served.region.directory.root)
-    await asyncio.to_thread(run_smoke, "handoff", tmp_path, "--region", region)
+    least = ("--blocks", "1", "--prompts", "1")  # `test_smoke` runs this part, too
+    await asyncio.to_thread(run_smoke, "handoff", tmp_path, *least, "--region", region)
     await everything_is_given_back(served.region, nodes=("b1", "b2"))
