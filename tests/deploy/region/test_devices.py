@@ -70,8 +70,9 @@ def test_engines_on_the_cpu_have_cores_of_their_own() -> None:
 def test_engines_share_cores_where_there_are_too_few_or_one_binds_itself() -> None:
     region = region_of("kv_space_gib: 1", "{name: p}", "{name: d}", "{name: e}")
     found = parts(region, cores=2)
-    assert found.environment == {}
-    assert found.notes == ("3 workers of engines share 2 CPU cores, none has its own",)
+    bound = {name: told["VLLM_CPU_OMP_THREADS_BIND"] for name, told in found.environment.items()}
+    assert bound == {"p": "0", "d": "1", "e": "0"}
+    assert found.notes == ("3 workers of engines have 2 CPU cores to share",)
     own = region_of(
         "kv_space_gib: 1", "{name: p}", '{name: d, env: {VLLM_CPU_OMP_THREADS_BIND: "0"}}'
     )
