@@ -7,6 +7,7 @@ This file knows names and directories, but not what is in an arena or which proc
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,3 +50,8 @@ def discard_arenas(region: RegionSpec, root: Path) -> list[Path]:
         for directory, name in kept_arenas(region, root)
         for path in Arena.discard(directory, name)
     ]
+
+
+if __name__ == "__main__":
+    # DIRECTORY NAME, as units of systemd say when the region is stopped.
+    Arena.discard(Path(sys.argv[1]), sys.argv[2])

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from deploy.processes import module_argv, module_environment
+from deploy.region.launch.arenas import arena_name
 from deploy.region.launch.devices import divided
 from deploy.region.launch.parts import Part, part_with
 from deploy.region.launch.plan import PlannedProcess, Planner
 from deploy.region.launch.ports import resolve_part
 from deploy.region.launch.rundir import RunDirectory
-from deploy.region.spec.region import RegionSpec
+from deploy.region.spec.region import NodeSpec, RegionSpec
 from prfaas.engines.supervision.process import KILL_S
 
 _TELLS_SYSTEMD: Final = ("agent", "front", "gateway")
@@ -58,7 +60,13 @@ def rendered(region: RegionSpec, nodes: tuple[str, ...], paths: HostPaths) -> di
     for item in processes:
         unit = _unit(item, region, part, paths, runtime)
         files[f"systemd/{unit_name(region, item.name)}"] = unit
-    wants = " ".join(unit_name(region, item.name) for item in processes)
+    names = [item.name for item in processes]
+    for node in here:
+        if (arena := arena_name(region, node, paths.config)) is not None:
+            name = f"arena.{node.name}"
+            files[f"systemd/{unit_name(region, name)}"] = _arena_unit(node, region, arena, paths)
+            names.append(name)
+    wants = " ".join(unit_name(region, name) for name in names)
     files[f"systemd/{target_name(region)}"] = _ini(
         Unit={"Description": f"PrfaaS region {region.name}, {', '.join(nodes)}", "Wants": wants},
         Install={"WantedBy": "multi-user.target"},
@@ -86,10 +94,8 @@ def _unit(
     tells = item.kind in _TELLS_SYSTEMD
     service = {
         "Type": "notify" if tells else "exec",
-        "ExecStart": " ".join(_quoted(word.replace("$", "$$")) for word in argv),
-        "Environment": " ".join(
-            _quoted(f"{name}={value}") for name, value in item.process.env.items()
-        ),
+        "ExecStart": _command(argv),
+        "Environment": _environment(item.process.env),
         # For what must be in no file that others write: tokens of a hub, API keys in a variable.
         "EnvironmentFile": f"-{paths.config}/environment",
         "User": paths.user,
@@ -121,6 +127,29 @@ def _unit(
     )
 
 
+def _arena_unit(node: NodeSpec, region: RegionSpec, arena: str, paths: HostPaths) -> str:
+    """Removes the kept arena when the whole region is stopped here: it begins before the agent, and
+    therefore ends after it.
+    """
+    _, *module = module_argv("deploy.region.launch.arenas", str(node.agent.arena_dir), arena)
+    stop = [paths.python, *module]
+    return _ini(
+        Unit={
+            "Description": f"PrfaaS arena of node {node.name} of region {region.name}",
+            "Before": unit_name(region, f"agent.{node.name}"),
+            "PartOf": target_name(region),
+        },
+        Service={
+            "Type": "oneshot",
+            "RemainAfterExit": "yes",
+            "ExecStop": _command(stop),
+            "Environment": _environment(module_environment({})),
+            "User": paths.user,
+        },
+        Install={"WantedBy": target_name(region)},
+    )
+
+
 def _without_run_keys(text: str) -> str:
     """Without the operator's key, which only a launcher makes: operators have API keys here."""
     document = json.loads(text)
@@ -134,6 +163,14 @@ def _ini(**sections: Mapping[str, str]) -> str:
         lines = [f"{key}={value}" for key, value in values.items() if value]
         parts.append("\n".join([f"[{name}]", *lines]))
     return "\n\n".join(parts) + "\n"
+
+
+def _command(argv: Iterable[str]) -> str:
+    return " ".join(_quoted(word.replace("$", "$$")) for word in argv)
+
+
+def _environment(variables: Mapping[str, str]) -> str:
+    return " ".join(_quoted(f"{name}={value}") for name, value in variables.items())
 
 
 def _quoted(word: str) -> str:

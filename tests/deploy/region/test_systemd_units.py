@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from deploy.region.launch.systemd_units import HostPaths, rendered
 from deploy.region.spec.loading import parse_region
 from deploy.region.spec.region import RegionSpec
 from kvmanager.agent.config import AgentConfig
+from kvmanager.arena import Arena
 from prfaas.front_config import PrefillFrontConfig
 
 REGION = """
@@ -60,6 +62,7 @@ def test_each_host_gets_its_services_and_what_they_read(region: RegionSpec) -> N
     files = rendered(region, ("a1", "a2"), PATHS)
     assert set(files) == {
         *(f"systemd/prfaas-two-{name}.service" for name in ("agent.a1", "agent.a2", "p", "q")),
+        *(f"systemd/prfaas-two-arena.{name}.service" for name in ("a1", "a2")),
         "systemd/prfaas-two-front.far.service",
         "systemd/prfaas-two.target",
         "config/agent.a1.json",
@@ -100,6 +103,30 @@ def test_units_say_when_they_serve_and_are_limited(region: RegionSpec) -> None:
     assert "CUDA_VISIBLE_DEVICES=1" in shlex.split(unit(files, "q")["Service"]["Environment"])
 
 
+def test_the_end_of_all_services_removes_what_an_agent_would_keep(
+    region: RegionSpec, tmp_path: Path
+) -> None:
+    nodes = tuple(
+        node.model_copy(update={"agent": node.agent.model_copy(update={"arena_dir": tmp_path})})
+        for node in region.clusters[0].nodes
+    )
+    first = region.clusters[0].model_copy(update={"nodes": nodes})
+    region = region.model_copy(update={"clusters": (first, *region.clusters[1:])})
+    files = rendered(region, ("a1", "a2"), HostPaths(Path("/etc/prfaas"), "u", sys.executable))
+    told = AgentConfig.model_validate(yaml.safe_load(files["config/agent.a1.json"]))
+    assert told.arena_name is not None
+    arena = Arena.create(tmp_path, 1, 4096, name=told.arena_name)
+    arena.close(keep=True)
+    assert len(list(tmp_path.iterdir())) == 1
+    service = unit(files, "arena.a1")
+    assert service["Unit"]["Before"] == "prfaas-two-agent.a1.service"
+    assert service["Unit"]["PartOf"] == "prfaas-two.target"
+    argv = shlex.split(service["Service"]["ExecStop"])
+    told_env = dict(word.split("=", 1) for word in shlex.split(service["Service"]["Environment"]))
+    subprocess.run(argv, check=True, timeout=100, env=os.environ | told_env)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_systemd_takes_the_units(region: RegionSpec, tmp_path: Path) -> None:
     files = rendered(region, ("a1", "a2"), PATHS) | rendered(region, ("b1",), PATHS)
     paths = []
@@ -107,7 +134,7 @@ def test_systemd_takes_the_units(region: RegionSpec, tmp_path: Path) -> None:
         if name.startswith("systemd/"):
             paths.append(tmp_path / Path(name).name)
             paths[-1].write_text(text)
-    assert len(paths) == 10
+    assert len(paths) == 13
     # Without systemd there is nobody to ask.
     if (analyze := shutil.which("systemd-analyze")) is not None:
         argv = [analyze, "verify", "--man=no", *map(str, paths)]
