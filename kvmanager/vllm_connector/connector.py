@@ -25,7 +25,6 @@ pipelines) stores in the prefix cache and never loads from it. The interface is 
 import contextlib
 import logging
 import os
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -38,6 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.request import RequestStatus
+from vllm.version import __version__ as vllm_version
 
 from kvmanager.agent.engines.client import EngineClient
 from kvmanager.agent.engines.protocol import PROTOCOL_VERSIONS, EngineHello
@@ -300,5 +300,5 @@ def _hello(
         tp_size=layout.tp_size,
         layout=layout.encode(),
         namespace=namespace,
-        engine=f"vllm {version('vllm')}",
+        engine=f"vllm {vllm_version}",
     )
