@@ -28,6 +28,7 @@ from netmon.region_link import LinkView
 from scheduler.live.decode_side import is_full, num_free_slots
 from scheduler.live.learning.cache_moves import CacheMoveLedger
 from scheduler.live.learning.knowledge import ModelKnowledge
+from scheduler.live.learning.measured_traffic import TrafficMeter
 from scheduler.live.ledger import Ledger
 from scheduler.live.long_term.model_plan import ModelPlan
 from scheduler.live.long_term.running_region import PeriodMeter
@@ -117,7 +118,11 @@ class LiveScheduler:
         self.moves = CacheMoveLedger()
         self.period = PeriodMeter()
         self.members = Members()
-        self.plans = {model: ModelPlan(model) for model in settings.models}
+        self.plans = {
+            (model, pd.name): ModelPlan(model, pd.name)
+            for model in settings.models
+            for pd in settings.pd_clusters
+        }
         self.heard: dict[str, int] = {}
         """How many observations of other gateways were learnt from, by gateway."""
         self._knowledge: dict[str, ModelKnowledge] = {}
@@ -155,6 +160,15 @@ class LiveScheduler:
     def replace_knowledge(self, models: Mapping[str, ModelKnowledge]) -> None:
         """Forget what was learnt of models, and go on with what is given."""
         self._knowledge = dict(models)
+
+    def traffic(self, model: str, home: str) -> TrafficMeter:
+        """The measured traffic of a model whose home is this PD cluster."""
+        known = self.knowledge(model)
+        return known.traffic if len(self.settings.pd_clusters) == 1 else known.traffic_of(home)
+
+    def pd_places(self, pd: str) -> tuple[str, str]:
+        """The places of a hand-off and of one engine in a PD cluster."""
+        return self.place(HAND_OFF, pd), self.place(ONE_ENGINE, pd)
 
     def models(self) -> Mapping[str, ModelKnowledge]:
         """All models that were asked about or learnt about."""

@@ -53,8 +53,11 @@ class RequestArrived(Observation, frozen=True):
 
     def learn(self, live: LiveScheduler, now_s: float) -> None:
         """It counts as demand, which plans rest on."""
-        traffic = live.knowledge(self.model).traffic
-        traffic.arrived(self.num_tokens, self.cached_tokens, now_s)
+        known = live.knowledge(self.model)
+        known.traffic.arrived(self.num_tokens, self.cached_tokens, now_s)
+        if len(live.settings.pd_clusters) > 1:
+            home = known.traffic_of(live.pd(self.pd).name)
+            home.arrived(self.num_tokens, self.cached_tokens, now_s)
 
 
 class LegBegun(Observation, frozen=True):

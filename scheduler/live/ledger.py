@@ -72,9 +72,9 @@ class Ledger:
 
     def __init__(self) -> None:
         self._all = _Legs()
-        self._by_pd: defaultdict[str, _Legs] = defaultdict(_Legs)
+        self._by_pd: dict[str, _Legs] = {}
         # Legs under way that no report has had, by place.
-        self._unreported: defaultdict[str, dict[str, PrefillLeg]] = defaultdict(dict)
+        self._unreported: dict[str, dict[str, PrefillLeg]] = {}
         self._direct: dict[int, DirectPrompt] = {}
         self._direct_at: dict[str, list[DirectPrompt]] = {}
         self._num_direct = 0
@@ -118,14 +118,14 @@ class Ledger:
 
     def leg_begun(self, transfer_id: str, leg: PrefillLeg) -> None:
         """A landing is reserved, and the job is on its way."""
-        for legs in (self._all, self._by_pd[leg.pd]):
+        for legs in (self._all, self._of_pd(leg.pd)):
             legs.under_way[transfer_id] = leg
-        self._unreported[leg.place][transfer_id] = leg
+        self._unreported.setdefault(leg.place, {})[transfer_id] = leg
 
     def leg_over(self, transfer_id: str, now_s: float) -> None:
         """The leg neither waits nor runs any more. Calling it again changes nothing."""
         if (leg := self._all.under_way.get(transfer_id)) is not None:
-            for legs in (self._all, self._by_pd[leg.pd]):
+            for legs in (self._all, self._of_pd(leg.pd)):
                 del legs.under_way[transfer_id]
                 legs.ended[transfer_id] = now_s, leg
             self._unreported[leg.place].pop(transfer_id, None)
@@ -144,7 +144,7 @@ class Ledger:
 
     def unreported(self, place: str, since_s: float) -> Iterator[tuple[str, PrefillLeg]]:
         """Legs to a place that no report has had, with their ids, begun at `since_s` or later."""
-        for transfer_id, leg in self._unreported[place].items():
+        for transfer_id, leg in self._unreported.get(place, {}).items():
             if leg.begun_s >= since_s:
                 yield transfer_id, leg
 
@@ -163,7 +163,7 @@ class Ledger:
 
         The end of a leg may be heard after the end of its answer. Such a leg decodes no more.
         """
-        legs = self._by_pd[pd]
+        legs = self._of_pd(pd)
         return [
             leg
             for transfer_id, leg in legs.under_way.items()
@@ -177,7 +177,7 @@ class Ledger:
         whose requests were answered since the nodes were read at `looked_s`. A landing that is over
         but not answered counts, because its node holds it until an engine has loaded it.
         """
-        legs = self._by_pd[pd]
+        legs = self._of_pd(pd)
         found: defaultdict[str, float] = defaultdict(float)
         latest = takewhile(lambda e: e[1][0] >= reported_s, reversed(legs.ended.items()))
         ended = ((transfer_id, leg) for transfer_id, (_, leg) in latest)
@@ -199,7 +199,7 @@ class Ledger:
         if leg is None:
             _, leg = self._all.ended.get(transfer_id, (0.0, None))
         if leg is not None:
-            for legs in (self._all, self._by_pd[leg.pd]):
+            for legs in (self._all, self._of_pd(leg.pd)):
                 legs.answered_s.setdefault(transfer_id, now_s)
 
     def kv_change_since(self, model: str, since_s: float, pd: str = "") -> float:
@@ -209,7 +209,7 @@ class Ledger:
         answered. A leg that ended more than `KEEP_ENDED_S` ago is forgotten, so its bytes count
         until the engines' metrics are read again.
         """
-        legs, total = self._by_pd[pd], 0.0
+        legs, total = self._of_pd(pd), 0.0
         for transfer_id, (ended_s, leg) in reversed(legs.ended.items()):
             if ended_s < since_s:
                 break
@@ -290,6 +290,12 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._all.under_way) + len(self._direct)
 
+    def _of_pd(self, pd: str) -> _Legs:
+        found = self._by_pd.get(pd)
+        if found is None:
+            found = self._by_pd[pd] = _Legs()
+        return found
+
     def _change(self, instance: str, num_requests: int, now_s: float) -> None:
         self._changes.setdefault(instance, deque()).append((now_s, num_requests))
         self._changed.append((now_s, instance))
@@ -302,6 +308,6 @@ class Ledger:
             transfer_id, (ended_s, leg) = next(iter(self._all.ended.items()))
             if now_s - ended_s <= KEEP_ENDED_S:
                 return
-            for legs in (self._all, self._by_pd[leg.pd]):
+            for legs in (self._all, self._of_pd(leg.pd)):
                 del legs.ended[transfer_id]
                 legs.answered_s.pop(transfer_id, None)

@@ -41,6 +41,7 @@ from scheduler.live.long_term.events import (
     LOOK_S,
     ConversionAnswered,
     ConversionEnded,
+    PdBusy,
     PeriodLook,
     PeriodOver,
     PlansAsked,
@@ -48,6 +49,7 @@ from scheduler.live.long_term.events import (
     ThresholdChange,
 )
 from scheduler.live.long_term.loop import StepReason
+from scheduler.live.long_term.model_plan import ModelPlan
 from scheduler.live.long_term.running_region import PeriodMeter, division
 from transport.tasks import start_task
 
@@ -61,7 +63,7 @@ class PlanMetrics:
     """Metrics `prfaas_gateway_plan_*`."""
 
     def __init__(self, registry: CollectorRegistry, *, names_pds: bool = False) -> None:
-        """With `names_pds` a threshold has the PD cluster as another label."""
+        """With `names_pds` thresholds and gains have the PD cluster as another label."""
         prefix = "prfaas_gateway_plan_"
         self._names_pds = names_pds
         self.steps = Counter(
@@ -82,12 +84,17 @@ class PlanMetrics:
             ["model", "cluster", "role"],
             registry=registry,
         )
-        self.gain = Gauge(
+        self._gain = Gauge(
             prefix + "gain_ratio",
             "Throughput of the best plan over that of the present division, less 1.",
-            ["model"],
+            ["model", "pd"] if names_pds else ["model"],
             registry=registry,
         )
+
+    def show_gain(self, model: str, pd: str, gain: float) -> None:
+        """What a model's best plan for a PD cluster gains."""
+        labels = (model, pd) if self._names_pds else (model,)
+        self._gain.labels(*labels).set(gain)
 
     def show_threshold(self, cluster: str, pd: str, tokens: float) -> None:
         """The plan's t of the link from a prefill cluster to a PD cluster."""
@@ -114,7 +121,7 @@ class LongTermService:
         self._metrics = metrics
         self._wall_clock = wall_clock
         self._decisions: deque[PlanDecision] = deque(maxlen=NUM_DECISIONS)
-        self._logged: dict[str, str] = {}
+        self._logged: dict[tuple[str, str], str] = {}
         self._look_failure = ""
         self._next_s: float | None = None
         self._task: asyncio.Task[None] | None = None
@@ -140,11 +147,14 @@ class LongTermService:
         decided while another gateway leads.
         """
         scheduler, roles = self._scheduler, self._roles
-        first = next(iter(roles.values()))
+        first, *others = (
+            (name, PdBusy(keeper.current, bool(keeper.converting)))
+            for name, keeper in roles.items()
+        )
         # Also while it does not lead, so that means do not reach back over many periods later.
-        scheduler.ask(PeriodOver(first.current, bool(first.converting)))
+        scheduler.ask(PeriodOver(first[1].conversion, first[1].is_busy, dict(others)))
         self._show_thresholds()
-        if not first.leads():
+        if not next(iter(roles.values())).leads():
             return []
         plans = scheduler.live.plans
         asked = [(plan, plan.question) for plan in plans.values() if plan.question is not None]
@@ -168,30 +178,31 @@ class LongTermService:
             next_step_s=None if self._next_s is None else max(0.0, self._next_s - now_s),
             thresholds=self._thresholds(),
             conversion="; ".join(_told(item) for item in conversions if item is not None),
-            models=[self._model_now(model, now_s) for model in self._scheduler.live.plans],
+            models=[self._model_now(plan, now_s) for plan in self._scheduler.live.plans.values()],
             decisions=[
                 msgspec.structs.replace(item, age_s=max(0.0, wall_s - item.at_s))
                 for item in reversed(self._decisions)
             ],
         )
 
-    def _model_now(self, model: str, now_s: float) -> ModelPlanNow:
-        plan, knowledge = self._scheduler.live.plans[model], self._scheduler.knowledge(model)
-        measured = knowledge.traffic.measured(now_s)
+    def _model_now(self, plan: ModelPlan, now_s: float) -> ModelPlanNow:
+        live, model = self._scheduler.live, plan.model
+        measured = live.traffic(model, plan.pd).measured(now_s)
         # The region now, not its mean over the period: operators compare it with what they see.
         present = PeriodMeter()
-        pds = [item for item in self._scheduler.reports() if item.name in self._roles]
-        present.see(pds, {})
-        means, divided = present.take(), {}
-        for pd in pds:
-            divided[pd.name] = division(pd, model, means, self._roles[pd.name].current)
-        region = plan.region
+        (pd,) = (item for item in self._scheduler.reports() if item.name == plan.pd)
+        present.see([pd], {})
+        current = self._roles[plan.pd].current
+        num_prefill, num_decode = division(pd, model, present.take(), current)
+        region, places = plan.region, live.pd_places(plan.pd)
+        known = live.knowledge(model)
         return ModelPlanNow(
             model=model,
-            num_prefill={name: num for name, (num, _) in divided.items()},
-            num_decode={name: num for name, (_, num) in divided.items()},
+            pd=plan.pd,
+            num_prefill={pd.name: num_prefill},
+            num_decode={pd.name: num_decode},
             traffic=None if measured is None else traffic_now(measured),
-            region=None if region is None else region_now(region, knowledge, plan.notes),
+            region=None if region is None else region_now(region, known, places, plan.notes),
             unknown=plan.unknown,
         )
 
@@ -290,9 +301,11 @@ class LongTermService:
     def _log_omissions(self, step: PlanStep) -> None:
         """Log what a plan lacks when that changes, not every few minutes."""
         told = "; ".join([f"no plan: {step.unknown}"] if step.unknown else step.notes)
-        if told != self._logged.get(step.model, ""):
-            logger.info("long-term loop, %s: %s", step.model, told or "nothing is left out")
-            self._logged[step.model] = told
+        which = step.model, step.pd
+        if told != self._logged.get(which, ""):
+            words = told or "nothing is left out"
+            logger.info("long-term loop, %s in %s: %s", step.model, step.pd, words)
+            self._logged[which] = told
 
     def _why_not(self, step: PlanStep) -> str:
         numbers = step.numbers
@@ -319,7 +332,7 @@ class LongTermService:
         self._decisions.append(found)
         self._metrics.steps.labels(found.model, found.reason).inc()
         if (gain := found.numbers.get("gain")) is not None:
-            self._metrics.gain.labels(found.model).set(gain)
+            self._metrics.show_gain(found.model, found.pd, gain)
         if found.goal is not None:
             for role, wanted in (
                 ("prefill", found.goal.num_prefill),
@@ -331,7 +344,8 @@ class LongTermService:
 
 def _in_words(changes: Iterable[ThresholdChange]) -> list[str]:
     return [
-        f"t of {change.cluster} from {change.before_tokens:.0f} to {change.tokens:.0f} tokens"
+        f"t of {change.cluster} from {change.before_tokens:.0f} to {change.tokens:.0f} tokens "
+        f"where {change.pd} decodes"
         for change in changes
     ]
 

@@ -60,6 +60,8 @@ class KnowledgeState(msgspec.Struct, frozen=True, array_like=True):
     sizes: list[tuple[int, int]]
     decode: MeanState
     step: MeanState
+    homes: dict[str, TrafficState] = {}
+    """The traffic of each home, where there are several."""
 
 
 class Mean:
@@ -143,6 +145,7 @@ class ModelKnowledge:
 
     def __init__(self) -> None:
         self.traffic = TrafficMeter()
+        self._homes: dict[str, TrafficMeter] = {}
         self.lengths = LengthEstimator()
         self._profiles: dict[str, LearnedProfile] = {}
         self._overheads: dict[str, _Overhead] = {}
@@ -157,6 +160,8 @@ class ModelKnowledge:
         """The knowledge that `state` was made of, which then was as old as its ages say."""
         found = cls()
         found.traffic = TrafficMeter.restored(state.traffic, now_s)
+        for home, prompts in state.homes.items():
+            found.traffic_of(home).restore_prompts(prompts, now_s)
         found.lengths = LengthEstimator.restored(state.lengths)
         for place, kept in state.places.items():
             if kept.profile is not None:
@@ -185,6 +190,7 @@ class ModelKnowledge:
             self._kv.sizes,
             self._decode.state(),
             self._step.state(),
+            {home: traffic.state(now_s) for home, traffic in self._homes.items()},
         )
 
     def _place_state(self, place: str, now_s: float) -> PlaceState:
@@ -197,6 +203,13 @@ class ModelKnowledge:
             None if tried_s is None else now_s - tried_s,
             list(self._errors.get(place, ())),
         )
+
+    def traffic_of(self, home: str) -> TrafficMeter:
+        """The requests of one home, where the region has several."""
+        found = self._homes.get(home)
+        if found is None:
+            found = self._homes[home] = self.traffic.part()
+        return found
 
     def profile(self, place: str) -> LearnedProfile:
         """What was learnt at this place itself."""

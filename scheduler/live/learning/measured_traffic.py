@@ -120,6 +120,14 @@ class TrafficMeter:
         self._uncached = _Channel(num_extra=1)
         self._output = _Channel(num_extra=0)
 
+    def part(self) -> TrafficMeter:
+        """A meter of some of these requests. It counts their prompts, and takes their answers to be
+        as long as those of all.
+        """
+        found = TrafficMeter()
+        found._output = self._output
+        return found
+
     @classmethod
     def restored(cls, state: TrafficState, now_s: float) -> TrafficMeter:
         """The meter that `state` was made of, to within a slice of time."""
@@ -128,6 +136,11 @@ class TrafficMeter:
             if kept is not None:
                 channel.restore(kept, now_s)
         return found
+
+    def restore_prompts(self, state: TrafficState, now_s: float) -> None:
+        """Take over the prompts of a state. Of a `part`, the answers are those of all."""
+        if state.uncached is not None:
+            self._uncached.restore(state.uncached, now_s)
 
     def state(self, now_s: float) -> TrafficState:
         """What `restored` needs."""

@@ -1,4 +1,4 @@
-"""The plan that one served model follows, from one period to the next.
+"""The plan that one served model follows in one PD cluster, from one period to the next.
 
 Every period poses a question, and the threshold and conversions follow the answer. A threshold for
 a division that is still to come waits until the conversion to it has ended well. A wish is carried
@@ -18,6 +18,7 @@ from scheduler.live.long_term.conversion import ConversionWish
 from scheduler.live.long_term.loop import LongTermConfig, LongTermDecision, LongTermQuestion
 from scheduler.live.long_term.running_region import Modelled, NotModelled
 from scheduler.planning.division_search import thresholds_of
+from scheduler.planning.joint import JointRegion
 from scheduler.planning.plan import Plan
 from scheduler.planning.region_model import Region
 from scheduler.planning.throughput import Mode
@@ -65,9 +66,12 @@ def sends_of(plan: Plan) -> dict[str, float]:
 
 
 class ModelPlan:
-    """The plan of one model. Each period calls `ask`, `decide`, then `answered` for each wish."""
+    """The plan of one model in one PD cluster. Each period calls `ask`, `decide`, then `answered`
+    for each wish.
+    """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, pd: str = "") -> None:
+        self.pd = pd
         self.region: Region | None = None
         """The region as last planned; None if it was not, for the reason in `unknown`."""
         self.unknown = "no period is over yet"
@@ -79,7 +83,7 @@ class ModelPlan:
         """The answer to `question`, where the caller has computed it already."""
         self.converts = ""
         """The instance whose conversion is the last step of this plan; "" for none."""
-        self._model = model
+        self.model = model
         self._after: ThresholdPlan | None = None
         """The thresholds for when `converts` has its new role."""
         self.changed: dict[str, tuple[float, int]] = {}
@@ -92,15 +96,16 @@ class ModelPlan:
         measured: MeasuredTraffic | None,
         config: LongTermConfig,
         now_s: float,
+        joint: JointRegion | None = None,
     ) -> None:
-        """Pose the question for a period that is over."""
+        """Pose the question for a period that is over. `joint` divides what PD clusters share."""
         self.question = self.answer = None
         if isinstance(modelled, NotModelled):
             self.region, self.unknown, self.notes = None, modelled.reason, ()
             return
         self.region, self.unknown, self.notes = modelled.region, "", modelled.notes
         self.question = LongTermQuestion(
-            model=self._model,
+            model=self.model,
             config=config,
             region=modelled.region,
             measured=measured,
@@ -108,6 +113,7 @@ class ModelPlan:
             changed=dict(self.changed),
             adopted=self._adopted,
             now_s=now_s,
+            joint=joint,
         )
 
     def decide(self) -> LongTermDecision | None:

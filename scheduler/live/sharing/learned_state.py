@@ -123,7 +123,7 @@ def plan_state(live: LiveScheduler, now_s: float) -> PlanState:
         [PlannedThreshold(*planned) for planned in live.thresholds.planned()],
         [
             ConversionAge(model, cluster, now_s - at_s, way)
-            for model, plan in live.plans.items()
+            for (model, _), plan in live.plans.items()
             for cluster, (at_s, way) in plan.changed.items()
         ],
     )
@@ -138,5 +138,6 @@ def adopt_plan(live: LiveScheduler, plan: PlanState, made_s: float) -> None:
         if is_for_this and (kept.cluster, kept.pd) in known:
             live.thresholds.set_base(kept.cluster, kept.tokens, kept.bytes_per_s, pd=kept.pd)
     for conversion in plan.conversions:
-        if (followed := live.plans.get(conversion.model)) is not None:
+        followed = live.plans.get((conversion.model, conversion.cluster))
+        if followed is not None:
             followed.changed[conversion.cluster] = made_s - conversion.age_s, conversion.way

@@ -128,7 +128,7 @@ def test_measured_traffic_goes_on_and_grows_older() -> None:
 def test_plans_budgets_links_and_moves_are_kept() -> None:
     before = LiveScheduler(SETTINGS)
     before.take(ThresholdPlanned("far", 4321.0, 7e8), 10.0)
-    before.plans[MODEL].changed["home"] = 50.0, -1
+    before.plans[MODEL, "home"].changed["home"] = 50.0, -1
     before.tenants.started("a", 900, 60.0)
     before.tenants.ended("a", 900)
     before.take(LinkHeard("far", "home", LinkView(available_bytes_per_s=1e9)), 60.0)
@@ -140,7 +140,7 @@ def test_plans_budgets_links_and_moves_are_kept() -> None:
     after = restarted(before, 70.0, 1000.0, 20.0)
     assert after.thresholds.base_tokens() == {"far": 4321.0}
     assert list(after.thresholds.planned()) == [("far", "home", 4321.0, 7e8)]
-    assert after.plans[MODEL].changed == {"home": (960.0, -1)}
+    assert after.plans[MODEL, "home"].changed == {"home": (960.0, -1)}
     # 200 tokens were left, and 100 came in the 10 s before and 200 in the 20 s after the state.
     assert after.tenants.refusal("a", 399, 1000.0) is None
     assert after.tenants.refusal("a", 402, 1000.0) is not None
