@@ -147,14 +147,16 @@ class LongTermService:
         decided while another gateway leads.
         """
         scheduler, roles = self._scheduler, self._roles
-        first, *others = (
-            (name, PdBusy(keeper.current, bool(keeper.converting)))
+        first, *_ = roles.values()
+        others = {
+            name: PdBusy(keeper.current, bool(keeper.converting))
             for name, keeper in roles.items()
-        )
+            if keeper is not first
+        }
         # Also while it does not lead, so that means do not reach back over many periods later.
-        scheduler.ask(PeriodOver(first[1].conversion, first[1].is_busy, dict(others)))
+        scheduler.ask(PeriodOver(first.current, bool(first.converting), others))
         self._show_thresholds()
-        if not next(iter(roles.values())).leads():
+        if not first.leads():
             return []
         plans = scheduler.live.plans
         asked = [(plan, plan.question) for plan in plans.values() if plan.question is not None]
