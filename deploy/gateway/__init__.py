@@ -8,6 +8,7 @@ A completion takes this way:
     serving/planning        the prompt counted and looked up, and its route
     serving/offload         a request whose KVCache moves: landing, prefill leg, decode leg
     proxy/                  HTTP to engines, and their answers back to the client
+    serving/spilling        another PD cluster than the request's home, after a failure
     serving/exchange        what these steps share; it fills the record (`records`)
 
 Beside it:

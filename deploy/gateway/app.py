@@ -21,7 +21,7 @@ from deploy.gateway.cache.api import KeyNames
 from deploy.gateway.cache.moves import CacheMoves, MoveMetrics
 from deploy.gateway.cache.placement import PrefixPlacement, node_loads
 from deploy.gateway.cache.region_caches import RegionCaches
-from deploy.gateway.config import ApiKey, GatewayConfig
+from deploy.gateway.config import ApiKey, GatewayConfig, SharedUplink
 from deploy.gateway.errors import JSON_TYPE, ApiError
 from deploy.gateway.intake.accept import Intake, ServedModels, usable_request_id
 from deploy.gateway.intake.auth import KeyRing
@@ -87,6 +87,7 @@ class Gateway:
         *,
         region_links: RegionLinks | None = None,
         spill: Mapping[str, Spill] | None = None,
+        uplinks: Iterable[SharedUplink] = (),
         granter: Granter | None = None,
         exposure: str | None = None,
         keys_file: Path | None = None,
@@ -96,7 +97,7 @@ class Gateway:
     ) -> None:
         """`links` names each link from a prefill cluster to a PD cluster, "" for one without a
         name; without them, each is linked to each. `spill` is the rule of each PD cluster,
-        "overflow" where it is left out.
+        "overflow" where it is left out. `uplinks` is bandwidth that links share.
 
         `caches` says what is cached of a prompt, `region_links` what links carry. The gateway
         closes both. `granter` signs for node agents what requests need of them.
@@ -115,6 +116,7 @@ class Gateway:
         if links is None:
             links = {(name, pd): "" for name in prefill_clusters for pd in self._pds}
         self._pd_settings = _pd_settings(self._pds, links, spill or {})
+        self._uplinks = tuple(uplinks)
         self._prefill_clusters = dict(prefill_clusters)
         self._caches = caches
         self._region_links = region_links
@@ -287,7 +289,7 @@ class Gateway:
     def _build_scheduler(self) -> RegionScheduler:
         links = self._region_links
         scheduler = RegionScheduler(
-            live_settings(self.config, self._pd_settings),
+            live_settings(self.config, self._pd_settings, self._uplinks),
             self._watcher,
             None if links is None else lambda a, b: links.now(a, b).view(),
         )

@@ -126,6 +126,7 @@ async def run(path: Path, read: GatewayFile, file: GatewayFile) -> None:
             caches,
             region_links=build_links(file, agents),
             spill={source.name: source.spill for source in file.pd},
+            uplinks=file.uplinks,
             granter=granter,
             exposure=exposure,
             keys_file=file.api_keys_file,

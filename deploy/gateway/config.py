@@ -179,6 +179,17 @@ class SharedSection(Section):
     """What operators call this gateway. `prfaas up` gives the name of its node."""
 
 
+class SharedUplink(Section):
+    """Bandwidth that all links from a cluster share (egress), or all links to it (ingress)."""
+
+    cluster: Annotated[str, Field(min_length=1)]
+    """The name of the cluster."""
+    way: Literal["egress", "ingress"]
+    """egress: what leaves the cluster. ingress: what comes to it."""
+    rate: Annotated[Positive, spelled(parse_rate)]
+    """The rate, bytes per second or such as 20Gbit."""
+
+
 class RecorderSection(Section):
     """The flight recorder: writes what scheduling is told and what it decides, but no prompt.
 

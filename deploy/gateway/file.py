@@ -19,6 +19,7 @@ from deploy.gateway.config import (
     ApiKey,
     ApiKeysSection,
     GatewayConfig,
+    SharedUplink,
     load_api_keys,
     parse_api_keys,
     with_api_keys,
@@ -112,6 +113,8 @@ class GatewayFile(ApiKeysSection, SecuritySection):
     """The local PD clusters. One of them may stand here without a list."""
     prefill: tuple[PrefillSource, ...] = ()
     """The prefill clusters."""
+    uplinks: tuple[SharedUplink, ...] = ()
+    """Bandwidth that links share, which plans divide among them."""
     granting_key: GrantsSection | None = None
     """Signs for node agents that ask for grants (`granting_keys`). Left out: nothing is signed."""
     log_dir: Path
@@ -133,6 +136,10 @@ class GatewayFile(ApiKeysSection, SecuritySection):
                     known = suggestion(name, pds)
                     message = f"{source.name} has no PD cluster {name!r} to send to{known}"
                     raise ValueError(f"prefill: {message}")
+        for uplink in self.uplinks:
+            if uplink.cluster not in names:
+                known = suggestion(uplink.cluster, names)
+                raise ValueError(f"uplinks: no cluster is called {uplink.cluster!r}{known}")
         for name in filter(None, (self.gateway.home, *self.gateway.homes.values())):
             if name not in pds:
                 raise ValueError(f"home: no PD cluster is called {name!r}{suggestion(name, pds)}")

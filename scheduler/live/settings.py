@@ -13,6 +13,7 @@ from typing import Literal
 from scheduler.live.admission import AdmissionConfig
 from scheduler.live.long_term.loop import LongTermConfig
 from scheduler.live.tenants import TenantLimit
+from scheduler.planning.region_model import Uplink
 from scheduler.routing.candidates import RouteLimits
 from scheduler.routing.queue_order import OrderConfig
 from scheduler.routing.spill import Spill
@@ -70,6 +71,8 @@ class LiveSettings:
     models: tuple[str, ...] = ()
     long_term: LongTermConfig = field(default_factory=LongTermConfig)
     follows_plans: bool = True
+    uplinks: tuple[Uplink, ...] = ()
+    """Bandwidth that links share. Plans divide it among them."""
 
     def __post_init__(self) -> None:
         names = [pd.name for pd in self.pd_clusters]

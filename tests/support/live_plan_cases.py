@@ -91,6 +91,9 @@ class Roles:
     def converting(self) -> frozenset[str]:
         return frozenset({"near"} if self.current else ())
 
+    def leads(self) -> bool:
+        return True
+
     def on_ended(self, listener: Callable[[Ended], None]) -> None:
         self._listeners.append(listener)
 

@@ -7,10 +7,10 @@ the present. Every event passes `tell` or `ask`. It decides nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, Protocol, TypeVar
 
-from deploy.gateway.config import GatewayConfig
+from deploy.gateway.config import GatewayConfig, SharedUplink
 from deploy.gateway.scheduling.recorder import Recorder, without_texts
 from netmon.region_link import LinkView
 from scheduler.live.core import Event, LiveScheduler
@@ -25,6 +25,7 @@ from scheduler.live.learning.knowledge import ModelKnowledge
 from scheduler.live.settings import LiveSettings, PdSettings
 from scheduler.live.snapshots import LinkPair, Reported
 from scheduler.live.thresholds import ThresholdNow
+from scheduler.planning.region_model import Uplink
 from scheduler.routing.decision import RequestShape
 from scheduler.routing.short_term import RouteDecision
 
@@ -160,12 +161,17 @@ class RegionScheduler:
         return answer
 
 
-def live_settings(config: GatewayConfig, pd_clusters: tuple[PdSettings, ...]) -> LiveSettings:
+def live_settings(
+    config: GatewayConfig,
+    pd_clusters: tuple[PdSettings, ...],
+    uplinks: Iterable[SharedUplink] = (),
+) -> LiveSettings:
     """The settings of the scheduler of these clusters, from the gateway's configuration."""
     scheduling, admission = config.scheduling, config.scheduling.admission
     long_term = scheduling.long_term
     return LiveSettings(
         pd_clusters=pd_clusters,
+        uplinks=tuple(Uplink(item.cluster, item.way, item.rate) for item in uplinks),
         threshold_tokens=config.threshold_tokens,
         hand_off_tokens=config.hand_off_tokens,
         routing=scheduling.routing.routing(),

@@ -80,7 +80,7 @@ def settings_of(region: RegionSpec, path: Path) -> Resettle:
                 f"{path} has {', '.join(sorted(own))}"
             )
         pds = [replace(pd, spill=spill_of(region.cluster(pd.name))) for pd in recorded.pd_clusters]
-        wanted = live_settings(config, tuple(pds))
+        wanted = live_settings(config, tuple(pds), region.uplinks)
         # The events name the recorded models, and a region file does not set `hand_off_tokens`.
         return replace(wanted, hand_off_tokens=recorded.hand_off_tokens, models=recorded.models)
 

@@ -340,6 +340,7 @@ def gateway_file(resolved: ResolvedRegion, directory: RunDirectory) -> GatewayFi
             )
             for cluster in region.prefill_clusters
         ),
+        uplinks=region.uplinks,
         tls=security.tls,
         region_key=region_key_of(region, directory.region_key, "gateway"),
         granting_key=signs_grants(region, directory.granting_key),

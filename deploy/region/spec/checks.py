@@ -33,6 +33,7 @@ def check_region(region: RegionSpec) -> list[Problem]:
         *_check_clusters(region),
         *_check_gateway(region),
         *_check_links(region),
+        *_check_uplinks(region),
         *_check_security(region),
         *_check_ports(region),
     ]
@@ -179,6 +180,24 @@ def _check_links(region: RegionSpec) -> Iterator[Problem]:
         if kind == "prefill" and not region.links_from(name):
             message = f"no link from {name!r}; add `- {{from: {name}, to: NAME OF A PD CLUSTER}}`"
             yield Problem(("links",), message)
+
+
+def _check_uplinks(region: RegionSpec) -> Iterator[Problem]:
+    kinds = {cluster.name: cluster.kind for cluster in region.clusters}
+    seen: set[tuple[str, str]] = set()
+    for u, uplink in enumerate(region.uplinks):
+        at: KeyPath = ("uplinks", u)
+        ways = {"prefill": "egress", "pd": "ingress"}
+        if uplink.cluster not in kinds:
+            message = f"no cluster is called {uplink.cluster!r}{suggestion(uplink.cluster, kinds)}"
+            yield Problem((*at, "cluster"), message)
+        elif uplink.way != (way := ways[kinds[uplink.cluster]]):
+            message = f"KVCache flows from prefill to pd: write {way} for {uplink.cluster}"
+            yield Problem((*at, "way"), message)
+        if (uplink.cluster, uplink.way) in seen:
+            message = f"a second {uplink.way} of {uplink.cluster!r}; remove one"
+            yield Problem((*at, "cluster"), message)
+        seen.add((uplink.cluster, uplink.way))
 
 
 def _check_emulation(at: KeyPath, rate: str) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from deploy.gateway.config import ApiKeysSection, GatewaySection
+from deploy.gateway.config import ApiKeysSection, GatewaySection, SharedUplink
 from kvmanager.agent.config import AgentSection
 from kvmanager.config_files.fields import Address, Addresses, Port, Section, TlsSection
 from kvmanager.config_files.security import is_loopback
@@ -251,6 +251,10 @@ class RegionSpec(Section):
     """Prefill clusters and PD clusters, at least one of these."""
     links: tuple[LinkSpec, ...] = ()
     """The links from prefill clusters to the PD clusters that they prefill for."""
+    uplinks: tuple[SharedUplink, ...] = ()
+    """Bandwidth that all links from a prefill cluster share, or all links to a PD cluster. The
+    long-term loop plans with no more.
+    """
     security: SecuritySpec = SecuritySpec()
     """How the processes of the region trust each other."""
 

@@ -119,8 +119,9 @@ class PeriodOver(Event[None], frozen=True):
             asked.append((plan, modelled, measured))
         homes = [_home(*found) for found in asked]
         found_homes = tuple(home for home in homes if home is not None)
-        # One PD cluster alone shares nothing.
-        joint = JointRegion(found_homes) if len(found_homes) > 1 else None
+        # One PD cluster alone shares nothing, unless its links have an uplink in common.
+        is_shared = len(found_homes) > 1 or bool(settings.uplinks)
+        joint = JointRegion(found_homes, settings.uplinks) if is_shared else None
         for plan, modelled, measured in asked:
             plan.ask(modelled, measured, settings.long_term, now_s, joint)
 

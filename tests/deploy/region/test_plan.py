@@ -138,6 +138,7 @@ clusters:
     spill: nearest
     nodes: [{name: c1, host: 10.0.0.3, instances: [{name: c1-d}]}]
   - {name: d, kind: pd, nodes: [{name: d1, host: 10.0.0.4, instances: [{name: d1-d}]}]}
+uplinks: [{cluster: a, way: egress, rate: 1Gbit}]
 links:
   - {from: a, to: c, emulate: {rate: 1Gbit}}
   - {from: a, to: d, endpoints: {d1: "tunnel:9"}}
@@ -162,6 +163,10 @@ def test_a_region_may_have_several_pd_clusters_and_any_links_to_them() -> None:
         f"10.0.0.4:{d1.agent.data_port}": "tunnel:9",
     }
     assert file.prefill[1].endpoints == {}
+    (uplink,) = file.uplinks
+    assert (uplink.cluster, uplink.way, uplink.rate) == ("a", "egress", 125e6)
+    again = GatewayFile.model_validate_json(file.model_dump_json())
+    assert again.uplinks == file.uplinks
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from scheduler.live.long_term.events import (
     PlanStep,
 )
 from scheduler.live.settings import LiveSettings, PdSettings
+from scheduler.planning.region_model import Uplink
 from scheduler.replay.recording import entry_frame, header_of, scheduler_of
 from tests.support.live_plan_cases import (
     FAST,
@@ -35,13 +36,21 @@ from tests.support.live_plan_cases import (
 NOW_S = 1000.0
 
 
-def region(rates: dict[str, int], **links: float) -> LiveScheduler:
+def region(
+    rates: dict[str, int], uplinks: tuple[Uplink, ...] = (), **links: float
+) -> LiveScheduler:
     """Two PD clusters, `a` and `b`, that share the prefill cluster `far`, after so many requests at
     each home. `links` are the rates of the links to them, bytes/s.
     """
     pds = tuple(PdSettings(name, ("far",)) for name in "ab")
     live = LiveScheduler(
-        LiveSettings(pd_clusters=pds, threshold_tokens=8000, hand_off_tokens=256, models=(MODEL,))
+        LiveSettings(
+            pd_clusters=pds,
+            threshold_tokens=8000,
+            hand_off_tokens=256,
+            models=(MODEL,),
+            uplinks=uplinks,
+        )
     )
     known, rng = live.knowledge(MODEL), random.Random(1)
     homes = [home for home, num in rates.items() for _ in range(num)]
@@ -94,6 +103,21 @@ def test_what_pd_clusters_share_is_divided_by_their_demand() -> None:
         shares[pd] = far.num_instances
     assert sum(shares.values()) == pytest.approx(4)
     assert shares["a"] > 1.5 * shares["b"]
+
+
+def test_an_uplink_is_divided_among_the_links_that_share_it() -> None:
+    narrow = Uplink("far", "egress", 4e7)
+    live = region({"a": 900, "b": 300}, (narrow,))
+    live.take(PeriodOver(None, False), NOW_S)
+    rates = {}
+    for pd in "ab":
+        question = live.plans[MODEL, pd].question
+        assert question is not None
+        assert question.joint is not None
+        (link,) = question.joint.shares[MODEL, pd].links
+        rates[pd] = link.bytes_per_s
+    assert sum(rates.values()) == pytest.approx(narrow.bytes_per_s, rel=0.01)
+    assert rates["a"] > rates["b"]
 
 
 def test_the_slower_of_two_links_has_the_higher_threshold() -> None:
