@@ -22,6 +22,7 @@ from scheduler.live.events import (
     AdmissionOver,
     AdmitAsked,
     LinkHeard,
+    ReportHeard,
     RouteAsked,
     ThresholdPlanned,
     ThresholdsAsked,
@@ -43,10 +44,11 @@ from scheduler.planning.plan import is_pair
 from scheduler.planning.throughput import Mode
 from scheduler.replay.jobs import Job, Way
 from scheduler.replay.model import MODEL, Policy, ReplayModel, Routing
-from scheduler.replay.station_views import Parts, StationViews
+from scheduler.replay.station_views import Parts, StationViews, reports
 from scheduler.routing.decision import HAND_OFF, PdCached, RequestShape
 from scheduler.routing.prediction import PrefillTask, transfer_tail_s
 from scheduler.routing.queue_order import OrderConfig
+from scheduler.routing.short_term import RouteDecision
 from scheduler.routing.threshold import ThresholdConfig
 
 _LOOK_S: Final = 0.2
@@ -71,7 +73,9 @@ class Decider:
             name: tuple(s for p, s in enumerate(sources, 1) if (p, at) in parts.watches)
             for at, name in enumerate(self.pds)
         }
-        self.live = LiveScheduler(_settings(policy, linked), StationViews(parts))
+        self.report_every_s = policy.report_every_s
+        views = StationViews(parts) if policy.report_every_s is None else None
+        self.live = LiveScheduler(_settings(policy, linked), views)
         self._parts = parts
         self._admission = policy.admission
         self._kv = model.region.kv
@@ -92,20 +96,15 @@ class Decider:
 
     def place(self, job: Job, kv_bytes: float, now_s: float) -> bool:
         """Write into the job where it goes and what is cached there. False: refused."""
-        hits = self._parts.hits(job)
-        self.hear_links(now_s)
-        question = RouteAsked(MODEL, self._shape(job, hits), home=self.pds[job.home])
-        decision = self.live.take(question, now_s)
+        if self.report_every_s is None:
+            self.hear_links(now_s)
+        decision, hits = self._routed(job, now_s)
         predicted = decision.predicted
         if self._admission is not None:
             asked = AdmitAsked(job.index, "", MODEL, job.num_tokens, predicted, pd=decision.pd)
             if not self.live.take(asked, now_s).verdict.admitted:
                 return False
-        place = job.place = self._places.get(decision.target, 0)
-        if decision.pd not in ("", self.pds[job.home]):
-            job.pd = self.pds.index(decision.pd)
-            hits = self._parts.hits(job)
-        job.cached_tokens = hits[place]
+        job.cached_tokens = hits[job.place]
         if decision.move.pays:
             job.move_from = self._places[decision.move.source]
             job.move_tokens = decision.move.saved_tokens
@@ -113,6 +112,34 @@ class Decider:
         job.predicted = predicted
         self._begun(job, hits[0], kv_bytes, now_s)
         return True
+
+    def _routed(self, job: Job, now_s: float) -> tuple[RouteDecision, list[int]]:
+        """The route of a job, which gets its places from it, and what these have cached. As in a
+        gateway, clusters that turn out to be lost are passed over in another try.
+        """
+        hits = self._parts.hits(job)
+        shape, home = self._shape(job, hits), self.pds[job.home]
+        excluded: set[str] = set()
+        while True:
+            question = RouteAsked(MODEL, shape, excluded=frozenset(excluded), home=home)
+            decision = self.live.take(question, now_s)
+            job.place = self._places.get(decision.target, 0)
+            job.pd = self.pds.index(decision.pd) if decision.pd else job.home
+            lost = self._parts.lost(job)
+            if not lost or lost in excluded:
+                break
+            excluded.add(lost)
+        return decision, hits if job.pd == job.home else self._parts.hits(job)
+
+    def report(self, now_s: float) -> None:
+        """Pass on reports and links, as a gateway does that asks for them. A lost cluster answers
+        with none.
+        """
+        lost = {station.name for station in self._parts.stations() if station.is_lost}
+        for report in reports(self._parts, now_s):
+            found = None if report.name in lost else report
+            self.tell(ReportHeard(report.name, found, now_s), now_s)
+        self.hear_links(now_s)
 
     def _begun(self, job: Job, home_tokens: int, kv_bytes: float, now_s: float) -> None:
         """Tell that the request goes to its place. `home_tokens` are cached in the PD cluster."""

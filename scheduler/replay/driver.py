@@ -54,7 +54,8 @@ from scheduler.routing.profiles import PrefillProfile
     _SAMPLE,
     _RECORD,
     _LOOK,
-) = range(10)
+    _REPORT,
+) = range(11)
 """Kinds of events, in their order at one instant."""
 
 
@@ -215,10 +216,14 @@ class _Driver:
             self._sample,
             self._record,
             self._look,
+            self._report,
         )
         for name, (from_s, until_s) in self._model.lost.items():
             self._push(_CLUSTER_LOST, from_s, name)
             self._push(_CLUSTER_BACK, until_s, name)
+        if self._decider.report_every_s is not None:
+            self._decider.report(0.0)
+            self._push(_REPORT, self._decider.report_every_s)
         self._push(_SAMPLE, 0.0)
         self._push(_RECORD, 0.0)
         if self._rebalancer is not None:
@@ -426,6 +431,10 @@ class _Driver:
             self._given_up(job, job.landing_version, now_s)
         self._decider.looked(now_s)
         self._push(_SAMPLE, now_s + self._transfers.sample_s)
+
+    def _report(self, _: None, __: None, now_s: float) -> None:
+        self._decider.report(now_s)
+        self._push(_REPORT, now_s + (self._decider.report_every_s or math.inf))
 
     def _look(self, _: None, __: None, now_s: float) -> None:
         assert self._rebalancer is not None

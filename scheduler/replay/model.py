@@ -137,5 +137,9 @@ class Policy:
     admission: AdmissionConfig | None = None
     long_term: LongTermConfig | None = None
     conversion: ConversionConfig = field(default_factory=ConversionConfig)
+    report_every_s: float | None = None
+    """Routing sees each cluster by its last report, as in a gateway, and a lost cluster until its
+    next report is missing. None: it sees all clusters as they are.
+    """
     monitor: MonitorConfig | None = field(default_factory=MonitorConfig)
     """The monitor of links with a schedule. None: routing sees the true rate, late by a sample."""

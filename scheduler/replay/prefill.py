@@ -7,7 +7,7 @@ order of the policy.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 from scheduler.live.long_term.conversion import PdRole
@@ -69,6 +69,14 @@ class PrefillStation:
         self._order: QueueOrder[int] | None = None if order is None else QueueOrder(order)
         self._queue: deque[Job] = deque()
         self._waiting: dict[int, Job] = {}
+
+    def jobs(self) -> Iterator[tuple[Job, str]]:
+        """All jobs with their instances, "" for those that wait."""
+        for instance in self.instances:
+            if instance.job is not None:
+                yield instance.job, instance.name
+        for job in (*self._queue, *self._waiting.values()):
+            yield job, ""
 
     @property
     def num_queued(self) -> int:

@@ -20,7 +20,7 @@ from scheduler.replay.jobs import Job, Way
 from scheduler.replay.model import MODEL
 from scheduler.replay.prefill import PrefillStation
 from scheduler.replay.watching import WatchedLink
-from scheduler.reports import ClusterReport, InstanceReport
+from scheduler.reports import ClusterReport, InstanceReport, JobReport
 from scheduler.routing.decision import HAND_OFF
 from scheduler.routing.views import ClusterView, DecodeView, RegionSnapshot
 
@@ -49,6 +49,11 @@ class Parts:
         """Where the job is prefilled."""
         return self.sources[job.place - 1] if job.place else self.pds[job.pd].station
 
+    def lost(self, job: Job) -> str:
+        """The name of the lost cluster that the job would need; "" if there is none."""
+        needed = (self.station(job), self.pds[job.pd].station)
+        return next((station.name for station in needed if station.is_lost), "")
+
     def stations(self) -> list[PrefillStation]:
         """Those of PD clusters first."""
         return [*(pd.station for pd in self.pds), *self.sources]
@@ -69,15 +74,15 @@ class Parts:
         return [self.cached_tokens(job, station.name) for station in stations]
 
 
-def reports(parts: Parts) -> Iterator[ClusterReport]:
+def reports(parts: Parts, now_s: float) -> Iterator[ClusterReport]:
     """The reports that the fronts of all clusters would send now, those of PD clusters first."""
     for pd in parts.pds:
-        yield _report(pd.station, pd.pool)
+        yield _report(pd.station, pd.pool, now_s)
     for station in parts.sources:
-        yield _report(station, None)
+        yield _report(station, None, now_s)
 
 
-def _report(station: PrefillStation, pool: DecodePool | None) -> ClusterReport:
+def _report(station: PrefillStation, pool: DecodePool | None, now_s: float) -> ClusterReport:
     slots = 0 if pool is None else pool.slots_per_instance
     instances = [*station.instances, *(() if pool is None else pool.instances)]
     return ClusterReport(
@@ -98,6 +103,17 @@ def _report(station: PrefillStation, pool: DecodePool | None) -> ClusterReport:
                 decode_slots=slots,
             )
             for item in instances
+        ),
+        jobs=tuple(
+            JobReport(
+                transfer_id=str(job.index),
+                num_tokens=job.num_tokens,
+                uncached_tokens=job.num_tokens - job.cached_tokens,
+                for_s=max(0.0, now_s - (job.start_s if instance else job.arrival_s)),
+                instance=instance,
+                model=MODEL,
+            )
+            for job, instance in station.jobs()
         ),
     )
 

@@ -17,6 +17,7 @@ BENCHES = (
     "gateway",
     "plan",
     "decision",
+    "scale",
     "prediction",
     "region",
     "simulate",

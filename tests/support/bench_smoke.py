@@ -126,6 +126,15 @@ def check_decision(kept: Any) -> None:
     assert is_positive(*(spent for case in kept for spent in case["microseconds"])), kept
 
 
+def check_scale(kept: Any) -> None:
+    (row,) = kept["sizes"]
+    assert is_positive(*row["decision_us"].values(), row["request_us"], row["report_us"])
+    assert is_positive(row["state_bytes"], row["report_bytes_per_s"], row["event_bytes_per_s"])
+    assert is_positive(row["plan_cpu_s"], row["replan_cpu_s"], *row["levels"])
+    # A lost cluster is noticed with its next report.
+    assert all(row["loss"][name]["until_s"] <= 1.0 for name in ("prefill-0", "pd-0")), row["loss"]
+
+
 def check_simulate(kept: Any) -> None:
     studies = {"case-study": 7, "congestion": 12, "shift": 8, "steady": 1, "overload": 3}
     assert kept.keys() == {"speed", *studies}, kept.keys()
@@ -234,6 +243,7 @@ CHECKS: Final[dict[str, Callable[[Any], None]]] = {
     "gateway": check_gateway,
     "plan": check_plan,
     "decision": check_decision,
+    "scale": check_scale,
     "simulate": check_simulate,
     "kv": check_kv,
     "loops": check_loops,

@@ -188,6 +188,7 @@ def _policy(name: str, spec: PolicySpec, model: ReplayModel, whole: SimulationSp
         thresholds=thresholds,
         num_prefill=spec.num_prefill,
         spill=spec.spill,
+        report_every_s=spec.report_every,
         order=OrderConfig() if spec.order == "shortest" else None,
         margin_s=default.margin_s if spec.margin is None else spec.margin,
         margin_share=default.margin_share if spec.margin_share is None else spec.margin_share,

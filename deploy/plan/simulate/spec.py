@@ -103,6 +103,8 @@ class PolicySpec(Section):
     max_decode_load: Positive | None = None
     rebalance_every: Span | None = None
     """The period of the long timescale. Left out: the threshold and roles stay."""
+    report_every: Span | None = None
+    """How old reports of clusters may be. Left out: routing sees clusters as they are."""
     watch: Literal["monitor", "direct"] = "monitor"
     """How changes of links are seen: by the link monitor, or as they are."""
 

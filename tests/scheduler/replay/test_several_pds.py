@@ -121,6 +121,17 @@ def test_what_a_lost_prefill_cluster_had_is_prefilled_where_it_decodes() -> None
     assert any(job.place for job in outcome.jobs if job.arrival_s > 200)
 
 
+def test_a_region_is_seen_by_its_reports_as_a_gateway_sees_it() -> None:
+    seen = replay(model(joint()), work(1.5, 1.0), Policy(report_every_s=1.0))
+    assert all(job.fate is Fate.DONE for job in seen.jobs)
+    assert any(job.place for job in seen.jobs)
+    lost = {"b": (100.5, 200.0), "x": (100.5, 200.0)}
+    outcome = replay(model(joint(), lost=lost), work(1.0, 1.0), Policy(report_every_s=1.0))
+    during = [job for job in outcome.jobs if 100.5 < job.arrival_s < 200]
+    # Also those that come before the missing report is noticed.
+    assert all(job.fate is Fate.DONE and job.pd == 0 and job.place != 1 for job in during)
+
+
 def test_an_uplink_carries_no_more_than_its_rate() -> None:
     rate = 1 * GBIT
     uplinks = (Uplink("x", "egress", rate), Uplink("y", "egress", rate))
