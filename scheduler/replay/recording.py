@@ -285,6 +285,8 @@ class _StateUnpickler(pickle.Unpickler):
         {
             ("builtins", "set"),
             ("builtins", "frozenset"),
+            ("builtins", "dict"),
+            ("collections", "defaultdict"),
             ("collections", "deque"),
             ("copyreg", "_reconstructor"),
             ("builtins", "object"),
