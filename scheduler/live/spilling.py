@@ -16,6 +16,7 @@ from scheduler.live.admission import AdmissionRequest, admit
 from scheduler.live.settings import PdSettings
 from scheduler.live.snapshots import LinkPair, PendingRequest
 from scheduler.routing.candidates import RouteConfig, whole_prediction
+from scheduler.routing.decision import HAND_OFF, ONE_ENGINE
 from scheduler.routing.prediction import Prediction
 from scheduler.routing.short_term import RouteDecision
 from scheduler.routing.spill import PdOffer, SpillRule, choose_pd
@@ -87,9 +88,13 @@ def spilled(
     request, tries = at_home.request, {home.name: at_home}
     offers = []
     for pd in _others(live, model, home.name, now_s, excluded):
+        rtt_s = live.distances.rtt_s(live, home.name, pd.name, now_s)
+        # To look at a cluster takes long, and its prefill alone may take too long to be sooner.
+        least_s = rtt_s + _least_s(live, model, pd, at_home)
+        if own.is_able and least_s + rule.lead_s(own) >= own.ttft_s:
+            continue
         shape = request.shape.at(pd.name)
         found = tries[pd.name] = try_at(msgspec.structs.replace(request, shape=shape), pd)
-        rtt_s = live.distances.rtt_s(live, home.name, pd.name, now_s)
         offers.append(_offer(live, model, found, rtt_s, now_s))
     chosen, reason = choose_pd(own, offers, rule)
     if chosen is own:
@@ -113,6 +118,26 @@ def _others(
             rtt_s = live.distances.rtt_s(live, home, pd.name, now_s)
             found.append((num_free <= 0, rtt_s, pd.name, pd))
     return [pd for *_, pd in sorted(found, key=lambda item: item[:3])[:NUM_OTHERS]]
+
+
+def _least_s(live: LiveScheduler, model: str, pd: PdSettings, at_home: Tried) -> float:
+    """A time that no first token of the request can beat if `pd` decodes: the shortest prefill of
+    any place, with the longest prefix that is cached anywhere.
+    """
+    known, shape = live.knowledge(model), at_home.request.shape
+    cached_tokens = max(
+        shape.local_cached_tokens,
+        *shape.prefill_cached_tokens.values(),
+        *shape.sendable_tokens.values(),
+        *(cached.local_tokens for cached in shape.cached_in_pds.values()),
+        0,
+    )
+    places = [live.place(HAND_OFF, pd.name), live.place(ONE_ENGINE, pd.name), *pd.prefill_clusters]
+    prefills = [
+        known.prefill(place).prefill_s(shape.num_prompt_tokens, cached_tokens) for place in places
+    ]
+    # What was measured beyond predictions may be less than nothing.
+    return min(prefills) + min(0.0, *at_home.config.overhead_s.values(), 0.0)
 
 
 def _offer(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from paper_region import FAST, KV, LENGTHS, SLOW
 
+from scheduler.live import spilling
 from scheduler.planning.joint import JointRegion
 from scheduler.planning.region_model import (
     Home,
@@ -87,6 +88,18 @@ def test_requests_of_a_crowded_home_spill_where_they_may() -> None:
     assert decoded(stay) == {(0, 0), (1, 1)}
     assert (0, 1) in decoded(leave)
     assert leave.summary().ttft.p90_s < 0.7 * stay.summary().ttft.p90_s
+
+
+def test_clusters_that_cannot_be_sooner_are_passed_over_without_a_change_of_any_route(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    several = joint(names=("a", "b", "c"))
+    crowded = work(5.0, 0.2, 1.5)
+    first = replay(model(several), crowded, Policy(spill="overflow"))
+    monkeypatch.setattr(spilling, "_least_s", lambda *_: 0.0)
+    second = replay(model(several), crowded, Policy(spill="overflow"))
+    assert [(j.pd, j.place) for j in first.jobs] == [(j.pd, j.place) for j in second.jobs]
+    assert {job.pd for job in first.jobs if job.home == 0} == {0, 1, 2}
 
 
 def test_requests_with_a_lost_home_decode_elsewhere() -> None:
