@@ -101,7 +101,7 @@ def timed() -> Iterator[Times]:
                 found.routed[answer.target].append(now_s)
         return answer
 
-    LiveScheduler.take = taking  # type: ignore[method-assign]
+    LiveScheduler.take = taking  # type: ignore[method-assign, assignment]
     try:
         yield found
     finally:
