@@ -204,7 +204,7 @@ class Authority:
 def _host(region: RegionSpec, nodes: list[NodeSpec]) -> Host:
     names = tuple(node.name for node in nodes)
     addresses = dict.fromkeys([nodes[0].host, *_other_addresses(region, nodes)])
-    has_gateway = region.gateway_node.name in names
+    has_gateway = any(node.name in names for node in region.gateway_nodes)
     identities = [Identity(region.name, "agent", name) for name in names]
     identities.append(Identity(region.name, "operator", names[0]))
     for cluster in fronts_apart(region):

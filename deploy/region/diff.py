@@ -16,7 +16,7 @@ from deploy.region.launch.parts import part_with, whole
 from deploy.region.launch.plan import PlannedProcess, Planner
 from deploy.region.launch.ports import resolve_part
 from deploy.region.launch.rundir import RunDirectory
-from deploy.region.spec.region import RegionSpec
+from deploy.region.spec.region import RegionSpec, gateway_process
 
 _ROOT: Final = Path("/run/prfaas")
 _CONFIG: Final = "--config"
@@ -74,7 +74,8 @@ def _processes(region: RegionSpec) -> dict[str, _Told]:
 def _node_of(region: RegionSpec, item: PlannedProcess) -> str:
     """The node on whose host the process runs."""
     if item.kind == "gateway":
-        return region.gateway_node.name
+        names = {gateway_process(region, node.name): node.name for node in region.gateway_nodes}
+        return names[item.name]
     if item.kind == "front":
         return region.cluster(item.name.removeprefix("front.")).nodes[0].name
     if item.kind == "engine":

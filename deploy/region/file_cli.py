@@ -100,7 +100,8 @@ def reload_command(
 
     part = part_of(wanted, site=site, node=node)
     if not part.has_gateway:
-        fail(f"the gateway runs on the host of node {wanted.gateway_node.name}, not here", 2)
+        names = ", ".join(node.name for node in wanted.gateway_nodes)
+        fail(f"the gateway runs on the host of node {names}, not here", 2)
     root, _ = find_run(run_dir, run_name(wanted, part))
     try:
         changes = reload_region(root, wanted, part)

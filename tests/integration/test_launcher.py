@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import signal
@@ -16,10 +17,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
 from certificates import make_region_files
 from data_port import is_welcome, tls_context
+from redis_server import RedisServer
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from deploy.cli import app
@@ -29,7 +33,7 @@ from deploy.region.launch.launcher import (
     RunningRegion,
 )
 from deploy.region.launch.rundir import RunDirectoryError, read_state
-from deploy.region.launch.status import region_status
+from deploy.region.launch.status import region_status, render_status
 from deploy.region.spec.region import RegionSpec
 from kvmanager.agent.client import AgentClient
 from kvmanager.config_files.problems import FileError
@@ -245,6 +249,62 @@ async def test_a_region_starts_is_watched_and_leaves_nothing(
     assert not [pid for pid in pids if lives(pid)]
     # What the gateway has learnt is for the next run.
     assert sorted(os.listdir(run_dir)) == ["gateway.learned", "logs"]
+
+
+async def test_two_gateways_on_one_machine_work_together(
+    dummy_vllm: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    with RedisServer(tmp_path) as server:
+        gateway = {"port": 0, "nodes": ["a1", "b1"], "shared": {"redis": server.url}}
+        async with RunningRegion(spec(dummy_vllm, gateway=gateway), run_dir) as region:
+            names = [process.name for process in region.processes if process.kind == "gateway"]
+            assert names == ["gateway.a1", "gateway.b1"]
+            fronts = [process.name for process in region.processes if process.kind == "front"]
+            assert fronts == ["front.prefill-a", "front.pd-b"]
+            assert len(set(region.gateway_urls.values())) == 2
+
+            async def seen(name: str) -> dict[str, Any]:
+                page: dict[str, Any] = await fetch(f"{region.gateway_urls[name]}/prfaas/gateways")
+                return page
+
+            async def leader(among: list[str]) -> str:
+                async with asyncio.timeout(120):
+                    while True:
+                        for name in among:
+                            if (await seen(name))["leads"]:
+                                return name
+                        await asyncio.sleep(0.1)
+
+            first = await leader(names)
+            (other,) = set(names) - {first}
+            token = (await seen(first))["token"]
+            state = read_state(run_dir)
+            assert state is not None
+            shown = Console(width=200, file=io.StringIO())
+            # As the command does, on a loop of its own: looking at processes takes time.
+            status = await asyncio.to_thread(lambda: asyncio.run(region_status(state)))
+            shown.print(render_status(status))
+            assert isinstance(shown.file, io.StringIO)
+            text = shown.file.getvalue()
+            assert f"{first} has shared with others" in text
+            assert "it leads" in text
+            # Frozen, as a host that swaps: its lease ends, and it hears of that when it wakes.
+            region.process(first).suspend()
+            assert await leader([other]) == other
+            assert (await seen(other))["token"] > token
+            region.process(first).resume()
+            assert (await seen(first))["leads"] is False
+            order = {"instance": "b1-decode", "role": "prefill"}
+            url = f"{region.gateway_urls[first]}/v1/pd_role"
+            async with aiohttp.ClientSession() as session:
+                async with session.post(url, json=order) as response:
+                    assert response.status == 409
+                    assert (await response.json())["error"]["code"] == "not_leader"
+            # Killed: the other one is not touched, and the first comes back.
+            await region.process(other).kill(restart=False)
+            assert await leader([first]) == first
+    left = set(os.listdir(run_dir))
+    assert {"gateway.a1.learned", "logs"} <= left
 
 
 async def test_what_crosses_the_link_of_a_region_with_tls_is_encrypted(

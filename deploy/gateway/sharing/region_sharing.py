@@ -26,6 +26,7 @@ from deploy.gateway.links.region_links import RegionLinks
 from deploy.gateway.scheduling.leadership import Leadership
 from deploy.gateway.scheduling.scheduler import RegionScheduler
 from deploy.gateway.sharing.budgets import SharedBudgets
+from deploy.gateway.sharing.overview import Peer, SharingOverview
 from deploy.gateway.sharing.redis_region import (
     GONE_S,
     LEASE_S,
@@ -59,32 +60,6 @@ MAX_BATCH: Final = 50
 """Observations in one batch: learning from them takes about 10 ms of the event loop."""
 MAX_PENDING: Final = 20_000
 """Observations that wait while Redis does not answer. Older ones are lost to the others."""
-
-
-class Peer(msgspec.Struct, frozen=True, kw_only=True):
-    """Another gateway, and the requests that it has given to instances."""
-
-    name: str
-    requests: int
-
-
-class SharingOverview(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to GET /prfaas/gateways.
-
-    `state` is "joined", or "alone" with the reason in `error`. `leader` is the name of the gateway
-    that acts on the long term, as far as this one knows.
-    """
-
-    name: str
-    state: str
-    for_s: float
-    error: str = ""
-    leads: bool
-    leader: str
-    token: int
-    peers: list[Peer]
-    pending: int
-    """Observations that the others have not been told."""
 
 
 class SharingMetrics:

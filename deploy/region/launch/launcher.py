@@ -54,7 +54,7 @@ from deploy.region.launch.running import RunningProcess
 from deploy.region.launch.trust import engine_key_file, make_keys, run_credentials
 from deploy.region.spec.checks import check_region
 from deploy.region.spec.loading import missing_models, missing_packages
-from deploy.region.spec.region import RegionSpec
+from deploy.region.spec.region import RegionSpec, gateway_process
 from kvmanager.config_files.fields import tls_files
 from kvmanager.config_files.problems import FileError, Problem
 from kvmanager.private_files import read_secret, write_private
@@ -162,7 +162,15 @@ class RunningRegion:
     @property
     def gateway_url(self) -> str:
         """The base URL of the OpenAI API, without /v1; "" if the gateway runs elsewhere."""
-        return gateway_url(self.region) if self._part.has_gateway else ""
+        return next(iter(self.gateway_urls.values()), "")
+
+    @property
+    def gateway_urls(self) -> dict[str, str]:
+        """The base URLs of all gateways that run here, by their processes."""
+        region = self.region
+        return {
+            gateway_process(region, node): gateway_url(region, node) for node in self._part.gateways
+        }
 
     @property
     def processes(self) -> Sequence[RunningProcess]:
@@ -186,8 +194,8 @@ class RunningRegion:
 
     @property
     def gateway(self) -> RunningProcess:
-        """The gateway's process."""
-        return self._processes["gateway"]
+        """The process of the gateway, the first one if there are several."""
+        return next(item for item in self.processes if item.kind == "gateway")
 
     def relay(self, link: str = "", node: str = "") -> RelayControl:
         """Faults and counters of an emulated link.
@@ -261,14 +269,16 @@ class RunningRegion:
         RegionStartFailed after `timeout_s`, with what they miss.
         """
         deadline_s = time.monotonic() + timeout_s
-        url, key = admin_url(self.region), self.operator_key
+        key = self.operator_key
         names = [process.name for process in self.processes if process.kind == "engine"]
-        while (trouble := await region_trouble(url, key, names)) is not None:
-            if time.monotonic() > deadline_s:
-                raise RegionStartFailed(f"the gateway runs, but {trouble}")
-            self._report(self.gateway, trouble, state="waiting")
-            await asyncio.sleep(0.1)
-        self._report(self.gateway, self.gateway.reason)
+        for name, url in self._admin_urls().items():
+            gateway = self.process(name)
+            while (trouble := await region_trouble(url, key, names)) is not None:
+                if time.monotonic() > deadline_s:
+                    raise RegionStartFailed(f"the gateway runs, but {trouble}")
+                self._report(gateway, trouble, state="waiting")
+                await asyncio.sleep(0.1)
+            self._report(gateway, gateway.reason)
 
     async def differences(self) -> list[str]:
         """A sentence for each pair of engines of one name between which no KVCache is shared. Hosts
@@ -402,7 +412,7 @@ class RunningRegion:
         directory = self._directory
         if directory is None or self._resolved is None:
             return
-        own = psutil.Process()
+        own, admin_urls = psutil.Process(), self._admin_urls()
         state = RegionState(
             region=self.region.name,
             part=self._part.name,
@@ -411,7 +421,8 @@ class RunningRegion:
             launcher_started_s=own.create_time(),
             started_s=self._started_s,
             gateway_url=self.gateway_url,
-            admin_url=admin_url(self.region) if self._part.has_gateway else "",
+            admin_url=next(iter(admin_urls.values()), ""),
+            gateways=admin_urls,
             region_file=str(directory.region_file),
             processes=tuple(process.record for process in self._processes.values()),
             relays={
@@ -429,6 +440,13 @@ class RunningRegion:
         return {
             node.name: str(Endpoint(node.host, node.agent.control_port))
             for node in self.region.nodes
+        }
+
+    def _admin_urls(self) -> dict[str, str]:
+        """Where the pages for operators of each gateway are that runs here, by its process."""
+        region = self.region
+        return {
+            gateway_process(region, node): admin_url(region, node) for node in self._part.gateways
         }
 
     def _resolved_region(self) -> ResolvedRegion:

@@ -28,13 +28,19 @@ class UnknownPart(CommandFailed):
 class Part:
     """What one launcher starts: agents and engines of `nodes`, fronts of the clusters `fronts`.
 
-    Without a `name` it is the whole region on one machine; the gateway then has all fronts inside.
+    Without a `name` it is the whole region on one machine. If it has one gateway, that has all
+    fronts inside.
     """
 
     name: str
     nodes: tuple[str, ...]
     fronts: tuple[str, ...] = ()
-    has_gateway: bool = True
+    gateways: tuple[str, ...] = ()
+    """The nodes of the gateways that run here."""
+
+    @property
+    def has_gateway(self) -> bool:
+        return bool(self.gateways)
 
     @property
     def is_whole(self) -> bool:
@@ -43,7 +49,10 @@ class Part:
 
 def whole(region: RegionSpec) -> Part:
     """The region on one machine."""
-    return Part("", tuple(node.name for node in region.nodes))
+    nodes = tuple(node.name for node in region.nodes)
+    gateways = tuple(node.name for node in region.gateway_nodes)
+    fronts = tuple(cluster.name for cluster in region.clusters) if len(gateways) > 1 else ()
+    return Part("", nodes, fronts, gateways)
 
 
 def part_of(region: RegionSpec, *, site: str | None = None, node: str | None = None) -> Part:
@@ -69,16 +78,20 @@ def part_of(region: RegionSpec, *, site: str | None = None, node: str | None = N
 def part_with(region: RegionSpec, name: str, nodes: tuple[str, ...]) -> Part:
     """The part of a host with these nodes."""
     fronts = tuple(c.name for c in fronts_apart(region) if c.nodes[0].name in nodes)
-    return Part(name, nodes, fronts, has_gateway=region.gateway_node.name in nodes)
+    gateways = tuple(node.name for node in region.gateway_nodes if node.name in nodes)
+    return Part(name, nodes, fronts, gateways)
 
 
 def fronts_apart(region: RegionSpec) -> tuple[ClusterSpec, ...]:
     """The clusters whose fronts are processes of their own, each on its cluster's first node.
 
-    The gateway has the front of its own cluster inside, as it has all of them on one machine.
+    A region's only gateway has the front of its own cluster inside, as it has all of them on one
+    machine. Several gateways would each place work as if they were alone.
     """
-    beside = region.gateway_node
-    return tuple(cluster for cluster in region.clusters if beside not in cluster.nodes)
+    gateways = region.gateway_nodes
+    if len(gateways) > 1:
+        return region.clusters
+    return tuple(cluster for cluster in region.clusters if gateways[0] not in cluster.nodes)
 
 
 def run_name(region: RegionSpec, part: Part) -> str:
@@ -88,6 +101,11 @@ def run_name(region: RegionSpec, part: Part) -> str:
 
 def part_problems(region: RegionSpec, part: Part) -> list[Problem]:
     """What keeps this host from starting its part. Looks for files."""
+    gateways = region.gateway_nodes
+    hosts = {node.host for node in gateways if part.name} or {""}
+    if region.gateway.admin is not None and len(hosts) < len(gateways):
+        message = "gateways of one machine cannot share it; leave it out, or give each a host"
+        return [Problem(("gateway", "admin"), message)]
     if part.is_whole:
         return []
     return spread_problems(region) or list(missing_files(region, part))
@@ -134,7 +152,7 @@ def _unreachable_engines(region: RegionSpec) -> Iterator[Problem]:
     for c, cluster in enumerate(region.clusters):
         asking = [_front_node(region, cluster)]
         if cluster.kind == "pd":
-            asking.append(region.gateway_node)  # it streams their answers
+            asking += region.gateway_nodes  # they stream their answers
         for n, node in enumerate(cluster.nodes):
             if region.engine_host(node) == node.bound_host:
                 continue
@@ -149,5 +167,6 @@ def _unreachable_engines(region: RegionSpec) -> Iterator[Problem]:
 
 
 def _front_node(region: RegionSpec, cluster: ClusterSpec) -> NodeSpec:
-    beside = region.gateway_node
-    return beside if beside in cluster.nodes else cluster.nodes[0]
+    if cluster in fronts_apart(region):
+        return cluster.nodes[0]
+    return region.gateway_nodes[0]

@@ -38,6 +38,7 @@ from deploy.region.spec.region import (
     NodeSpec,
     RegionInstance,
     RegionSpec,
+    gateway_process,
     role_of,
     spill_of,
 )
@@ -103,7 +104,7 @@ class Planner:
             *(self._agent(node) for node in nodes),
             *(self._engine(node, item) for node in nodes for item in node.instances),
             *(self._front(region.cluster(name)) for name in part.fronts),
-            *([self._gateway(region)] if part.has_gateway else []),
+            *(self._gateway(region, node) for node in part.gateways),
         ]
 
     def _nodes(self) -> list[NodeSpec]:
@@ -117,8 +118,9 @@ class Planner:
         files = {
             directory.region_file: region_text(region),
         }
-        if resolved.part.has_gateway:
-            files[directory.gateway_file] = gateway_text(gateway_file(resolved, directory))
+        for at in resolved.part.gateways:
+            path = directory.gateway_file_of(gateway_process(region, at))
+            files[path] = gateway_text(gateway_file(resolved, directory, at))
         for name in resolved.part.fronts:
             front = front_file(resolved, directory, region.cluster(name))
             files[self._front_file(name)] = front.model_dump_json(indent=1)
@@ -245,9 +247,11 @@ class Planner:
         url = engine_url(self.resolved.region, node, instance)
         return PlannedProcess(instance.name, "engine", url, process)
 
-    def _gateway(self, region: RegionSpec) -> PlannedProcess:
-        argv = [*module_argv("deploy.cli", "gateway"), "--config", str(self.directory.gateway_file)]
-        return self._planned("gateway", "gateway", gateway_url(region), argv)
+    def _gateway(self, region: RegionSpec, node: str) -> PlannedProcess:
+        name = gateway_process(region, node)
+        file = str(self.directory.gateway_file_of(name))
+        argv = [*module_argv("deploy.cli", "gateway"), "--config", file]
+        return self._planned(name, "gateway", gateway_url(region, node), argv)
 
     def _planned(self, name: str, kind: Kind, address: str, argv: list[str]) -> PlannedProcess:
         env = module_environment(self.environment)
@@ -294,17 +298,22 @@ def engine_spec(
     )
 
 
-def gateway_file(resolved: ResolvedRegion, directory: RunDirectory) -> GatewayFile:
-    """The file of the gateway's process. Without parts all fronts are embedded in it."""
+def gateway_file(resolved: ResolvedRegion, directory: RunDirectory, node: str = "") -> GatewayFile:
+    """The file of the process of a gateway on the host of `node` ("": the first one). Without parts
+    all fronts are embedded in a region's only gateway.
+    """
     region, security = resolved.region, resolved.region.security
     gateway = region.gateway
     settings = {name: getattr(gateway, name) for name in GatewaySection.model_fields}
-    settings["home"] = region.home
-    settings["state"] = gateway.state or directory.learned_file
+    node = node or region.gateway_node.name
+    settings["home"] = region.home_at(node)
+    settings["port"] = gateway.ports.get(node, gateway.port)
+    settings["state"] = gateway.state or directory.learned_file_of(gateway_process(region, node))
     if gateway.shared is not None:
-        own = {"region": region.name, "name": region.gateway_node.name}
+        own = {"region": region.name, "name": node}
         settings["shared"] = gateway.shared.model_copy(update=own)
-    apart = () if resolved.part.is_whole else fronts_apart(region)
+    is_alone = resolved.part.is_whole and not resolved.part.fronts
+    apart = () if is_alone else fronts_apart(region)
 
     def source(cluster: ClusterSpec) -> dict[str, object]:
         if cluster in apart:
@@ -383,15 +392,16 @@ def region_text(region: RegionSpec) -> str:
     return region.model_dump_json(by_alias=True, exclude_none=True, indent=1)
 
 
-def gateway_url(region: RegionSpec) -> str:
-    """Where clients on this machine find the gateway."""
-    return _local_url(Endpoint(region.gateway.host, region.gateway.port))
+def gateway_url(region: RegionSpec, node: str = "") -> str:
+    """Where clients on this machine find the gateway of a node ("": the first one)."""
+    gateway = region.gateway
+    return _local_url(Endpoint(gateway.host, gateway.ports.get(node, gateway.port)))
 
 
-def admin_url(region: RegionSpec) -> str:
-    """Where operators on this machine find the gateway's pages."""
+def admin_url(region: RegionSpec, node: str = "") -> str:
+    """Where operators on this machine find that gateway's pages."""
     admin = region.gateway.admin
-    return gateway_url(region) if admin is None else _local_url(Endpoint.parse(admin))
+    return gateway_url(region, node) if admin is None else _local_url(Endpoint.parse(admin))
 
 
 def _local_url(at: Endpoint) -> str:

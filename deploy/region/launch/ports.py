@@ -24,6 +24,7 @@ from deploy.region.spec.region import (
     LinkSpec,
     NodeSpec,
     RegionSpec,
+    gateway_process,
 )
 from kvmanager.config_files.problems import Problem
 from transport import Endpoint
@@ -76,7 +77,8 @@ def taken_ports(region: RegionSpec, part: Part | None = None) -> list[Problem]:
     hosts that are not this machine.
     """
     part = part or whole(region)
-    owners = {*part.nodes, *part.fronts, *([""] if part.has_gateway else [])}
+    gateways = [gateway_process(region, name) for name in part.gateways]
+    owners = {*part.nodes, *part.fronts, *gateways, *([""] if part.has_gateway else [])}
     problems: dict[str, Problem] = {}
     seen: set[tuple[str, int]] = set()
     for item in fixed_ports(region):
@@ -156,19 +158,37 @@ _Choose = Callable[[str, str, int], int]
 
 def _resolved(region: RegionSpec, part: Part, choose: _Choose) -> ResolvedRegion:
     gateway = region.gateway
-    port = gateway.port or choose(gateway.host, gateway.host, GATEWAY_PORT)
-    gateway = gateway.model_copy(update={"port": port})
+    if gateway.nodes:
+        ports = _gateway_ports(region, part, choose)
+        gateway = gateway.model_copy(update={"ports": ports, "port": next(iter(ports.values()))})
+    else:
+        port = gateway.port or choose(gateway.host, gateway.host, GATEWAY_PORT)
+        gateway = gateway.model_copy(update={"port": port})
     if gateway.admin is not None:
         at = Endpoint.parse(gateway.admin)
         admin = str(Endpoint(at.host, at.port or choose(at.host, at.host, ADMIN_PORT)))
         gateway = gateway.model_copy(update={"admin": admin})
     clusters = tuple(_resolve_cluster(region, cluster, choose) for cluster in region.clusters)
     region = region.model_copy(update={"gateway": gateway, "clusters": clusters})
-    if not part.is_whole:
+    if part.fronts or not part.is_whole:
         region = _with_front_ports(region, choose)
     relays: list[RelayPlan] = []
     links = tuple(_resolve_link(link, region, choose, relays) for link in region.links)
     return ResolvedRegion(region.model_copy(update={"links": links}), tuple(relays), part)
+
+
+def _gateway_ports(region: RegionSpec, part: Part, choose: _Choose) -> dict[str, int]:
+    """The port of each of several gateways, by its node."""
+    gateway, hosts = region.gateway, [node.host for node in region.gateway_nodes]
+    found = {}
+    for number, node in enumerate(region.gateway_nodes):
+        # Hosts that start their own parts have to find the same port, each for itself.
+        port = (gateway.port or GATEWAY_PORT) + hosts[:number].count(node.host)
+        if part.is_whole:
+            port = gateway.port if number == 0 else 0
+        port = gateway.ports.get(node.name) or port
+        found[node.name] = port or choose(node.host, gateway.host, GATEWAY_PORT)
+    return found
 
 
 def _with_front_ports(region: RegionSpec, choose: _Choose) -> RegionSpec:

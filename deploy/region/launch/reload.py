@@ -14,7 +14,7 @@ from deploy.region.launch.parts import Part, whole
 from deploy.region.launch.plan import gateway_file, gateway_text, region_text
 from deploy.region.launch.ports import ResolvedRegion
 from deploy.region.launch.rundir import RunDirectory
-from deploy.region.spec.region import RegionSpec
+from deploy.region.spec.region import RegionSpec, gateway_process
 from kvmanager.config_files.problems import FileError, Problem
 from kvmanager.private_files import write_private
 
@@ -31,7 +31,13 @@ def reload_region(root: Path, wanted: RegionSpec, part: Part | None = None) -> C
     after = _with_live(before, wanted)
     running = _with_live(_read(directory.region_file), wanted)
     resolved = ResolvedRegion(running, relays=(), part=part or whole(running))
-    file = gateway_file(resolved, directory)
+    files = {
+        directory.gateway_file_of(gateway_process(running, node)): gateway_file(
+            resolved, directory, node
+        )
+        for node in resolved.part.gateways
+    }
+    file = next(iter(files.values()))
     if file.api_keys_file is not None:
         try:
             with_api_keys(file.gateway, load_api_keys(file.api_keys_file))
@@ -43,7 +49,8 @@ def reload_region(root: Path, wanted: RegionSpec, part: Part | None = None) -> C
     if changes.made:
         write_private(directory.wanted_file, region_text(after).encode())
         write_private(directory.region_file, region_text(resolved.region).encode())
-        write_private(directory.gateway_file, gateway_text(file).encode())
+        for path, own in files.items():
+            write_private(path, gateway_text(own).encode())
     return changes
 
 

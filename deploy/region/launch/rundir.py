@@ -90,6 +90,8 @@ class RegionState(msgspec.Struct, frozen=True):
     """Where the gateway's pages for operators are; like `gateway_url` "" if it runs elsewhere."""
     part: str = ""
     """The part of the region that runs here; "" if all of it does."""
+    gateways: dict[str, str] = {}
+    """Where the pages for operators of each gateway are that runs here, by its process."""
 
     @property
     def title(self) -> str:
@@ -135,12 +137,16 @@ class RunDirectory:
 
     @property
     def gateway_file(self) -> Path:
-        return self.root / "gateway.json"
+        """The file of a region's only gateway."""
+        return self.gateway_file_of("gateway")
 
-    @property
-    def learned_file(self) -> Path:
-        """What the gateway has learnt. It outlives the run, for the next one here."""
-        return self.root / "gateway.learned"
+    def gateway_file_of(self, process: str) -> Path:
+        """The file of a gateway, by the name of its process."""
+        return self.root / f"{process}.json"
+
+    def learned_file_of(self, process: str) -> Path:
+        """What that gateway has learnt. It outlives the run, for the next one here."""
+        return self.root / f"{process}.learned"
 
     @property
     def region_key(self) -> Path:

@@ -99,6 +99,7 @@ def _announce(
     url, root, part = running.gateway_url, running.directory.root, running.part
     if as_json:
         ready = {"event": "ready", "gateway": url, "run_dir": str(root), "pid": os.getpid()}
+        ready |= {"gateways": list(running.gateway_urls.values())}
         print(json.dumps(ready | {"differences": list(differences)}), flush=True)
         return
     for sentence in differences:
@@ -116,7 +117,8 @@ def _announce(
         console.print(logs, highlight=False, soft_wrap=True)
         return
     model = running.region.models[0].name
-    console.print(f"region [bold]{running.region.name}[/bold] serves at [bold]{url}[/bold]")
+    urls = " and ".join(f"[bold]{each}[/bold]" for each in running.gateway_urls.values())
+    console.print(f"region [bold]{running.region.name}[/bold] serves at {urls}")
     console.print(
         f"  curl {url}/v1/completions -H 'Content-Type: application/json' \\\n"
         f'    -d \'{{"model": "{model}", "prompt": "Once upon a time", "max_tokens": 32}}\'\n'

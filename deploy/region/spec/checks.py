@@ -16,6 +16,7 @@ from deploy.region.spec.region import (
     NodeSpec,
     RegionInstance,
     RegionSpec,
+    gateway_process,
     role_of,
 )
 from kvmanager.config_files.problems import KeyPath, Problem, suggestion
@@ -137,10 +138,24 @@ def _check_slots(at: KeyPath, instance: RegionInstance, model: ModelSpec) -> Ite
 
 
 def _check_gateway(region: RegionSpec) -> Iterator[Problem]:
-    name, nodes = region.gateway.node, [node.name for node in region.nodes]
-    if name is not None and name not in nodes:
-        yield Problem(("gateway", "node"), f"no node is called {name!r}{suggestion(name, nodes)}")
-    pds, gateway = [cluster.name for cluster in region.pd_clusters], region.gateway
+    gateway, nodes = region.gateway, [node.name for node in region.nodes]
+    named: list[tuple[KeyPath, str]]
+    named = [(("gateway", "node"), name) for name in (gateway.node,) if name is not None]
+    named += [(("gateway", "nodes", n), name) for n, name in enumerate(gateway.nodes)]
+    for at, name in named:
+        if name not in nodes:
+            yield Problem(at, f"no node is called {name!r}{suggestion(name, nodes)}")
+    if gateway.node is not None and gateway.nodes:
+        yield Problem(("gateway", "nodes"), "write node for one gateway or nodes for several")
+    if len(set(gateway.nodes)) < len(gateway.nodes):
+        yield Problem(("gateway", "nodes"), "a node has one gateway; name each node once")
+    if len(gateway.nodes) > 1 and gateway.shared is None:
+        message = "several gateways need shared, the Redis server through which they work together"
+        yield Problem(("gateway", "nodes"), message)
+    for name in gateway.ports:
+        if name not in gateway.nodes:
+            yield Problem(("gateway", "ports", name), f"nodes has no {name!r}")
+    pds = [cluster.name for cluster in region.pd_clusters]
     homes: dict[KeyPath, str] = {("homes", tenant): home for tenant, home in gateway.homes.items()}
     if gateway.home:
         homes["home",] = gateway.home
@@ -280,6 +295,10 @@ def fixed_ports(region: RegionSpec) -> Iterator[FixedPort]:
     """Every port of the region."""
     gateway = region.gateway
     yield FixedPort(("gateway", "port"), "", gateway.host, gateway.host, gateway.port)
+    for name, port in gateway.ports.items():
+        owner = gateway_process(region, name)
+        machine = next((node.host for node in region.nodes if node.name == name), gateway.host)
+        yield FixedPort(("gateway", "ports", name), owner, machine, gateway.host, port)
     if gateway.admin is not None:
         admin = Endpoint.parse(gateway.admin)
         yield FixedPort(("gateway", "admin"), "", admin.host, admin.host, admin.port)

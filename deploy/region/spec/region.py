@@ -207,6 +207,14 @@ class GatewaySpec(GatewaySection, ApiKeysSection):
     """The node on whose host it runs, where every host starts its own part. Left out: the first
     node of the first PD cluster.
     """
+    nodes: tuple[Name, ...] = ()
+    """The nodes on whose hosts gateways run, instead of `node`, if there are several. They need
+    `shared`.
+    """
+    ports: dict[Name, Port] = Field(default={})
+    """The port of each of several gateways, by its node. Left out: `port`, and for others on the
+    same host the next free one.
+    """
 
 
 class SecuritySpec(Section):
@@ -271,10 +279,16 @@ class RegionSpec(Section):
         return tuple(node for cluster in self.clusters for node in cluster.nodes)
 
     @property
+    def gateway_nodes(self) -> tuple[NodeSpec, ...]:
+        """The nodes on whose hosts gateways run. StopIteration for an unknown name."""
+        gateway = self.gateway
+        names = gateway.nodes or (gateway.node or self.pd_clusters[0].nodes[0].name,)
+        return tuple(next(node for node in self.nodes if node.name == name) for name in names)
+
+    @property
     def gateway_node(self) -> NodeSpec:
-        """The node on whose host the gateway runs. StopIteration for an unknown name."""
-        name = self.gateway.node or self.pd_clusters[0].nodes[0].name
-        return next(node for node in self.nodes if node.name == name)
+        """The first of `gateway_nodes`."""
+        return self.gateway_nodes[0]
 
     def cluster(self, name: str) -> ClusterSpec:
         """The cluster of this name. KeyError if there is none."""
@@ -283,12 +297,11 @@ class RegionSpec(Section):
                 return cluster
         raise KeyError(name)
 
-    @property
-    def home(self) -> str:
-        """The PD cluster of requests that name none: the one that the file says, else the one on
-        whose node the gateway runs, else the first.
+    def home_at(self, node: str) -> str:
+        """The PD cluster of requests that name none, at the gateway of a node: the one that the
+        file says, else the one that has the node, else the first.
         """
-        beside = (item.name for item in self.pd_clusters if self.gateway_node in item.nodes)
+        beside = (c.name for c in self.pd_clusters if node in {item.name for item in c.nodes})
         return self.gateway.home or next(beside, self.pd_clusters[0].name)
 
     def links_from(self, cluster: str) -> tuple[LinkSpec, ...]:
@@ -338,6 +351,11 @@ class RegionSpec(Section):
         return node.agent.cache_gib != 0 and any(
             self.model_of(instance).prefix_caching for instance in node.instances
         )
+
+
+def gateway_process(region: RegionSpec, node: str) -> str:
+    """The name of the process of a gateway, which runs on the host of this node."""
+    return f"gateway.{node}" if len(region.gateway.nodes) > 1 else "gateway"
 
 
 def role_of(instance: RegionInstance, cluster: ClusterSpec) -> InstanceRole:

@@ -8,17 +8,19 @@ import pytest
 import yaml
 from granting import grant_files
 
+from deploy.gateway.config import SharedSection
 from deploy.gateway.file import GatewayFile
 from deploy.region.certs import hosts_of
-from deploy.region.launch.parts import Part, UnknownPart, part_of, part_problems
+from deploy.region.launch.parts import Part, UnknownPart, part_of, part_problems, whole
 from deploy.region.launch.plan import Planner
-from deploy.region.launch.ports import resolve_part, taken_ports
+from deploy.region.launch.ports import resolve_part, resolve_ports, taken_ports
 from deploy.region.launch.rundir import RunDirectory
 from deploy.region.launch.trust import make_keys
 from deploy.region.spec.checks import check_region
 from deploy.region.spec.loading import parse_region
 from deploy.region.spec.region import RegionSpec
 from kvmanager.agent.config import AgentConfig
+from kvmanager.config_files.problems import FileError
 from prfaas.front_config import PrefillFrontConfig
 from transport import Endpoint, LinkPath
 
@@ -82,6 +84,68 @@ def test_the_gateway_runs_where_the_file_puts_it() -> None:
     file = GatewayFile.model_validate(yaml.safe_load(plan.files()[plan.directory.gateway_file]))
     assert (file.pd[0].front, file.pd[0].has_prefill_instances) == ("10.1.0.1:7200", True)
     assert [item.name for item in file.prefill[0].instances] == ["a1-p", "a2-p", "a2-q"]
+
+
+SEVERAL = """
+gateway: {nodes: [a1, b1, b2], shared: {redis: "rediss://redis.example"}}
+"""
+
+
+def test_several_gateways_have_all_fronts_apart() -> None:
+    region = region_of(KEYS + SEVERAL)
+    assert names(region, node="a1") == ["agent.a1", "a1-p", "front.far", "gateway.a1"]
+    assert names(region, node="b1") == ["agent.b1", "b1-d", "front.home", "gateway.b1"]
+    assert names(region, node="b2") == ["agent.b2", "b2-p", "gateway.b2"]
+    files = planner(region, part_of(region, node="b2")).files()
+    file = GatewayFile.model_validate_json(files[Path("/run/two/gateway.b2.json")])
+    assert file.gateway.shared == SharedSection(
+        redis="rediss://redis.example", region="two", name="b2"
+    )
+    assert file.pd[0].front == "10.1.0.1:7200"
+    assert (file.gateway.port, file.gateway.home) == (8000, "home")
+    assert file.gateway.state == Path("/run/two/gateway.b2.learned")
+    resolved = resolve_part(region, part_of(region, node="a1")).region
+    assert resolved.gateway.ports == {"a1": 8000, "b1": 8000, "b2": 8000}
+    assert [part.gateways for part in (whole(region), part_of(region, site="home"))] == [
+        ("a1", "b1", "b2"),
+        ("b1", "b2"),
+    ]
+
+
+def test_gateways_of_one_host_have_ports_of_their_own() -> None:
+    text = TWO_SITES.replace("10.1.0.2", "10.1.0.1")
+    region = region_of(KEYS + SEVERAL, text)
+    assert resolve_part(region, part_of(region, node="b2")).region.gateway.ports == {
+        "a1": 8000,
+        "b1": 8000,
+        "b2": 8001,
+    }
+    together = resolve_ports(region, is_free=lambda _host, _port: True).region.gateway
+    assert together.ports["a1"] == 8000
+    assert len(set(together.ports.values())) == 3
+    chosen = SEVERAL.replace("gateway: {", "gateway: {ports: {b2: 9000}, admin: '0.0.0.0:0', ")
+    region = region_of(KEYS + chosen.replace("gateway: {", "gateway: {api_keys_env: K, "), text)
+    assert resolve_part(region, part_of(region, node="b2")).region.gateway.ports["b2"] == 9000
+    for part in (whole(region), part_of(region, node="b2")):
+        (problem,) = part_problems(region, part)
+        assert "gateways of one machine cannot share it" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("gateway", "where", "message"),
+    [
+        ("{nodes: [a1, b1]}", "gateway.nodes", "several gateways need shared"),
+        ("{nodes: [a1, b9], shared: {redis: 'rediss://r'}}", "gateway.nodes[1]", "no node is"),
+        ("{nodes: [a1, a1], shared: {redis: 'rediss://r'}}", "gateway.nodes", "once"),
+        ("{nodes: [a1], node: b1}", "gateway.nodes", "node for one gateway or nodes"),
+        ("{nodes: [a1], ports: {b1: 1}}", "gateway.ports.b1", "nodes has no 'b1'"),
+    ],
+)
+def test_gateways_that_cannot_be_meant(gateway: str, where: str, message: str) -> None:
+    with pytest.raises(FileError) as caught:
+        region_of(f"{KEYS}gateway: {gateway}\n")
+    assert where in {problem.where for problem in caught.value.problems}
+    assert message in str(caught.value)
 
 
 def test_every_host_works_out_the_same_ports() -> None:
