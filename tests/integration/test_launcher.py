@@ -575,7 +575,8 @@ class TestCommandLine:
 
         assert "dead" in self.told("status", "--run-dir", str(run_dir)).stdout
         assert "is down" in self.told("down", "--run-dir", str(run_dir)).stdout
-        assert {path.name for path in run_dir.iterdir()} <= {"logs", "lock"}
+        left = {path.name for path in run_dir.iterdir()}
+        assert left <= {"logs", "lock", "gateway.learned"}
 
     def test_ctrl_c_while_starting(self, file: Path, run_dir: Path) -> None:
         up = self.prfaas("up", str(file), "--run-dir", str(run_dir), "--json")
