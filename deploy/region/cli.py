@@ -18,7 +18,14 @@ import typer
 from rich.console import Console
 
 from deploy.command_line import JsonOption, RunDirOption, fail, print_json
-from deploy.region.file_cli import FileArgument, NodeOption, SetOption, SiteOption, load_or_exit
+from deploy.region.file_cli import (
+    FileArgument,
+    NodeOption,
+    SetOption,
+    SiteOption,
+    load_or_exit,
+    load_variables,
+)
 from deploy.region.launch.rundir import (
     RegionState,
     RunDirectoryError,
@@ -30,6 +37,7 @@ from deploy.region.launch.rundir import (
 from kvmanager.config_files.problems import FileError
 
 if TYPE_CHECKING:
+    from deploy.region.launch.parts import Part
     from deploy.region.spec.region import RegionSpec
 
 NameArgument = Annotated[
@@ -52,6 +60,10 @@ def up_command(
     processes that die. Stops all of them on Ctrl-C, SIGTERM or `prfaas down`. A second Ctrl-C kills
     instead of waiting.
 
+    It follows the file: nodes and instances that it names anew are started and join; those that it
+    names no more leave, are drained, and stop. Limits of tenants change too. SIGHUP reads the file
+    at once. What else changes is named in launcher.log and needs a restart.
+
     With --node, or --site for all nodes of a cluster, every host starts its own part of the same
     file, in any order. Such a file names the keys or certificates of all hosts: see
     `prfaas certs init --help`. Without, everything runs on this machine.
@@ -65,12 +77,16 @@ def up_command(
     from deploy.region.launch.parts import part_of, run_name
     from deploy.region.launch.up import keep_up
 
+    def load() -> tuple[RegionSpec, Part]:
+        wanted = load_variables(file, variables or [])
+        return wanted, part_of(wanted, site=site, node=node)
+
     part = part_of(region, site=site, node=node)
     root = run_dir or default_base(os.environ) / run_name(region, part)
     # With --json, stdout has JSON lines only.
     console = Console(stderr=as_json)
     try:
-        started = asyncio.run(keep_up(region, part, root, console, as_json=as_json))
+        started = asyncio.run(keep_up(file, load, root, console, as_json=as_json))
     except FileError as error:
         fail(str(error), 2)
     except OSError as error:

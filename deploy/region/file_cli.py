@@ -203,9 +203,14 @@ def _write(folder: Path, files: dict[str, str]) -> None:
 def load_or_exit(file: Path, variables: list[str]) -> RegionSpec:
     """The region. On problems, prints all of them on stderr and exits with status 2."""
     try:
-        return load_region(file, dict(os.environ) | _variables(variables))
+        return load_variables(file, variables)
     except FileError as error:
         fail(str(error), 2)
+
+
+def load_variables(file: Path, variables: list[str]) -> RegionSpec:
+    """The region, with `${NAME}` filled in from `variables`, else the environment. FileError."""
+    return load_region(file, dict(os.environ) | _variables(variables))
 
 
 def _variables(words: list[str]) -> dict[str, str]:

@@ -70,7 +70,7 @@ class TransferIo:
         endpoints of hosts with several addresses. Raises transport.LocalError when TLS files cannot
         be used.
         """
-        self._send_to = None if send_to is None else frozenset(send_to)
+        self.send_to = None if send_to is None else frozenset(send_to)
         self._loop = asyncio.get_running_loop()
         self._news = news
         self._admission = SenderAdmission(news, self.post, on_refused)
@@ -169,8 +169,8 @@ class TransferIo:
 
     def _check(self, endpoint: Endpoint) -> None:
         # A caller could otherwise let this agent try any port that it reaches.
-        if self._send_to is not None and endpoint not in self._send_to:
-            known = ", ".join(sorted(map(str, self._send_to))) or "nowhere"
+        if self.send_to is not None and endpoint not in self.send_to:
+            known = ", ".join(sorted(map(str, self.send_to))) or "nowhere"
             raise BadRequest(f"this agent sends to {known} (send_to), not to {endpoint}")
 
     def link_state(self, endpoint: Endpoint) -> LinkState | None:

@@ -22,6 +22,8 @@ class Division:
 
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    known: frozenset[str] = frozenset()
+    """The instances of this machine that were considered, with devices or without."""
 
 
 def divided(
@@ -51,7 +53,28 @@ def divided_here(region: RegionSpec, part: Part, environment: Mapping[str, str])
     found = divided(region, nodes, gpus=gpus_here(environment), cores=cores_here())
     names = {item.name for node in own for item in node.instances}
     mine = {name: told for name, told in found.environment.items() if name in names}
-    return Division(mine, found.notes)
+    return Division(mine, found.notes, frozenset(names))
+
+
+def divided_for(
+    region: RegionSpec, part: Part, environment: Mapping[str, str], running: Division
+) -> Division:
+    """The devices of a changed part: engines that run keep theirs, new ones share what is left.
+
+    Cores are not divided again: an engine that joins on the CPU is bound to none.
+    """
+    names = {i.name for node in region.nodes if node.name in part.nodes for i in node.instances}
+    kept = {name: told for name, told in running.environment.items() if name in names}
+    used = {gpu for told in kept.values() for gpu in told.get(GPU_VARIABLE, "").split(",")}
+    new = [
+        node.model_copy(update={"instances": joining})
+        for node in region.nodes
+        if node.name in part.nodes
+        and (joining := tuple(i for i in node.instances if i.name not in running.known))
+    ]
+    left = [gpu for gpu in gpus_here(environment) if gpu not in used]
+    found = divided(region, new, gpus=left, cores=())
+    return Division(kept | dict(found.environment), found.notes, frozenset(names))
 
 
 def gpus_here(environment: Mapping[str, str]) -> list[str]:

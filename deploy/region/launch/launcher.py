@@ -21,10 +21,12 @@ import aiohttp
 import psutil
 
 from deploy.command_line import CommandFailed
+from deploy.gateway.reload import Changes, changed_settings
 from deploy.lab.emulator.control import RelayControl
 from deploy.region.cache_identity import unlike_engines
 from deploy.region.launch.arenas import discard_arenas
-from deploy.region.launch.devices import Division, divided_here
+from deploy.region.launch.devices import Division, divided_for, divided_here
+from deploy.region.launch.members import member_problems, resolve_again, with_members
 from deploy.region.launch.parts import Part, part_problems, whole
 from deploy.region.launch.plan import (
     STOP_ORDER,
@@ -41,7 +43,7 @@ from deploy.region.launch.ports import (
     resolve_ports,
     taken_ports,
 )
-from deploy.region.launch.probes import Prober, region_trouble
+from deploy.region.launch.probes import Prober, members_view, region_trouble
 from deploy.region.launch.rundir import (
     Phase,
     RegionState,
@@ -62,9 +64,11 @@ from prfaas.engines.access import EngineAccess
 from prfaas.engines.client import open_session
 from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.health import ProbeTiming
+from prfaas.engines.members import LEAVE_LIMIT_S
 from prfaas.engines.supervision.supervisor import SupervisorConfig, SupervisorEvent
 from transport import Credentials, Endpoint, Role
 from transport.rpc import RpcError
+from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.deploy.region")
 
@@ -74,6 +78,9 @@ _STAGES: tuple[tuple[Kind, ...], ...] = (("relay", "agent"), ("engine",), ("fron
 _NO_ENGINE: Final = SupervisorConfig(
     start_timeout_s=60.0, probes=ProbeTiming(start_interval_s=0.05)
 )
+LOOK_S: Final = 0.5
+LEFT_LIMIT_S: Final = LEAVE_LIMIT_S + 90.0
+"""The longest wait for an instance to leave its front, before its engine is stopped, seconds."""
 SETTLE_TIMEOUT_S: Final = 60.0
 """From the gateway's start until its fronts find every instance of this machine usable."""
 
@@ -134,6 +141,9 @@ class RunningRegion:
         self._processes: dict[str, RunningProcess] = {}
         self._phase: Phase = "starting"
         self._started_s = time.time()
+        self._reloading = asyncio.Lock()
+        self._leaving: set[asyncio.Task[None]] = set()
+        """What waits until instances have left, to stop their processes."""
 
     # -- for callers and fault tests -------------------------------------------------------------
 
@@ -280,6 +290,92 @@ class RunningRegion:
                 await asyncio.sleep(0.1)
             self._report(gateway, gateway.reason)
 
+    async def reload(self, wanted: RegionSpec, part: Part) -> Changes:
+        """Follow a changed file: start what is new, have it join; have what is gone leave, and stop
+        it afterwards. Returns when what is new serves, with what changed and what waits for a
+        restart. Others run on in any case.
+
+        Raises FileError, RegionStartFailed (nothing has joined then), OSError.
+        """
+        async with self._reloading:
+            return await self._reload(wanted, part)
+
+    async def _reload(self, wanted: RegionSpec, part: Part) -> Changes:
+        running, directory = self._resolved_region(), self.directory
+        # As they are written, so that equal settings are equal.
+        before, wanted = (
+            RegionSpec.model_validate_json(region_text(region)) for region in (self._wanted, wanted)
+        )
+        try:
+            after = with_members(before, wanted)
+        except ValueError as error:
+            raise FileError(f"region {wanted.name}", [Problem((), str(error))]) from error
+        changes = Changes(changed_settings(before, after), changed_settings(after, wanted))
+        if not changes.made:
+            return changes
+        problems = check_region(after) or [*member_problems(before, after, part)]
+        if problems := problems or missing_models(after, part.nodes):
+            raise FileError(f"region {wanted.name}", problems)
+        resolved = await asyncio.to_thread(resolve_again, after, running, part)
+        devices = divided_for(resolved.region, part, self._environment, self._devices)
+        planner = Planner(resolved, directory, self._environment, devices.environment)
+        planned = {item.name: item for item in planner.processes()}
+        # The files of the front and the gateway come last: what they name must serve.
+        files = planner.files() | {directory.wanted_file: region_text(after)}
+        last = {path for path in files if not path.name.startswith("agent.")}
+        _write({path: text for path, text in files.items() if path not in last})
+        await self._start_new([i for i in planned.values() if i.name not in self._processes])
+        _write({path: text for path, text in files.items() if path in last})
+        self._wanted, self._resolved, self._planner = after, resolved, planner
+        self._part, self._devices = part, devices
+        gone = [item for name, item in self._processes.items() if name not in planned]
+        if gone:
+            start_task(self._stop_gone(gone, running), "what has left the region", self._leaving)
+        self._write_state()
+        return changes
+
+    async def _start_new(self, new: Sequence[PlannedProcess]) -> None:
+        assert self._prober is not None
+        for item in new:
+            self._processes[item.name] = self._supervised(self._adapt(item), self._prober)
+        try:
+            for kinds in _STAGES:
+                stage = [self._processes[item.name] for item in new if item.kind in kinds]
+                for process in stage:
+                    process.start()
+                await self._wait_healthy(stage)
+        except BaseException:
+            await self._discard([self._processes[item.name] for item in new])
+            raise
+
+    async def _stop_gone(self, gone: Sequence[RunningProcess], before: ResolvedRegion) -> None:
+        """Stop processes once the fronts have forgotten their instances."""
+        names = {item.name for item in gone if item.kind == "engine"}
+        credentials = self.credentials("operator")
+        with suppress(TimeoutError):
+            async with (
+                asyncio.timeout(LEFT_LIMIT_S),
+                members_view(
+                    before.region, before.part, lambda: self.operator_key, credentials
+                ) as known,
+            ):
+                while names & await known():  # noqa: ASYNC110 (fronts tell only who asks)
+                    await asyncio.sleep(LOOK_S)
+        assert self._planner is not None
+        wanted = {item.name for item in self._planner.processes()}
+        # The file may name some of them again by now.
+        gone = [item for item in gone if item.name not in wanted]
+        await self._discard(gone)
+        nodes = {item.name.removeprefix("agent.") for item in gone if item.kind == "agent"}
+        discard_arenas(before.region, self._root, nodes)
+
+    async def _discard(self, processes: Sequence[RunningProcess]) -> None:
+        for kind in STOP_ORDER:
+            await asyncio.gather(*(item.stop() for item in processes if item.kind == kind))
+        for item in processes:
+            self._processes.pop(item.name, None)
+        self._write_state()
+
     async def differences(self) -> list[str]:
         """A sentence for each pair of engines of one name between which no KVCache is shared. Hosts
         may start their parts at any time, so agents elsewhere that do not answer are left out.
@@ -332,8 +428,7 @@ class RunningRegion:
         self._planner = Planner(resolved, directory, self._environment, self._devices.environment)
         make_keys(region, directory, part)
         files = self._planner.files() | {directory.wanted_file: region_text(region)}
-        for path, text in files.items():
-            write_private(path, text.encode())  # keys and passwords are among it
+        _write(files)
 
     async def _start_all(self) -> None:
         self._session = open_session()
@@ -377,6 +472,9 @@ class RunningRegion:
 
     async def _stop(self) -> None:
         self._phase = "stopping"
+        for task in self._leaving:
+            task.cancel()
+        await asyncio.gather(*self._leaving, return_exceptions=True)
         self._write_state()
         for kind in STOP_ORDER:
             processes = [item for item in self._processes.values() if item.kind == kind]
@@ -465,3 +563,8 @@ def _problems(region: RegionSpec, part: Part) -> list[Problem]:
         return problems or taken_ports(region, part)
     # Every host works out the ports from the file, so those of a part are fixed.
     return taken_ports(resolve_part(region, part).region, part)
+
+
+def _write(files: Mapping[Path, str]) -> None:
+    for path, text in files.items():
+        write_private(path, text.encode())  # keys and passwords are among it

@@ -6,13 +6,17 @@ It knows the ports and protocols of our processes, but not what to do about an a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager, suppress
 
 import aiohttp
 import msgspec
 
+from deploy.gateway.members.pages import InstancesOverview
 from deploy.region.client import CannotAsk, asked
-from deploy.region.launch.plan import PlannedProcess
+from deploy.region.launch.parts import Part, fronts_apart
+from deploy.region.launch.plan import PlannedProcess, admin_url, front_address
+from deploy.region.spec.region import ClusterSpec, RegionSpec
 from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import StatusReply
 from local_pd import server as pd_front
@@ -23,7 +27,7 @@ from prfaas.engines.prefill_rpc import Empty
 from prfaas.engines.supervision.supervisor import Probe
 from scheduler.reports import ClusterReport
 from transport import Credentials
-from transport.rpc import RpcClient
+from transport.rpc import RpcClient, RpcError
 
 _TIMEOUT_S = 5.0
 
@@ -57,6 +61,47 @@ async def cluster_reports(admin_url: str, key: str) -> list[ClusterReport]:
     """The clusters as the gateway sees them, without those of which it has no report. CannotAsk."""
     view = await asked(admin_url, "/prfaas/region", _RegionView, key=key)
     return [report for report in (view.pds | view.prefill).values() if report is not None]
+
+
+@asynccontextmanager
+async def members_view(
+    region: RegionSpec,
+    part: Part,
+    admin_key: Callable[[], str],
+    credentials: Credentials | None,
+) -> AsyncIterator[Callable[[], Awaitable[set[str]]]]:
+    """Asks whoever can be asked from here which instances the fronts still know. One of a front
+    that cannot be asked counts as known.
+    """
+    apart = {cluster.name for cluster in fronts_apart(region)}
+    clusters = [c for c in region.clusters if not {n.name for n in c.nodes}.isdisjoint(part.nodes)]
+    services = {"prefill": prefill_front.SERVICE, "pd": pd_front.SERVICE}
+    clients = {
+        cluster.name: RpcClient(front_address(cluster), services[cluster.kind], credentials)
+        for cluster in clusters
+        if cluster.name in apart and not part.is_whole
+    }
+
+    async def of_front(cluster: ClusterSpec) -> set[str]:
+        if (client := clients.get(cluster.name)) is not None:
+            with suppress(RpcError):
+                report = await client.call("Report", Empty(), ClusterReport, _TIMEOUT_S)
+                return {item.name for item in report.instances}
+        return {item.name for item in cluster.instances}
+
+    async def known() -> set[str]:
+        if part.has_gateway:
+            with suppress(CannotAsk):
+                key, url = admin_key(), admin_url(region)
+                found = await asked(url, "/prfaas/instances", InstancesOverview, key=key)
+                return {item.instance for item in found.instances}
+        return set().union(*[await of_front(cluster) for cluster in clusters])
+
+    try:
+        yield known
+    finally:
+        for client in clients.values():
+            await client.close()
 
 
 class Prober:

@@ -1,4 +1,4 @@
-"""The life of `prfaas up`: start, serve, stop on signals.
+"""The life of `prfaas up`: start, serve, follow the region's file, stop on signals.
 
 Signals set flags and cancel. `launcher` has the region itself.
 """
@@ -10,28 +10,39 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
 
+from deploy.command_line import CommandFailed
 from deploy.region.launch.launcher import ProcessProgress, RunningRegion
 from deploy.region.launch.parts import Part
 from deploy.region.launch.progress import ProgressView, line_view, progress_view
 from deploy.region.spec.region import RegionSpec
+from kvmanager.config_files.followed_files import follow, hang_up
+from kvmanager.config_files.problems import FileError
 from kvmanager.logs import set_up_logging
 from kvmanager.loop.systemd import served
 from prfaas.engines.supervision.log_files import OwnLog
+from transport.errors import LocalError
 from transport.rpc import RpcError
+from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.deploy.region")
 
 
 async def keep_up(
-    region: RegionSpec, part: Part, root: Path, console: Console, *, as_json: bool
+    file: Path,
+    load: Callable[[], tuple[RegionSpec, Part]],
+    root: Path,
+    console: Console,
+    *,
+    as_json: bool,
 ) -> bool:
-    """Start the part of `region` and keep it until SIGINT, SIGTERM or SIGHUP; a second signal
-    kills.
+    """Start the part of the region that `load` makes of `file`, and keep it until SIGINT or
+    SIGTERM; a second signal kills. It follows changes of the file; SIGHUP reads it again.
 
     The log of this process goes to launcher.log beside the others. Returns False if it had to stop
     before it ran. Raises the errors of `RunningRegion.start`.
@@ -43,8 +54,11 @@ async def keep_up(
     shown = view
 
     def show(progress: ProcessProgress) -> None:
-        shown.show(progress)
+        # A region outlives the terminal that it was started from.
+        with suppress(OSError):
+            shown.show(progress)
 
+    region, part = load()
     running = RunningRegion(region, root, part=part, on_progress=show)
 
     def on_signal() -> None:
@@ -54,20 +68,65 @@ async def keep_up(
 
     set_up_logging(handler=OwnLog(root / "logs" / "launcher.log"))
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
+    again = hang_up()
+    following: asyncio.Task[None] | None = None
     try:
         if not await _start(running, view, stop):
             return False
         shown = later
         _announce(running, console, as_json, await _differences(running))
+        following = start_task(_follow(file, load, running, again), "the region's file")
         async with served():
             await stop.wait()
         if not as_json:
             console.print("stopping", style="dim")
         return True
     finally:
+        if following is not None:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
         await running.stop()
+
+
+async def _follow(
+    file: Path,
+    load: Callable[[], tuple[RegionSpec, Part]],
+    running: RunningRegion,
+    again: asyncio.Event,
+) -> None:
+    """Have the region follow its file until cancelled. What cannot be followed is logged."""
+    wanted: tuple[RegionSpec, Part] | None = None
+    changed = asyncio.Event()
+
+    def loaded() -> tuple[RegionSpec, Part]:
+        try:
+            return load()
+        except (FileError, CommandFailed, OSError) as error:
+            raise LocalError("region_file", f"the region stays as it is: {error}") from error
+
+    def use(found: tuple[RegionSpec, Part]) -> None:
+        nonlocal wanted
+        wanted = found
+        changed.set()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(follow((file,), loaded, use, again))
+        while True:
+            await changed.wait()
+            changed.clear()
+            assert wanted is not None
+            try:
+                changes = await running.reload(*wanted)
+            except (FileError, CommandFailed, OSError) as error:
+                logger.warning("the region stays as it is: %s", error)
+                continue
+            if changes.made:
+                logger.info("changed without a restart: %s", ", ".join(changes.made))
+            if changes.needs_restart:
+                waiting = ", ".join(changes.needs_restart)
+                logger.warning("changed, but needs a restart of the region: %s", waiting)
 
 
 async def _start(running: RunningRegion, view: ProgressView, stop: asyncio.Event) -> bool:
