@@ -6,9 +6,10 @@ Each cluster's front either runs embedded in the gateway's process (`instances`)
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,7 +40,9 @@ from local_pd.front_config import PdPlacement
 from local_pd.remote import RemotePdCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.access import EngineAccess
-from prfaas.engines.departures import follow_changes
+from prfaas.engines.departures import Departures, follow_changes
+from prfaas.engines.discovery.following import follow_discovery
+from prfaas.engines.discovery.found import DiscoverySection
 from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.members import MemberChanges
@@ -48,6 +51,7 @@ from prfaas.remote import RemotePrefillCluster
 from scheduler.routing.spill import Spill
 from transport import LocalError
 from transport.grants import Granter
+from transport.tasks import start_task
 
 if TYPE_CHECKING:
     from deploy.gateway.sharing.redis_region import RegionInRedis
@@ -63,10 +67,13 @@ class _Source(Section):
     instances: tuple[InstanceSpec, ...] = ()
     """The engines of the cluster. Its front then runs in the gateway's process."""
 
+    discover: DiscoverySection | None = None
+    """Where more engines are found, instead of `instances` or beside them."""
+
     @model_validator(mode="after")
     def _either(self) -> _Source:
-        if bool(self.front) == bool(self.instances):
-            raise ValueError("write either front (host:port) or instances")
+        if bool(self.front) == bool(self.instances or self.discover):
+            raise ValueError("write either front (host:port) or instances (or discover)")
         return self
 
 
@@ -185,21 +192,36 @@ class Clusters:
 
     pds: Sequence[EmbeddedPdCluster | RemotePdCluster]
     prefill: Mapping[str, LinkedPrefillCluster]
+    discover: Mapping[str, DiscoverySection] = field(default_factory=dict)
+    """Where fronts inside the gateway find instances, by cluster."""
+    following: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def start(self) -> None:
         """Start all fronts; embedded ones return after their first probes."""
         for front in (*self.prefill.values(), *self.pds):
             await front.start()
+        for cluster, section in self.discover.items():
+            if (departures := self._departures(cluster)) is not None:
+                work = follow_discovery(section, departures)
+                start_task(work, f"discovery of {cluster}", self.following)
 
     def change_members(self, cluster: str, changes: MemberChanges) -> None:
         """Let instances of a front inside the gateway join and leave."""
+        if (departures := self._departures(cluster)) is not None:
+            follow_changes(departures, changes)
+
+    def _departures(self, cluster: str) -> Departures | None:
+        """None for a front elsewhere."""
         pds = {front.name: front for front in self.pds}
         front = pds.get(cluster) or self.prefill[cluster].cluster
         if isinstance(front, EmbeddedPdCluster | EmbeddedPrefillCluster):
-            follow_changes(front.departures, changes)
+            return front.departures
+        return None
 
     async def close(self) -> None:
         """Close all fronts."""
+        for task in self.following:
+            task.cancel()
         for front in (*self.prefill.values(), *self.pds):
             await front.close()
 
@@ -232,6 +254,11 @@ def build_clusters(file: GatewayFile, granter: Granter | None = None) -> Cluster
         prefill={
             source.name: LinkedPrefillCluster(_prefill(file, source), source.endpoints, granter)
             for source in file.prefill
+        },
+        discover={
+            source.name: source.discover
+            for source in (*file.pd, *file.prefill)
+            if source.discover is not None
         },
     )
 

@@ -26,6 +26,7 @@ from kvmanager.loop.systemd import served
 from kvmanager.loop.watch import LoopWatch, settle_heap
 from kvmanager.metrics_server import MetricsServer
 from prfaas.engines.departures import Departures, follow_changes
+from prfaas.engines.discovery.following import follow_discovery
 from prfaas.engines.front_config import EXPECTED, FrontConfig
 from prfaas.engines.members import member_changes
 from transport import Endpoint
@@ -98,7 +99,7 @@ async def serve_front(
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
-    following: asyncio.Task[None] | None = None
+    following: set[asyncio.Task[None]] = set()
     try:
         await front.start()
         # The port opens only now: a caller that connects finds instances that have been probed.
@@ -113,7 +114,10 @@ async def serve_front(
         }
         settle_heap()
         members = _follow_members(path, config, front.departures, hang_up())
-        following = start_task(members, f"the file of {front.name}")
+        start_task(members, f"the file of {front.name}", following)
+        if config.discover is not None:
+            found = follow_discovery(config.discover, front.departures)
+            start_task(found, f"discovery of {front.name}", following)
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
         with LoopWatch() as watch:
@@ -122,8 +126,8 @@ async def serve_front(
                 await stop.wait()
         logger.info("%s: stopping", front.name)
     finally:
-        if following is not None:
-            following.cancel()
+        for task in following:
+            task.cancel()
         await server.stop()
         await front.close()
         # Last, so that probes hear until the end that the process lives and no longer serves.
