@@ -12,6 +12,7 @@
 # make soak   minutes of faults between a sender and a receiver, every byte verified
 # make soak SOAK_ARGS=--tls   the same over mutual TLS
 # make soak-region  minutes of coming and going in a region of processes, what they hold measured
+# make sites  a region on six hosts in network namespaces, and what happens to it (needs root)
 # make fuzz   random and mutated bytes against the wire format, guided by coverage
 # make mutants FILES="scheduler/routing/short_term.py"  which small faults in a file its unit tests miss
 # make pins   hashes of what the requirements pin, and docs/licences.md, after a pin was changed
@@ -36,7 +37,7 @@ PREVIOUS := $(shell cat tests/upgrade/PREVIOUS)
 NO_UPGRADE := $(shell git cat-file -e "$(PREVIOUS)^{commit}" 2>/dev/null || echo " and not upgrade")
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-engine test-upgrade test-long messages lint format docs bench soak soak-region fuzz mutants pins stats clean
+.PHONY: help setup demo test test-fast test-engine test-upgrade test-long messages lint format docs bench soak soak-region sites fuzz mutants pins stats clean
 
 help:
 	@sed -n 's/^# make/  make/p' Makefile
@@ -108,6 +109,9 @@ soak: setup
 soak-region: setup
 	@$(BIN)/python tests/soak/soak_region.py $(SOAK_ARGS)
 
+sites: setup
+	@$(BIN)/python tests/sites/run_sites.py $(SITES_ARGS)
+
 fuzz: setup
 	@$(PINNED) -r requirements/fuzz.txt
 	@$(BIN)/python tests/fuzz/run.py $(FUZZ_ARGS)
@@ -124,4 +128,4 @@ stats:
 	@$(PYTHON) tests/stats/stats.py $(STATS_ARGS)
 
 clean:
-	rm -rf $(VENV) .demo build site *.egg-info bench-results
+	rm -rf $(VENV) .demo build site *.egg-info bench-results sites-results
