@@ -294,7 +294,8 @@ class FixedPort:
 def fixed_ports(region: RegionSpec) -> Iterator[FixedPort]:
     """Every port of the region."""
     gateway = region.gateway
-    yield FixedPort(("gateway", "port"), "", gateway.host, gateway.host, gateway.port)
+    if not gateway.nodes:  # else it is only where `ports` of several gateways begin
+        yield FixedPort(("gateway", "port"), "", gateway.host, gateway.host, gateway.port)
     for name, port in gateway.ports.items():
         owner = gateway_process(region, name)
         machine = next((node.host for node in region.nodes if node.name == name), gateway.host)

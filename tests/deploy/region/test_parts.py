@@ -104,8 +104,10 @@ def test_several_gateways_have_all_fronts_apart() -> None:
     assert file.pd[0].front == "10.1.0.1:7200"
     assert (file.gateway.port, file.gateway.home) == (8000, "home")
     assert file.gateway.state == Path("/run/two/gateway.b2.learned")
-    resolved = resolve_part(region, part_of(region, node="a1")).region
+    part = part_of(region, node="a1")
+    resolved = resolve_part(region, part).region
     assert resolved.gateway.ports == {"a1": 8000, "b1": 8000, "b2": 8000}
+    assert not [item for item in taken_ports(resolved, part) if "twice" in item.message]
     assert [part.gateways for part in (whole(region), part_of(region, site="home"))] == [
         ("a1", "b1", "b2"),
         ("b1", "b2"),
