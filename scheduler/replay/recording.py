@@ -285,8 +285,6 @@ class _StateUnpickler(pickle.Unpickler):
         {
             ("builtins", "set"),
             ("builtins", "frozenset"),
-            ("builtins", "dict"),
-            ("collections", "defaultdict"),
             ("collections", "deque"),
             ("copyreg", "_reconstructor"),
             ("builtins", "object"),
