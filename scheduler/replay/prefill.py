@@ -93,7 +93,7 @@ class PrefillStation:
             return
         self._waiting[job.index] = job
         uncached = job.num_tokens - job.cached_tokens
-        self._order.add(WaitingJob(job.index, 0, uncached, job.arrival_s))
+        self._order.add(WaitingJob(job.index, 0, uncached, job.arrival_s, str(job.pd)))
 
     def start(self, now_s: float) -> tuple[PrefillInstance, Job] | None:
         """Begin the next prefill, if one waits and an instance is free."""
@@ -120,14 +120,16 @@ class PrefillStation:
         instance.until_s = 0.0
         self.num_running -= 1
 
-    def queued_s(self, uncached_tokens: int, now_s: float) -> float:
-        """Predicted seconds of the waiting prefills that would begin before a new one."""
+    def queued_s(self, uncached_tokens: int, now_s: float, pd: int = 0) -> float:
+        """Predicted seconds of the waiting prefills that would begin before a new one for this PD
+        cluster.
+        """
         if self._order is None:
             return sum(job.believed_s for job in self._queue)
         if not self._waiting:
             return 0.0
         waiting = self._waiting
-        new = WaitingJob(-1, 0, uncached_tokens, now_s)
+        new = WaitingJob(-1, 0, uncached_tokens, now_s, str(pd))
         ahead = self._order.ahead_of(new, now_s)
         return sum([waiting[job.key].believed_s for job in ahead])
 

@@ -124,6 +124,7 @@ class StationViews:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._pds = {pd.station.name: pd for pd in parts.pds}
+        self._numbers = {pd.station.name: at for at, pd in enumerate(parts.pds)}
         self._sources = {
             pd.station.name: [s for p, s in enumerate(parts.sources, 1) if (p, at) in parts.watches]
             for at, pd in enumerate(parts.pds)
@@ -140,6 +141,7 @@ class StationViews:
         """The region as `request` finds it. A replay always has a request here."""
         assert request is not None
         known, home = live.knowledge(model), self._pds[pd.name].station
+        shape, number = request.shape, self._numbers[pd.name]
         prefill_clusters = []
         for station in self._sources[pd.name]:
             name, link = station.name, live.link(station.name, home.name)
@@ -148,7 +150,7 @@ class StationViews:
                 prefill=known.prefill(name),
                 is_healthy=not station.is_lost,
                 free_s=station.free_s(now_s),
-                queued_s=station.queued_s(request.shape.prefill_uncached_tokens(name), now_s),
+                queued_s=station.queued_s(shape.prefill_uncached_tokens(name), now_s, number),
                 link=link,
                 threshold_tokens=live.thresholds.update(name, link, now_s, pd=pd.name),
                 plan_threshold_tokens=live.thresholds.plan_tokens(name, pd.name),
@@ -159,7 +161,7 @@ class StationViews:
             prefill=known.prefill(live.place(HAND_OFF, pd.name)),
             is_healthy=not home.is_lost,
             free_s=home.free_s(now_s),
-            queued_s=home.queued_s(request.shape.local_uncached_tokens, now_s),
+            queued_s=home.queued_s(shape.local_uncached_tokens, now_s, number),
             links_in={} if self._parts.caches is None else live.links_in(home.name, now_s),
         )
         return RegionSnapshot(

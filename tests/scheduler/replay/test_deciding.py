@@ -114,7 +114,7 @@ class SeenAgain:
         self.name, self.profile = name, profile
         self._seen = seen
 
-    def queued_s(self, uncached_tokens: int, now_s: float) -> float:
+    def queued_s(self, uncached_tokens: int, now_s: float, pd: int) -> float:
         found: float = self._seen.popleft()
         return found
 
