@@ -211,7 +211,7 @@ def test_a_bad_configuration_ends_the_command_with_a_message(tmp_path: Path) -> 
     path.write_text("name: c\n")
     result = CliRunner().invoke(app, ["prefill", "--config", str(path)])
     assert result.exit_code == 2
-    assert "instances: is required and missing" in result.stderr
+    assert "write instances, or discover" in result.stderr
 
 
 def supervised(tmp_path: Path, agent: FakeAgent, port: int, *args: str) -> EmbeddedPrefillCluster:

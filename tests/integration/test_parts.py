@@ -74,8 +74,9 @@ def test_two_hosts_with_one_file_are_one_region(hosts: dict[str, RegionHost]) ->
 
     changed = json.loads((home.folder / "region.yaml").read_text())
     changed["gateway"]["scheduling"]["admission"] = {"default_tenant": {"max_requests": 9}}
-    (home.folder / "region.yaml").write_text(json.dumps(changed))
-    reload = ("region", "reload", str(home.folder / "region.yaml"))
+    # Beside the file that the region follows by itself.
+    (home.folder / "changed.yaml").write_text(json.dumps(changed))
+    reload = ("region", "reload", str(home.folder / "changed.yaml"))
     assert "gateway runs on the host of node b1" in home.tell(*reload, "--node", "a1").stderr
     reloaded = home.tell(*reload, "--node", "b1", "--json")
     assert json.loads(reloaded.stdout) == {

@@ -342,6 +342,9 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(transfer_id=ids)
     def landed(self, transfer_id: bytes) -> None:
+        outbox = self.table.outboxes.records.get(transfer_id)
+        if outbox is not None and outbox.fills_landing and outbox.state is State.OPEN:
+            return  # its engine was let in as the sender, so nobody else can be
         self.perform(self.table.landings.complete(transfer_id, self.now_s))
 
     @rule(transfer_id=ids)
