@@ -119,6 +119,9 @@ class Ledger:
     def leg_begun(self, transfer_id: str, leg: PrefillLeg) -> None:
         """A landing is reserved, and the job is on its way."""
         for legs in (self._all, self._of_pd(leg.pd)):
+            # A leg of a gateway that was not heard for a while was over, and begins again.
+            legs.ended.pop(transfer_id, None)
+            legs.answered_s.pop(transfer_id, None)
             legs.under_way[transfer_id] = leg
         self._unreported.setdefault(leg.place, {})[transfer_id] = leg
 

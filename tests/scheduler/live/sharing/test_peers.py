@@ -139,6 +139,20 @@ def test_nothing_is_left_of_a_gateway_that_is_gone() -> None:
     assert two.peers.own(1014.0).requests == {"d0": 1}
 
 
+def test_a_gateway_that_is_heard_again_has_its_work_again() -> None:
+    one, two = LiveScheduler(SETTINGS), LiveScheduler(SETTINGS)
+    one.take(leg("a"), 10.0)
+    two.take(WorkHeard("one", told(one, 11.0)), 1011.0)
+    two.take(WorkHeard("one", None), 1014.0)
+    assert two.ledger.is_over("a")
+    two.take(WorkHeard("one", told(one, 15.0)), 1015.0)
+    assert not two.ledger.is_over("a")
+    assert [found.num_tokens for found in two.ledger.landing(MODEL, "home")] == [1000]
+    one.take(LegOver("a"), 16.0)
+    two.take(WorkHeard("one", told(one, 16.0)), 1016.0)
+    assert two.ledger.kv_change_since(MODEL, 1015.5, "home") == 512_000
+
+
 def test_a_prompt_of_another_gateway_has_the_engine_before_ours() -> None:
     one, two = LiveScheduler(SETTINGS), LiveScheduler(SETTINGS)
     home = report("home", instance("d0", "both", decode_slots=4))
