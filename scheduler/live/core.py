@@ -282,7 +282,7 @@ class LiveScheduler:
         """
         if target in (HAND_OFF, ONE_ENGINE):
             return True
-        return self.link(target, self.pd(pd).name).state is LinkCondition.CLEAR
+        return self.link(target, pd or self.pd().name).state is LinkCondition.CLEAR
 
     def _is_worth_a_try(self, model: str, decision: RouteDecision, now_s: float) -> bool:
         """Whether one prompt follows t to the prefill cluster, though the PD cluster is predicted

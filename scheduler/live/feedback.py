@@ -55,9 +55,11 @@ class RequestArrived(Observation, frozen=True):
         """It counts as demand, which plans rest on."""
         known = live.knowledge(self.model)
         known.traffic.arrived(self.num_tokens, self.cached_tokens, now_s)
-        if len(live.settings.pd_clusters) > 1:
-            home = known.traffic_of(live.pd(self.pd).name)
-            home.arrived(self.num_tokens, self.cached_tokens, now_s)
+        names = [pd.name for pd in live.settings.pd_clusters]
+        home = self.pd or names[0]
+        # Another gateway may have a PD cluster that this one has not been told of yet.
+        if len(names) > 1 and home in names:
+            known.traffic_of(home).arrived(self.num_tokens, self.cached_tokens, now_s)
 
 
 class LegBegun(Observation, frozen=True):

@@ -1,5 +1,7 @@
 """Two gateways of one region: observations that add up, and work that both know of."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from scheduler.live.events import ReportHeard
 from scheduler.live.feedback import (
     DirectBegun,
     DirectOver,
+    FirstToken,
     InstanceGiven,
     InstanceOver,
     LegAnswered,
@@ -23,6 +26,7 @@ from scheduler.live.settings import LiveSettings, PdSettings
 from scheduler.live.sharing.events import ObservationsHeard, Observed, WorkHeard
 from scheduler.live.sharing.peer_work import Work
 from scheduler.routing.decision import ONE_ENGINE
+from scheduler.routing.prediction import Prediction
 
 MODEL = "tiny"
 SETTINGS = LiveSettings(
@@ -93,6 +97,23 @@ def test_what_is_told_late_counts_when_it_happened() -> None:
     assert a is not None
     assert b is not None
     assert a.uncached.mean_tokens == b.uncached.mean_tokens
+
+
+@pytest.mark.parametrize("others", [(), (PdSettings("second", ("far",)),)])
+def test_a_pd_cluster_that_only_another_gateway_has_stops_nothing(
+    others: tuple[PdSettings, ...],
+) -> None:
+    """A region file with one more PD cluster reaches one gateway after another."""
+    live = LiveScheduler(replace(SETTINGS, pd_clusters=(*SETTINGS.pd_clusters, *others)))
+    heard = [
+        Observed(0.0, RequestArrived(MODEL, 100, 0, "new")),
+        Observed(0.0, FirstToken(MODEL, "far", Prediction(prefill_s=1.0), 1.1, pd="new")),
+        Observed(0.0, prefilled(100, 0.1)),
+    ]
+    live.take(ObservationsHeard("one", 0, heard), 10.0)
+    assert live.heard == {"one": 3}
+    assert live.knowledge(MODEL).profile("far").num_seen == 1
+    assert not live.knowledge(MODEL).state(10.0).homes
 
 
 def test_the_work_of_another_gateway_counts_until_it_ends() -> None:
