@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _PROBES: Final = ("/livez", "/readyz")
-"""Whoever starts and stops processes asks for these, and has no key."""
+"""Supervisors such as Kubernetes ask for these, and have no key."""
 
 
 class MetricsServer:

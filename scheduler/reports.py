@@ -79,7 +79,7 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     layout: str = ""
     """Its KVCache layout in words; "": not known yet."""
     weights: str = ""
-    """What identifies its weights; "": not known yet, or its agent is of an older version."""
+    """The identity of its weights; "": not known yet, or its agent is of an older version."""
 
 
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ _KEY: Final = "prfaas-versions"
 
 
 def announced(versions: Versions = VERSIONS) -> tuple[str, str]:
-    """What goes with each call, and with each answer, as metadata."""
+    """The metadata of each call and each answer: the versions that its sender speaks."""
     return _KEY, f"{versions.oldest}-{versions.newest}"
 
 

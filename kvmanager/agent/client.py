@@ -266,7 +266,7 @@ class AgentClient:
         await self._call(ProbeEnd(transfer_id, reason), ProbeEndReply, timeout_s)
 
     async def host_facts(self, timeout_s: float = CALL_S) -> HostFactsReply:
-        """What the agent sees of its host. INVALID from an agent of an older release."""
+        """Ask what the agent sees of its host. INVALID from an agent of an older release."""
         return await self._call(HostFacts(), HostFactsReply, timeout_s)
 
     # ---- links

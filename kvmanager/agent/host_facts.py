@@ -1,6 +1,6 @@
-"""What a node agent sees of its host: memory, clock, kernel, GPUs and where things are placed.
+"""Reads the facts of a node agent's host: memory, clock, kernel, GPUs, NUMA nodes, engines.
 
-It reads /proc and /sys, and judges nothing.
+They come from /proc and /sys. This file judges none of them.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ class NodeAgent:
         return "" if self.transfers.io.is_listening else "the data port is closed"
 
     async def host_facts(self, _request: HostFacts) -> HostFactsReply:
-        """What this agent sees of its host. Reads files in a thread."""
+        """The facts of this agent's host, read in a thread."""
         return await asyncio.to_thread(
             host_facts,
             self.config.arena_dir,

@@ -180,8 +180,8 @@ class AgentTransfers:
         return outbox
 
     def _hand_off(self, spec: OutboxSpec, token: bytes, landing: LandingRecord) -> OutboxRecord:
-        # First, since the landing is taken from other senders: a request refused after that would
-        # leave it to nobody.
+        # Before `admit_engine`, which takes the landing from other senders: a request that was
+        # refused after that would leave the landing to nobody.
         self.table.outboxes.check(spec)
         self.io.admit_engine(spec.transfer_id, token, spec.fingerprint, spec.nbytes)
         self.io.forget(spec.transfer_id)
@@ -285,7 +285,7 @@ class AgentTransfers:
     # ---- inside
 
     def _carrier(self, transfer_id: bytes) -> TransferIo | ArenaHandOffs:
-        """Who brings this outbox to its landing."""
+        """The part of the agent that brings this outbox to its landing."""
         return self._hand_offs if transfer_id in self._hand_offs else self.io
 
     def _perform(self, effects: list[Effect]) -> None:
@@ -305,7 +305,7 @@ class AgentTransfers:
                 case RecordPrefillEnd(transfer_id):
                     self._carrier(transfer_id).note_prefill_end(transfer_id)
                 case OutcomeKnown(key):
-                    # In the loop's next turn, after what this one tells engines, which wait for it.
+                    # In the loop's next turn: engines wait for what this one sends them.
                     self._loop.call_soon(self._transfer_ended, key)
                 case GaveUpOnEngine((kind, transfer_id)):
                     logger.warning(

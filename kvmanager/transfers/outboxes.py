@@ -12,8 +12,9 @@ may not fill the outbox: nobody would tell it of an end that came before it. `la
 which outboxes those are.
 
 Inside an agent. An outbox may fill the landing of the same transfer: it borrows the landing's
-blocks, which stay the landing's for as long as any engine may write into the outbox. Whoever
-performs the effects ends each of the two ends with the other, as the transport does between agents.
+blocks, which stay the landing's for as long as any engine may write into the outbox. The caller
+that performs the effects ends each of the two ends with the other, as the transport does between
+agents.
 
 Engine death. An outbox that is not filled fails as soon as one of the engines that fill it is lost.
 An outbox that is filled is sent to its end, since it needs nothing of the engine any more.

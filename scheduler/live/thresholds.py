@@ -75,8 +75,8 @@ class Thresholds:
         return self._of(pd)[cluster].base_tokens
 
     def planned(self) -> Iterator[tuple[str, str, float, float]]:
-        """Of each link: prefill cluster, PD cluster, the plan's threshold, and the bytes/s that the
-        plan sends.
+        """The prefill cluster, PD cluster and planned threshold of each link, and the bytes/s that
+        the plan sends over it.
         """
         for pd, clusters in self._kept.items():
             for name, kept in clusters.items():

@@ -86,7 +86,7 @@ PartName = tuple[str, str, str]
 
 
 class _Offload:
-    """What a home must offload at each level."""
+    """One home, which says how much it must offload at each level."""
 
     def __init__(self, home: Home, demand_rps: float, *, whole: bool) -> None:
         region = home.region
@@ -113,8 +113,8 @@ class _Offload:
         """The highest level, whatever it may offload."""
 
     def needs(self, level: float) -> tuple[Floats, float] | None:
-        """What is offloaded at a level: instance-seconds per second at each source if it took all,
-        and bytes/s. None if nothing is offloaded.
+        """The offload at a level: instance-seconds per second at each source if it took all, and
+        bytes/s. None if nothing is offloaded.
         """
         rate = level * self.demand_rps
         if rate <= 0:
@@ -156,7 +156,7 @@ class _Shared:
         self.pairs = [(h, s) for h, home in enumerate(homes) for s in range(len(home.sources))]
         sizes: dict[PartName, float] = {}
         self.parts: list[list[PartName]] = []
-        """What each pair uses: the instances first, then link and uplinks."""
+        """The parts that each pair uses: the instances first, then link and uplinks."""
         for h, s in self.pairs:
             source, link = homes[h].sources[s]
             mine = [(("prefill", homes[h].home.model, source.name), source.num_instances)]
@@ -179,7 +179,7 @@ class _Shared:
         return float(self._capacity[self.rows[name]])
 
     def usage(self, levels: Sequence[float]) -> _Usage:
-        """What the homes would use at these levels."""
+        """The use that the homes would make of all parts at these levels."""
         seconds, nbytes = np.zeros(len(self.pairs)), np.zeros(len(self.pairs))
         for home in range(len(self.homes)):
             needs = self.homes[home].needs(levels[home])
@@ -194,7 +194,7 @@ class _Shared:
 
 @dataclass(frozen=True)
 class _Usage:
-    """What homes need at some level, if one pair carried all of its home's offload.
+    """The needs of homes at some level, if one pair carried all of its home's offload.
 
     `shares` are shares of the parts' capacities, one for each use; infinite where a part has none.
     """
@@ -220,7 +220,7 @@ class _Usage:
         return np.unique(self.home_of[self.pair_of[self.shares > 0]])
 
     def of_uses(self, parts: Floats) -> Floats:
-        """What each use takes if pairs carry these parts of their homes' offload."""
+        """The share of each use if pairs carry these parts of their homes' offload."""
         # Nothing is carried over what has no capacity.
         taken: Floats = np.where(self.usable[self.pair_of], self.shares, 0.0) * parts[self.pair_of]
         return taken

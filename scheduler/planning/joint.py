@@ -1,4 +1,4 @@
-"""What each of several PD clusters may use of the prefill clusters and links that they share.
+"""Divides shared prefill clusters and links among PD clusters.
 
 A `Home` is a PD cluster with the requests of one model that decode there. Homes share the instances
 of prefill clusters, links (where they serve several models) and uplinks. `JointRegion.shares` gives

@@ -73,7 +73,7 @@ def sources_of(region: Region) -> list[tuple[PrefillClusterModel, Link]]:
 
 
 def offloaded_rps(region: Region, mode: Mode, split: Split) -> list[Floats]:
-    """What each of `sources_of` sustains of the prompts above each threshold, requests/s."""
+    """The rate of prompts above each threshold that each of `sources_of` sustains, requests/s."""
     lengths, sources = region.traffic.lengths, sources_of(region)
     kv_bytes = offloaded_mean(mode, region.kv.size, lengths, split)
     # Clusters of one kind have the same curve, and its means take most of the time.

@@ -396,7 +396,9 @@ class _Driver:
             self._lose(job, now_s)
 
     def _lose_source(self, place: int, source: PrefillStation, now_s: float) -> None:
-        """What was to be prefilled there, or has not landed yet, is prefilled where it decodes."""
+        """Prompts that it has not prefilled, or that have not landed, are prefilled where they
+        decode.
+        """
         unfinished = source.lose()
         for job in unfinished:
             self._stop(job, now_s)

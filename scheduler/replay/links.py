@@ -157,7 +157,7 @@ class ReplayLink:
     ) -> None:
         self.schedule = schedule
         self.uplinks = uplinks
-        """What its bytes cross as well, together with those of other links."""
+        """Its bytes cross these as well, together with those of other links."""
         self.delay_s = delay_s
         """How long a byte is in flight, seconds."""
         self.inflow = 0.0
@@ -207,8 +207,8 @@ class ReplayLink:
             uplink.expect(inflow_change)
 
     def available(self, rate: float) -> float:
-        """What of its `rate` others leave it at its uplinks: what they do not emit, and a fair part
-        where everybody emits more than an uplink carries. Bytes/s.
+        """The part of its `rate` that others leave it at its uplinks: what they do not emit, or a
+        fair part where all emit more than an uplink carries. Bytes/s.
         """
         own = self.expected_inflow
         for uplink in self.uplinks:

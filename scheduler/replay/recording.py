@@ -87,7 +87,7 @@ Frame: TypeAlias = Header | Entry | Gap
 
 
 def plain(value: object) -> object:
-    """What msgspec writes for a read-only mapping of an event."""
+    """The value that msgspec writes for a read-only mapping of an event."""
     if isinstance(value, MappingProxyType):
         return dict(value)
     raise NotImplementedError(f"{type(value).__name__} cannot be recorded")

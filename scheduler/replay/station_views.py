@@ -55,7 +55,7 @@ class Parts:
         return next((station.name for station in needed if station.is_lost), "")
 
     def stations(self) -> list[PrefillStation]:
-        """Those of PD clusters first."""
+        """All stations, those of PD clusters first."""
         return [*(pd.station for pd in self.pds), *self.sources]
 
     def cached_tokens(self, job: Job, cluster: str) -> int:

@@ -72,7 +72,7 @@ class Transfers:
         uplinks = {up: ReplayLink(RateSchedule.of(up.bytes_per_s)) for up in model.uplinks}
         self._links: dict[Way, ReplayLink] = {}
         self.watches: dict[Way, WatchedLink] = {}
-        """What routing sees of each link."""
+        """Each link as routing sees it."""
         for way, spec in self._specs.items():
             schedule = model.schedules.get(spec.name) or RateSchedule.of(spec.bytes_per_s)
             shared = [link for up, link in uplinks.items() if up.carries(spec)]

@@ -121,8 +121,8 @@ NO_MOVE: Final = CacheMove(reason=MoveReason.NOTHING_SAVED)
 
 
 class PdCached(msgspec.Struct, frozen=True):
-    """What a PD cluster has cached of a prompt: the longest prefix that one of its nodes can
-    resume, and what is not sent because the node that would decode has it. Tokens.
+    """The cached part of a prompt in a PD cluster: the longest prefix that one of its nodes can
+    resume, and the part that is not sent because the node that would decode has it. Tokens.
     """
 
     local_tokens: int = 0
@@ -142,8 +142,8 @@ class RequestShape(msgspec.Struct, frozen=True, kw_only=True):
     `landing_cached_tokens` are not sent, because the node that decodes has their KVCache.
     `sendable_tokens` is the longest prefix that a node of each cluster, PD clusters included, could
     send to another cluster. Clusters that could send nothing may be left out.
-    What is said of the PD cluster is said of the request's home. `cached_in_pds` says it of each
-    other PD cluster that has something cached, by name; `at` gives the shape for one of them.
+    The PD cluster is the request's home. `cached_in_pds` has the same numbers for each other PD
+    cluster that has something cached, by name; `at` gives the shape for one of them.
     """
 
     num_prompt_tokens: int

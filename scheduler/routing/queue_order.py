@@ -174,7 +174,7 @@ class QueueOrder(Generic[KeyT]):
         self._orders: dict[str, _PdOrder[KeyT]] = {}
         self._waiting: dict[KeyT, WaitingJob[KeyT]] = {}
         self._level = 0
-        """What the PD cluster had started that was served last, before that job, tokens."""
+        """Tokens that the PD cluster served last had started before its last job."""
 
     def __len__(self) -> int:
         return len(self._waiting)

@@ -37,7 +37,7 @@ class PdReason(StrEnum):
 
 
 class PdOffer(NamedTuple):
-    """What a PD cluster would do with a request.
+    """The offer of a PD cluster to serve a request.
 
     `ttft_s` is infinite where no instance can serve it. `rtt_s` is the round trip from its home.
     """

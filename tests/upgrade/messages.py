@@ -40,7 +40,7 @@ def message_types() -> Iterator[type[msgspec.Struct]]:
 
 
 def schemas() -> Schemas:
-    """Those of this release, with the types of their fields."""
+    """The messages of this release, with the types of their fields."""
     types = {found.__name__: found for found in message_types()}
     _, found = msgspec.json.schema_components(types.values(), ref_template="{name}")
     return {name: _without_words(found[name]) for name in sorted(found)}

@@ -148,7 +148,7 @@ class InstanceBook:
         ]
 
     def processes(self) -> dict[str, set[int]]:
-        """The processes of each instance; those of other hosts' PID namespaces are left out."""
+        """The processes of each instance, without those that this PID namespace does not see."""
         return {
             name: {pid for pid in instance.pids.values() if pid > 0}
             for name, instance in sorted(self._instances.items())

@@ -36,8 +36,8 @@ class _Measured:
 
 
 class MeasuredMoves(msgspec.Struct, frozen=True, array_like=True):
-    """What moves between two clusters measured; 0 bytes: nothing. `failed_age_s` is the time since
-    one failed.
+    """The measurement of moves between two clusters; 0 bytes: there is none. `failed_age_s` is the
+    time since one failed.
     """
 
     source: str
@@ -84,7 +84,7 @@ class CacheMoveLedger:
             self._failed_s[pair] = now_s
 
     def state(self, now_s: float) -> list[MeasuredMoves]:
-        """What `restore` needs: what moves measured, without those under way."""
+        """The argument of `restore`: all measurements, without the moves that are under way."""
         found = []
         for pair in sorted(self._measured.keys() | self._failed_s.keys()):
             seen = self._measured.get(pair) or _Measured(0.0, 0.0, 0.0, now_s)

@@ -40,7 +40,7 @@ class MeanState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlaceState(msgspec.Struct, frozen=True, array_like=True):
-    """What was learnt of one place. Ages are None for what never was."""
+    """The knowledge of one place. An age is None for something that has not happened."""
 
     profile: ProfileState | None
     overheads: list[float]
@@ -50,7 +50,7 @@ class PlaceState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KnowledgeState(msgspec.Struct, frozen=True, array_like=True):
-    """What was learnt of one model, as it is kept and sent. `sizes` are the tokens and bytes of
+    """The knowledge of one model, as it is kept and sent. `sizes` are the tokens and bytes of
     landings.
     """
 
@@ -73,7 +73,7 @@ class Mean:
         self.value: float | None = None
 
     def state(self) -> MeanState:
-        """What `restore` needs."""
+        """The argument of `restore`."""
         return MeanState(self._num_seen, self.value)
 
     def restore(self, state: MeanState) -> None:
@@ -181,7 +181,7 @@ class ModelKnowledge:
         return found
 
     def state(self, now_s: float) -> KnowledgeState:
-        """What `restored` needs. Times become ages, since another process has another clock."""
+        """The argument of `restored`. It has ages, since another process has another clock."""
         places = self._profiles.keys() | self._overheads.keys() | self._tried_s.keys()
         return KnowledgeState(
             self.traffic.state(now_s),

@@ -117,7 +117,7 @@ class LearnedProfile:
         return found
 
     def state(self) -> ProfileState:
-        """What `restored` needs."""
+        """The argument of `restored`."""
         kept = slice(max(0, self._end - self._memory), self._end)
         rows = np.column_stack((self._rows[kept], self._seconds[kept]))
         s, a, b, q = self._found.tolist()

@@ -138,12 +138,12 @@ class TrafficMeter:
         return found
 
     def restore_prompts(self, state: TrafficState, now_s: float) -> None:
-        """Take over the prompts of a state. Of a `part`, the answers are those of all."""
+        """Take over the prompts of a state, for a `part`: its answers are those of all."""
         if state.uncached is not None:
             self._uncached.restore(state.uncached, now_s)
 
     def state(self, now_s: float) -> TrafficState:
-        """What `restored` needs."""
+        """The argument of `restored`."""
         return TrafficState(self._uncached.state(now_s), self._output.state(now_s))
 
     def arrived(self, prompt_tokens: int, cached_tokens: int, now_s: float) -> None:
@@ -219,7 +219,7 @@ class _Channel:
             sums[2] += extra
 
     def state(self, now_s: float) -> ChannelState | None:
-        """What `restore` needs; None if nothing was counted."""
+        """The argument of `restore`; None if nothing was counted."""
         if self._newest is None:
             return None
         slices = []

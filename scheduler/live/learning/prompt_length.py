@@ -64,7 +64,7 @@ class PromptContent:
 
 
 class LengthsState(msgspec.Struct, frozen=True, array_like=True):
-    """What a `LengthEstimator` has counted: bytes and tokens of text, and units and tokens of each
+    """The counts of a `LengthEstimator`: bytes and tokens of text, and units and tokens of each
     kind of media.
     """
 
@@ -92,7 +92,7 @@ class LengthEstimator:
         return found
 
     def state(self) -> LengthsState:
-        """What `restored` needs."""
+        """The argument of `restored`."""
         media = {kind: (units, self._unit_tokens[kind]) for kind, units in self._units.items()}
         return LengthsState(self._text_bytes, self._text_tokens, media)
 

@@ -86,7 +86,7 @@ class PeriodLook(Event[None], frozen=True):
 
 
 class PdBusy(msgspec.Struct, frozen=True):
-    """What a PD cluster is busy with, as `PeriodOver` says it."""
+    """The work that keeps a PD cluster busy, as `PeriodOver` says it."""
 
     conversion: Conversion | None
     is_busy: bool

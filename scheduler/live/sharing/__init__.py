@@ -1,1 +1,1 @@
-"""What gateways of one region tell each other, and what one of them keeps over a restart."""
+"""Gateways of one region tell each other what they learn and have under way, and keep it."""

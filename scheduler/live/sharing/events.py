@@ -1,4 +1,4 @@
-"""What a live scheduler is told of the other gateways of its region.
+"""The events by which a live scheduler hears of the other gateways of its region.
 
     ObservationsHeard   what they have observed, so that all gateways learn from all requests
     WorkHeard           what they have under way, between two reports of the clusters

@@ -1,4 +1,4 @@
-"""What a live scheduler has learnt, as a value that a file or another gateway can keep.
+"""The state that a live scheduler has learnt, as a value for a file or another gateway.
 
 It holds ages instead of times, because another process has another clock. It does not hold what is
 under way: requests, legs and reports end with their gateway, or are heard again. Pure; this file
@@ -42,8 +42,8 @@ class ConversionAge(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlanState(msgspec.Struct, frozen=True, array_like=True):
-    """What the long-term loop has set, and since when it dwells. It began from a threshold of
-    `configured_tokens`.
+    """The thresholds that the long-term loop has set, and the conversions since which it dwells.
+    It began from a threshold of `configured_tokens`.
     """
 
     configured_tokens: float
@@ -75,7 +75,7 @@ class StateRestored(Event[None], frozen=True):
     age_s: float = 0.0
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
-        """What was learnt before gives way to the state. Unknown clusters and models are left
+        """The state replaces what was learnt before. Unknown clusters and models are left
         out. ValueError for a state that contradicts itself; nothing is changed then.
         """
         state, made_s = self.state, now_s - self.age_s
@@ -104,7 +104,7 @@ class PlanHeard(Event[None], frozen=True):
 def learned_state(
     live: LiveScheduler, now_s: float, links: Iterable[LinkRate] = ()
 ) -> LearnedState:
-    """What `live` has learnt. `links` are rates that are remembered outside of it."""
+    """Everything that `live` has learnt. `links` are rates that are remembered outside of it."""
     return LearnedState(
         models={name: known.state(now_s) for name, known in live.models().items()},
         moves=live.moves.state(now_s),

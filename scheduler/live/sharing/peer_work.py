@@ -1,4 +1,4 @@
-"""What the other gateways of a region have under way, as far as they have said.
+"""The work that the other gateways of a region have under way, as far as they have said.
 
 Reports of clusters are up to a second old. Between two of them a gateway must also know what the
 others have sent to the same instances. Each gateway tells all that it has under way, a few times a
@@ -59,7 +59,7 @@ NO_WORK = Work([], [], {}, [])
 
 @dataclass(slots=True)
 class _Peer:
-    """What another gateway said last: legs, the keys of its prompts here, and its requests."""
+    """The last message of another gateway: legs, the keys of its prompts here, its requests."""
 
     legs: dict[str, bool] = field(default_factory=dict)
     prompts: dict[int, int] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class PeerWork:
             del self._peers[gateway]
 
     def own(self, now_s: float) -> Work:
-        """What this gateway itself has under way, to be told to the others."""
+        """The work of this gateway itself, to tell the others."""
         ledger = self._ledger
         foreign = {transfer_id for peer in self._peers.values() for transfer_id in peer.legs}
         theirs = {key for peer in self._peers.values() for key in peer.prompts.values()}
