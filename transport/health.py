@@ -1,6 +1,6 @@
 """Whether a process can serve now, and grpc.health.v1, by which probes ask a gRPC server for it.
 
-Anybody who reaches the port may ask, so that the answer names nothing of the region.
+Anybody who reaches the port may ask, so the answer names nothing of the region.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ async def always_ready() -> str:
 
 def health_handler(why_not_ready: WhyNotReady) -> Any:
     """The handler of `Check` for a gRPC server. Which service is asked about makes no difference,
-    since a process serves all of its services or none.
+    because a process serves all of its services or none.
     """
 
     async def check(_: Any, __: Any) -> bytes:

@@ -125,7 +125,8 @@ class AgentClient:
         by_transport: bool = False,
     ) -> OpenOutboxReply:
         """Reserve memory that an engine fills and the agent sends to `landing` meanwhile. If the
-        agent has the landing, it is that memory, unless `by_transport`. NO_ROOM, INVALID.
+        agent has the landing, the engine fills that itself, unless `by_transport`. NO_ROOM,
+        INVALID.
         """
         request = OpenOutbox(
             transfer_id=landing.transfer_id,

@@ -104,7 +104,7 @@ class CancelReply(msgspec.Struct, frozen=True):
 class OpenOutbox(msgspec.Struct, frozen=True):
     """Reserve memory that an engine fills, and send it to the landing at `host`:`port`.
 
-    If this agent has the landing, its memory is what the engine fills.
+    If this agent has the landing, the engine fills that memory itself, and nothing is sent.
     """
 
     transfer_id: str

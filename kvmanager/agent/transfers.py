@@ -163,7 +163,7 @@ class AgentTransfers:
     ) -> OutboxRecord:
         """Reserve memory and begin to send. Raises TransferError.
 
-        An outbox whose landing is at this agent is the landing's own memory, unless `by_transport`.
+        If the landing is at this agent, the engine fills its memory, unless `by_transport`.
         """
         landing = self.table.landings.records.get(spec.transfer_id)
         if landing is not None and landing.state in MOVES and not by_transport:

@@ -287,7 +287,7 @@ class Ledger:
         return max(0.0, now_s - max(begun_s, last_s))
 
     def forget(self, instances: Set[str]) -> None:
-        """Forget since when instances that left had nobody before them."""
+        """Forget the last prefills of instances that have left."""
         self._last_end_s = {k: v for k, v in self._last_end_s.items() if k[1] not in instances}
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
 """Which instances the region's clusters have, from report to report. Pure.
 
-An instance has joined when it is first found healthy, and has left when a front that answers names
-it no more. It does not know how that came about.
+An instance has joined when it is first found healthy. It has left when its front answers and does
+not name it any more. This file does not know why instances join or leave.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Distances:
 class Tried(NamedTuple):
     """The route that a request would take if one PD cluster decoded it.
 
-    `pd` sees the request as `shape`; `seen` and `config` are what the decision rests on.
+    `request` has the shape that `pd` sees. The decision rests on `seen` and `config`.
     """
 
     pd: PdSettings

@@ -116,8 +116,8 @@ class TenantLedger:
                 account.level_tokens = max(0.0, limit.burst_tokens - account.num_tokens)
 
     def state(self, now_s: float) -> dict[str, float]:
-        """The levels of the buckets that are not full, by tenant. What is in flight is not in it:
-        it ends with its gateway.
+        """The levels of the buckets that are not full, by tenant. Requests in flight are left out:
+        they end with their gateway.
         """
         found = {}
         for tenant, account in self._accounts.items():

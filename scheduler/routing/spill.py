@@ -4,9 +4,9 @@ Every request has a home, the PD cluster that it belongs to. The home's policy s
 may decode it:
 
 - `never`: it stays at home, whatever happens there.
-- `overflow`: it leaves a home that cannot serve it or would refuse it. It leaves a home where it
-  would wait for a decode slot for any cluster that is predicted sooner, and any other home for a
-  cluster that is predicted sooner by more than the routing margin.
+- `overflow`: it leaves a home that cannot serve it or would refuse it. If it would wait for a
+  decode slot at home, it goes to any cluster that is predicted sooner. Otherwise another cluster
+  must be predicted sooner by more than the routing margin.
 - `nearest`: like `overflow`, but the fixed part of the margin is enough, and of the clusters that
   are within it of the soonest one, the nearest is taken.
 

@@ -8,8 +8,9 @@ elsewhere and leave it in the model's plan. If it does not, as in the replay of 
 `PlansAsked` computes the answer, which is the same.
 
 A region can have several PD clusters, and serve several models, each with instances of its own.
-Every model has in every PD cluster its own question, plan and conversions. What PD clusters share
-is divided among them before any of these questions is answered (`scheduler.planning.joint`).
+Every model has its own question, plan and conversions in every PD cluster. Prefill clusters and
+links that PD clusters share are divided among these before any question is answered
+(`scheduler.planning.joint`).
 Thresholds belong to links, so a prefill cluster that serves several models is in no plan, and the
 step of each of its models says so.
 """
@@ -55,7 +56,7 @@ class ThresholdChange(msgspec.Struct, frozen=True):
 
 
 class PlanStep(msgspec.Struct, frozen=True, kw_only=True):
-    """What the plan of one model says for the next period of the PD cluster `pd`.
+    """The plan of one model for the next period of the PD cluster `pd`.
 
     `reason` is a `StepReason`, or `NOT_KNOWN` with the explanation in `unknown`. `changes` are the
     changes by `thresholds`. Without `conversions` they are made already, unless plans are advice or

@@ -2,9 +2,9 @@
 
 Reports of clusters are up to a second old. Between two of them a gateway must also know what the
 others have sent to the same instances. Each gateway tells all that it has under way, a few times a
-second, and not what has changed: a message that is lost does no harm, and what a gateway had ends
-with the last message that it is heard of. Pure; time is an argument. It does not know how work is
-told.
+second, and not what has changed. So a message that is lost does no harm, and the work of a gateway
+that is gone ends at once. Pure; time is an argument. This file does not know how gateways reach
+each other.
 """
 
 from __future__ import annotations
