@@ -42,6 +42,8 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 NUM_CLASSES: Final = 3
+MAX_KNOWN_PDS: Final = 1024
+"""Beyond so many PD clusters, the counts of those without waiting jobs are forgotten."""
 
 
 def priority_class(priority: int) -> int:
@@ -262,6 +264,9 @@ class QueueOrder(Generic[KeyT]):
     def _order(self, pd: str) -> _PdOrder[KeyT]:
         order = self._orders.get(pd)
         if order is None:
+            # Jobs bring the names of their PD clusters, and names must not pile up in a front.
+            if len(self._orders) >= MAX_KNOWN_PDS:
+                self._orders = {name: known for name, known in self._orders.items() if len(known)}
             order = self._orders[pd] = _PdOrder(self._config)
         return order
 

@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduling_cases import untimed
 
-from scheduler.routing.queue_order import LengthBucket, OrderConfig, QueueOrder, WaitingJob
+from scheduler.routing.queue_order import (
+    MAX_KNOWN_PDS,
+    LengthBucket,
+    OrderConfig,
+    QueueOrder,
+    WaitingJob,
+)
 
 SMALL = OrderConfig(
     buckets=(LengthBucket(100, 0.5), LengthBucket(1000, 0.3), LengthBucket(math.inf, 0.2)),
@@ -270,6 +276,15 @@ def test_while_two_pd_clusters_wait_they_get_the_same(
         left[found.pd] -= 1
         got[found.pd] += max(1, found.uncached_tokens)
         assert abs(got["a"] - got["b"]) <= 2000
+
+
+def test_pd_clusters_that_are_gone_do_not_pile_up() -> None:
+    order = order_of(of("waiting", "w", 100))
+    for number in range(3 * MAX_KNOWN_PDS):
+        order.add(of(f"pd{number}", f"j{number}", 100))
+        order.started(f"j{number}")
+    assert len(order._orders) <= MAX_KNOWN_PDS
+    assert drained(order, 0.0) == ["w"]
 
 
 def test_what_waits_for_others_counts_until_the_turn_comes() -> None:
