@@ -12,7 +12,7 @@ are passed over. This file does not know how gateways reach each other.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -20,6 +20,11 @@ from scheduler.live.core import Event, LiveScheduler
 from scheduler.live.feedback import ObservationEvent
 from scheduler.live.sharing.learned_state import PlanHeard, StateRestored
 from scheduler.live.sharing.peer_work import Work
+
+MAX_HEARD: Final = 1000
+"""The gateways whose numbers are remembered, those that were heard last. A gateway has another name
+after each start.
+"""
 
 
 class Observed(msgspec.Struct, frozen=True, array_like=True):
@@ -41,7 +46,11 @@ class ObservationsHeard(Event[None], frozen=True):
         num_heard = live.heard.get(self.gateway, 0)
         for item in self.observed[max(0, num_heard - self.first) :]:
             item.event.learn(live, now_s - item.age_s)
+        # Taken out, so that it comes last again: the first names were not heard for longest.
+        live.heard.pop(self.gateway, None)
         live.heard[self.gateway] = max(num_heard, self.first + len(self.observed))
+        while len(live.heard) > MAX_HEARD:
+            del live.heard[next(iter(live.heard))]
 
 
 class WorkHeard(Event[None], frozen=True):

@@ -23,7 +23,7 @@ from scheduler.live.feedback import (
     RequestArrived,
 )
 from scheduler.live.settings import LiveSettings, PdSettings
-from scheduler.live.sharing.events import ObservationsHeard, Observed, WorkHeard
+from scheduler.live.sharing.events import MAX_HEARD, ObservationsHeard, Observed, WorkHeard
 from scheduler.live.sharing.peer_work import Work
 from scheduler.routing.decision import ONE_ENGINE
 from scheduler.routing.prediction import Prediction
@@ -97,6 +97,16 @@ def test_what_is_told_late_counts_when_it_happened() -> None:
     assert a is not None
     assert b is not None
     assert a.uncached.mean_tokens == b.uncached.mean_tokens
+
+
+def test_the_names_of_gateways_that_are_gone_do_not_pile_up() -> None:
+    live = LiveScheduler(SETTINGS)
+    arrived = [Observed(0.0, RequestArrived(MODEL, 100, 0))]
+    for number in range(MAX_HEARD + 100):
+        live.take(ObservationsHeard(f"gone{number}", 0, []), float(number))
+        live.take(ObservationsHeard("steady", number, arrived), float(number))
+    assert len(live.heard) == MAX_HEARD
+    assert live.heard["steady"] == MAX_HEARD + 100
 
 
 @pytest.mark.parametrize("others", [(), (PdSettings("second", ("far",)),)])
