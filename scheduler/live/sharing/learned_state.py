@@ -86,7 +86,8 @@ class StateRestored(Event[None], frozen=True):
         live.moves.restore(state.moves, made_s)
         live.period.filled |= set(state.filled_links)
         live.tenants.restore(state.spent, made_s)
-        live.heard.update(state.heard)
+        # The numbers belong to the state: what was heard before it has given way.
+        live.heard = dict(state.heard)
         adopt_plan(live, state.plan, made_s)
 
 

@@ -24,6 +24,7 @@ from scheduler.live.feedback import (
 )
 from scheduler.live.settings import LiveSettings, PdSettings
 from scheduler.live.sharing.events import MAX_HEARD, ObservationsHeard, Observed, WorkHeard
+from scheduler.live.sharing.learned_state import LearnedState, StateRestored, learned_state
 from scheduler.live.sharing.peer_work import Work
 from scheduler.routing.decision import ONE_ENGINE
 from scheduler.routing.prediction import Prediction
@@ -97,6 +98,20 @@ def test_what_is_told_late_counts_when_it_happened() -> None:
     assert a is not None
     assert b is not None
     assert a.uncached.mean_tokens == b.uncached.mean_tokens
+
+
+def test_observations_that_a_restored_state_lacks_are_learnt_again() -> None:
+    one, two = LiveScheduler(SETTINGS), LiveScheduler(SETTINGS)
+    for number in range(3):
+        one.take(prefilled(100, 0.1), float(number))
+    own = prefilled(200, 0.2)
+    two.take(own, 1.0)
+    two.heard["two"] = 1  # its gateway has numbered it
+    written = msgspec.msgpack.encode(learned_state(one, 5.0))
+    two.take(StateRestored(msgspec.msgpack.decode(written, type=LearnedState)), 5.0)
+    two.take(ObservationsHeard("two", 0, [Observed(4.0, own)]), 5.0)
+    assert two.knowledge(MODEL).profile("far").num_seen == 4
+    assert two.heard == {"two": 1}
 
 
 def test_the_names_of_gateways_that_are_gone_do_not_pile_up() -> None:
