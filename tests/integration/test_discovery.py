@@ -255,7 +255,6 @@ def write_kubeconfig(path: Path, url: str) -> Path:
 
 
 async def test_endpoint_slices_are_followed(cluster: Cluster, tmp_path: Path) -> None:
-    pytest.importorskip("kubernetes", reason="the extra kubernetes; requirements/dev.txt has it")
     first, second = cluster.ports.values()
     async with KubernetesApi().serving() as api:
         api.say(endpoint("p0"), port=first)
