@@ -18,6 +18,7 @@ _ASKED_BY: Final[dict[PortKind, str]] = {
     "link": "agents that send KVCache",
     "metrics": "Prometheus",
     "engine": "its front and, in a PD cluster, the gateway",
+    "nixl": "the engines of its cluster",
     "front": "the gateway",
     "gateway": "clients",
     "admin": "operators",

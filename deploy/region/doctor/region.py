@@ -12,6 +12,7 @@ from typing import Final
 import aiohttp
 from cryptography import x509
 
+from deploy.gateway.sharing.overview import SharingOverview
 from deploy.region.certs import hosts_of
 from deploy.region.client import CannotAsk, asked
 from deploy.region.doctor import host_checks
@@ -20,14 +21,20 @@ from deploy.region.doctor.findings import Check, ok, problem, warning
 from deploy.region.doctor.host_checks import HostView
 from deploy.region.doctor.port_checks import port_checks, shown_certificates
 from deploy.region.doctor.reach import Reached, reach
-from deploy.region.doctor.viewpoint import RegionPort, Viewpoint, region_ports
+from deploy.region.doctor.viewpoint import (
+    RegionPort,
+    Viewpoint,
+    admin_title,
+    gateway_title,
+    region_ports,
+)
 from deploy.region.launch.parts import part_problems
 from deploy.region.launch.plan import engine_tls, engine_url
 from deploy.region.launch.probes import cluster_reports
 from deploy.region.launch.rundir import operator_key
 from deploy.region.launch.trust import checks_grants, engine_key_file, signs_grants
 from deploy.region.spec.loading import missing_models
-from deploy.region.spec.region import NodeSpec
+from deploy.region.spec.region import NodeSpec, RegionSpec
 from kvmanager.agent.client import AgentClient
 from kvmanager.config_files.fields import tls_files
 from kvmanager.config_files.problems import Problem
@@ -69,7 +76,7 @@ async def examine(view: Viewpoint, api_key: str = "") -> list[Check]:
     await _ask_agents(view, open_ports, answers)
     await _ask_fronts(view, reached, answers)
     await _ask_engines(view, open_ports, answers)
-    await _ask_gateway(view, reached, api_key, answers)
+    await _ask_gateways(view, open_ports, api_key, answers)
     checks += answers.checks
     signing, known = await asyncio.to_thread(_grant_digests, view)
     hosts = answers.hosts
@@ -250,33 +257,57 @@ async def _ask_engines(
         await asyncio.gather(*(ask(name, session) for name in found))
 
 
-async def _ask_gateway(
-    view: Viewpoint, reached: Sequence[Reached], api_key: str, answers: _Answers
+async def _ask_gateways(
+    view: Viewpoint, open_ports: Mapping[str, Reached], api_key: str, answers: _Answers
 ) -> None:
-    open_at = {one.port.kind: one.port.at for one in reached if not one.trouble}
-    if "gateway" not in open_at:
-        return
-    url = f"http://{open_at['gateway']}"
-    key = api_key or operator_key(view.directory.root)
+    key = api_key or await asyncio.to_thread(operator_key, view.directory.root)
+    names = [gateway_title(view.region, node) for node in view.region.gateway_nodes]
+    found = (_ask_gateway(view.region, name, open_ports, key, answers) for name in names)
+    await asyncio.gather(*found)
+
+
+async def _ask_gateway(
+    region: RegionSpec,
+    name: str,
+    open_ports: Mapping[str, Reached],
+    key: str,
+    answers: _Answers,
+) -> None:
+    port, admin = open_ports.get(name), open_ports.get(admin_title(name))
+    if port is None:
+        return  # the port's line says why
     try:
-        said = await asked(url, "/version", dict[str, str])
-        answers.releases["gateway"] = said.get("version", "")
-        pages = f"http://{open_at.get('admin', open_at['gateway'])}"
+        said = await asked(f"http://{port.port.at}", "/version", dict[str, str])
+        answers.releases[name] = said.get("version", "")
+        if region.gateway.admin is not None and admin is None:
+            return  # its pages are only at a port that cannot be reached from here
+        pages = f"http://{(admin or port).port.at}"
         reports = await cluster_reports(pages, key)
+        if region.gateway.shared is not None:
+            sharing = await asked(pages, "/prfaas/gateways", SharingOverview, key=key)
+            answers.checks.append(_sharing_check(name, sharing))
     except CannotAsk as error:
         if error.status in (401, 403):
             what = "it tells operators only what it sees"
-            answers.checks.append(warning("gateway", what, "give --api-key"))
+            answers.checks.append(warning(name, what, "give --api-key"))
         else:
-            answers.checks.append(problem("gateway", str(error), _SAME_FILE))
+            answers.checks.append(problem(name, str(error), _SAME_FILE))
         return
     known = {report.name for report in reports}
-    for cluster in view.region.clusters:
+    for cluster in region.clusters:
         if cluster.name not in known:
             what = f"it has no report of cluster {cluster.name}"
-            answers.checks.append(problem("gateway", what, "look at that cluster's front"))
+            answers.checks.append(problem(name, what, "look at that cluster's front"))
     for report in reports:
-        answers.checks += _report_checks(f"gateway, cluster {report.name}", report)
+        answers.checks += _report_checks(f"{name}, cluster {report.name}", report)
+
+
+def _sharing_check(about: str, sharing: SharingOverview) -> Check:
+    if sharing.state != "joined":
+        what = f"it does not share with other gateways: {sharing.error}"
+        return problem(about, what, "does Redis run, and does a firewall let that host reach it?")
+    others = ", ".join(peer.name for peer in sharing.peers) or "no other gateway yet"
+    return ok(about, f"it shares through Redis with {others}")
 
 
 def _not_told(about: str, error: RpcError) -> Check:

@@ -20,7 +20,9 @@ from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionSpec
 from kvmanager.config_files.security import is_loopback
 from transport import Credentials, Endpoint, Role
 
-PortKind = Literal["control", "data", "link", "metrics", "engine", "front", "gateway", "admin"]
+PortKind = Literal[
+    "control", "data", "link", "metrics", "engine", "nixl", "front", "gateway", "admin"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +112,11 @@ def _part_named(region: RegionSpec, name: str) -> Part:
 
 def region_ports(view: Viewpoint) -> list[RegionPort]:
     """The ports that processes listen on, without those on loopback of other hosts."""
-    found = [*_agent_ports(view), *_engine_ports(view), *_front_ports(view), *_gateway_ports(view)]
+    kinds = (_agent_ports, _engine_ports, _nixl_ports, _front_ports, _gateway_ports)
     return [
         port
-        for port in found
+        for ports in kinds
+        for port in ports(view)
         if port.is_here or port.at.host == port.machine or not is_loopback(port.at.host)
     ]
 
@@ -154,6 +157,18 @@ def _engine_ports(view: Viewpoint) -> Iterator[RegionPort]:
                 yield RegionPort(f"engine {item.name}", "engine", at, node.host, here, needed, role)
 
 
+def _nixl_ports(view: Viewpoint) -> Iterator[RegionPort]:
+    for cluster in view.region.clusters:
+        if cluster.hand_off != "nixl":
+            continue
+        # Any engine of the cluster may decode what another one has prefilled.
+        needed = any(map(view.runs, cluster.nodes))
+        for node in cluster.nodes:
+            for item in node.instances:
+                name, at = f"engine {item.name}, NIXL", Endpoint(node.host, item.nixl_port)
+                yield RegionPort(name, "nixl", at, node.host, view.is_here(node), needed)
+
+
 def _front_ports(view: Viewpoint) -> Iterator[RegionPort]:
     region = view.region
     if view.part is not None and view.part.is_whole:
@@ -167,17 +182,30 @@ def _front_ports(view: Viewpoint) -> Iterator[RegionPort]:
 
 
 def _gateway_ports(view: Viewpoint) -> Iterator[RegionPort]:
-    gateway, here = view.region.gateway, view.has_gateway
-    machine = view.region.gateway_node.host
-    listening: dict[PortKind, tuple[str, Endpoint]] = {
-        "gateway": ("gateway", Endpoint(gateway.host, gateway.port))
-    }
-    if gateway.admin is not None:
-        listening["admin"] = ("gateway, pages for operators", Endpoint.parse(gateway.admin))
-    for kind, (title, at) in listening.items():
-        if at.host in ("0.0.0.0", "::"):  # a wildcard address is for listening only
-            at = Endpoint(machine, at.port)
-        yield RegionPort(title, kind, at, machine, here, here)
+    gateway = view.region.gateway
+    for node in view.region.gateway_nodes:
+        here = view.part is not None and node.name in view.part.gateways
+        port = gateway.ports.get(node.name, gateway.port)
+        name = gateway_title(view.region, node)
+        listening: dict[PortKind, tuple[str, Endpoint]] = {
+            "gateway": (name, Endpoint(gateway.host, port))
+        }
+        if gateway.admin is not None:
+            listening["admin"] = (admin_title(name), Endpoint.parse(gateway.admin))
+        for kind, (title, at) in listening.items():
+            if at.host in ("0.0.0.0", "::"):  # a wildcard address is for listening only
+                at = Endpoint(node.host, at.port)
+            yield RegionPort(title, kind, at, node.host, here, here)
+
+
+def gateway_title(region: RegionSpec, node: NodeSpec) -> str:
+    """The name of a node's gateway in checks."""
+    return "gateway" if len(region.gateway_nodes) == 1 else f"gateway {node.name}"
+
+
+def admin_title(gateway: str) -> str:
+    """The name in checks of the port of a gateway at which operators see its pages."""
+    return f"{gateway}, pages for operators"
 
 
 def _has_front(view: Viewpoint, cluster: ClusterSpec) -> bool:

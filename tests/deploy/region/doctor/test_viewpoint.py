@@ -38,8 +38,8 @@ security:
 """
 
 
-def ports(tmp_path: Path, node: str | None) -> dict[str, RegionPort]:
-    region = parse_region(FILE, {})
+def ports(tmp_path: Path, node: str | None, text: str = FILE) -> dict[str, RegionPort]:
+    region = parse_region(text, {})
     run_dir = None if node is None else tmp_path
     view = find_viewpoint(region, site=None, node=node, run_dir=run_dir)
     return {port.name: port for port in region_ports(view)}
@@ -69,6 +69,33 @@ def test_each_host_needs_other_ports(tmp_path: Path, monkeypatch: pytest.MonkeyP
     outside = ports(tmp_path, None)
     assert needed(outside) == {name for name in agents if name.endswith("control")}
     assert {"engine p", "front far", "gateway"} <= set(outside)
+
+
+def test_engines_with_nixl_reach_each_other(tmp_path: Path) -> None:
+    text = FILE.replace("kind: pd", "kind: pd\n    hand_off: nixl")
+    nixl = {"engine d, NIXL", "engine e, NIXL"}
+    for node, needs in (("a1", set[str]()), ("b1", nixl), ("b2", nixl)):
+        found = ports(tmp_path, node, text)
+        assert {name for name, port in found.items() if port.kind == "nixl"} == nixl
+        assert needed(found) & nixl == needs
+    assert found["engine d, NIXL"].at == Endpoint("10.1.0.1", 7600)
+    assert found["engine e, NIXL"].is_here
+
+
+def test_each_of_several_gateways_has_its_ports(tmp_path: Path) -> None:
+    several = "host: 0.0.0.0, admin: '0.0.0.0:8001', nodes: [b1, b2], shared: {redis: 'rediss://r'}"
+    text = FILE.replace("host: 10.1.0.1, api_keys_env", f"{several}, api_keys_env", 1)
+    found = ports(tmp_path, "b2", text)
+    gateways = {name: port for name, port in found.items() if name.startswith("gateway")}
+    assert {name: str(port.at) for name, port in gateways.items()} == {
+        "gateway b1": "10.1.0.1:8000",
+        "gateway b1, pages for operators": "10.1.0.1:8001",
+        "gateway b2": "b2.example:8000",
+        "gateway b2, pages for operators": "b2.example:8001",
+    }
+    assert {name for name in needed(found) if name in gateways} == {
+        "gateway b2", "gateway b2, pages for operators",
+    }  # fmt: skip
 
 
 def test_a_region_of_one_host_must_run_here(
