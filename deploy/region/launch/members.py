@@ -61,17 +61,21 @@ def resolve_again(
         known = {node.name: node for node in running.region.nodes}
         for node in resolved.region.nodes:
             before = known.get(node.name, node)
-            ports = {item.name: item.port for item in node.instances}
-            moved = any(ports.get(i.name, i.port) != i.port for i in before.instances)
+            ports, kept = (
+                {item.name: (item.port, item.nixl_port) for item in each.instances}
+                for each in (node, before)
+            )
+            moved = any(ports.get(name, own) != own for name, own in kept.items())
             if moved or before.agent != node.agent:
                 message = "its ports would change; give it the ports that it has, in the file"
                 raise FileError(f"region {after.name}", [Problem(("nodes", node.name), message)])
         return resolved
+    own = running.region.gateway
     gateway = after.gateway.model_copy(
-        update={"port": running.region.gateway.port, "admin": running.region.gateway.admin}
+        update={"port": own.port, "ports": own.ports, "admin": own.admin}
     )
-    kept = with_members(running.region, after).model_copy(update={"gateway": gateway})
-    resolved = resolve_ports(kept, is_free)
+    region = with_members(running.region, after).model_copy(update={"gateway": gateway})
+    resolved = resolve_ports(region, is_free)
     return ResolvedRegion(resolved.region, running.relays, part)
 
 
