@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
-from aiohttp import web
+from answering_gateway import answering
 
 from deploy.gateway.sharing.overview import Peer, SharingOverview
 from deploy.region.doctor.findings import Check
@@ -38,31 +36,14 @@ security: {{trusted_network: true}}
 """
 
 
-def answer(value: object) -> Callable[[web.Request], Awaitable[web.Response]]:
-    async def handle(_: web.Request) -> web.Response:
-        return web.Response(body=msgspec.json.encode(value), content_type="application/json")
-
-    return handle
-
-
-@asynccontextmanager
-async def gateway(host: str, version: str, sharing: SharingOverview) -> AsyncIterator[int]:
-    """Serve the pages of a gateway that the doctor asks for, and give the port."""
+def pages(version: str, sharing: SharingOverview) -> dict[str, object]:
+    """The pages of a gateway that the doctor asks for."""
     report = ClusterReport(name="home", healthy=True, queue_depth=0, running=0, instances=())
-    pages = {
+    return {
         "/version": {"version": version},
         "/prfaas/region": {"pds": {"home": report}, "prefill": {}},
         "/prfaas/gateways": sharing,
     }
-    served = web.Application()
-    served.add_routes([web.get(path, answer(value)) for path, value in pages.items()])
-    runner = web.AppRunner(served, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, host, 0).start()
-    try:
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()
 
 
 async def test_each_gateway_is_asked(tmp_path: Path) -> None:
@@ -79,7 +60,10 @@ async def test_each_gateway_is_asked(tmp_path: Path) -> None:
         pending=0,
     )
     alone = msgspec.structs.replace(joined, name="b2", state="alone", error="Redis: no answer")
-    async with gateway(f"{net}.1", "1.0", joined) as b1, gateway(f"{net}.2", "2.0", alone) as b2:
+    async with (
+        answering(f"{net}.1", pages("1.0", joined)) as b1,
+        answering(f"{net}.2", pages("2.0", alone)) as b2,
+    ):
         region = parse_region(FILE.format(net=net, b1=b1, b2=b2), {})
         resolved = resolve_part(region, part_with(region, "all", ("b1", "b2"))).region
         view = Viewpoint(resolved, None, RunDirectory(tmp_path, tmp_path))

@@ -92,7 +92,7 @@ async def members_view(
     async def known() -> set[str]:
         if part.has_gateway:
             with suppress(CannotAsk):
-                key, url = admin_key(), admin_url(region)
+                key, url = admin_key(), admin_url(region, part.gateways[0])
                 found = await asked(url, "/prfaas/instances", InstancesOverview, key=key)
                 return {item.instance for item in found.instances}
         return set().union(*[await of_front(cluster) for cluster in clusters])
