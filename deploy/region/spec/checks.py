@@ -61,6 +61,7 @@ def _check_names(region: RegionSpec) -> Iterator[Problem]:
         "node": nodes,
         "instance": instances,
     }
+    gateways = {"gateway", *(gateway_process(region, node) for node in region.gateway.nodes)}
     for kind, named in kinds.items():
         seen: set[str] = set()
         for path, name in named:
@@ -70,7 +71,7 @@ def _check_names(region: RegionSpec) -> Iterator[Problem]:
             seen.add(name)
     for path, name in instances:
         # Names of processes, logs and sockets of the launcher itself.
-        if name == "gateway" or name.startswith(("agent.", "front.", "link.")):
+        if name in gateways or name.startswith(("agent.", "front.", "link.")):
             message = f"{name!r} names another process of the region; choose another name"
             yield Problem((*path, "name"), message)
 

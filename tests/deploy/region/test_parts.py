@@ -133,6 +133,13 @@ def test_gateways_of_one_host_have_ports_of_their_own() -> None:
         assert "gateways of one machine cannot share it" in problem.message
 
 
+def test_no_instance_has_the_name_of_a_gateway_process() -> None:
+    text = TWO_SITES.replace("name: b1-d", "name: gateway.b1")
+    assert names(region_of(text=text), node="b1")[1] == "gateway.b1"
+    with pytest.raises(FileError, match="names another process of the region"):
+        region_of(KEYS + SEVERAL, text)
+
+
 @pytest.mark.parametrize(
     ("gateway", "where", "message"),
     [
