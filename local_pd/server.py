@@ -28,7 +28,13 @@ from local_pd.messages import (
 )
 from prfaas.engines.errors import UnknownInstance
 from prfaas.engines.members import MemberRefused, MemberRequest
-from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, to_reply
+from prfaas.engines.prefill_rpc import (
+    Empty,
+    InstanceName,
+    PrefillReply,
+    front_readiness,
+    to_reply,
+)
 from prfaas.jobs import PrefillJob
 from scheduler.reports import ClusterReport
 from transport import Credentials
@@ -68,10 +74,8 @@ class PdServer(RpcServer):
             "SetRole": Method(RoleRequest, RoleReply, self._set_role),
             "Members": Method(MemberRequest, Empty, self._change_members),
         }
-        super().__init__(bind, {SERVICE: methods}, credentials, why_not_ready=self._why_no_work)
-
-    async def _why_no_work(self) -> str:
-        return "" if (await self._cluster.report()).healthy else "no instance serves"
+        readiness = front_readiness(lambda: cluster.report())
+        super().__init__(bind, {SERVICE: methods}, credentials, why_not_ready=readiness)
 
     async def _reserve(self, request: ReserveRequest) -> DecodeSlot:
         return await _mapped(self._cluster.reserve(request))

@@ -13,7 +13,13 @@ from kvmanager.program_version import program_version
 from prfaas.cluster import PrefillCluster
 from prfaas.engines.errors import UnknownInstance
 from prfaas.engines.members import MemberRefused, MemberRequest
-from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, to_reply
+from prfaas.engines.prefill_rpc import (
+    Empty,
+    InstanceName,
+    PrefillReply,
+    front_readiness,
+    to_reply,
+)
 from prfaas.jobs import PrefillJob
 from scheduler.reports import ClusterReport
 from transport import Credentials
@@ -36,10 +42,8 @@ class PrefillServer(RpcServer):
             "Resume": Method(InstanceName, Empty, self._resume),
             "Members": Method(MemberRequest, Empty, self._change_members),
         }
-        super().__init__(bind, {SERVICE: methods}, credentials, why_not_ready=self._why_no_work)
-
-    async def _why_no_work(self) -> str:
-        return "" if (await self._cluster.report()).healthy else "no instance serves"
+        readiness = front_readiness(lambda: cluster.report())
+        super().__init__(bind, {SERVICE: methods}, credentials, why_not_ready=readiness)
 
     async def _submit(self, job: PrefillJob) -> PrefillReply:
         return await to_reply(self._cluster.submit(job))

@@ -5,6 +5,8 @@ Anybody who reaches the port may ask, so the answer names nothing of the region.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -14,6 +16,8 @@ WhyNotReady = Callable[[], Awaitable[str]]
 """Says why the process cannot serve now, in words that anybody may read; "" when it can."""
 
 SERVICE: Final = "grpc.health.v1.Health"
+REMEMBERED_S: Final = 0.5
+"""How long one answer serves all probes where it takes work to find, seconds."""
 
 # Both are a HealthCheckResponse whose field 1, `status`, is SERVING or NOT_SERVING.
 _SERVING: Final = b"\x08\x01"
@@ -23,6 +27,24 @@ _NOT_SERVING: Final = b"\x08\x02"
 async def always_ready() -> str:
     """The `WhyNotReady` of a process that can serve as long as it runs."""
     return ""
+
+
+def remembered(
+    ask: WhyNotReady, *, for_s: float = REMEMBERED_S, clock: Callable[[], float] = time.monotonic
+) -> WhyNotReady:
+    """`ask` for processes in which it takes work: its answer serves for `for_s` seconds, so that
+    anybody who probes often takes little of the event loop.
+    """
+    said, until_s = "", -math.inf
+
+    async def why_not_ready() -> str:
+        nonlocal said, until_s
+        if clock() >= until_s:
+            said = await ask()
+            until_s = clock() + for_s
+        return said
+
+    return why_not_ready
 
 
 def health_handler(why_not_ready: WhyNotReady) -> Any:

@@ -5,7 +5,7 @@ does not know which service carries the calls.
 """
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -14,6 +14,7 @@ from prfaas.engines.members import MemberOrder, MemberRefused, MemberRequest
 from prfaas.engines.ownership import cancel_requested
 from prfaas.jobs import PrefillResult
 from scheduler.reports import ClusterReport
+from transport.health import WhyNotReady, remembered
 from transport.rpc import RpcClient, RpcError
 
 
@@ -62,6 +63,15 @@ async def from_reply(call: Awaitable[PrefillReply], front: str) -> PrefillResult
     if reply.result is None:
         raise PrefillFailed(reply.code, reply.message)
     return reply.result
+
+
+def front_readiness(report: Callable[[], Awaitable[ClusterReport]]) -> WhyNotReady:
+    """What probes hear of a front with this report: whether an instance serves."""
+
+    async def why_not_ready() -> str:
+        return "" if (await report()).healthy else "no instance serves"
+
+    return remembered(why_not_ready)
 
 
 async def remote_report(client: RpcClient, front: str, timeout_s: float) -> ClusterReport:
