@@ -15,9 +15,9 @@ from dummy_region import ROOT, document, dummy_vllm, spec
 
 from deploy.gateway.members.pages import InstancesOverview
 from deploy.region.client import asked
+from deploy.region.launch.addresses import admin_url
 from deploy.region.launch.launcher import RegionStartFailed, RunningRegion
 from deploy.region.launch.parts import whole
-from deploy.region.launch.plan import admin_url
 from deploy.region.spec.region import RegionSpec
 from kvmanager.config_files.problems import FileError
 

@@ -12,8 +12,9 @@ import pytest
 from aiohttp import web
 from certificates import make_authority, make_node
 
-from deploy.region.launch.plan import PlannedProcess, Planner, gateway_file
+from deploy.region.launch.plan import PlannedProcess, Planner
 from deploy.region.launch.ports import resolve_ports
+from deploy.region.launch.process_files import gateway_file
 from deploy.region.launch.rundir import RunDirectory
 from deploy.region.spec.loading import parse_region
 from deploy.region.spec.region import RegionSpec

@@ -28,8 +28,8 @@ from deploy.region.doctor.viewpoint import (
     gateway_title,
     region_ports,
 )
+from deploy.region.launch.addresses import engine_tls, engine_url
 from deploy.region.launch.parts import part_problems
-from deploy.region.launch.plan import engine_tls, engine_url
 from deploy.region.launch.probes import cluster_reports
 from deploy.region.launch.rundir import operator_key
 from deploy.region.launch.trust import checks_grants, engine_key_file, signs_grants

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from deploy.region.launch.addresses import engine_tls, engine_url, front_address
 from deploy.region.launch.parts import Part, UnknownPart, fronts_apart, part_of, part_with, run_name
-from deploy.region.launch.plan import engine_tls, engine_url, front_address
 from deploy.region.launch.ports import advertised_addresses, resolve_part
 from deploy.region.launch.rundir import RunDirectory, WhichRun, default_base, find_run
 from deploy.region.launch.trust import run_credentials

@@ -24,19 +24,12 @@ from deploy.command_line import CommandFailed
 from deploy.gateway.reload import Changes, changed_settings
 from deploy.lab.emulator.control import RelayControl
 from deploy.region.cache_identity import unlike_engines
+from deploy.region.launch.addresses import admin_url, gateway_url
 from deploy.region.launch.arenas import discard_arenas
 from deploy.region.launch.devices import Division, divided_for, divided_here
 from deploy.region.launch.members import member_problems, resolve_again, with_members
 from deploy.region.launch.parts import Part, part_problems, whole
-from deploy.region.launch.plan import (
-    STOP_ORDER,
-    Kind,
-    PlannedProcess,
-    Planner,
-    admin_url,
-    gateway_url,
-    region_text,
-)
+from deploy.region.launch.plan import STOP_ORDER, Kind, PlannedProcess, Planner
 from deploy.region.launch.ports import (
     ResolvedRegion,
     resolve_part,
@@ -44,6 +37,7 @@ from deploy.region.launch.ports import (
     taken_ports,
 )
 from deploy.region.launch.probes import Prober, members_view, region_trouble
+from deploy.region.launch.process_files import region_text
 from deploy.region.launch.rundir import (
     Phase,
     RegionState,

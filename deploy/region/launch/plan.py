@@ -14,24 +14,28 @@ from typing import Literal
 
 from blake3 import blake3
 
-from deploy.gateway.config import GatewayConfig, GatewaySection, ModelConfig, TimeoutConfig
-from deploy.gateway.file import GatewayFile, PdSource, PrefillSource
+from deploy.gateway.config import TimeoutConfig
 from deploy.lab.emulator.control import relay_argv
 from deploy.processes import module_argv, module_environment
+from deploy.region.launch.addresses import engine_tls, engine_url, front_address, gateway_url
 from deploy.region.launch.arenas import arena_name
-from deploy.region.launch.parts import fronts_apart
 from deploy.region.launch.ports import (
     RelayPlan,
     ResolvedRegion,
     advertised_address,
     advertised_addresses,
 )
+from deploy.region.launch.process_files import (
+    front_file,
+    gateway_file,
+    gateway_text,
+    region_text,
+)
 from deploy.region.launch.rundir import RunDirectory
 from deploy.region.launch.trust import (
     checks_grants,
     engine_key_file,
     region_key_of,
-    signs_grants,
 )
 from deploy.region.spec.region import (
     ClusterSpec,
@@ -39,17 +43,10 @@ from deploy.region.spec.region import (
     RegionInstance,
     RegionSpec,
     gateway_process,
-    role_of,
-    spill_of,
 )
 from kvmanager.agent.config import AgentSection
-from kvmanager.config_files.fields import TlsSection
-from kvmanager.config_files.security import is_loopback
-from local_pd.front_config import PdFrontConfig
 from prfaas.engines.command import EngineOptions, EngineSpec
-from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.supervision.process import KILL_S, ProcessSpec
-from prfaas.front_config import PrefillFrontConfig
 from transport import Endpoint
 
 Kind = Literal["relay", "agent", "engine", "front", "gateway"]
@@ -296,151 +293,3 @@ def engine_spec(
         agent_socket=None if agent_socket is None else str(agent_socket),
         kv_events=kv_events,
     )
-
-
-def gateway_file(resolved: ResolvedRegion, directory: RunDirectory, node: str = "") -> GatewayFile:
-    """The file of the process of a gateway on the host of `node` ("": the first one). Without parts
-    all fronts are embedded in a region's only gateway.
-    """
-    region, security = resolved.region, resolved.region.security
-    gateway = region.gateway
-    settings = {name: getattr(gateway, name) for name in GatewaySection.model_fields}
-    node = node or region.gateway_node.name
-    settings["home"] = region.home_at(node)
-    settings["port"] = gateway.ports.get(node, gateway.port)
-    settings["state"] = gateway.state or directory.learned_file_of(gateway_process(region, node))
-    if gateway.shared is not None:
-        own = {"region": region.name, "name": node}
-        settings["shared"] = gateway.shared.model_copy(update=own)
-    is_alone = resolved.part.is_whole and not resolved.part.fronts
-    apart = () if is_alone else fronts_apart(region)
-
-    def source(cluster: ClusterSpec) -> dict[str, object]:
-        if cluster in apart:
-            return {"name": cluster.name, "front": front_address(cluster)}
-        own: dict[str, object] = {"name": cluster.name, "instances": _instances(region, cluster)}
-        return own | ({"hand_off": cluster.hand_off} if cluster.kind == "pd" else {})
-
-    def pd_source(cluster: ClusterSpec) -> PdSource:
-        roles = {role_of(item, cluster) for item in cluster.instances}
-        prefills = cluster in apart and "prefill" in roles
-        return PdSource.of(
-            **source(cluster), spill=spill_of(cluster), has_prefill_instances=prefills
-        )
-
-    return GatewayFile.of(
-        gateway=GatewayConfig(
-            **settings,
-            models=tuple(
-                ModelConfig(name=model.name, max_model_len=model.max_model_len, root=model.path)
-                for model in region.models
-            ),
-        ),
-        api_keys_file=gateway.api_keys_file,
-        api_keys_env=gateway.api_keys_env,
-        engine_key_file=engine_key_file(region, directory),
-        operator_key_file=directory.operator_key,
-        pd=tuple(pd_source(cluster) for cluster in region.pd_clusters),
-        prefill=tuple(
-            PrefillSource.of(
-                **source(cluster),
-                link={link.to: link.name for link in region.links_from(cluster.name)},
-                endpoints=_endpoints(region, cluster),
-            )
-            for cluster in region.prefill_clusters
-        ),
-        uplinks=region.uplinks,
-        tls=security.tls,
-        region_key=region_key_of(region, directory.region_key, "gateway"),
-        granting_key=signs_grants(region, directory.granting_key),
-        trusted_network=security.trusted_network,
-    )
-
-
-def front_file(
-    resolved: ResolvedRegion, directory: RunDirectory, cluster: ClusterSpec
-) -> PrefillFrontConfig | PdFrontConfig:
-    """The file of a front that is a process of its own."""
-    region = resolved.region
-    settings = {
-        "name": cluster.name,
-        "listen": str(Endpoint(cluster.nodes[0].bound_host, cluster.front_port)),
-        "instances": _instances(region, cluster),
-        "engine_key_file": engine_key_file(region, directory),
-        "tls": region.security.tls,
-        "region_key": region_key_of(region, directory.region_key, cluster.name),
-        "trusted_network": region.security.trusted_network,
-    }
-    if cluster.kind == "prefill":
-        return PrefillFrontConfig.of(**settings, queue=region.gateway.scheduling.queue)
-    return PdFrontConfig.of(**settings, hand_off=cluster.hand_off)
-
-
-def front_address(cluster: ClusterSpec) -> str:
-    """Where the gateway reaches the cluster's front that is a process of its own."""
-    return str(Endpoint(cluster.nodes[0].host, cluster.front_port))
-
-
-def gateway_text(file: GatewayFile) -> str:
-    """The file as the gateway reads it."""
-    # Keys stay in their file or variable: the run directory must not have a second copy.
-    return file.model_dump_json(exclude={"gateway": {"api_keys"}}, indent=1)
-
-
-def region_text(region: RegionSpec) -> str:
-    """The region as a run directory has it."""
-    return region.model_dump_json(by_alias=True, exclude_none=True, indent=1)
-
-
-def gateway_url(region: RegionSpec, node: str = "") -> str:
-    """Where clients on this machine find the gateway of a node ("": the first one)."""
-    gateway = region.gateway
-    return _local_url(Endpoint(gateway.host, gateway.ports.get(node, gateway.port)))
-
-
-def admin_url(region: RegionSpec, node: str = "") -> str:
-    """Where operators on this machine find that gateway's pages."""
-    admin = region.gateway.admin
-    return gateway_url(region, node) if admin is None else _local_url(Endpoint.parse(admin))
-
-
-def _local_url(at: Endpoint) -> str:
-    # A wildcard address is for listening only.
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(at.host, at.host)
-    return f"http://{Endpoint(host, at.port)}"
-
-
-def engine_tls(region: RegionSpec, node: NodeSpec) -> TlsSection | None:
-    """The certificates of the node's engines, which need none on loopback."""
-    return None if is_loopback(region.engine_host(node)) else region.security.tls
-
-
-def engine_url(region: RegionSpec, node: NodeSpec, instance: RegionInstance) -> str:
-    """Where fronts and gateway ask the instance's engine."""
-    scheme = "http" if engine_tls(region, node) is None else "https"
-    bound = region.engine_host(node)
-    host = node.host if bound == node.bound_host else bound
-    return f"{scheme}://{Endpoint(host, instance.port)}"
-
-
-def _instances(region: RegionSpec, cluster: ClusterSpec) -> tuple[InstanceSpec, ...]:
-    return tuple(
-        InstanceSpec(
-            name=item.name,
-            agent=str(Endpoint(node.host, node.agent.control_port)),
-            node=node.name,
-            url=engine_url(region, node, item),
-            model=region.model_of(item).name,
-            role=role_of(item, cluster),
-            max_concurrent=item.max_concurrent,
-            decode_slots=region.decode_slots_of(item),
-        )
-        for node in cluster.nodes
-        for item in node.instances
-    )
-
-
-def _endpoints(region: RegionSpec, cluster: ClusterSpec) -> dict[str, str]:
-    receivers = {node.name: advertised_address(node) for node in region.nodes}
-    links = region.links_from(cluster.name)
-    return {receivers[name]: at for link in links for name, at in link.endpoints.items()}

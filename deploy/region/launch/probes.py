@@ -14,8 +14,9 @@ import msgspec
 
 from deploy.gateway.members.pages import InstancesOverview
 from deploy.region.client import CannotAsk, asked
+from deploy.region.launch.addresses import admin_url, front_address
 from deploy.region.launch.parts import Part, fronts_apart
-from deploy.region.launch.plan import PlannedProcess, admin_url, front_address
+from deploy.region.launch.plan import PlannedProcess
 from deploy.region.spec.region import ClusterSpec, RegionSpec
 from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import StatusReply

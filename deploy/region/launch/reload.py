@@ -11,8 +11,8 @@ from pathlib import Path
 from deploy.gateway.config import load_api_keys, with_api_keys
 from deploy.gateway.reload import Changes, changed_settings, with_live
 from deploy.region.launch.parts import Part, whole
-from deploy.region.launch.plan import gateway_file, gateway_text, region_text
 from deploy.region.launch.ports import ResolvedRegion
+from deploy.region.launch.process_files import gateway_file, gateway_text, region_text
 from deploy.region.launch.rundir import RunDirectory
 from deploy.region.spec.region import RegionSpec, gateway_process
 from kvmanager.config_files.problems import FileError, Problem

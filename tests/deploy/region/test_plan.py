@@ -10,8 +10,10 @@ import yaml
 
 from deploy.gateway.config import TimeoutConfig
 from deploy.gateway.file import GatewayFile
-from deploy.region.launch.plan import Planner, gateway_file, gateway_url, stop_limit_s
+from deploy.region.launch.addresses import gateway_url
+from deploy.region.launch.plan import Planner, stop_limit_s
 from deploy.region.launch.ports import resolve_ports
+from deploy.region.launch.process_files import gateway_file
 from deploy.region.launch.rundir import RunDirectory
 from deploy.region.spec.checks import fixed_ports
 from deploy.region.spec.loading import parse_region
