@@ -1,4 +1,4 @@
-"""The gateway as an aiohttp application: its parts, start and stop, completions, errors.
+"""The gateway: its parts, start and stop, completions.
 
 `Gateway` owns what lives as long as the process: the connection pool, the watcher, the records, the
 scheduler. It gets its clusters from the caller, who also closes them.
@@ -7,10 +7,9 @@ scheduler. It gets its clusters from the caller, who also closes them.
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -22,8 +21,8 @@ from deploy.gateway.cache.moves import CacheMoves, MoveMetrics
 from deploy.gateway.cache.placement import PrefixPlacement, node_loads
 from deploy.gateway.cache.region_caches import RegionCaches
 from deploy.gateway.config import ApiKey, GatewayConfig, SharedUplink
-from deploy.gateway.errors import JSON_TYPE, ApiError
-from deploy.gateway.intake.accept import Intake, ServedModels, usable_request_id
+from deploy.gateway.errors import ApiError
+from deploy.gateway.intake.accept import Intake, ServedModels
 from deploy.gateway.intake.auth import KeyRing
 from deploy.gateway.intake.cache_salts import CacheSalts
 from deploy.gateway.intake.homes import Homes
@@ -35,7 +34,7 @@ from deploy.gateway.links.watcher import RegionWatcher
 from deploy.gateway.members.keeper import MemberKeeper
 from deploy.gateway.members.pages import MemberPages
 from deploy.gateway.metrics import GatewayMetrics
-from deploy.gateway.pages import Handler, Pages
+from deploy.gateway.pages import Pages
 from deploy.gateway.proxy.engine import EngineHttpClient
 from deploy.gateway.proxy.slow_client import ClientPatience, send_whole
 from deploy.gateway.reload import with_live
@@ -67,9 +66,6 @@ if TYPE_CHECKING:
     from deploy.gateway.sharing.redis_region import RegionInRedis
     from deploy.gateway.sharing.region_sharing import RegionSharing
 
-logger = logging.getLogger("prfaas.deploy.gateway")
-
-_INTERNAL_ERROR: Final = "The gateway failed to serve this request."
 LINKS_WAIT_S: Final = 2.0
 """How long the start waits for the agents' first reports, seconds: without one, no link is used."""
 
@@ -428,71 +424,3 @@ def _shown_links(links: Mapping[LinkPair, str]) -> dict[str, str]:
     for (source, _), name in links.items():
         shown[source] = ", ".join(filter(None, (shown.get(source), name)))
     return {source: names for source, names in shown.items() if names}
-
-
-_GATEWAY: Final = web.AppKey("gateway", Gateway)
-
-
-def create_app(gateway: Gateway) -> web.Application:
-    """The application, which starts and closes `gateway`. Serve it with handler cancellation on."""
-    app = _app(gateway, gateway.routes())
-
-    async def life(_app: web.Application) -> AsyncIterator[None]:
-        await gateway.start()
-        yield
-        await gateway.close()
-
-    app.cleanup_ctx.append(life)
-    return app
-
-
-def create_admin_app(gateway: Gateway) -> web.Application:
-    """The application of the pages for operators, for a gateway that another one starts."""
-    return _app(gateway, gateway.admin_routes())
-
-
-def _app(gateway: Gateway, routes: Iterable[web.RouteDef]) -> web.Application:
-    app = web.Application(
-        client_max_size=gateway.config.max_body_bytes, middlewares=[_openai_errors]
-    )
-    app[_GATEWAY] = gateway
-    app.add_routes(routes)
-    return app
-
-
-@web.middleware
-async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn every error into an OpenAI error object."""
-    try:
-        return await handler(request)
-    except ApiError as error:
-        return _error_response(request, error)
-    # aiohttp's own errors, such as an unknown path or method.
-    except web.HTTPException as error:
-        known = ApiError(error.status, error.reason.lower().replace(" ", "_"), error.reason)
-        response = _error_response(request, known)
-        # RFC 9110, 15.5.6: a 405 must name the allowed methods.
-        if "Allow" in error.headers:
-            response.headers["Allow"] = error.headers["Allow"]
-        return response
-    except Exception:
-        # Not the decoded path, which may have line breaks and so look like other messages.
-        logger.exception("%s %s failed", request.method, request.raw_path)
-        return _error_response(request, ApiError(500, "internal_error", _INTERNAL_ERROR))
-
-
-def _error_response(request: web.Request, error: ApiError) -> web.Response:
-    gateway = request.app[_GATEWAY]
-    gateway.metrics.rejected(error.code)
-    response = web.Response(
-        status=error.status,
-        body=error.body(),
-        headers={"Content-Type": JSON_TYPE, **error.headers},
-    )
-    if request_id := usable_request_id(request.headers.get("X-Request-Id")):
-        response.headers["x-request-id"] = request_id
-    if not request.body_exists or request.content.at_eof():
-        return response
-    # The rest of the body will not be read, so the connection cannot be kept.
-    response.force_close()
-    return response

@@ -12,7 +12,8 @@ from typing import Final
 
 from aiohttp import web
 
-from deploy.gateway.app import Gateway, create_admin_app, create_app
+from deploy.gateway.app import Gateway
+from deploy.gateway.web_app import create_admin_app, create_app
 from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.systemd import served
 from kvmanager.loop.watch import LoopWatch, settle_heap

@@ -38,7 +38,8 @@ from deploy.gateway.serving.planning import (
     direct_target,
     plan_request,
 )
-from deploy.gateway.serving.records import Outcome, RequestRecord
+from deploy.gateway.serving.record_views import log_record, response_headers
+from deploy.gateway.serving.records import Outcome
 from deploy.gateway.serving.spilling import LostPds, spill_reason
 from local_pd.errors import NoInstance, PdError
 from scheduler.live.learning.prompt_length import BYTES_PER_TOKEN
@@ -75,7 +76,7 @@ class Serving:
             exchange.answered(answer)
             self._teach_first_token()
             # The headers say what is known now, since relaying may take long.
-            headers = _response_headers(exchange.record)
+            headers = response_headers(exchange.record)
             if answer.is_stream:
                 return await self._relay(request, answer, headers)
             return await self._whole_response(answer, headers)
@@ -346,7 +347,7 @@ class Serving:
             logger.error("%s failed", record.request_id, exc_info=error)
         outcome: Outcome = "refused" if answer.status == 429 else "failed"
         record.ended(outcome, status=answer.status, error=str(error) or type(error).__name__)
-        headers = {"Content-Type": JSON_TYPE, **answer.headers, **_response_headers(record)}
+        headers = {"Content-Type": JSON_TYPE, **answer.headers, **response_headers(record)}
         return web.Response(status=answer.status, body=answer.body(), headers=headers)
 
     def _over(self, answer: EngineAnswer | None) -> None:
@@ -361,7 +362,7 @@ class Serving:
             self._end_admission(self._used_tokens(answer))
         exchange.over()
         self._feedback.ended(self._inbound.model, exchange.record)
-        _log(exchange.record)
+        log_record(exchange.record)
 
     def _used_tokens(self, answer: EngineAnswer | None) -> int | None:
         """The work that the request was; None if nobody knows how much was computed."""
@@ -392,47 +393,3 @@ class Serving:
         """Tell the scheduler and the PD front that `instance` is done with the request."""
         self._feedback.over(instance)
         self._services.tell_ended(pd, instance)
-
-
-def _response_headers(record: RequestRecord) -> dict[str, str]:
-    headers = {"x-request-id": record.request_id}
-    if record.route:
-        numbers = "".join(f"; {key}={value}" for key, value in record.numbers.items())
-        headers["x-prfaas-route"] = record.route
-        headers["x-prfaas-reason"] = record.reason + numbers
-        headers["x-prfaas-cluster"] = record.cluster
-    if record.spill:
-        headers |= {"x-prfaas-home": record.home, "x-prfaas-spill": record.spill}
-    if record.local_cached_tokens is not None:
-        # The chosen prefill cluster counts, or else the one with most tokens.
-        by_cluster = record.prefill_cached_tokens
-        prefill_tokens = by_cluster.get(record.target, max(by_cluster.values(), default=0))
-        headers["x-prfaas-cached-tokens"] = (
-            f"local={record.local_cached_tokens}, prefill={prefill_tokens}, "
-            f"landing={record.landing_cached_tokens}"
-        )
-    if record.transfer_bytes is not None:
-        headers["x-prfaas-transfer-bytes"] = str(record.transfer_bytes)
-    if record.ttft_s is not None:
-        parts = record.parts.known().items()
-        headers["x-prfaas-ttft"] = ", ".join(f"{name}={value:.6f}" for name, value in parts)
-    return headers
-
-
-def _log(record: RequestRecord) -> None:
-    level = logging.INFO if record.outcome in ("ok", "client_gone") else logging.WARNING
-    if logger.isEnabledFor(level):
-        logger.log(
-            level,
-            "%s %s route=%s target=%s reason=%s status=%d outcome=%s ttft_s=%s total_s=%.3f %s",
-            record.request_id,
-            record.endpoint,
-            record.route,
-            record.target,
-            record.reason,
-            record.status,
-            record.outcome,
-            None if record.ttft_s is None else f"{record.ttft_s:.3f}",
-            record.total_s or 0.0,
-            record.error,
-        )
