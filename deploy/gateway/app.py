@@ -34,7 +34,7 @@ from deploy.gateway.links.watcher import RegionWatcher
 from deploy.gateway.members.keeper import MemberKeeper
 from deploy.gateway.members.pages import MemberPages
 from deploy.gateway.metrics import GatewayMetrics
-from deploy.gateway.pages import Pages
+from deploy.gateway.pages import Pages, shown_links
 from deploy.gateway.proxy.engine import EngineHttpClient
 from deploy.gateway.proxy.slow_client import ClientPatience, send_whole
 from deploy.gateway.reload import with_live
@@ -45,7 +45,11 @@ from deploy.gateway.scheduling.long_term import LongTermService, PlanMetrics
 from deploy.gateway.scheduling.recorder import Recorder
 from deploy.gateway.scheduling.role_pages import RegionRolePages, RolePages
 from deploy.gateway.scheduling.roles import RoleKeeper, RoleMetrics
-from deploy.gateway.scheduling.scheduler import RegionScheduler, live_settings
+from deploy.gateway.scheduling.scheduler import (
+    RegionScheduler,
+    live_settings,
+    pd_settings,
+)
 from deploy.gateway.serving.background import Background
 from deploy.gateway.serving.exchange import PATHS, Services
 from deploy.gateway.serving.records import RequestRecord
@@ -55,7 +59,6 @@ from kvmanager.program_version import program_version
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
 from prfaas.engines.access import EngineAccess
-from scheduler.live.settings import PdSettings
 from scheduler.live.snapshots import LinkPair
 from scheduler.reports import ClusterReport
 from scheduler.routing.spill import Spill
@@ -111,7 +114,7 @@ class Gateway:
         self._pds = {pd.name: pd for pd in pds}
         if links is None:
             links = {(name, pd): "" for name in prefill_clusters for pd in self._pds}
-        self._pd_settings = _pd_settings(self._pds, links, spill or {})
+        self._pd_settings = pd_settings(self._pds, links, spill or {})
         self._uplinks = tuple(uplinks)
         self._prefill_clusters = dict(prefill_clusters)
         self._caches = caches
@@ -403,24 +406,9 @@ class Gateway:
             member_pages=MemberPages(self.members),
             caches=self._caches,
             links=self._region_links,
-            link_names=_shown_links(links),
+            link_names=shown_links(links),
             key_names=KeyNames(secrets.token_bytes(32)),
             services=self._started,
             exposure=self._exposure,
             sharing=self.sharing,
         )
-
-
-def _pd_settings(
-    names: Iterable[str], links: Iterable[LinkPair], spill: Mapping[str, Spill]
-) -> tuple[PdSettings, ...]:
-    linked = {name: tuple(source for source, pd in links if pd == name) for name in names}
-    return tuple(PdSettings(name, linked[name], spill.get(name, "overflow")) for name in linked)
-
-
-def _shown_links(links: Mapping[LinkPair, str]) -> dict[str, str]:
-    """The names of the links from each prefill cluster."""
-    shown: dict[str, str] = {}
-    for (source, _), name in links.items():
-        shown[source] = ", ".join(filter(None, (shown.get(source), name)))
-    return {source: names for source, names in shown.items() if names}

@@ -44,6 +44,7 @@ from deploy.gateway.serving.exchange import Services
 from deploy.gateway.serving.planning import NotRendered, check_tenant, judge
 from deploy.gateway.serving.records import RequestRecord
 from kvmanager.program_version import program_version
+from scheduler.live.snapshots import LinkPair
 from scheduler.routing.decision import Reason
 
 if TYPE_CHECKING:
@@ -327,6 +328,14 @@ class Pages:
     def _check_operator(self, request: web.Request) -> None:
         if self.config.protect_admin:
             self.keys.check_operator(_authorization(request))
+
+
+def shown_links(links: Mapping[LinkPair, str]) -> dict[str, str]:
+    """The names of the links from each prefill cluster."""
+    shown: dict[str, str] = {}
+    for (source, _), name in links.items():
+        shown[source] = ", ".join(filter(None, (shown.get(source), name)))
+    return {source: names for source, names in shown.items() if names}
 
 
 def _check_no_browser(request: web.Request) -> None:

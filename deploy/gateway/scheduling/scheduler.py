@@ -28,6 +28,7 @@ from scheduler.live.thresholds import ThresholdNow
 from scheduler.planning.region_model import Uplink
 from scheduler.routing.decision import RequestShape
 from scheduler.routing.short_term import RouteDecision
+from scheduler.routing.spill import Spill
 
 R = TypeVar("R")
 
@@ -159,6 +160,16 @@ class RegionScheduler:
         for listener in self._listeners:
             listener(event, now_s)
         return answer
+
+
+def pd_settings(
+    names: Iterable[str], links: Iterable[LinkPair], spill: Mapping[str, Spill]
+) -> tuple[PdSettings, ...]:
+    """What the live scheduler knows of each PD cluster: the prefill clusters that have a link to
+    it, and its rule, "overflow" where `spill` says none.
+    """
+    linked = {name: tuple(source for source, pd in links if pd == name) for name in names}
+    return tuple(PdSettings(name, linked[name], spill.get(name, "overflow")) for name in linked)
 
 
 def live_settings(
