@@ -227,6 +227,9 @@ async def test_a_server_that_fails_is_no_answer() -> None:
             Found("p0", "p0.east.test", 8000),
             Found("p1", "p1.east.test", 8001),
         ]
+        # RFC 2782: the service is not there.
+        server.records = [("", 0)]
+        assert await records.found() == []
         server.broken = True
         with pytest.raises(LocalError, match=r"_engine\._tcp\.east\.test"):
             await records.found()

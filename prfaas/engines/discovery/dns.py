@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dns.asyncresolver
 import dns.exception
+import dns.name
 import dns.resolver
 
 from prfaas.engines.discovery.found import DiscoverySection, Found
@@ -35,5 +36,7 @@ class DnsRecords:
             return []
         except (dns.exception.DNSException, OSError) as error:
             raise LocalError("dns", f"{self._name}: {error}") from error
-        hosts = [(record.target.to_text(omit_final_dot=True), record.port) for record in answer]
+        # RFC 2782: the root as a target says that there is no such service.
+        records = [record for record in answer if record.target != dns.name.root]
+        hosts = [(record.target.to_text(omit_final_dot=True), record.port) for record in records]
         return [Found(host.partition(".")[0], host, port) for host, port in hosts]
