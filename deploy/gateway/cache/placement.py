@@ -132,14 +132,13 @@ class PrefixPlacement:
         """Copy what a leaving node has of the hottest prefixes to others of its cluster, and say
         what was done. Takes at most `limit_s` and `EVACUATED_BYTES`; failed copies are logged.
         """
-        hot = [
-            await self._looked_up(demand)
-            for demand in self._demand.hottest(MAX_CONSIDERED, self._clock())
-        ]
-        plan = plan_evacuation(hot, node, self._loads(), EVACUATED_BYTES)
+        hottest = self._demand.hottest(MAX_CONSIDERED, self._clock())
+        plan = ReplicationPlan()
         num_copied = nbytes = 0
         try:
             async with asyncio.timeout(limit_s):
+                hot = [await self._looked_up(demand) for demand in hottest]
+                plan = plan_evacuation(hot, node, self._loads(), EVACUATED_BYTES)
                 for order in plan.replicate:
                     if await self._copied_away(order):
                         num_copied, nbytes = num_copied + 1, nbytes + order.nbytes

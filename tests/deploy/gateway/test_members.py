@@ -117,6 +117,20 @@ async def test_copying_ends_at_its_limit(leaving: Leaving, monkeypatch: pytest.M
     assert leaving.keeper.copied["far", "a"] == "0 of 1 prefixes, 0 bytes; 0.2 s are over"
 
 
+async def test_a_directory_that_does_not_answer_keeps_no_instance(
+    leaving: Leaving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("deploy.gateway.members.keeper.COPY_LIMIT_S", 0.2)
+    monkeypatch.setattr(leaving.directory, "match", never)
+    leaving.wanted()
+    leaving.keeper.heard(leaving.report("a"))
+    await leaving.let_go()
+    assert leaving.keeper.copied["far", "a"] == "0 of 0 prefixes, 0 bytes; 0.2 s are over"
+
+
 async def test_a_front_that_cannot_be_asked_loses_no_instance(leaving: Leaving) -> None:
     leaving.keeper.heard(leaving.report("a"))
     unheard = structs.replace(leaving.report(), instances=(), heard=False)
