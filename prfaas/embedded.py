@@ -169,7 +169,7 @@ class EmbeddedPrefillCluster:
             await self._changed.wait()
 
     async def _forget(self, instance: Instance) -> None:
-        # What was given up there still gives its outboxes back.
+        # Prefills that were given up there still give their outboxes back.
         await self._until_idle(instance)
         self._perform(self._queue.instance_left(instance.name, self._clock()))
         self._count_usable()

@@ -1,7 +1,7 @@
-"""What a change of a region's file would start, stop and restart.
+"""Finds the processes that a changed region file would start, stop and restart.
 
-Both files are planned as their hosts plan them, and what each process would be told is compared:
-its command line, its environment and its file. It names settings, and never their values.
+Both files are planned as their hosts plan them, and the processes of both plans are compared: the
+command line, the environment and the file of each. It names settings, and never their values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CONFIG: Final = "--config"
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What happens to one process, and the settings that differ if it restarts."""
+    """A change of one process, and the settings that differ if it restarts."""
 
     process: str
     kind: str
@@ -34,7 +34,7 @@ class Change:
 
 
 def changes(old: RegionSpec, new: RegionSpec) -> list[Change]:
-    """What it takes to get from one region to the other; processes that stay are left out."""
+    """The changes from one region to the other; processes that stay are left out."""
     before, after = _processes(old), _processes(new)
     found = [
         Change(name, told.kind, told.node, "stop")

@@ -128,7 +128,7 @@ class Departures:
             self.join(departure.successor)
 
     async def _let_go(self, instance: Instance, let_go: asyncio.Event) -> None:
-        # What a dead agent had cached is lost already.
+        # The cache of a dead agent is lost already.
         while not let_go.is_set() and not instance.agent_health.gone:
             try:
                 async with asyncio.timeout(_LOOK_S):

@@ -84,7 +84,7 @@ class Instances:
         self._access: EngineAccess | None = None
         self._instances: dict[str, Instance] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """What probes each instance, by its name."""
+        """The task that probes each instance, by its name."""
         self._holds: dict[str, asyncio.TimerHandle] = {}
         """Timers that give drained instances work again, by instance."""
 

@@ -66,7 +66,7 @@ async def from_reply(call: Awaitable[PrefillReply], front: str) -> PrefillResult
 
 
 def front_readiness(report: Callable[[], Awaitable[ClusterReport]]) -> WhyNotReady:
-    """What probes hear of a front with this report: whether an instance serves."""
+    """The answer to probes of a front with this report: whether an instance serves."""
 
     async def why_not_ready() -> str:
         return "" if (await report()).healthy else "no instance serves"

@@ -1,8 +1,8 @@
 """Lets instances join and leave the region's clusters, for one gateway.
 
-A front carries an order out: it probes what joins, and drains what leaves. This file says who may
-join, since only the gateway sees all clusters. When an instance leaves, whoever ordered it, it has
-the hottest prefixes of its node copied to others of the cluster before the front may forget it.
+A front carries an order out: it probes instances that join, and drains those that leave. This file
+says which may join, since only the gateway sees all clusters. Before the front may forget an
+instance that leaves, the hottest prefixes of its node are copied to other nodes of the cluster.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class MemberKeeper:
         self._leaving: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._heard: dict[str, ClusterReport] = {}
         self.copied: dict[tuple[str, str], str] = {}
-        """What was copied away from instances that are leaving, by cluster and name."""
+        """How much was copied away from instances that are leaving, by cluster and name."""
 
     def heard(self, report: ClusterReport) -> None:
-        """Take in the report of a cluster: see to what leaves, and forget what is gone."""
+        """Take in a cluster's report: help its instances to leave, and forget those that have."""
         if not report.heard:
             return
         self._heard[report.name] = report
@@ -68,7 +68,7 @@ class MemberKeeper:
             self.copied.pop(key, None)
         for item in report.instances:
             if item.leaving and (report.name, item.name) not in self._leaving:
-                work = self._see_off(report.name, item)
+                work = self._copy_and_let_go(report.name, item)
                 task = start_task(work, f"{item.name} leaves {report.name}")
                 self._leaving[report.name, item.name] = task
         placement = self._placement()
@@ -153,8 +153,8 @@ class MemberKeeper:
             model = f" for {own.model}" if own.model else ""
             raise MemberRefused(f"{own.name} is the last usable instance that decodes{model}")
 
-    async def _see_off(self, cluster: str, instance: InstanceReport) -> None:
-        """Copy away what is needed of a leaving instance's node, then let it go."""
+    async def _copy_and_let_go(self, cluster: str, instance: InstanceReport) -> None:
+        """Copy the hottest prefixes of a leaving instance's node away, then let the instance go."""
         key, node = (cluster, instance.name), _node(cluster, instance)
         placement = self._placement()
         stay = [r for r, i in self.instances() if _node(r.name, i) == node and not i.leaving]

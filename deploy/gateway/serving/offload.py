@@ -287,8 +287,8 @@ class Offload:
         )
 
     def _consumer_params(self, slot: DecodeSlot, leg: _Leg) -> dict[str, Any]:
-        """What makes the decode engine load the KVCache: the landing, or what the prefill leg's
-        engine keeps for it.
+        """The parameters with which the decode engine loads the KVCache: from the landing, or from
+        the engine of the prefill leg, which keeps it.
         """
         result = leg.result() if leg.done() else None
         if not isinstance(result, PrefillResult) or not result.kv_transfer_params:

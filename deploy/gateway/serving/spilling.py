@@ -1,4 +1,4 @@
-"""Where a request may be served besides its home, when engines or fronts fail it.
+"""Finds another PD cluster for a request when engines or fronts of its home fail.
 
 The scheduler chooses the PD cluster by what reports say. Here are the failures that no report has
 yet: a front that does not answer, or that has no engine left for the request. This file does not
@@ -50,7 +50,7 @@ def check_left(services: Services, exchange: Exchange, lost: Set[str], error: Pd
 
 
 def spill_reason(exchange: Exchange, decision: Decision) -> str:
-    """Why another PD cluster than a request's home decodes; "" where it is its home. To be asked
+    """Why another PD cluster than a request's home decodes; "" where it is its home. Call it
     before the exchange notes the decision.
     """
     record = exchange.record
@@ -58,7 +58,7 @@ def spill_reason(exchange: Exchange, decision: Decision) -> str:
         return ""
     if isinstance(decision, RouteDecision) and decision.pd_reason is not PdReason.HOME:
         return decision.pd_reason.value
-    # What is left of a route that failed stays where it was, for the reason that it had.
+    # The rest of a route that failed stays in its PD cluster, for the same reason.
     return record.spill if decision.pd == record.cluster else PdReason.HOME_UNABLE.value
 
 
@@ -77,8 +77,8 @@ class LostPds:
     def elsewhere(
         self, failed: Decision, error: PdError, route: Callable[[], RouteDecision]
     ) -> Decision:
-        """What to do after `error` in the PD cluster of a decision. `route` gives the route without
-        the clusters in `names`. Raises if no cluster is left.
+        """The decision that follows `error` in the PD cluster of the `failed` one. `route` gives a
+        route without the clusters in `names`. Raises if no cluster is left.
         """
         self.names.add(failed.pd)
         check_left(self._services, self._exchange, self.names, error)

@@ -1,1 +1,1 @@
-"""What a gateway keeps over a restart, and shares with the other gateways of its region."""
+"""Keeps what a gateway has learnt, over a restart and together with the region's other gateways."""

@@ -36,7 +36,7 @@ ACCOUNT_KEPT_S: Final = 3600
 GATHER_S: Final = 0.02
 """How long ends of requests are gathered before they are told, seconds."""
 
-# What every script begins with. KEYS: account, beats. ARGV: gateway, gone ms, tokens/s or -1, the
+# Every script begins with this. KEYS: account, beats. ARGV: gateway, gone ms, tokens/s or -1, the
 # burst. -> requests and tokens in flight of all gateways, those of this one, the level of the
 # bucket.
 _OPEN: Final = """
@@ -115,7 +115,7 @@ close(math.max(0, own_requests + ARGV[6]), math.max(0, own_tokens + ARGV[7]))
 
 @dataclass(slots=True)
 class _Change:
-    """What has changed of a tenant's account. The level goes up by what was not used."""
+    """Changes of a tenant's account. Tokens that were not used raise the level."""
 
     requests: int = 0
     tokens: int = 0

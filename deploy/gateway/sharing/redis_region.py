@@ -1,4 +1,4 @@
-"""What the gateways of one region keep in Redis, and the scripts that change it.
+"""The keys that the gateways of one region have in Redis, and the scripts that change them.
 
 Keys, under `prfaas:gw1:REGION:`
 
@@ -95,7 +95,7 @@ _encoder: Final = msgspec.msgpack.Encoder(enc_hook=plain)
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True):
-    """What a gateway says of itself a few times a second: its name for operators, and its work."""
+    """A gateway says a few times a second that it lives: its name for operators, and its work."""
 
     name: str
     work: Work
@@ -110,8 +110,8 @@ class SharedPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SharedState(msgspec.Struct, frozen=True, array_like=True):
-    """What was learnt, when (Redis's clock, ms), of which models, and up to which batch of the
-    stream it is known.
+    """What was learnt: of which models, when it was kept (Redis's clock, ms), and the last batch of
+    the stream that is part of it.
     """
 
     about: str
@@ -186,14 +186,14 @@ class RegionInRedis:
         await self.redis.set(self.key("learned"), msgspec.msgpack.encode(state), ex=KEPT_S)
 
     async def kept(self) -> bytes | None:
-        """What was learnt, if anybody kept it."""
+        """The encoded `SharedState` that was kept; None if there is none."""
         found: Any = await self.redis.get(self.key("learned"))
         return found if isinstance(found, bytes) else None
 
 
 def region_at(url: str, region: str) -> RegionInRedis:
-    """What the gateways of a region share in the server at `url`, for a gateway that starts: what
-    one before it had under way is not its own. ValueError: no such URL.
+    """The keys of a region in the server at `url`, for a gateway that starts. It has a new name
+    there, so that work of an earlier gateway does not count as its own. ValueError: no such URL.
     """
     return RegionInRedis(connect(url, timeout_s=TIMEOUT_S), region, secrets.token_hex(8))
 

@@ -163,11 +163,11 @@ class RegionSharing:
                 await self._keep()
             await self.region.leave()
         except (RedisError, OSError) as error:
-            logger.warning("left without a word: %s", error)
+            logger.warning("the other gateways could not be told that this one ends: %s", error)
         await self.region.redis.aclose()
 
     def overview(self) -> SharingOverview:
-        """What `prfaas status` shows of it."""
+        """The state of the sharing, as `prfaas status` shows it."""
         now_s = self._scheduler.clock()
         return SharingOverview(
             name=self._name,
@@ -216,7 +216,7 @@ class RegionSharing:
         except (RedisError, OSError) as error:
             self._went_alone(f"Redis: {error}")
         except Exception as error:
-            # What another version wrote must not end the sharing, nor the gateway.
+            # A message of another version must not end the sharing, nor the gateway.
             if repr(error) != self._error:
                 logger.exception("sharing failed")
             self._went_alone(repr(error))
@@ -301,7 +301,7 @@ class RegionSharing:
         self._scheduler.tell(StateRestored(kept.state, age_s))
         if self._links is not None:
             self._links.remember(kept.state.links, age_s)
-        # What was observed before gave way to the state, which does not have it.
+        # The restored state lacks what this gateway has observed before it joined.
         now_s, first = self._scheduler.clock(), self._num_told
         observed = [Observed(now_s - at_s, event) for at_s, event in self._pending]
         self._scheduler.tell(ObservationsHeard(self.region.me, first, observed))

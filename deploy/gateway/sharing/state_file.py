@@ -68,7 +68,7 @@ class UnusableState(ValueError):
 
 
 def about(models: Iterable[ModelConfig]) -> str:
-    """What a state must be of to be used with these models: what was learnt of others is wrong."""
+    """A digest of the models: a state that was learnt of others must not be used with these."""
     return blake3(repr([(model.name, model.root) for model in models]).encode()).hexdigest(16)
 
 

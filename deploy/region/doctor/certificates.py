@@ -20,7 +20,7 @@ RENEW: Final = "issue a new one: `prfaas certs add`, or your own authority (docs
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What a certificate says: until when it holds, and of which addresses and processes."""
+    """A certificate: when it holds, and the addresses and processes that it names."""
 
     begins: datetime.datetime
     ends: datetime.datetime

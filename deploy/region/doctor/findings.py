@@ -10,7 +10,7 @@ Level = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What was looked at, how it is, and what to do about it ("" for what is all right).
+    """A thing that was looked at, its state, and what to do about it ("" where it is all right).
 
     A problem keeps the region, or a part of it, from working; a warning costs speed or safety, or
     will be a problem.

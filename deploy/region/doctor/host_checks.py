@@ -1,4 +1,4 @@
-"""What agents say of their hosts and engines, judged. Pure.
+"""Judges what agents say of their hosts and engines. Pure.
 
 Each function takes all hosts that answered and returns a line for each thing that it looked at.
 """
@@ -146,7 +146,7 @@ def grant_checks(
 
 
 def exposure_checks(hosts: Iterable[HostView]) -> list[Check]:
-    """What agents leave open."""
+    """Rights that agents give to anybody on the network."""
     return [
         warning(f"agent {host.node.name}", exposure, "docs/security.md says how to close it")
         for host in hosts

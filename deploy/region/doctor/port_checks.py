@@ -1,4 +1,4 @@
-"""What was reached of a region's ports, in words. Pure."""
+"""Says in words which ports of a region were reached. Pure."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ _SAME_FILE: Final = "start it anew from this region file"
 
 @dataclass(slots=True)
 class _Answers:
-    """What was found so far. `releases` are those of fronts and gateway."""
+    """The findings so far. `releases` are those of fronts and gateways."""
 
     checks: list[Check] = field(default_factory=list)
     hosts: list[HostView] = field(default_factory=list)

@@ -137,7 +137,7 @@ class RunningRegion:
         self._started_s = time.time()
         self._reloading = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
-        """What waits until instances have left, to stop their processes."""
+        """Tasks that stop processes once their instances have left."""
 
     # -- for callers and fault tests -------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What of a changed region file a region that runs can follow: nodes, instances, limits of tenants.
+"""The changes of its file that a running region follows: nodes, instances, limits of tenants.
 
 Pure but for the search for free ports. It starts nothing and does not know processes.
 """
@@ -15,8 +15,9 @@ from kvmanager.config_files.problems import FileError, Problem
 
 
 def with_members(running: RegionSpec, wanted: RegionSpec) -> RegionSpec:
-    """`running` with the nodes and instances that `wanted` names, and its live settings. What both
-    name stays as it runs. Raises ValueError for settings that do not fit the others.
+    """`running` with the nodes and instances that `wanted` names, and its live settings. Nodes and
+    instances that both name stay as they run. Raises ValueError for settings that do not fit the
+    others.
     """
     named = {cluster.name: cluster for cluster in wanted.clusters}
     return running.model_copy(
@@ -31,7 +32,7 @@ def with_members(running: RegionSpec, wanted: RegionSpec) -> RegionSpec:
 
 
 def member_problems(running: RegionSpec, after: RegionSpec, part: Part) -> Iterator[Problem]:
-    """What of `after` no region can follow while it runs."""
+    """The changes in `after` that no region can follow while it runs."""
     for index, (before, cluster) in enumerate(zip(running.clusters, after.clusters, strict=True)):
         path = ("clusters", index, "nodes")
         first = before.nodes[0].name

@@ -26,7 +26,7 @@ class UnknownPart(CommandFailed):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one launcher starts: agents and engines of `nodes`, fronts of the clusters `fronts`.
+    """The part of one launcher: agents and engines of `nodes`, fronts of the clusters `fronts`.
 
     Without a `name` it is the whole region on one machine. If it has one gateway, that has all
     fronts inside.
@@ -100,7 +100,7 @@ def run_name(region: RegionSpec, part: Part) -> str:
 
 
 def part_problems(region: RegionSpec, part: Part) -> list[Problem]:
-    """What keeps this host from starting its part. Looks for files."""
+    """The problems that keep this host from starting its part. It looks for files."""
     gateways = region.gateway_nodes
     hosts = {node.host for node in gateways if part.name} or {""}
     if region.gateway.admin is not None and len(hosts) < len(gateways):
@@ -112,7 +112,7 @@ def part_problems(region: RegionSpec, part: Part) -> list[Problem]:
 
 
 def spread_problems(region: RegionSpec) -> list[Problem]:
-    """What keeps several hosts from starting parts of the region."""
+    """The problems that keep several hosts from starting parts of the region."""
     return [*_unnamed_keys(region)] or [*_unreachable_engines(region)]
 
 

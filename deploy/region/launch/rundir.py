@@ -95,7 +95,7 @@ class RegionState(msgspec.Struct, frozen=True):
 
     @property
     def title(self) -> str:
-        """What runs, for people."""
+        """The name of the region, or of its part, for people."""
         return f"{self.region}, part {self.part}" if self.part else self.region
 
     def launcher_lives(self) -> bool:
@@ -145,7 +145,7 @@ class RunDirectory:
         return self.root / f"{process}.json"
 
     def learned_file_of(self, process: str) -> Path:
-        """What that gateway has learnt. It outlives the run, for the next one here."""
+        """The file in which that gateway keeps what it has learnt. It outlives the run."""
         return self.root / f"{process}.learned"
 
     @property

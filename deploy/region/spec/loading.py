@@ -83,8 +83,8 @@ def _with_full_ssd_dirs(cluster: ClusterSpec, full: Callable[[Path], Path]) -> C
 
 
 def missing_packages(region: RegionSpec, nodes: Collection[str] | None = None) -> list[Problem]:
-    """What the engines here, or those of `nodes`, import and this Python does not have. They run on
-    it.
+    """The packages that the engines here, or those of `nodes`, import and this Python lacks. The
+    engines run on it.
     """
     return [
         Problem(

@@ -1,4 +1,4 @@
-"""What a service discovery tells, and what it means for the members of a cluster. Pure.
+"""The instances of a service discovery, and the changes of a cluster that follow from it. Pure.
 
 It does not know DNS or Kubernetes.
 """
@@ -93,7 +93,7 @@ class Discovered:
         self._missed: Counter[str] = Counter()
 
     def heard(self, found: Sequence[Found]) -> MemberChanges:
-        """What an answer changes."""
+        """The changes that follow from an answer."""
         told = {item.name: self._section.spec(item) for item in _named(found)}
         self._missed = Counter({n: self._missed[n] + 1 for n in self._known if n not in told})
         kept = {n: self._known[n] for n, num in self._missed.items() if num < self._num_misses}
@@ -103,7 +103,7 @@ class Discovered:
 
 
 def _named(found: Sequence[Found]) -> list[Found]:
-    """Those with a name of their own each, in a fixed order."""
+    """The same engines in a fixed order, each with a name of its own."""
     names = Counter(item.name for item in set(found))
     return [
         replace(item, name=f"{item.name}-{item.port}") if names[item.name] > 1 else item

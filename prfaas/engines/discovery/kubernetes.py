@@ -41,7 +41,7 @@ class EndpointSlices:
                 config.load_kube_config(file, client_configuration=settings)
         except ConfigException as error:
             raise LocalError("kubernetes", f"no way to Kubernetes: {error}") from error
-        # Whoever asks again after an error waits meanwhile.
+        # `follow_discovery` waits before it asks again after an error.
         settings.retries = False
         self._api = client.DiscoveryV1Api(client.ApiClient(settings))
         self._version = ""
