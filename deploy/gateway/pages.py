@@ -288,6 +288,7 @@ class Pages:
 
     async def _join(self, request: web.Request) -> web.Response:
         """POST /prfaas/instances."""
+        self.keys.check_adding(_authorization(request))
         return _json(await self.member_pages.join(await self._ordered(request)), 202)
 
     async def _leave(self, request: web.Request) -> web.Response:
