@@ -18,7 +18,6 @@ class Leadership:
     """Whether one gateway leads. A gateway that shares nothing always does."""
 
     def __init__(self, *, is_shared: bool = False) -> None:
-        self.is_shared = is_shared
         self.token = 0
         """The number of its last lease; 0 before the first."""
         self.leader = ""

@@ -128,11 +128,6 @@ class RegionSharing:
         scheduler.on_taken(self._note)
 
     @property
-    def is_joined(self) -> bool:
-        """Whether Redis answers."""
-        return self._is_joined
-
-    @property
     def num_gateways(self) -> int:
         """The gateways of the region as last heard, this one included."""
         return 1 + len(self._peers)
