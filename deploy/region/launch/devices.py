@@ -24,6 +24,8 @@ class Division:
     notes: Sequence[str] = ()
     known: frozenset[str] = frozenset()
     """The instances of this machine that were considered, with devices or without."""
+    others: frozenset[str] = frozenset()
+    """The GPUs of engines that other parts of the region start on this machine."""
 
 
 def divided(
@@ -47,13 +49,14 @@ def divided_here(region: RegionSpec, part: Part, environment: Mapping[str, str])
 
     Nodes with one address share a machine, so those of other parts count too.
     """
-    own = [node for node in region.nodes if node.name in part.nodes]
-    hosts = {node.host for node in own}
-    nodes = [node for node in region.nodes if part.is_whole or node.host in hosts]
+    nodes = _on_this_machine(region, part)
     found = divided(region, nodes, gpus=gpus_here(environment), cores=cores_here())
-    names = {item.name for node in own for item in node.instances}
+    names = _instances_of(region, part)
     mine = {name: told for name, told in found.environment.items() if name in names}
-    return Division(mine, found.notes, frozenset(names))
+    others = {
+        gpu for name, told in found.environment.items() if name not in names for gpu in _gpus(told)
+    }
+    return Division(mine, found.notes, names, frozenset(others))
 
 
 def divided_for(
@@ -63,9 +66,12 @@ def divided_for(
 
     Cores are not divided again: an engine that joins on the CPU is bound to none.
     """
-    names = {i.name for node in region.nodes if node.name in part.nodes for i in node.instances}
+    names = _instances_of(region, part)
     kept = {name: told for name, told in running.environment.items() if name in names}
-    used = {gpu for told in kept.values() for gpu in told.get(GPU_VARIABLE, "").split(",")}
+    used = {gpu for told in kept.values() for gpu in _gpus(told)} | running.others
+    for node in _on_this_machine(region, part):
+        for item in node.instances:
+            used |= set((_given(region, item, GPU_VARIABLE) or "").split(","))
     new = [
         node.model_copy(update={"instances": joining})
         for node in region.nodes
@@ -74,7 +80,7 @@ def divided_for(
     ]
     left = [gpu for gpu in gpus_here(environment) if gpu not in used]
     found = divided(region, new, gpus=left, cores=())
-    return Division(kept | dict(found.environment), found.notes, frozenset(names))
+    return Division(kept | dict(found.environment), found.notes, names, running.others)
 
 
 def gpus_here(environment: Mapping[str, str]) -> list[str]:
@@ -88,6 +94,21 @@ def gpus_here(environment: Mapping[str, str]) -> list[str]:
 def cores_here() -> list[int]:
     """The CPUs that this process may run on."""
     return sorted(os.sched_getaffinity(0))
+
+
+def _on_this_machine(region: RegionSpec, part: Part) -> list[NodeSpec]:
+    """The nodes of the part, and those of other parts at their addresses."""
+    hosts = {node.host for node in region.nodes if node.name in part.nodes}
+    return [node for node in region.nodes if part.is_whole or node.host in hosts]
+
+
+def _instances_of(region: RegionSpec, part: Part) -> frozenset[str]:
+    nodes = (node for node in region.nodes if node.name in part.nodes)
+    return frozenset(item.name for node in nodes for item in node.instances)
+
+
+def _gpus(variables: Mapping[str, str]) -> list[str]:
+    return variables.get(GPU_VARIABLE, "").split(",")
 
 
 def _given(region: RegionSpec, instance: RegionInstance, variable: str) -> str | None:

@@ -8,6 +8,7 @@ from deploy.region.launch.devices import (
     Division,
     cores_here,
     divided,
+    divided_for,
     divided_here,
     gpus_here,
 )
@@ -89,18 +90,38 @@ def test_what_an_engine_has_got_is_in_its_environment_unless_the_file_says_it() 
     assert told["d"]["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 
-def test_parts_of_one_machine_divide_it_alike() -> None:
-    region = region_of("dtype: auto", "{name: p}")
+def with_another_node(region: RegionSpec) -> RegionSpec:
+    """The region with a node b2 on the same machine, which has the engine d."""
     (cluster,) = region.clusters
     other = cluster.nodes[0].model_copy(
         update={"name": "b2", "instances": region_of("dtype: auto", "{name: d}").nodes[0].instances}
     )
     cluster = cluster.model_copy(update={"nodes": (*cluster.nodes, other)})
-    region = region.model_copy(update={"clusters": (cluster,)})
+    return region.model_copy(update={"clusters": (cluster,)})
+
+
+def test_parts_of_one_machine_divide_it_alike() -> None:
+    region = with_another_node(region_of("dtype: auto", "{name: p}"))
     gpus = {"CUDA_VISIBLE_DEVICES": "4,5"}
     for node, instance, gpu in (("b1", "p", "4"), ("b2", "d", "5")):
         found = divided_here(region, part_of(region, node=node), gpus)
         assert found.environment == {instance: {"CUDA_VISIBLE_DEVICES": gpu}}
+
+
+def test_an_engine_that_joins_gets_no_gpu_that_another_has() -> None:
+    instances = "{name: p}", '{name: q, env: {CUDA_VISIBLE_DEVICES: "6"}}'
+    before = with_another_node(region_of("dtype: auto", *instances))
+    after = with_another_node(region_of("dtype: auto", *instances, "{name: n}"))
+    gpus = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    running = divided_here(before, part_of(before, node="b1"), gpus)
+    assert running.environment == {"p": {"CUDA_VISIBLE_DEVICES": "4"}}
+    found = divided_for(after, part_of(after, node="b1"), gpus, running)
+    assert found.environment == running.environment | {"n": {"CUDA_VISIBLE_DEVICES": "7"}}
+    # The other part has 5, and the file gives 6 away.
+    nothing = divided_for(
+        after, part_of(after, node="b1"), {"CUDA_VISIBLE_DEVICES": "4,5,6"}, running
+    )
+    assert nothing.environment == running.environment
 
 
 def test_this_machine() -> None:
