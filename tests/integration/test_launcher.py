@@ -27,12 +27,9 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from deploy.cli import app
-from deploy.region.launch.launcher import (
-    ProcessProgress,
-    RegionStartFailed,
-    RunningRegion,
-)
+from deploy.region.launch.launcher import RunningRegion
 from deploy.region.launch.rundir import RunDirectoryError, read_state
+from deploy.region.launch.running import ProcessProgress, RegionStartFailed
 from deploy.region.launch.status import region_status, render_status
 from deploy.region.spec.region import RegionSpec
 from kvmanager.agent.client import AgentClient

@@ -16,8 +16,9 @@ from dummy_region import ROOT, document, dummy_vllm, spec
 from deploy.gateway.members.pages import InstancesOverview
 from deploy.region.client import asked
 from deploy.region.launch.addresses import admin_url
-from deploy.region.launch.launcher import RegionStartFailed, RunningRegion
+from deploy.region.launch.launcher import RunningRegion
 from deploy.region.launch.parts import whole
+from deploy.region.launch.running import RegionStartFailed
 from deploy.region.spec.region import RegionSpec
 from kvmanager.config_files.problems import FileError
 

@@ -13,14 +13,12 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
 import aiohttp
 import psutil
 
-from deploy.command_line import CommandFailed
 from deploy.gateway.reload import Changes, changed_settings
 from deploy.lab.emulator.control import RelayControl
 from deploy.region.cache_identity import unlike_engines
@@ -29,7 +27,7 @@ from deploy.region.launch.arenas import discard_arenas
 from deploy.region.launch.devices import Division, divided_for, divided_here
 from deploy.region.launch.members import member_problems, resolve_again, with_members
 from deploy.region.launch.parts import Part, part_problems, whole
-from deploy.region.launch.plan import STOP_ORDER, Kind, PlannedProcess, Planner
+from deploy.region.launch.plan import PlannedProcess, Planner
 from deploy.region.launch.ports import (
     ResolvedRegion,
     resolve_part,
@@ -46,7 +44,12 @@ from deploy.region.launch.rundir import (
     open_run_directory,
     remove_leftovers,
 )
-from deploy.region.launch.running import RunningProcess
+from deploy.region.launch.running import (
+    ProcessProgress,
+    RegionStartFailed,
+    RunningProcess,
+    RunningProcesses,
+)
 from deploy.region.launch.trust import engine_key_file, make_keys, run_credentials
 from deploy.region.spec.checks import check_region
 from deploy.region.spec.loading import missing_models, missing_packages
@@ -56,47 +59,18 @@ from kvmanager.config_files.problems import FileError, Problem
 from kvmanager.private_files import read_secret, write_private
 from prfaas.engines.access import EngineAccess
 from prfaas.engines.client import open_session
-from prfaas.engines.errors import EngineStartFailed
-from prfaas.engines.health import ProbeTiming
 from prfaas.engines.members import LEAVE_LIMIT_S
-from prfaas.engines.supervision.supervisor import SupervisorConfig, SupervisorEvent
 from transport import Credentials, Endpoint, Role
 from transport.rpc import RpcError
 from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.deploy.region")
 
-# Relays and agents first: engines connect to their agent, and the gateway needs all of them.
-_STAGES: tuple[tuple[Kind, ...], ...] = (("relay", "agent"), ("engine",), ("front",), ("gateway",))
-# Only engines load a model before they serve.
-_NO_ENGINE: Final = SupervisorConfig(
-    start_timeout_s=60.0, probes=ProbeTiming(start_interval_s=0.05)
-)
 LOOK_S: Final = 0.5
 LEFT_LIMIT_S: Final = LEAVE_LIMIT_S + 90.0
 """The longest wait for an instance to leave its front, before its engine is stopped, seconds."""
 SETTLE_TIMEOUT_S: Final = 60.0
 """From the gateway's start until its fronts find every instance of this machine usable."""
-
-
-class RegionStartFailed(CommandFailed):
-    """A process did not start; the message has the last lines of its log."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessProgress:
-    """The state of one process. `line` is the newest line of its log while it starts, at any
-    length.
-
-    `state` is a `ProcessState`, or "waiting" while the gateway is healthy and its engines are not.
-    """
-
-    name: str
-    kind: Kind
-    state: str
-    reason: str
-    elapsed_s: float
-    line: str = ""
 
 
 class RunningRegion:
@@ -112,7 +86,7 @@ class RunningRegion:
         run_dir: Path,
         *,
         part: Part | None = None,
-        on_progress: Callable[[ProcessProgress], None] | None = None,
+        on_progress: Callable[[ProcessProgress], None] = lambda progress: None,
         environment: Mapping[str, str] | None = None,
         adapt: Callable[[PlannedProcess], PlannedProcess] = lambda planned: planned,
     ) -> None:
@@ -123,7 +97,6 @@ class RunningRegion:
         self._wanted = region
         self._part = part or whole(region)
         self._root = run_dir
-        self._on_progress = on_progress
         self._environment = dict(os.environ if environment is None else environment)
         self._lock: RunLock | None = None
         self._directory: RunDirectory | None = None
@@ -132,7 +105,7 @@ class RunningRegion:
         self._devices = Division()
         self._session: aiohttp.ClientSession | None = None
         self._prober: Prober | None = None
-        self._processes: dict[str, RunningProcess] = {}
+        self._processes = RunningProcesses(on_progress, self._write_state)
         self._phase: Phase = "starting"
         self._started_s = time.time()
         self._reloading = asyncio.Lock()
@@ -179,7 +152,7 @@ class RunningRegion:
     @property
     def processes(self) -> Sequence[RunningProcess]:
         """All processes in the order of their start."""
-        return tuple(self._processes.values())
+        return tuple(self._processes)
 
     def process(self, name: str) -> RunningProcess:
         """A process by its name: "gateway", "agent.NODE", "front.CLUSTER" or an instance.
@@ -280,9 +253,9 @@ class RunningRegion:
             while (trouble := await region_trouble(url, key, names)) is not None:
                 if time.monotonic() > deadline_s:
                     raise RegionStartFailed(f"the gateway runs, but {trouble}")
-                self._report(gateway, trouble, state="waiting")
+                self._processes.report(gateway, trouble, state="waiting")
                 await asyncio.sleep(0.1)
-            self._report(gateway, gateway.reason)
+            self._processes.report(gateway, gateway.reason)
 
     async def reload(self, wanted: RegionSpec, part: Part) -> Changes:
         """Follow a changed file: start what is new, have it join; have what is gone leave, and stop
@@ -318,29 +291,20 @@ class RunningRegion:
         files = planner.files() | {directory.wanted_file: region_text(after)}
         last = {path for path in files if not path.name.startswith("agent.")}
         _write({path: text for path, text in files.items() if path not in last})
-        await self._start_new([i for i in planned.values() if i.name not in self._processes])
+        new = self._supervise([i for i in planned.values() if i.name not in self._processes])
+        try:
+            await self._processes.start(new)
+        except BaseException:
+            await self._processes.discard(new)
+            raise
         _write({path: text for path, text in files.items() if path in last})
         self._wanted, self._resolved, self._planner = after, resolved, planner
         self._part, self._devices = part, devices
-        gone = [item for name, item in self._processes.items() if name not in planned]
+        gone = [item for item in self._processes if item.name not in planned]
         if gone:
             start_task(self._stop_gone(gone, running), "what has left the region", self._leaving)
         self._write_state()
         return changes
-
-    async def _start_new(self, new: Sequence[PlannedProcess]) -> None:
-        assert self._prober is not None
-        for item in new:
-            self._processes[item.name] = self._supervised(self._adapt(item), self._prober)
-        try:
-            for kinds in _STAGES:
-                stage = [self._processes[item.name] for item in new if item.kind in kinds]
-                for process in stage:
-                    process.start()
-                await self._wait_healthy(stage)
-        except BaseException:
-            await self._discard([self._processes[item.name] for item in new])
-            raise
 
     async def _stop_gone(self, gone: Sequence[RunningProcess], before: ResolvedRegion) -> None:
         """Stop processes once the fronts have forgotten their instances."""
@@ -359,16 +323,9 @@ class RunningRegion:
         wanted = {item.name for item in self._planner.processes()}
         # The file may name some of them again by now.
         gone = [item for item in gone if item.name not in wanted]
-        await self._discard(gone)
+        await self._processes.discard(gone)
         nodes = {item.name.removeprefix("agent.") for item in gone if item.kind == "agent"}
         discard_arenas(before.region, self._root, nodes)
-
-    async def _discard(self, processes: Sequence[RunningProcess]) -> None:
-        for kind in STOP_ORDER:
-            await asyncio.gather(*(item.stop() for item in processes if item.kind == kind))
-        for item in processes:
-            self._processes.pop(item.name, None)
-        self._write_state()
 
     async def differences(self) -> list[str]:
         """A sentence for each pair of engines of one name between which no KVCache is shared. Hosts
@@ -408,8 +365,7 @@ class RunningRegion:
 
     def kill_all(self) -> None:
         """Send SIGKILL to every process now. `stop` still has to clean up."""
-        for process in self._processes.values():
-            process.kill_now()
+        self._processes.kill_all()
 
     def _prepare(self) -> None:
         region, part = self._wanted, self._part
@@ -429,40 +385,16 @@ class RunningRegion:
         access = await asyncio.to_thread(self.engine_access)
         self._prober = Prober(self._session, self.credentials("operator"), access)
         assert self._planner is not None
-        for item in self._planner.processes():
-            self._processes[item.name] = self._supervised(self._adapt(item), self._prober)
+        processes = self._supervise(self._planner.processes())
         self._write_state()
-        for kinds in _STAGES:
-            stage = [item for item in self._processes.values() if item.kind in kinds]
-            for process in stage:
-                process.start()
-            await self._wait_healthy(stage)
+        await self._processes.start(processes)
         if self._part.has_gateway:
             await self.wait_settled(SETTLE_TIMEOUT_S)
 
-    def _supervised(self, item: PlannedProcess, prober: Prober) -> RunningProcess:
-        supervision = SupervisorConfig() if item.kind == "engine" else _NO_ENGINE
-
-        def on_event(event: SupervisorEvent) -> None:
-            self._report(self._processes[item.name], event.reason)
-            self._write_state()
-
-        return RunningProcess(item, prober.probe(item), supervision, on_event)
-
-    async def _wait_healthy(self, stage: Sequence[RunningProcess]) -> None:
-        async def wait(process: RunningProcess) -> None:
-            def on_line(line: str) -> None:
-                self._report(process, process.reason, line)
-
-            await process.wait_healthy(process.start_timeout_s, on_line)
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for process in stage:
-                    group.create_task(wait(process))
-        except* EngineStartFailed as failures:
-            first = failures.exceptions[0]
-            raise RegionStartFailed(str(first)) from first
+    def _supervise(self, planned: Sequence[PlannedProcess]) -> list[RunningProcess]:
+        prober = self._prober
+        assert prober is not None
+        return [self._processes.add(self._adapt(item), prober.probe) for item in planned]
 
     async def _stop(self) -> None:
         self._phase = "stopping"
@@ -470,9 +402,7 @@ class RunningRegion:
             task.cancel()
         await asyncio.gather(*self._leaving, return_exceptions=True)
         self._write_state()
-        for kind in STOP_ORDER:
-            processes = [item for item in self._processes.values() if item.kind == kind]
-            await asyncio.gather(*(process.stop() for process in processes))
+        await self._processes.stop(self.processes)
         if self._prober is not None:
             await self._prober.close()
             self._prober = None
@@ -490,16 +420,6 @@ class RunningRegion:
 
     # -- reporting --------------------------------------------------------------------------------
 
-    def _report(
-        self, process: RunningProcess, reason: str, line: str = "", *, state: str = ""
-    ) -> None:
-        if self._on_progress is not None:
-            elapsed_s = process.elapsed_s(time.monotonic())
-            state = state or str(process.state)
-            self._on_progress(
-                ProcessProgress(process.name, process.kind, state, reason, elapsed_s, line)
-            )
-
     def _write_state(self) -> None:
         directory = self._directory
         if directory is None or self._resolved is None:
@@ -516,10 +436,10 @@ class RunningRegion:
             admin_url=next(iter(admin_urls.values()), ""),
             gateways=admin_urls,
             region_file=str(directory.region_file),
-            processes=tuple(process.record for process in self._processes.values()),
+            processes=tuple(process.record for process in self._processes),
             relays={
                 process.name: str(directory.socket(process.name))
-                for process in self._processes.values()
+                for process in self._processes
                 if process.kind == "relay"
             },
             agents=self._agent_controls(),

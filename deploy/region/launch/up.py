@@ -17,9 +17,10 @@ from pathlib import Path
 from rich.console import Console
 
 from deploy.command_line import CommandFailed
-from deploy.region.launch.launcher import ProcessProgress, RunningRegion
+from deploy.region.launch.launcher import RunningRegion
 from deploy.region.launch.parts import Part
 from deploy.region.launch.progress import ProgressView, line_view, progress_view
+from deploy.region.launch.running import ProcessProgress
 from deploy.region.spec.region import RegionSpec
 from kvmanager.config_files.followed_files import follow, hang_up
 from kvmanager.config_files.problems import FileError
