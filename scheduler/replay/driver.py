@@ -27,21 +27,24 @@ import numpy as np
 
 from scheduler.live.long_term.model_plan import ThresholdPlan, sends_of
 from scheduler.planning.division_search import thresholds_of
-from scheduler.planning.plan import Plan, best_plan, is_pair, threshold_plan
-from scheduler.planning.region_model import Cluster, PdClusterModel
-from scheduler.planning.throughput import Mode
-from scheduler.replay.caching import ReplayCache
+from scheduler.planning.region_model import PdClusterModel
 from scheduler.replay.deciding import decider_of
-from scheduler.replay.decode import DecodeInstance, DecodePool, step_table
+from scheduler.replay.decode import DecodeInstance, DecodePool
 from scheduler.replay.jobs import Fate, Job
 from scheduler.replay.model import Policy, ReplayModel
 from scheduler.replay.prefill import PrefillInstance, PrefillStation
 from scheduler.replay.rebalancing import Rebalancer
 from scheduler.replay.results import Outcome, Series
+from scheduler.replay.starting import (
+    prefill_jitter,
+    starting_caches,
+    starting_plans,
+    starting_pool,
+    starting_station,
+)
 from scheduler.replay.station_views import Parts, PdParts
 from scheduler.replay.transfers import Transfers
 from scheduler.replay.workload import Workload
-from scheduler.routing.profiles import PrefillProfile
 
 (
     _DECODE_END,
@@ -74,34 +77,6 @@ def replay(
     return _Driver(model, workload, policy, seed, num_points).run()
 
 
-def starting_plans(model: ReplayModel, policy: Policy) -> list[Plan]:
-    """The plan that a policy starts with in each PD cluster."""
-    if model.joint is None:
-        return [starting_plan(model, policy)]
-    if policy.thresholds is not None or policy.num_prefill is not None:
-        raise ValueError("thresholds and num_prefill are for regions with one PD cluster")
-    return list(model.joint.plans.values())
-
-
-def starting_plan(model: ReplayModel, policy: Policy) -> Plan:
-    """The plan that a policy starts with: the best one unless the policy names another."""
-    region = model.region
-    if policy.thresholds is None and policy.num_prefill is None:
-        return best_plan(region, Mode.EXACT)
-    if not is_pair(region):
-        raise ValueError("thresholds and num_prefill need one prefill cluster and one PD cluster")
-    best = best_plan(region, Mode.EXACT)
-    tokens = best.threshold_tokens
-    if policy.thresholds is not None and region.prefill_clusters:
-        tokens = policy.thresholds[region.prefill_clusters[0].name]
-    num_prefill = policy.num_prefill
-    if num_prefill is None:
-        num_prefill = round(best.num_prefill[model.pd.name])
-    return threshold_plan(
-        region, region.traffic.lengths.max_tokens if tokens is None else tokens, float(num_prefill)
-    )
-
-
 class _Driver:
     """One replay. `run` may be called once."""
 
@@ -117,11 +92,11 @@ class _Driver:
         plans = starting_plans(model, policy)
         counts = [round(plan.num_prefill[plan.region.pd_clusters[0].name]) for plan in plans]
         self._pds = [
-            PdParts(self._station(pd, num, policy), self._pool_of(at, pd, num))
+            PdParts(starting_station(model, pd, num, policy), self._pool_of(at, pd, num))
             for at, (pd, num) in enumerate(zip(model.region.pd_clusters, counts, strict=True))
         ]
         self._sources = [
-            self._station(cluster, int(cluster.num_instances), policy)
+            starting_station(model, cluster, int(cluster.num_instances), policy)
             for cluster in model.region.prefill_clusters
         ]
         self._transfers = Transfers(
@@ -131,7 +106,8 @@ class _Driver:
             land_later=partial(self._push, _LANDED),
             give_up_later=partial(self._push, _GIVEN_UP),
         )
-        self._caches = self._caches_of()
+        stations = [*(pd.station for pd in self._pds), *self._sources]
+        self._caches = starting_caches(model, workload, stations)
         self._parts = Parts(self._pds, self._sources, self._caches, self._transfers.watches)
         planned = {
             plan.region.pd_clusters[0].name: ThresholdPlan(
@@ -147,13 +123,7 @@ class _Driver:
             self._rebalancer = Rebalancer(
                 policy, policy.long_term.period_s, self._decider, self._parts, self._relabel_later
             )
-        jitter = model.prefill_jitter
-        self._jitter: list[float] | None = None
-        if jitter:
-            # A random stream of its own: jitter changes nothing else. The mean of the factors is 1.
-            rng = np.random.default_rng((seed, 99))
-            drawn = rng.lognormal(-(jitter**2) / 2, jitter, len(workload))
-            self._jitter = drawn.tolist()
+        self._jitter = prefill_jitter(model, len(workload), seed)
         self._kv_bytes = model.region.kv.size(np.array(workload.prompt_tokens, float)).tolist()
         self._series = Series()
         self._record_s = max(1.0, self._span_s / num_points)
@@ -161,46 +131,14 @@ class _Driver:
         self._num_refused = self._num_refused_recorded = self._num_jobs_recorded = 0
         self._wasted_s = 0.0
 
-    # ---- set-up
-
-    def _station(self, cluster: Cluster, num_instances: int, policy: Policy) -> PrefillStation:
-        return PrefillStation(
-            cluster.name,
-            PrefillProfile.of(cluster.prefill),
-            num_instances,
-            policy.order,
-            self._model.prefill_factors.get(cluster.name, 1.0),
-        )
-
     def _pool_of(self, at: int, pd: PdClusterModel, num_prefill: int) -> DecodePool:
-        num_decode = pd.num_instances - num_prefill
-        if num_decode < 1:
-            raise ValueError(f"all {pd.num_instances} instances of {pd.name} prefill; one decodes")
-        if not num_prefill and not self._model.region.prefill_clusters:
-            raise ValueError("nobody prefills: no prefill cluster, and no local prefill instance")
-        instances = [DecodeInstance(f"{pd.name}-{num_prefill + i}") for i in range(num_decode)]
-        points = self._model.decode_steps or ((pd.batch_size, pd.step_s),)
-        if points[-1][0] < pd.batch_size:
-            # Measured steps may end below the batch of the plan, whose step time is the last point
-            # then. A larger batch never takes less time, whatever the plan says.
-            points = (*points, (pd.batch_size, max(pd.step_s, points[-1][1])))
-        return DecodePool(
-            instances,
-            pd.batch_size,
-            step_table(points),
+        return starting_pool(
+            self._model,
+            pd,
+            num_prefill,
             lambda at_s, instance, version: self._push(_DECODE_END, at_s, (at, instance), version),
             begun=lambda job, now_s: self._decider.decoding(job, now_s),
         )
-
-    def _caches_of(self) -> dict[str, ReplayCache] | None:
-        sizes = self._model.cache_blocks
-        if sizes is None or self._workload.block_ids is None:
-            return None
-        stations = [*(pd.station for pd in self._pds), *self._sources]
-        return {
-            station.name: ReplayCache(sizes.get(station.name, 0), self._workload.block_tokens)
-            for station in stations
-        }
 
     # ---- the loop
 
