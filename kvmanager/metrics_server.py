@@ -18,7 +18,7 @@ from kvmanager.private_files import read_secret
 from transport import Endpoint
 from transport.errors import LocalError
 from transport.health import WhyNotReady, always_ready
-from transport.tls import PlainFiles, Rotating
+from transport.rotating import PlainFiles, Rotating
 
 # Imported in `start`, so that a process without metrics does not pay for aiohttp.
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from blake3 import blake3
 
 from transport.errors import LocalError
 from transport.region_key import framed
-from transport.tls import Rotating
+from transport.rotating import Rotating
 
 # Only processes that sign or check grants pay for loading cryptography, in the functions that do.
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ from transport import LocalError, TlsFiles
 from transport.access import ACCESS
 from transport.health import WhyNotReady, always_ready, health_handler
 from transport.region_key import Credentials, RegionKey
+from transport.rotating import Rotating
 from transport.rpc_auth import (
     LOOK_S,
     PROOF,
@@ -45,7 +46,6 @@ from transport.rpc_auth import (
 )
 from transport.rpc_versions import announced, check_versions
 from transport.tasks import start_task
-from transport.tls import Rotating
 from transport.versions import NoCommonVersion
 
 logger = logging.getLogger("prfaas.transport.rpc")

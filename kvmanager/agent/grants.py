@@ -30,7 +30,7 @@ from transport.grants import (
     load_public_keys,
     read_grant,
 )
-from transport.tls import Rotating
+from transport.rotating import Rotating
 
 OUTBOX_GRANT_S: Final = 900.0
 """A prefill job may wait in a queue and be tried again, but no longer than this. The landing that

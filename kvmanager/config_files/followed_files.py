@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from transport.errors import LocalError
-from transport.tls import RECHECK_S, PlainFiles, Rotating
+from transport.rotating import RECHECK_S, PlainFiles, Rotating
 
 logger = logging.getLogger("prfaas.config_files")
 

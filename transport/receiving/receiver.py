@@ -21,8 +21,9 @@ from transport.interfaces import LandingRegistry, TransferProgress
 from transport.receiving.connection import NO_PLACE, IncomingConnection
 from transport.receiving.places import Places
 from transport.receiving.reception import Reception
+from transport.rotating import Rotating
 from transport.sockets import listen
-from transport.tls import RegionTls, Rotating, server_tls
+from transport.tls import RegionTls, server_tls
 from transport.wire.frames import FrameType, encode_reason
 from transport.wire.receiver_session import ReceiverSession
 

@@ -16,6 +16,7 @@ from transport.backoff import Backoff
 from transport.config import TlsFiles
 from transport.errors import LinkError, LocalError, PeerError, TransportError, bare, release_frames
 from transport.receiving.incoming import RAW_LENGTH
+from transport.rotating import Rotating
 from transport.sending.link_work import Work
 from transport.sending.outgoing import RAW_CODED, Coded
 from transport.sending.paths import RETURN_S, PathChoice
@@ -30,7 +31,7 @@ from transport.sockets import (
     resolve,
     suit_to_distance,
 )
-from transport.tls import RegionTls, Rotating, tls_handshake, wrap_tls
+from transport.tls import RegionTls, tls_handshake, wrap_tls
 from transport.wire.digest import digest_of
 from transport.wire.frames import (
     FrameType,

@@ -16,12 +16,13 @@ from dataclasses import replace
 from transport.config import TransportConfig
 from transport.endpoint import Endpoint
 from transport.interfaces import ByteSpace, OutgoingSpec, TransferListener, TransferProgress
+from transport.rotating import Rotating
 from transport.sending.link_state import LinkState
 from transport.sending.outgoing import OutgoingState
 from transport.sending.paths import LinkPath
 from transport.sending.sender_link import SenderLink
 from transport.sockets import usable_congestion
-from transport.tls import Rotating, client_tls
+from transport.tls import client_tls
 
 logger = logging.getLogger("prfaas.transport")
 

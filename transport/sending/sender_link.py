@@ -18,6 +18,7 @@ from transport.config import TlsFiles, TransportConfig
 from transport.endpoint import Endpoint
 from transport.errors import LinkError, LocalError, TransportError
 from transport.interfaces import ByteSpace, OutgoingSpec, TransferListener, TransferProgress
+from transport.rotating import Rotating
 from transport.sending.lane import Lane
 from transport.sending.link import LinkCore
 from transport.sending.link_meter import LinkMeter
@@ -26,7 +27,7 @@ from transport.sending.link_work import AbortConnection, Effect, Work
 from transport.sending.outgoing import RAW_CODED, Coded, OutgoingState
 from transport.sending.paths import LinkPath
 from transport.sockets import SocketOwner
-from transport.tls import RegionTls, Rotating
+from transport.tls import RegionTls
 from transport.wire.handshake import Hello
 from transport.wire.sender_session import Event
 
