@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
+from deploy.gateway.api_keys import ApiKey
 from deploy.gateway.cache.api import KeyNames
 from deploy.gateway.cache.moves import CacheMoves, MoveMetrics
 from deploy.gateway.cache.placement import PrefixPlacement, node_loads
 from deploy.gateway.cache.region_caches import RegionCaches
-from deploy.gateway.config import ApiKey, GatewayConfig, SharedUplink
+from deploy.gateway.config import GatewayConfig, SharedUplink
 from deploy.gateway.errors import ApiError
 from deploy.gateway.intake.accept import Intake, ServedModels
 from deploy.gateway.intake.auth import KeyRing

@@ -15,16 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from deploy.gateway.api_keys import ApiKey, ApiKeysSection, load_api_keys, parse_api_keys
 from deploy.gateway.cache.region_caches import RegionCaches
-from deploy.gateway.config import (
-    ApiKey,
-    ApiKeysSection,
-    GatewayConfig,
-    SharedUplink,
-    load_api_keys,
-    parse_api_keys,
-    with_api_keys,
-)
+from deploy.gateway.config import GatewayConfig, SharedUplink, with_api_keys
 from deploy.gateway.links.linked_cluster import LinkedPrefillCluster
 from deploy.gateway.links.region_links import RegionLinks
 from kvmanager.agent.client import AgentClients

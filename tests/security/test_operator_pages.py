@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from raw_client import RawClient
 
-from deploy.gateway.config import ApiKey
+from deploy.gateway.api_keys import ApiKey
 
 KEYS = tuple(ApiKey.model_validate(line) for line in ("ops key-of-ops", "acme key-of-acme"))
 PAGES = (

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
-from deploy.gateway.config import ApiKey
+from deploy.gateway.api_keys import ApiKey
 from deploy.gateway.errors import ApiError
 
 logger = logging.getLogger("prfaas.deploy.gateway")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from deploy.gateway.config import ApiKey, load_api_keys, tenants_by_key
+from deploy.gateway.api_keys import ApiKey, load_api_keys, tenants_by_key
 from kvmanager.config_files.followed_files import follow
 from transport.errors import LocalError
 

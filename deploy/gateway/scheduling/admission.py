@@ -16,7 +16,7 @@ from typing import Final, NoReturn, Protocol, TypeVar
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from deploy.gateway.config import is_named
+from deploy.gateway.api_keys import is_named
 from deploy.gateway.errors import ApiError
 from deploy.gateway.scheduling.config import AdmissionSection
 from scheduler.live.admission import AdmissionReason, Verdict

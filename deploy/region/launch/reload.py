@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deploy.gateway.config import load_api_keys, with_api_keys
+from deploy.gateway.api_keys import load_api_keys
+from deploy.gateway.config import with_api_keys
 from deploy.gateway.reload import Changes, changed_settings, with_live
 from deploy.region.launch.parts import Part, whole
 from deploy.region.launch.ports import ResolvedRegion

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from deploy.gateway.config import ApiKeysSection, GatewaySection, SharedUplink
+from deploy.gateway.api_keys import ApiKeysSection
+from deploy.gateway.config import GatewaySection, SharedUplink
 from kvmanager.agent.config import AgentSection
 from kvmanager.config_files.fields import Address, Addresses, Port, Section, TlsSection
 from kvmanager.config_files.security import is_loopback

@@ -8,7 +8,8 @@ import pytest
 import yaml
 from pydantic import SecretStr, ValidationError
 
-from deploy.gateway.config import ApiKey, GatewayConfig
+from deploy.gateway.api_keys import ApiKey
+from deploy.gateway.config import GatewayConfig
 from deploy.gateway.file import (
     GatewayFile,
     agent_clients,

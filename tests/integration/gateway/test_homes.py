@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 from cache_doubles import FakeDirectory
 
+from deploy.gateway.api_keys import ApiKey
 from deploy.gateway.cache.region_caches import RegionCaches
-from deploy.gateway.config import ApiKey
 from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeName
 

@@ -12,8 +12,9 @@ import pytest
 from front_doubles import FakeAgent, FakeEngine
 from prometheus_client import CollectorRegistry
 
+from deploy.gateway.api_keys import ApiKey
 from deploy.gateway.app import Gateway
-from deploy.gateway.config import ApiKey, GatewayConfig, ModelConfig
+from deploy.gateway.config import GatewayConfig, ModelConfig
 from deploy.gateway.scheduling.config import LongTermSection, SchedulingConfig
 from deploy.gateway.server import start_server
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
