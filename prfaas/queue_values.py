@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from prfaas.engines.errors import PrefillCode
-from scheduler.routing.queue_order import NUM_CLASSES, OrderConfig
+from scheduler.routing.order_config import OrderConfig
+from scheduler.routing.queue_order import NUM_CLASSES
 
 
 @dataclass(frozen=True, slots=True)

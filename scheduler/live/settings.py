@@ -15,7 +15,7 @@ from scheduler.live.long_term.loop import LongTermConfig
 from scheduler.live.tenants import TenantLimit
 from scheduler.planning.region_model import Uplink
 from scheduler.routing.candidates import RouteLimits
-from scheduler.routing.queue_order import OrderConfig
+from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.spill import Spill
 from scheduler.routing.threshold import ThresholdConfig
 

@@ -20,8 +20,9 @@ from scheduler.live.ledger import DirectPrompt, Ledger, PrefillLeg
 from scheduler.live.thresholds import Thresholds
 from scheduler.reports import ClusterReport, InstanceReport, JobReport, serves
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, RequestShape
+from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.profiles import PrefillProfile
-from scheduler.routing.queue_order import OrderConfig, QueueOrder, WaitingJob, priority_class
+from scheduler.routing.queue_order import QueueOrder, WaitingJob, priority_class
 from scheduler.routing.views import ClusterView, DecodeView, InstanceView, RegionSnapshot
 
 ON_THE_WAY_S: Final = 1.0

@@ -46,8 +46,8 @@ from scheduler.replay.jobs import Job, Way
 from scheduler.replay.model import MODEL, Policy, ReplayModel, Routing
 from scheduler.replay.station_views import Parts, StationViews, reports
 from scheduler.routing.decision import HAND_OFF, PdCached, RequestShape
+from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.prediction import PrefillTask, transfer_tail_s
-from scheduler.routing.queue_order import OrderConfig
 from scheduler.routing.short_term import RouteDecision
 from scheduler.routing.threshold import ThresholdConfig
 

@@ -19,7 +19,7 @@ from scheduler.planning.joint import JointRegion
 from scheduler.planning.region_model import PdClusterModel, Region, Uplink
 from scheduler.replay.links import RateSchedule
 from scheduler.routing.candidates import MARGIN_S, MARGIN_SHARE
-from scheduler.routing.queue_order import OrderConfig
+from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.spill import Spill
 from scheduler.routing.threshold import ThresholdConfig
 

@@ -12,8 +12,9 @@ from typing import ClassVar
 
 from scheduler.live.long_term.conversion import PdRole
 from scheduler.replay.jobs import Job
+from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.profiles import PrefillProfile
-from scheduler.routing.queue_order import OrderConfig, QueueOrder, WaitingJob
+from scheduler.routing.queue_order import QueueOrder, WaitingJob
 
 
 class PrefillInstance:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from prfaas.queue import PrefillQueue
 from prfaas.queue_values import FailJob, QueueConfig, QueuedJob, QueueInstance, StartJob
 from scheduler.reports import JobReport
-from scheduler.routing.queue_order import OrderConfig, QueueOrder, WaitingJob, priority_class
+from scheduler.routing.order_config import OrderConfig
+from scheduler.routing.queue_order import QueueOrder, WaitingJob, priority_class
 
 
 def view(name: str, **changes: object) -> QueueInstance:

@@ -31,7 +31,7 @@ from scheduler.planning.throughput import Mode
 from scheduler.replay.links import LinkChange, OtherTraffic, RateSchedule
 from scheduler.replay.model import Policy, ReplayModel, Routing, Slo
 from scheduler.replay.workload import Phase, Workload, at_homes, drawn, traced
-from scheduler.routing.queue_order import OrderConfig
+from scheduler.routing.order_config import OrderConfig
 
 HOMOGENEOUS: Final = "homogeneous"
 

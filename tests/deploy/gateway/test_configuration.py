@@ -21,7 +21,7 @@ from deploy.gateway.file import (
 from kvmanager.config_files.problems import FileError
 from prfaas.embedded import EmbeddedPrefillCluster
 from prfaas.queue_values import QueueConfig
-from scheduler.routing.queue_order import LengthBucket, OrderConfig
+from scheduler.routing.order_config import LengthBucket, OrderConfig
 
 
 def test_configuration_errors_name_the_key() -> None:

@@ -20,8 +20,8 @@ from scheduler.replay.links import LinkChange, OtherTraffic, RateSchedule, Repla
 from scheduler.replay.prefill import PrefillStation
 from scheduler.replay.watching import DirectLink, ForeseenLink, MonitoredLink
 from scheduler.replay.workload import Phase, Workload, drawn, traced
+from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.profiles import PrefillProfile
-from scheduler.routing.queue_order import OrderConfig
 
 # ---- schedules
 

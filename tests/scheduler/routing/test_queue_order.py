@@ -10,13 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduling_cases import untimed
 
-from scheduler.routing.queue_order import (
-    MAX_KNOWN_PDS,
-    LengthBucket,
-    OrderConfig,
-    QueueOrder,
-    WaitingJob,
-)
+from scheduler.routing.order_config import LengthBucket, OrderConfig
+from scheduler.routing.queue_order import MAX_KNOWN_PDS, QueueOrder, WaitingJob
 
 SMALL = OrderConfig(
     buckets=(LengthBucket(100, 0.5), LengthBucket(1000, 0.3), LengthBucket(math.inf, 0.2)),
