@@ -92,16 +92,17 @@ class RegionHost:
         return told(self._prfaas(*words, "--run-dir", self.run_dir))
 
     def status(self) -> dict[str, Any]:
+        """What `prfaas status` says; it exits with 1 while a process does not serve."""
         shown = self.tell("status", "--json")
-        assert shown.returncode == 0, shown.stdout + shown.stderr
+        assert shown.returncode in (0, 1), shown.stderr
         status: dict[str, Any] = json.loads(shown.stdout)
         return status
 
-    def pid(self, process: str) -> int:
-        """The process id, on this host, of a process of the part."""
+    def pid(self, process: str) -> int | None:
+        """The process id, on this host, of a process of the part; None while it is started."""
         for item in self.status()["state"]["processes"]:
             if item["name"] == process:
-                return int(item["pid"])
+                return None if item["pid"] is None else int(item["pid"])
         raise AssertionError(f"{self.node} has no process {process}")
 
     def down(self) -> str:
