@@ -111,8 +111,9 @@ async def _serve_grpc(config: DirectoryConfig, stopping: asyncio.Event) -> None:
 
 
 async def _fill_redis(config: DirectoryConfig, url: str, stopping: asyncio.Event) -> None:
+    from kvmanager.directory.redis_client import connect, reached
     from kvmanager.directory.redis_sink import RedisSink
-    from kvmanager.directory.redis_store import RedisDirectory, RedisSettings, connect, reached
+    from kvmanager.directory.redis_store import RedisDirectory, RedisSettings
 
     credentials = config.credentials("directory")
     settings = RedisSettings(forget_s=config.forget_s)
@@ -194,7 +195,8 @@ def _say_ready(**what: str) -> None:
 
 async def _stopped(stopping: asyncio.Event) -> bool:
     try:
-        await asyncio.wait_for(stopping.wait(), _METRICS_INTERVAL_S)
+        async with asyncio.timeout(_METRICS_INTERVAL_S):
+            await stopping.wait()
     except TimeoutError:
         return False
     logger.info("stopping")

@@ -16,8 +16,9 @@ from kvmanager.directory.config import load
 from kvmanager.directory.directory import FROM_THE_BEGINNING, Directory
 from kvmanager.directory.errors import FeedError, StoreError
 from kvmanager.directory.messages import Hit, NodeName, ResumeRule
+from kvmanager.directory.redis_client import connect, reached
 from kvmanager.directory.redis_sink import RedisSink
-from kvmanager.directory.redis_store import RedisDirectory, RedisSettings, connect, reached
+from kvmanager.directory.redis_store import RedisDirectory, RedisSettings
 from kvmanager.hashing import block_keys, root_key
 from transport.rpc import Method, RpcServer
 

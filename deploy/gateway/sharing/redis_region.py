@@ -25,7 +25,7 @@ from typing import Any, Final
 import msgspec
 from redis.asyncio import Redis
 
-from kvmanager.directory.redis_store import connect
+from kvmanager.directory.redis_client import connect
 from scheduler.live.sharing.events import Observed
 from scheduler.live.sharing.learned_state import LearnedState, PlanState
 from scheduler.live.sharing.peer_work import Work
