@@ -29,7 +29,7 @@ PYTEST := $(BIN)/python -m pytest
 
 # Processes that share the tests without engines. More would slow down each other's processes on two
 # cores, until timeouts that they set are over.
-WORKERS ?= 2
+WORKERS ?= 3
 PARALLEL := -n $(WORKERS) --dist worksteal
 
 # The release before this one. A clone that lacks it leaves out the tests that run it, and says so.
