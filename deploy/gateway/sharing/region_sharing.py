@@ -58,6 +58,10 @@ KEEP_EVERY_S: Final = 10.0
 """The time between two writes of what was learnt, seconds."""
 MAX_BATCH: Final = 50
 """Observations in one batch: learning from them takes about 10 ms of the event loop."""
+TOLD_AGAIN_S: Final = 5.0
+"""What was told within this time before Redis stopped to answer is told again, seconds: the others
+may not have heard it, and Redis may have lost it.
+"""
 MAX_PENDING: Final = 20_000
 """Observations that wait while Redis does not answer. Older ones are lost to the others."""
 
@@ -114,6 +118,8 @@ class RegionSharing:
         self._error = "it has not answered yet"
         self._since_s = scheduler.clock()
         self._pending: deque[tuple[float, Any]] = deque()
+        self._told: deque[tuple[float, tuple[float, Any]]] = deque()
+        """What was told within `TOLD_AGAIN_S`, and when."""
         self._num_told = 0
         """The number of the first pending observation."""
         self._position = b"0-0"
@@ -310,8 +316,10 @@ class RegionSharing:
             await self.region.tell(Observations(self.region.me, first, batch))
             # Only now: what may not have arrived is told again, and counts once by its number.
             while self._pending and self._num_told < first + len(batch):
-                self._pending.popleft()
+                self._told.append((now_s, self._pending.popleft()))
                 self._num_told += 1
+        while self._told and self._told[0][0] < self._scheduler.clock() - TOLD_AGAIN_S:
+            self._told.popleft()
 
     async def _hear(self, time_ms: int) -> None:
         while batches := await self.region.hear(self._position):
@@ -345,6 +353,9 @@ class RegionSharing:
         self._budgets.went_alone()
         if self._is_joined:
             self._is_joined, self._since_s = False, now_s
+            self._pending.extendleft(item for _, item in reversed(self._told))
+            self._num_told -= len(self._told)
+            self._told.clear()
             logger.warning("%s; this gateway goes on alone", error)
             self._changed(self.num_gateways)
         elif error != self._error:

@@ -313,6 +313,29 @@ async def test_without_redis_they_go_on_alone_and_join_again(
             server.__exit__()
 
 
+async def test_what_redis_lost_before_the_others_heard_it_is_told_again(
+    open_region: Any, tmp_path: Path
+) -> None:
+    server = RedisServer(tmp_path)
+    server.__enter__()
+    try:
+        async with gateways(open_region, server, prefill=()) as (one, two):
+            deaf = two.gateway.sharing
+            assert deaf is not None
+            assert deaf._task is not None
+            deaf._task.cancel()
+            await ask(one, 6)
+            await until(lambda: page(one).pending == 0)
+            server.__exit__()
+            await until(lambda: page(one).state == "alone")
+            server.__enter__()
+            deaf._task = asyncio.create_task(deaf._run())
+            await until(lambda: num_seen(one) == num_seen(two) == 5)
+    finally:
+        if server._process is not None and server._process.poll() is None:
+            server.__exit__()
+
+
 async def test_a_gateway_starts_without_redis_and_joins_later(
     open_region: Any, tmp_path: Path
 ) -> None:
