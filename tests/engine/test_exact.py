@@ -332,14 +332,14 @@ async def test_a_second_turn_computes_and_sends_what_is_new(served: Served) -> N
     await served.talk.assert_only_the_new(await served.talk.next_turn())
 
 
-@serving(*WITH_CACHE)
+@serving(RECURRENT_CACHED)
 async def test_the_cache_outlives_an_engine(served: Served) -> None:
     await kill(served.region, served.region.engine("a1-prefill"))
     await served.talk.assert_only_the_new(await served.talk.next_turn())
     await everything_is_given_back(served.region)
 
 
-@serving(*WITH_CACHE)
+@serving(WINDOW_CACHED_TLS)
 async def test_the_cache_outlives_engine_and_agents(served: Served) -> None:
     region = served.region
     await kill(region, region.agent("a1"), region.agent("b1"), region.engine("a1-prefill"))
