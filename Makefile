@@ -23,8 +23,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
-# A file that is not the one whose hash was pinned is not installed.
-PINNED := $(PIP) install --progress-bar off --quiet --no-deps --require-hashes
+# A file that is not the one whose hash was pinned is not installed. pip would compile every module
+# of every package, one after the other; Python compiles those that are used when they are used.
+PINNED := $(PIP) install --progress-bar off --quiet --no-compile --no-deps --require-hashes
 PYTEST := $(BIN)/python -m pytest
 
 # Processes that share the tests without engines. More would slow down each other's processes on two
