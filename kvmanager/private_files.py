@@ -92,6 +92,13 @@ def make_private_directory(path: Path) -> None:
         os.close(fd)
 
 
+def make_new_directory(path: Path) -> None:
+    """As `make_private_directory`; one that is there must be empty, else FileExistsError."""
+    make_private_directory(path)
+    if any(path.iterdir()):
+        raise FileExistsError(f"{path} is not empty: nothing there is overwritten")
+
+
 def write_private(path: Path, data: bytes) -> None:
     """Put a file with mode 0600 in the place of whatever is at `path`, in one step. OSError."""
     new_path = path.with_name(path.name + ".new")

@@ -25,8 +25,10 @@ def pd_command(
     run_front(config, PdFrontConfig, serve_pd, listen=listen, log_level=log_level)
 
 
-async def serve_pd(config: PdFrontConfig) -> None:
-    """Serve the cluster of `config` until SIGTERM or SIGINT. RpcError: `listen` is not free."""
+async def serve_pd(config: PdFrontConfig, path: Path) -> None:
+    """Serve the cluster of `config`, the content of `path`, until SIGTERM or SIGINT. RpcError:
+    `listen` is not free.
+    """
     instances = config.instances_config(poll_load=True)
     # The gateways that call this front keep the leases of their landings.
     cluster_config = config.cluster_config(instances, keep_leases=False)
@@ -35,5 +37,6 @@ async def serve_pd(config: PdFrontConfig) -> None:
         cluster,
         PdServer(cluster, config.listen, config.credentials(config.role)),
         config,
+        path,
         metrics_prefix="prfaas_pd",
     )

@@ -13,6 +13,7 @@ from local_pd.messages import (
     LandingReport,
     ReserveRequest,
 )
+from prfaas.engines.members import MemberOrder
 from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.live.long_term.conversion import RoleChange, RoleStatus
 from scheduler.reports import ClusterReport
@@ -76,7 +77,11 @@ class PdCluster(Protocol):
         """Load and health now. Never raises: a front that cannot be reached is not healthy."""
         ...
 
-    async def drain(self, instance: str) -> None:
+    # Orders about roles carry the number of the gateway that leads where several share a region
+    # (`deploy.gateway.scheduling.leadership`), else 0. One with a lower number than the highest
+    # that was seen comes from a former leader: RoleRefused.
+
+    async def drain(self, instance: str, *, leader: int = 0) -> None:
         """Give the instance no new work that another one can serve. Returns when its engine has
         nothing to do and none of its slots is held; work under way ends there.
 
@@ -88,14 +93,20 @@ class PdCluster(Protocol):
         """
         ...
 
-    async def resume(self, instance: str) -> None:
+    async def resume(self, instance: str, *, leader: int = 0) -> None:
         """End a drain. Raises UnknownInstance."""
         ...
 
-    async def set_role(self, instance: str, change: RoleChange) -> RoleStatus:
+    async def set_role(self, instance: str, change: RoleChange, *, leader: int = 0) -> RoleStatus:
         """Give the instance another role, and from now on work of that kind. Call it when the
         instance is drained. Repeating an order is no error. Raises RoleRefused when the order's
         epoch is not above the instance's, or the instance has the role `both`; UnknownInstance.
+        """
+        ...
+
+    async def change_members(self, order: MemberOrder) -> None:
+        """Begin to add an instance or to let one go; the reports show how it goes on. Raises
+        MemberRefused, UnknownInstance.
         """
         ...
 

@@ -15,7 +15,7 @@ from msgspec import structs
 from kvmanager.agent.messages import Reserve, ReserveReply
 from kvmanager.landing import consumer_params, reserved_landing
 from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom, RoleRefused
-from local_pd.handoff import LocalHandoff
+from local_pd.handoff import HandOffWay, LocalHandoff
 from local_pd.leases import LeaseKeeper
 from local_pd.messages import (
     DecodeSlot,
@@ -34,9 +34,11 @@ from local_pd.placement import (
     decode_order,
 )
 from local_pd.slots import HeldSlots
+from prfaas.engines.departures import Departures
 from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.instance import Instance, InstanceSpec
 from prfaas.engines.instances import Instances, InstancesConfig
+from prfaas.engines.members import MemberOrder
 from prfaas.engines.ownership import Cleanups, cancel_requested
 from prfaas.engines.prefill_run import RPC_TIMEOUT_S, PrefillRunner, RunnerConfig
 from prfaas.jobs import PrefillJob, PrefillResult
@@ -61,6 +63,12 @@ class PdClusterConfig:
     affinity_slack: int = DEFAULT_AFFINITY_SLACK
     """An instance whose node has part of the prompt cached is preferred while it has at most this
     many requests more than the least loaded one.
+    """
+    hand_off: HandOffWay = "auto"
+    """The way of KVCache from a prefill to a decode instance. auto: within a node the prefill
+    engine writes into the arena that both share; between nodes prfaas' transport. transport: that
+    one within nodes, too. nixl: between nodes vLLM's NixlConnector, over RDMA where there is some;
+    it neither encrypts nor authenticates.
     """
     keep_leases: bool = True
     instances: InstancesConfig = field(default_factory=lambda: InstancesConfig(poll_load=True))
@@ -88,8 +96,17 @@ class EmbeddedPdCluster:
         self._slots = HeldSlots()
         self._cleanups = Cleanups()
         self._handoff = LocalHandoff(
-            name, self._instances, self._runner, self._views, self._config.max_prefill_attempts
+            name,
+            self._instances,
+            self._runner,
+            self._views,
+            self._landing_node,
+            max_attempts=self._config.max_prefill_attempts,
+            way=self._config.hand_off,
         )
+        self.departures = Departures(self._instances, idle=self._until_idle, forget=self._forget)
+        self._leader = 0
+        """The highest number of a leading gateway that gave an order."""
         self._closed = False
 
     @property
@@ -123,17 +140,19 @@ class EmbeddedPdCluster:
             grant=request.grant,
         )
         affinity = self._affinity(request.prefer_nodes)
-        candidates = decode_order(self._views(), request.model, affinity)
+        candidates = decode_order(
+            self._views(), request.model, affinity, hands_off=request.hands_off
+        )
         if not candidates.names:
             raise NoInstance(f"{self._name}: {candidates.reason}")
         full: list[str] = []
         broken: list[str] = []
         asked: set[str] = set()
         for name in candidates.names:
-            instance = self._instances.by_name[name]
-            # Instances of one node share its memory, so one answer of its agent holds for all of
-            # them.
-            if instance.spec.agent in asked:
+            instance = self._instances.by_name.get(name)
+            # It may have left while another one was asked. Instances of one node share its memory,
+            # so one answer of its agent holds for all of them.
+            if instance is None or instance.spec.agent in asked:
                 continue
             asked.add(instance.spec.agent)
             try:
@@ -230,6 +249,7 @@ class EmbeddedPdCluster:
             self._metrics.local_prefills.labels(self._name, "cancelled").inc()
             raise
         self._metrics.local_prefills.labels(self._name, "ok").inc()
+        self._metrics.hand_offs.labels(self._name, result.hand_off).inc()
         return result
 
     async def report(self) -> ClusterReport:
@@ -249,26 +269,23 @@ class EmbeddedPdCluster:
             jobs=self._handoff.jobs(),
         )
 
-    async def drain(self, instance: str) -> None:
+    async def drain(self, instance: str, *, leader: int = 0) -> None:
+        self._check_leader(leader)
         found = self._instances.known(instance)
         self._instances.set_draining(instance, draining=True)
-        # Only an engine's metrics show whether it has work, and nothing signals a change. A request
-        # may be on its way while the engine looks idle, so two looks in a row must find it idle.
-        num_idle = 0
         try:
-            while found.serves and num_idle < 2:
-                await asyncio.sleep(self._config.drain_poll_interval_s)
-                await self._instances.look(instance)
-                num_idle = 0 if self._is_busy(found) else num_idle + 1
+            await self._until_idle(found)
         finally:
             self._instances.drained(instance)
         if not found.serves:
             raise NoInstance(f"{self._name}: {instance} is not drained but gone: {found.reason}")
 
-    async def resume(self, instance: str) -> None:
+    async def resume(self, instance: str, *, leader: int = 0) -> None:
+        self._check_leader(leader)
         self._instances.set_draining(instance, draining=False)
 
-    async def set_role(self, instance: str, change: RoleChange) -> RoleStatus:
+    async def set_role(self, instance: str, change: RoleChange, *, leader: int = 0) -> RoleStatus:
+        self._check_leader(leader)
         found = self._instances.known(instance)
         if found.role == "both":
             raise RoleRefused(
@@ -286,14 +303,43 @@ class EmbeddedPdCluster:
             logger.info("%s: %s is %s, epoch %d", self._name, instance, status.role, status.epoch)
         return replace(status, ready=not found.draining)
 
+    async def change_members(self, order: MemberOrder) -> None:
+        self.departures.order(order)
+
     async def close(self) -> None:
         self._closed = True
+        await self.departures.close()
         # Instances close last, because jobs that end and clean-ups still call engines and agents.
         await self._handoff.close()
         await self._leases.close()
         await self._runner.close()
         await self._cleanups.close()
         await self._instances.close()
+
+    def _check_leader(self, leader: int) -> None:
+        """Raises RoleRefused for an order of a gateway that leads no more."""
+        if leader < self._leader:
+            raise RoleRefused(
+                f"{self._name}: another gateway leads since (number {self._leader}, not {leader})"
+            )
+        self._leader = leader
+
+    async def _until_idle(self, instance: Instance) -> None:
+        """Until the instance has nothing to do, or its engine is gone. Raises UnknownInstance when
+        it left meanwhile.
+        """
+        # Only an engine's metrics show whether it has work, and nothing signals a change. A request
+        # may be on its way while the engine looks idle, so two looks in a row must find it idle.
+        num_idle = 0
+        while instance.serves and num_idle < 2:
+            await asyncio.sleep(self._config.drain_poll_interval_s)
+            await self._instances.look(instance.name)
+            num_idle = 0 if self._is_busy(instance) else num_idle + 1
+
+    async def _forget(self, instance: Instance) -> None:
+        await self._handoff.forget(instance.name)
+        self._slots.forget(instance.name)
+        self._count_usable()
 
     def _affinity(self, prefer_nodes: tuple[str, ...]) -> Affinity:
         return Affinity(prefer_nodes, self._config.affinity_slack)
@@ -354,6 +400,10 @@ class EmbeddedPdCluster:
             # An agent that is gone has no landing any more; in a slow one the lease ends it.
             logger.warning("%s: landing %s not cancelled: %s", instance.name, transfer_id, error)
 
+    def _landing_node(self, job: PrefillJob) -> str:
+        found = self._instances.by_name.get(self._slots.instance(job.landing.transfer_id) or "")
+        return "" if found is None else found.spec.agent
+
     def _num_requests(self, instance: Instance) -> int:
         """All requests of an engine, including those that follow once their KVCache has landed."""
         num_awaited = self._slots.num_awaited(instance.name, time.monotonic())
@@ -383,5 +433,8 @@ class EmbeddedPdCluster:
         ]
 
     def _instance_changed(self, _instance: Instance) -> None:
+        self._count_usable()
+
+    def _count_usable(self) -> None:
         usable = sum(item.serves and not item.draining for item in self._instances.by_name.values())
         self._metrics.healthy_instances.labels(self._name).set(usable)

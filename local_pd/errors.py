@@ -4,7 +4,8 @@
       NoLandingRoom      no node has memory for the landing: serve the request without a transfer
       NoInstance         no healthy instance that may serve this
       FrontUnreachable   the remote front, or the node agents, do not answer
-      RoleRefused        the order to change a role is too old, or the role never changes
+      RoleRefused        the order to change a role is too old, its gateway does not lead any more,
+                         or the role never changes
 
 Both fronts raise `PrefillFailed` and `UnknownInstance` of `prfaas.engines.errors` as well.
 """
@@ -31,4 +32,6 @@ class FrontUnreachable(PdError):
 
 
 class RoleRefused(PdError):
-    """The instance keeps its role, because a later order gave it or it has the role `both`."""
+    """The instance keeps its role: a later order gave it, another gateway leads, or it has the
+    role `both`.
+    """

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from kvmanager.config_files.fields import Seconds, Section, filled_from, settings_of
 from local_pd.embedded import PdClusterConfig
+from local_pd.handoff import HandOffWay
 from prfaas.engines.front_config import FrontConfig
 from prfaas.engines.instances import InstancesConfig
 from transport import Role
@@ -22,6 +23,7 @@ class PdPlacement(Section):
 
     lease_s: Seconds
     affinity_slack: Annotated[int, Field(ge=0)]
+    hand_off: HandOffWay
 
     def cluster_config(self, instances: InstancesConfig, *, keep_leases: bool) -> PdClusterConfig:
         """The cluster's settings. With `keep_leases` it renews its landings' leases by itself."""

@@ -1,8 +1,9 @@
 """Prefill on one instance of a local PD cluster for decoding on another.
 
-The KVCache goes through the same transport as between sites, inside the host or the rack. There is
-no queue: when all prefill instances are full, the decode engine may just as well compute the
-prompt. It does not choose the decode instance, and of its landing it knows only the address.
+Inside a node the prefill engine writes the KVCache into the landing. Between nodes it goes through
+the same transport as between sites, or vLLM's NixlConnector reads it from engine to engine. There
+is no queue: when all prefill instances are full, the decode engine may just as well compute the
+prompt. It does not choose the decode instance.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from local_pd.placement import InstanceChoice, PdInstance, PrefillWish, choose_prefill
 from prfaas.engines.errors import PrefillFailed
@@ -20,6 +22,12 @@ from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.reports import JobReport
 
 logger = logging.getLogger("prfaas.local_pd")
+
+
+HandOffWay = Literal["auto", "transport", "nixl"]
+"""auto: within a node through its arena, between nodes through the transport. transport: through
+the transport everywhere. nixl: like auto, but between nodes by vLLM's NixlConnector.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +44,8 @@ class Given:
     """The prefills that this front has given to one instance and that are under way."""
 
     tries: list[_Try] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set whenever one has ended."""
 
     @property
     def num_jobs(self) -> int:
@@ -49,7 +59,9 @@ class Given:
 
 
 class LocalHandoff:
-    """Runs local prefills; `views` is a snapshot of the cluster's instances."""
+    """Runs local prefills; `views` is a snapshot of the cluster's instances, and `landing_node` the
+    node on which the KVCache of a job is to land ("" where nobody knows).
+    """
 
     def __init__(
         self,
@@ -57,14 +69,18 @@ class LocalHandoff:
         instances: Instances,
         runner: PrefillRunner,
         views: Callable[[], Sequence[PdInstance]],
-        max_attempts: int,
+        landing_node: Callable[[PrefillJob], str],
         *,
+        max_attempts: int,
+        way: HandOffWay = "auto",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cluster = cluster
         self._instances = instances
         self._runner = runner
         self._views = views
+        self._landing_node = landing_node
+        self._way = way
         self._max_attempts = max_attempts
         self._clock = clock
         self._given: dict[str, Given] = {}
@@ -88,6 +104,14 @@ class LocalHandoff:
     def given(self, instance: str) -> Given:
         """The prefills under way on one instance."""
         return self._given.setdefault(instance, Given())
+
+    async def forget(self, instance: str) -> None:
+        """Wait until an instance that leaves has no prefills, and forget it."""
+        given = self.given(instance)
+        while given.tries:
+            given.changed.clear()
+            await given.changed.wait()
+        del self._given[instance]
 
     async def run(self, job: PrefillJob) -> PrefillResult:
         """Prefill `job`, trying another instance when one fails. Raises PrefillFailed."""
@@ -119,12 +143,13 @@ class LocalHandoff:
         tried: list[str] = []
         failure: PrefillFailed | None = None
         while len(tried) < self._max_attempts:
-            choice = choose_prefill(self._views(), _wish(job, tried))
+            node = self._landing_node(job)
+            choice = choose_prefill(self._views(), _wish(job, tried, node))
             if choice.name is None:
                 raise failure or PrefillFailed("no_instance", f"{self._cluster}: {choice.reason}")
             tried.append(choice.name)
             try:
-                return await self._try(job, choice.name, choice, attempt=len(tried))
+                return await self._try(job, choice.name, choice, node, attempt=len(tried))
             except AttemptFailed as error:
                 logger.warning("%s: local prefill on %s: %s", self._cluster, choice.name, error)
                 self._instances.attempt_failed(choice.name, error)
@@ -135,24 +160,35 @@ class LocalHandoff:
         raise failure
 
     async def _try(
-        self, job: PrefillJob, name: str, choice: InstanceChoice, attempt: int
+        self, job: PrefillJob, name: str, choice: InstanceChoice, node: str, *, attempt: int
     ) -> PrefillResult:
         instance = self._instances.by_name[name]
+        by_nixl = self._way == "nixl" and instance.spec.agent != node
         place = instance.place()
-        tries = self.given(name).tries
-        mine = _Try(job, choice.uncached_tokens, self._clock())
-        tries.append(mine)
+        given, mine = self.given(name), _Try(job, choice.uncached_tokens, self._clock())
+        given.tries.append(mine)
         try:
-            return await self._runner.run(job, place, attempt=attempt, reason=choice.reason)
+            if by_nixl:
+                return await self._runner.run_nixl(
+                    job, place, attempt=attempt, reason=choice.reason
+                )
+            return await self._runner.run(
+                job,
+                place,
+                attempt=attempt,
+                reason=choice.reason,
+                by_transport=self._way == "transport",
+            )
         finally:
-            tries.remove(mine)
+            given.tries.remove(mine)
+            given.changed.set()
 
     def _shutting_down(self) -> PrefillFailed:
         return PrefillFailed("closed", f"cluster {self._cluster} is shutting down")
 
 
-def _wish(job: PrefillJob, tried: Sequence[str]) -> PrefillWish:
-    return PrefillWish(len(job.prompt_token_ids), job.model, job.cached_tokens, tried)
+def _wish(job: PrefillJob, tried: Sequence[str], node: str) -> PrefillWish:
+    return PrefillWish(len(job.prompt_token_ids), job.model, job.cached_tokens, tried, node)
 
 
 def _reported(item: _Try, instance: str, now_s: float) -> JobReport:

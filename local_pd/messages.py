@@ -77,6 +77,8 @@ class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The owner of the KVCache. Nodes may bound the landings of one tenant."""
     grant: bytes = b""
     """It lets a node reserve the landing; see `kvmanager.agent.grants`."""
+    hands_off: bool = False
+    """Whether an instance of this cluster is to prefill for the one that decodes."""
 
 
 class DirectRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,11 +99,19 @@ class AwaitLandingRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float
 
 
+class InstanceOrder(msgspec.Struct, frozen=True):
+    """The arguments of `PdCluster.drain` and `PdCluster.resume`."""
+
+    name: str
+    leader: int = 0
+
+
 class RoleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The arguments of `PdCluster.set_role`."""
 
     instance: str
     change: RoleChange
+    leader: int = 0
 
 
 class RoleReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,12 @@ class PdMetrics:
             ["cluster", "outcome"],
             registry=registry,
         )
+        self.hand_offs = Counter(
+            "prfaas_pd_hand_offs",
+            "Prompts whose KVCache came from another instance of the cluster, by its way.",
+            ["cluster", "hand_off"],
+            registry=registry,
+        )
 
 
 _known: dict[CollectorRegistry, PdMetrics] = {}

@@ -4,8 +4,9 @@ Pure: a snapshot in, a choice with its reason out. It does not know engines, age
 keeps no state. Rules:
 
 - Decode with a landing: role decode or both, engine and node agent healthy, fewest requests first.
-  The order is returned, not one name: the memory of a node is known only to its agent, so the
-  shell asks nodes in this order, each once.
+  If another instance is to prefill, one whose node has such an instance comes first among equals:
+  inside a node the KVCache need not be sent. The order is returned, not one name: the memory of a
+  node is known only to its agent, so the shell asks nodes in this order, each once.
 - Affinity: a node that has part of the prompt cached comes before others, as long as its instance
   has at most `slack` requests more than the least loaded one. A long queue costs more than the
   cache saves, and a popular prefix would draw every request to one node.
@@ -13,8 +14,9 @@ keeps no state. Rules:
   no other, because a decode on it would slow the prefills it is there for. One that drains is taken
   when there is nothing else at all: it serves still, and a client must not be turned away for it.
 - Prefill for another: role prefill, with room for one more job; of those `front_placement`
-  chooses, by what is cached there against the uncached tokens under way. There is no queue: a full
-  instance is the sign that the decode engine may as well compute the prompt.
+  chooses, by what is cached there against the uncached tokens under way, and the landing's own node
+  among equals. There is no queue: a full instance is the sign that the decode engine may as well
+  compute the prompt.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -79,13 +81,14 @@ class InstanceChoice:
 @dataclass(frozen=True, slots=True)
 class PrefillWish:
     """A prompt to prefill. `cached_tokens` says, by instance or node name, how much of it is cached
-    there. `tried` has the instances on which it has failed.
+    there. `tried` has the instances on which it has failed, `node` is where its KVCache lands.
     """
 
     num_tokens: int
     model: str = ""
     cached_tokens: Mapping[str, int] = field(default_factory=dict)
     tried: Collection[str] = ()
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +100,13 @@ class Candidates:
 
 
 def decode_order(
-    views: Sequence[PdInstance], model: str, affinity: Affinity = NO_AFFINITY
+    views: Sequence[PdInstance],
+    model: str,
+    affinity: Affinity = NO_AFFINITY,
+    *,
+    hands_off: bool = False,
 ) -> Candidates:
-    """Instances that may decode, best first."""
+    """Instances that may decode, best first. `hands_off`: another instance is to prefill."""
     usable = [
         view
         for view in _available(views, model)
@@ -108,10 +115,21 @@ def decode_order(
     if not usable:
         return Candidates((), _explain(views, model, "decode"))
     least = min(view.num_requests for view in usable)
-    usable.sort(key=lambda view: (affinity.rank(view, least), view.num_requests, view.name))
+    prefilling = [view for view in _prefilling(views, model) if _has_room(view)]
+    nodes = {view.node for view in prefilling} if hands_off else set()
+    usable.sort(
+        key=lambda view: (
+            affinity.rank(view, least),
+            view.num_requests,
+            view.node not in nodes,
+            view.name,
+        )
+    )
     order = "least loaded first"
+    if usable[0].node in nodes:
+        order = f"{order}, at {usable[0].node} with a prefill instance beside it"
     if affinity.nodes:
-        order = f"{_affinity_said(usable[0], least, affinity)}, then least loaded first"
+        order = f"{_affinity_said(usable[0], least, affinity)}, then {order}"
     return Candidates(tuple(view.name for view in usable), f"{len(usable)} usable, {order}")
 
 
@@ -136,14 +154,11 @@ def choose_direct(
 
 def choose_prefill(views: Sequence[PdInstance], wish: PrefillWish) -> InstanceChoice:
     """One instance that prefills for another."""
-    usable = [
-        view
-        for view in _available(views, wish.model)
-        if view.role == "prefill" and view.transfers and view.name not in wish.tried
-    ]
+    usable = [view for view in _prefilling(views, wish.model) if view.name not in wish.tried]
     if not usable:
         return InstanceChoice(None, _explain(views, wish.model, "prefill"))
-    with_room = [view for view in usable if view.num_prefills < view.max_concurrent]
+    # `place_prefill` takes the first of equals.
+    with_room = sorted(filter(_has_room, usable), key=lambda view: view.node != wish.node)
     if not with_room:
         bounds = ", ".join(f"{view.name} {view.num_prefills}" for view in usable)
         return InstanceChoice(None, f"prefill instances are full (jobs: {bounds})")
@@ -152,7 +167,17 @@ def choose_prefill(views: Sequence[PdInstance], wish: PrefillWish) -> InstanceCh
         for view in with_room
     ]
     placement = place_prefill(loads, wish.num_tokens, wish.cached_tokens)
-    return InstanceChoice(placement.instance, placement.reason, placement.uncached_tokens)
+    is_beside = any(v.name == placement.instance and v.node == wish.node for v in with_room)
+    said = f"{placement.reason}; on the landing's node" if is_beside else placement.reason
+    return InstanceChoice(placement.instance, said, placement.uncached_tokens)
+
+
+def _prefilling(views: Sequence[PdInstance], model: str) -> list[PdInstance]:
+    return [v for v in _available(views, model) if v.role == "prefill" and v.transfers]
+
+
+def _has_room(view: PdInstance) -> bool:
+    return view.num_prefills < view.max_concurrent
 
 
 def _affinity_said(best: PdInstance, least_requests: int, affinity: Affinity) -> str:

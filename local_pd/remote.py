@@ -16,6 +16,7 @@ from local_pd.messages import (
     DecodeSlot,
     DirectRequest,
     DirectTarget,
+    InstanceOrder,
     LandingReport,
     ReserveRequest,
     RoleReply,
@@ -24,8 +25,16 @@ from local_pd.messages import (
 )
 from local_pd.server import SERVICE
 from prfaas.engines.errors import PrefillFailed, UnknownInstance
+from prfaas.engines.members import MemberOrder
 from prfaas.engines.ownership import Cleanups, cancel_requested
-from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_reply, remote_report
+from prfaas.engines.prefill_rpc import (
+    Empty,
+    InstanceName,
+    PrefillReply,
+    from_reply,
+    order_members,
+    remote_report,
+)
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.remote import JOB_TIMEOUT_S, REPORT_TIMEOUT_S
 from scheduler.live.long_term.conversion import MAX_DRAIN_S, RoleChange, RoleStatus
@@ -136,17 +145,20 @@ class RemotePdCluster:
             self._has_prefill_instances = any(item.role == "prefill" for item in report.instances)
         return report
 
-    async def drain(self, instance: str) -> None:
+    async def drain(self, instance: str, *, leader: int = 0) -> None:
         """As `PdCluster.drain`; raises FrontUnreachable as well, also after `DRAIN_TIMEOUT_S`."""
-        await self._about("Drain", instance, DRAIN_TIMEOUT_S)
+        await self._order("Drain", InstanceOrder(instance, leader), DRAIN_TIMEOUT_S)
 
-    async def resume(self, instance: str) -> None:
+    async def resume(self, instance: str, *, leader: int = 0) -> None:
         """As `PdCluster.resume`; raises FrontUnreachable as well."""
-        await self._about("Resume", instance, CALL_TIMEOUT_S)
+        try:
+            await self._order("Resume", InstanceOrder(instance, leader), CALL_TIMEOUT_S)
+        except NoInstance as error:
+            raise RoleRefused(error.message) from error
 
-    async def set_role(self, instance: str, change: RoleChange) -> RoleStatus:
+    async def set_role(self, instance: str, change: RoleChange, *, leader: int = 0) -> RoleStatus:
         """As `PdCluster.set_role`; raises FrontUnreachable as well: it may have been done."""
-        request = RoleRequest(instance=instance, change=change)
+        request = RoleRequest(instance=instance, change=change, leader=leader)
         try:
             reply = await self._client.call("SetRole", request, RoleReply, CALL_TIMEOUT_S)
         except RpcError as error:
@@ -157,6 +169,10 @@ class RemotePdCluster:
             # Any other answer would come again. A front of an older version has no roles.
             raise RoleRefused(error.message) from error
         return reply.status
+
+    async def change_members(self, order: MemberOrder) -> None:
+        """As the protocol's; raises RpcError when the front cannot be reached."""
+        await order_members(self._client, self._name, order, REPORT_TIMEOUT_S)
 
     async def close(self) -> None:
         """Close the connection. Slots still held run out with their leases."""
@@ -180,12 +196,12 @@ class RemotePdCluster:
                 error,
             )
 
-    async def _about(self, method: str, instance: str, timeout_s: float) -> None:
+    async def _order(self, method: str, order: InstanceOrder, timeout_s: float) -> None:
         try:
-            await self._client.call(method, InstanceName(instance), Empty, timeout_s)
+            await self._client.call(method, order, Empty, timeout_s)
         except RpcError as error:
             if error.code == "NOT_FOUND":
-                raise UnknownInstance(self._name, instance) from error
+                raise UnknownInstance(self._name, order.name) from error
             raise self._explain(error) from error
 
     def _explain(self, error: RpcError) -> PdError:

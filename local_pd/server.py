@@ -5,9 +5,13 @@ It does not know how the cluster decides. Leases of slots are kept by the gatewa
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Mapping
 from typing import Any, Final, TypeVar
 
+from msgspec import structs
+
+from kvmanager.program_version import program_version
 from local_pd.embedded import EmbeddedPdCluster
 from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom, PdError, RoleRefused
 from local_pd.messages import (
@@ -15,6 +19,7 @@ from local_pd.messages import (
     DecodeSlot,
     DirectRequest,
     DirectTarget,
+    InstanceOrder,
     LandingReport,
     ReserveRequest,
     RoleReply,
@@ -22,7 +27,14 @@ from local_pd.messages import (
     SlotRequest,
 )
 from prfaas.engines.errors import UnknownInstance
-from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, to_reply
+from prfaas.engines.members import MemberRefused, MemberRequest
+from prfaas.engines.prefill_rpc import (
+    Empty,
+    InstanceName,
+    PrefillReply,
+    front_readiness,
+    to_reply,
+)
 from prfaas.jobs import PrefillJob
 from scheduler.reports import ClusterReport
 from transport import Credentials
@@ -57,11 +69,13 @@ class PdServer(RpcServer):
             "Direct": Method(DirectRequest, DirectTarget, self._direct),
             "Prefill": Method(PrefillJob, PrefillReply, self._prefill),
             "Report": Method(Empty, ClusterReport, self._report),
-            "Drain": Method(InstanceName, Empty, self._drain),
-            "Resume": Method(InstanceName, Empty, self._resume),
+            "Drain": Method(InstanceOrder, Empty, self._drain),
+            "Resume": Method(InstanceOrder, Empty, self._resume),
             "SetRole": Method(RoleRequest, RoleReply, self._set_role),
+            "Members": Method(MemberRequest, Empty, self._change_members),
         }
-        super().__init__(bind, {SERVICE: methods}, credentials)
+        readiness = front_readiness(lambda: cluster.report())
+        super().__init__(bind, {SERVICE: methods}, credentials, why_not_ready=readiness)
 
     async def _reserve(self, request: ReserveRequest) -> DecodeSlot:
         return await _mapped(self._cluster.reserve(request))
@@ -90,24 +104,31 @@ class PdServer(RpcServer):
         return await to_reply(self._cluster.prefill_locally(job))
 
     async def _report(self, _request: Empty) -> ClusterReport:
-        return await self._cluster.report()
+        return structs.replace(await self._cluster.report(), version=program_version())
 
-    async def _drain(self, request: InstanceName) -> Empty:
+    async def _drain(self, request: InstanceOrder) -> Empty:
         try:
-            await _mapped(self._cluster.drain(request.name))
+            await _mapped(self._cluster.drain(request.name, leader=request.leader))
         except asyncio.CancelledError:
-            # The caller is gone, and nobody else would give the instance work again.
-            await self._cluster.resume(request.name)
+            # The caller is gone, and nobody else would give the instance work again. If another
+            # gateway leads meanwhile, it is that one's.
+            with contextlib.suppress(RoleRefused):
+                await self._cluster.resume(request.name, leader=request.leader)
             raise
         return Empty()
 
-    async def _resume(self, request: InstanceName) -> Empty:
-        await _mapped(self._cluster.resume(request.name))
+    async def _resume(self, request: InstanceOrder) -> Empty:
+        await _mapped(self._cluster.resume(request.name, leader=request.leader))
         return Empty()
 
     async def _set_role(self, request: RoleRequest) -> RoleReply:
-        status = await _mapped(self._cluster.set_role(request.instance, request.change))
+        order = self._cluster.set_role(request.instance, request.change, leader=request.leader)
+        status = await _mapped(order)
         return RoleReply(status=status)
+
+    async def _change_members(self, request: MemberRequest) -> Empty:
+        await _mapped(self._cluster.change_members(request.order))
+        return Empty()
 
 
 async def _mapped(work: Awaitable[T]) -> T:
@@ -117,3 +138,5 @@ async def _mapped(work: Awaitable[T]) -> T:
         raise RpcError(CODE_OF[type(error)], error.message) from error
     except UnknownInstance as error:
         raise RpcError("NOT_FOUND", str(error)) from error
+    except MemberRefused as error:
+        raise RpcError("REFUSED", error.message) from error

@@ -43,6 +43,11 @@ class HeldSlots:
         if slot := self._slots.get(transfer_id):
             slot.until_s = now_s + lease_s
 
+    def instance(self, transfer_id: str) -> str | None:
+        """The instance of this slot; None: there is no such slot."""
+        slot = self._slots.get(transfer_id)
+        return None if slot is None else slot.instance
+
     def landing_ended(self, transfer_id: str) -> bool:
         """The slot's landing has ended, so its request is on its way. Returns whether the request
         was awaited until now.
@@ -54,6 +59,12 @@ class HeldSlots:
         """Note that a slot was given back. Idempotent."""
         if slot := self._slots.pop(transfer_id, None):
             self._not_awaited(slot)
+
+    def forget(self, instance: str) -> None:
+        """Note that an instance left: its slots are gone with it."""
+        for transfer_id in [name for name, s in self._slots.items() if s.instance == instance]:
+            self.drop(transfer_id)
+        del self._num_awaited[instance]
 
     def num_held(self, instance: str, now_s: float) -> int:
         """Slots of one instance."""

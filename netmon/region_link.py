@@ -148,6 +148,16 @@ class LinkNow(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class LinkRate(msgspec.Struct, frozen=True, array_like=True):
+    """A link's rate as it is kept over a restart: what it was `age_s` ago."""
+
+    source: str
+    target: str
+    bytes_per_s: float
+    is_floor: bool
+    age_s: float
+
+
 @dataclass(slots=True)
 class _Rate:
     """The link's available rate, and when it was found."""
@@ -182,6 +192,19 @@ class RegionLink:
             self._condition, self._since_s = condition, now_s
         if not self._steps or now_s - self._steps[-1][0] >= STEP_S:
             self._steps.append((now_s, self._step(fresh)))
+
+    def rate(self, now_s: float) -> LinkRate | None:
+        """The rate for `remember`; None before one was found."""
+        rate = self._rate
+        if rate is None:
+            return None
+        age_s = now_s - rate.at_s
+        return LinkRate(self.source, self.target, rate.bytes_per_s, rate.is_floor, age_s)
+
+    def remember(self, rate: LinkRate, now_s: float) -> None:
+        """Start from a rate that was known before. What is measured replaces it."""
+        if self._rate is None:
+            self._rate = _Rate(rate.bytes_per_s, now_s - rate.age_s, rate.is_floor)
 
     def now(self, now_s: float, heard_age_s: float | None = None) -> LinkNow:
         """The link's state. `heard_age_s`: time since any sender reported, even without paths."""

@@ -25,8 +25,10 @@ def prefill_command(
     run_front(config, PrefillFrontConfig, serve_prefill, listen=listen, log_level=log_level)
 
 
-async def serve_prefill(config: PrefillFrontConfig) -> None:
-    """Serve the cluster of `config` until SIGTERM or SIGINT. RpcError: `listen` is not free."""
+async def serve_prefill(config: PrefillFrontConfig, path: Path) -> None:
+    """Serve the cluster of `config`, the content of `path`, until SIGTERM or SIGINT. RpcError:
+    `listen` is not free.
+    """
     cluster = EmbeddedPrefillCluster(
         config.name,
         config.instances,
@@ -38,5 +40,6 @@ async def serve_prefill(config: PrefillFrontConfig) -> None:
         cluster,
         PrefillServer(cluster, config.listen, config.credentials(config.role)),
         config,
+        path,
         metrics_prefix="prfaas_prefill",
     )

@@ -6,6 +6,7 @@ routing or decoding. A job says what to compute and where the KVCache must land.
 
 from typing import Protocol
 
+from prfaas.engines.members import MemberOrder
 from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.reports import ClusterReport
 
@@ -41,6 +42,12 @@ class PrefillCluster(Protocol):
 
     async def resume(self, instance: str) -> None:
         """End a drain. Raises UnknownInstance."""
+        ...
+
+    async def change_members(self, order: MemberOrder) -> None:
+        """Begin to add an instance or to let one go; the reports show how it goes on. Raises
+        MemberRefused, UnknownInstance.
+        """
         ...
 
     async def close(self) -> None:

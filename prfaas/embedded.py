@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from prfaas.engines.departures import Departures
 from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.instance import Instance, InstanceSpec
 from prfaas.engines.instances import Instances, InstancesConfig
+from prfaas.engines.members import MemberOrder
 from prfaas.engines.prefill_run import (
     AttemptFailed,
     PrefillRunner,
@@ -83,6 +85,7 @@ class EmbeddedPrefillCluster:
         for spec in instances:
             # The queue knows all instances from the start; probes will say when each is usable.
             self._queue.instance_changed(_view(spec, healthy=False, draining=False), 0.0)
+        self.departures = Departures(self._instances, idle=self._until_idle, forget=self._forget)
         self._tickets: dict[str, _Ticket] = {}
         self._ticker: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -136,16 +139,19 @@ class EmbeddedPrefillCluster:
     async def drain(self, instance: str) -> None:
         self._instances.set_draining(instance, draining=True)
         try:
-            while self._queue.running_on(instance) > 0:
-                await self._changed.wait()
+            await self._until_idle(self._instances.known(instance))
         finally:
             self._instances.drained(instance)
 
     async def resume(self, instance: str) -> None:
         self._instances.set_draining(instance, draining=False)
 
+    async def change_members(self, order: MemberOrder) -> None:
+        self.departures.order(order)
+
     async def close(self) -> None:
         self._closed = True
+        await self.departures.close()
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
@@ -158,6 +164,16 @@ class EmbeddedPrefillCluster:
         await self._runner.close()
         await self._instances.close()
 
+    async def _until_idle(self, instance: Instance) -> None:
+        while self._queue.running_on(instance.name) > 0:
+            await self._changed.wait()
+
+    async def _forget(self, instance: Instance) -> None:
+        # Prefills that were given up there still give their outboxes back.
+        await self._until_idle(instance)
+        self._perform(self._queue.instance_left(instance.name, self._clock()))
+        self._count_usable()
+
     async def _submit(self, job: PrefillJob) -> PrefillResult:
         if self._closed:
             raise PrefillFailed("closed", f"cluster {self._name} is shutting down")
@@ -168,7 +184,7 @@ class EmbeddedPrefillCluster:
         ticket = _Ticket(job, asyncio.get_running_loop().create_future())
         self._tickets[key] = ticket
         num_tokens = len(job.prompt_token_ids)
-        queued = QueuedJob(key, job.model, job.priority, num_tokens, job.cached_tokens)
+        queued = QueuedJob(key, job.model, job.priority, num_tokens, job.cached_tokens, job.pd)
         self._perform(self._queue.submit(queued, self._clock()))
         try:
             return await ticket.done
@@ -243,6 +259,9 @@ class EmbeddedPrefillCluster:
     def _instance_changed(self, instance: Instance) -> None:
         view = _view(instance.spec, healthy=instance.transfers, draining=instance.draining)
         self._perform(self._queue.instance_changed(view, self._clock()))
+        self._count_usable()
+
+    def _count_usable(self) -> None:
         usable = sum(
             item.transfers and not item.draining for item in self._instances.by_name.values()
         )

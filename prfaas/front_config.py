@@ -23,7 +23,7 @@ from kvmanager.config_files.fields import (
 from kvmanager.config_files.units import parse_tokens
 from prfaas.engines.front_config import FrontConfig
 from prfaas.queue_values import QueueConfig
-from scheduler.routing.queue_order import DEFAULT_BUCKETS, LengthBucket, OrderConfig
+from scheduler.routing.order_config import DEFAULT_BUCKETS, LengthBucket, OrderConfig
 from transport import Role
 
 

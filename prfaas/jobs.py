@@ -4,6 +4,8 @@ They travel between gateway and cluster fronts as msgpack; fields may be added w
 do not know who runs the job.
 """
 
+from typing import Any, Literal
+
 import msgspec
 
 from kvmanager.landing import ReservedLanding
@@ -19,6 +21,9 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     lets a node agent send it to `landing` (`kvmanager.agent.grants`).
     `traceparent` is a W3C trace context header or "". `cached_tokens` says by
     instance or node (`InstanceReport.node`) how much of the prompt need not be computed there.
+    `pd` is the PD cluster that decodes: PD clusters share a prefill cluster fairly.
+    `last_token` is what `prompt_token_ids` leaves out, for vLLM's own connectors, which prefill
+    whole prompts; it may be left empty for a cluster without them.
     """
 
     request_id: str
@@ -31,6 +36,8 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     cached_tokens: dict[str, int] = {}
     grant: bytes = b""
+    pd: str = ""
+    last_token: TokenIds = TokenIds()
 
     @property
     def uncached_tokens(self) -> int:
@@ -49,6 +56,10 @@ class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
     chosen. `sent_share_at_prefill_end` (0..1) is the share of bytes on the wire when the prefill
     ended. `cached_tokens` are the tokens that the engine's prefix cache had. `num_attempts` counts
     the instances tried.
+
+    `hand_off` is the way that the KVCache took: "transport", "arena" (written into the landing by
+    an engine of the same node), or "nixl". With "nixl" the landing stays empty, the decode request
+    needs these `kv_transfer_params` instead, and nobody here sees how many bytes vLLM moves.
     """
 
     instance: str
@@ -62,3 +73,5 @@ class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
     num_attempts: int = 1
     service_s: float = 0.0
     reason: str = ""
+    hand_off: Literal["transport", "arena", "nixl"] = "transport"
+    kv_transfer_params: dict[str, Any] = {}

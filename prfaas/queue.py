@@ -8,8 +8,9 @@ instance and there is another one. Rules:
   ageing, in buckets of lengths that share the cluster. A waiting job's uncached tokens are those on
   the instance that has most of it cached. A job that is tried again keeps its `submitted_s`, and so
   its place.
-- More urgent classes of priority go first, until a job of another class is due. A job is due before
-  it is given up. `queue_order` makes the classes from priorities.
+- PD clusters share the cluster fairly. Among the jobs of one PD cluster, more urgent classes of
+  priority go first, until a job of another class is due. A job is due before it is given up.
+  `queue_order` makes the classes from priorities.
 - An instance takes at most `max_concurrent` jobs. Among instances with room
   `scheduler.routing.front_placement` chooses, by the tokens cached there and the uncached tokens
   under way; among equal ones it takes the one that was used longest ago. A job never waits for an
@@ -56,7 +57,7 @@ class _Entry:
     def waiting_job(self) -> WaitingJob[str]:
         job = self.job
         urgency = priority_class(job.priority)
-        return WaitingJob(job.key, urgency, job.uncached_tokens, self.submitted_s)
+        return WaitingJob(job.key, urgency, job.uncached_tokens, self.submitted_s, job.pd)
 
     def report(self, now_s: float) -> JobReport:
         since_s = self.submitted_s if self.instance is None else self.started_s
@@ -68,6 +69,7 @@ class _Entry:
             instance=self.instance or "",
             priority=self.job.priority,
             model=self.job.model,
+            pd=self.job.pd,
         )
 
 
@@ -165,6 +167,12 @@ class PrefillQueue:
             self._instances[view.name] = _Instance(view)
         else:
             known.view = view
+        return [*self._fail_stranded(), *self._advance(now_s)]
+
+    def instance_left(self, name: str, now_s: float) -> list[Effect]:
+        """Forget an instance without jobs. A queued job that only it could take fails."""
+        assert not self.running_on(name)
+        self._instances.pop(name, None)
         return [*self._fail_stranded(), *self._advance(now_s)]
 
     def finished(self, key: str, now_s: float) -> list[Effect]:

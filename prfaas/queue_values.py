@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from prfaas.engines.errors import PrefillCode
-from scheduler.routing.queue_order import NUM_CLASSES, OrderConfig
+from scheduler.routing.order_config import OrderConfig
+from scheduler.routing.queue_order import NUM_CLASSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class QueueInstance:
 @dataclass(frozen=True, slots=True)
 class QueuedJob:
     """A job as the queue sees it. `key` is unique among its jobs. `cached_tokens` says, by instance
-    or node, how much of the prompt need not be computed there.
+    or node, how much of the prompt need not be computed there. `pd` is the PD cluster that decodes.
     """
 
     key: str
@@ -64,6 +65,7 @@ class QueuedJob:
     priority: int
     num_tokens: int
     cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    pd: str = ""
 
     @property
     def uncached_tokens(self) -> int:

@@ -7,7 +7,15 @@ It is a `PrefillCluster` like the embedded one, with the same results and error 
 from typing import Final
 
 from prfaas.engines.errors import PrefillFailed, UnknownInstance
-from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, from_reply, remote_report
+from prfaas.engines.members import MemberOrder
+from prfaas.engines.prefill_rpc import (
+    Empty,
+    InstanceName,
+    PrefillReply,
+    from_reply,
+    order_members,
+    remote_report,
+)
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.server import SERVICE
 from scheduler.reports import ClusterReport
@@ -51,6 +59,10 @@ class RemotePrefillCluster:
     async def resume(self, instance: str) -> None:
         """As `PrefillCluster.resume`; raises RpcError when the front cannot be reached."""
         await self._about("Resume", instance, REPORT_TIMEOUT_S)
+
+    async def change_members(self, order: MemberOrder) -> None:
+        """As the protocol's; raises RpcError when the front cannot be reached."""
+        await order_members(self._client, self._name, order, REPORT_TIMEOUT_S)
 
     async def close(self) -> None:
         """Close the connection; running jobs end with "unreachable" here, cancelled there."""

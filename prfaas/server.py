@@ -7,9 +7,19 @@ import asyncio
 from collections.abc import Awaitable, Mapping
 from typing import Any, Final
 
+from msgspec import structs
+
+from kvmanager.program_version import program_version
 from prfaas.cluster import PrefillCluster
 from prfaas.engines.errors import UnknownInstance
-from prfaas.engines.prefill_rpc import Empty, InstanceName, PrefillReply, to_reply
+from prfaas.engines.members import MemberRefused, MemberRequest
+from prfaas.engines.prefill_rpc import (
+    Empty,
+    InstanceName,
+    PrefillReply,
+    front_readiness,
+    to_reply,
+)
 from prfaas.jobs import PrefillJob
 from scheduler.reports import ClusterReport
 from transport import Credentials
@@ -30,14 +40,16 @@ class PrefillServer(RpcServer):
             "Report": Method(Empty, ClusterReport, self._report),
             "Drain": Method(InstanceName, Empty, self._drain),
             "Resume": Method(InstanceName, Empty, self._resume),
+            "Members": Method(MemberRequest, Empty, self._change_members),
         }
-        super().__init__(bind, {SERVICE: methods}, credentials)
+        readiness = front_readiness(lambda: cluster.report())
+        super().__init__(bind, {SERVICE: methods}, credentials, why_not_ready=readiness)
 
     async def _submit(self, job: PrefillJob) -> PrefillReply:
         return await to_reply(self._cluster.submit(job))
 
     async def _report(self, _request: Empty) -> ClusterReport:
-        return await self._cluster.report()
+        return structs.replace(await self._cluster.report(), version=program_version())
 
     async def _drain(self, request: InstanceName) -> Empty:
         try:
@@ -52,9 +64,15 @@ class PrefillServer(RpcServer):
         await _mapped(self._cluster.resume(request.name))
         return Empty()
 
+    async def _change_members(self, request: MemberRequest) -> Empty:
+        await _mapped(self._cluster.change_members(request.order))
+        return Empty()
+
 
 async def _mapped(work: Awaitable[None]) -> None:
     try:
         await work
     except UnknownInstance as error:
         raise RpcError("NOT_FOUND", str(error)) from error
+    except MemberRefused as error:
+        raise RpcError("REFUSED", error.message) from error

@@ -18,7 +18,8 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
     while `instance` is "".
 
     `uncached_tokens` is what the instance has to compute. For a waiting job it is what the instance
-    with the longest cached prefix would have to compute. `priority` is the submitter's.
+    with the longest cached prefix would have to compute. `priority` is the submitter's. `pd` is the
+    PD cluster that decodes.
     """
 
     transfer_id: str
@@ -28,6 +29,7 @@ class JobReport(msgspec.Struct, frozen=True, kw_only=True):
     instance: str = ""
     priority: int = 0
     model: str = ""
+    pd: str = ""
 
 
 class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +74,12 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     kv_total_bytes: int | None = None
     landing_cap_bytes: int | None = None
     landing_room_bytes: int | None = None
+    leaving: bool = False
+    """Whether it is forgotten as soon as its work is done and its hot prefixes are elsewhere."""
+    layout: str = ""
+    """Its KVCache layout in words; "": not known yet."""
+    weights: str = ""
+    """The identity of its weights; "": not known yet, or its agent is of an older version."""
 
 
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +87,9 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
 
     `jobs` are the prefills that wait or run. `queued_tokens` and `running_tokens` count their
     uncached tokens, which say more about waiting times than the number of jobs. `reason` says why
-    the front as a whole is not healthy, where no instance has the reason.
+    the front as a whole is not healthy, where no instance has the reason. `heard` is False where
+    the front could not be asked, so that the report says nothing about its instances. `version` is
+    the release of a front that is a process of its own.
     """
 
     name: str
@@ -92,6 +102,8 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     running_tokens: int = 0
     jobs: tuple[JobReport, ...] = ()
     reason: str = ""
+    heard: bool = True
+    version: str = ""
 
 
 def serves(instance: InstanceReport, model: str) -> bool:
@@ -99,3 +111,23 @@ def serves(instance: InstanceReport, model: str) -> bool:
     # An empty name on either side means that the cluster serves one model only.
     is_model = not model or not instance.model or instance.model == model
     return is_model and instance.healthy and not instance.draining
+
+
+def unlike(one: InstanceReport, other: InstanceReport) -> str:
+    """Why two instances of one model cannot use each other's KVCache, with both values; "" if they
+    can, serve different models, or one has not said what it has.
+    """
+    # An empty name means that the cluster serves one model only.
+    if one.model and other.model and one.model != other.model:
+        return ""
+    fingerprints = {one.layout_fingerprint, other.layout_fingerprint}
+    if len(fingerprints) == 1 or "" in fingerprints:
+        return ""
+    model = one.model or other.model
+    of = f" of {model}" if model else ""
+    if one.weights != other.weights:
+        return f"{one.name} has the weights {one.weights}{of}, {other.name} has {other.weights}"
+    return (
+        f"{one.name} lays KVCache{of} out as {one.layout} ({one.layout_fingerprint[:16]}), "
+        f"{other.name} as {other.layout} ({other.layout_fingerprint[:16]})"
+    )

@@ -22,6 +22,7 @@ from transport.interfaces import (
 from transport.receiving.receiver import Receiver
 from transport.region_key import Credentials, RegionKey
 from transport.sending.link_state import LinkState
+from transport.sending.paths import LinkPath
 from transport.sending.sender import OutgoingTransfer, Sender
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Identity",
     "LandingRegistry",
     "LinkError",
+    "LinkPath",
     "LinkState",
     "LocalError",
     "OutgoingSpec",

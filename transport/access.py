@@ -54,18 +54,23 @@ ACCESS: Final[Mapping[str, ServiceAccess]] = {
             "ProbeEnd": _SEES,
             "ProbeSend": _OPERATOR,
             "ProbeStatus": _OPERATOR,
+            # It names processes, devices and addresses of a host.
+            "HostFacts": _OPERATOR,
         },
     ),
     "prfaas.PrefillCluster": ServiceAccess(
         servers=frozenset[Role]({"prefill-front"}),
-        callers=dict.fromkeys(("Submit", "Report", "Drain", "Resume"), _GATEWAY),
+        # `prfaas up` looks at a front with Report, to see whether it serves.
+        callers={"Report": _SEES}
+        | dict.fromkeys(("Submit", "Drain", "Resume", "Members"), _GATEWAY),
     ),
     "prfaas.PdCluster": ServiceAccess(
         servers=frozenset[Role]({"pd-front"}),
-        callers=dict.fromkeys(
+        callers={"Report": _SEES}
+        | dict.fromkeys(
             (
                 *("Reserve", "Renew", "AwaitLanding", "Release", "Ended", "Direct", "Prefill"),
-                *("Report", "Drain", "Resume", "SetRole"),
+                *("Drain", "Resume", "SetRole", "Members"),
             ),
             _GATEWAY,
         ),

@@ -27,7 +27,7 @@ from blake3 import blake3
 
 from transport.errors import LocalError
 from transport.region_key import framed
-from transport.tls import Rotating
+from transport.rotating import Rotating
 
 # Only processes that sign or check grants pay for loading cryptography, in the functions that do.
 if TYPE_CHECKING:
@@ -224,6 +224,11 @@ def load_public_keys(file: GrantFile) -> tuple[Ed25519PublicKey, ...]:
     if not keys:
         raise _unusable(file, "granting_keys", "it has no public key")
     return tuple(keys)
+
+
+def key_digest(key: Ed25519PublicKey) -> str:
+    """A name for a public key, for people and to compare."""
+    return blake3(key.public_bytes_raw()).hexdigest(8)
 
 
 def _read(file: GrantFile, code: str, *, forbidden: int) -> bytes:

@@ -4,7 +4,7 @@ It does not know what any service means, keeps no state between calls and never 
 caller knows whether a call may be repeated.
 
 A service is a mapping from method name to `Method`. Requests and replies are `msgspec.Struct` types
-encoded as msgpack, so adding a field with a default keeps old and new processes compatible. A
+encoded as msgpack, and both ends name the versions that they speak (`transport.rpc_versions`). A
 handler fails by raising `RpcError`; the code travels as a gRPC status plus a trailer that names it.
 
 With `Credentials` both ends show who they are, `transport.access` says what that allows, and one
@@ -27,7 +27,9 @@ import msgspec
 
 from transport import LocalError, TlsFiles
 from transport.access import ACCESS
+from transport.health import WhyNotReady, always_ready, health_handler
 from transport.region_key import Credentials, RegionKey
+from transport.rotating import Rotating
 from transport.rpc_auth import (
     LOOK_S,
     PROOF,
@@ -42,8 +44,9 @@ from transport.rpc_auth import (
     channel_credentials,
     server_certificates,
 )
+from transport.rpc_versions import announced, check_versions
 from transport.tasks import start_task
-from transport.tls import Rotating
+from transport.versions import NoCommonVersion
 
 logger = logging.getLogger("prfaas.transport.rpc")
 
@@ -144,11 +147,16 @@ class RpcServer:
         bind: str,
         services: Mapping[str, Mapping[str, Method[Any, Any]]],
         credentials: Credentials | None = None,
+        *,
+        why_not_ready: WhyNotReady = always_ready,
     ) -> None:
-        """`bind` is "host:port"; port 0 picks a free one. Without credentials anybody may call."""
+        """`bind` is "host:port"; port 0 picks a free one. Without credentials anybody may call.
+        `why_not_ready` answers grpc.health.v1, for which nobody has to show a role.
+        """
         self._bind = bind
         self._services = services
         self._credentials = credentials
+        self._ask_why_not_ready = why_not_ready
         self._server: Any = None
 
     async def start(self) -> int:
@@ -158,6 +166,7 @@ class RpcServer:
         or the keys cannot be used.
         """
         server = grpc.aio.server(options=_SERVER_OPTIONS)
+        server.add_generic_rpc_handlers((health_handler(self.why_not_ready),))
         try:
             auth = caller_auth(self._credentials)
         except LocalError as error:
@@ -190,6 +199,10 @@ class RpcServer:
         server, self._server = self._server, None
         if server is not None:
             await server.stop(grace_s)
+
+    async def why_not_ready(self) -> str:
+        """A `WhyNotReady`: this server's own, and outside `start` and `stop` always a reason."""
+        return "stopping" if self._server is None else await self._ask_why_not_ready()
 
     def _add_port(self, server: Any) -> int:
         if not isinstance(self._credentials, TlsFiles):
@@ -243,9 +256,13 @@ class RpcClient:
             else:
                 if self._tls is not None:
                     await self._look_at_server(self._tls, timeout_s)
-                raw = await self._invoke(method)(body, timeout=_left_s(deadline_s))
+                call = self._begin(method, body, deadline_s)
+                raw = await call
+                await _check_answer(call)
         except grpc.aio.AioRpcError as error:
             raise self._explain(method, error) from error
+        except NoCommonVersion as error:
+            raise RpcError("REFUSED", f"{self.target}: {error}") from error
         except grpc.aio.UsageError as error:
             raise RpcError("UNAVAILABLE", f"{self.target}: client is closed") from error
         except WrongServer as error:
@@ -268,8 +285,11 @@ class RpcClient:
             task.cancel()
         await asyncio.gather(*self._retiring, return_exceptions=True)
 
-    def _invoke(self, method: str) -> Any:
-        return self._current_channel().unary_unary(f"/{self._service}/{method}")
+    def _begin(
+        self, method: str, body: bytes, deadline_s: float, *metadata: tuple[str, str]
+    ) -> Any:
+        invoke = self._current_channel().unary_unary(f"/{self._service}/{method}")
+        return invoke(body, timeout=_left_s(deadline_s), metadata=(announced(), *metadata))
 
     async def _call_signed(
         self, key: RegionKey, method: str, body: bytes, deadline_s: float
@@ -282,9 +302,7 @@ class RpcClient:
         signer = self._signer
         for num_left in reversed(range(MAX_TRIES)):
             proof = signer.sign(method, body)
-            call = self._invoke(method)(
-                body, timeout=_left_s(deadline_s), metadata=((PROOF, str(proof)),)
-            )
+            call = self._begin(method, body, deadline_s, (PROOF, str(proof)))
             try:
                 raw: bytes = await call
             except grpc.aio.AioRpcError as error:
@@ -295,7 +313,7 @@ class RpcClient:
                 elif (code := trailers.get(_CODE_TRAILER)) in _STATUS_OF:
                     signer.check(proof, code, (error.details() or "").encode(), trailers)
                 raise
-            signer.check(proof, _OK, raw, dict(await call.trailing_metadata() or ()))
+            signer.check(proof, _OK, raw, await _check_answer(call))
             return raw
         raise AssertionError("the last try returns or raises")
 
@@ -365,6 +383,13 @@ class RpcClient:
         return RpcError(code, f"{self.target} {self._service}.{method}: {error.details()}")
 
 
+async def _check_answer(call: Any) -> dict[str, Any]:
+    """The metadata of an answer that has come. Raises NoCommonVersion."""
+    metadata = dict(await call.trailing_metadata() or ())
+    check_versions(metadata, "server")
+    return metadata
+
+
 def _left_s(deadline_s: float) -> float:
     return max(0.0, deadline_s - time.monotonic())
 
@@ -389,7 +414,10 @@ def _adapt(
             await _refuse(context, error)
         seal = admission.seal
         try:
+            check_versions(dict(context.invocation_metadata() or ()), "caller")
             request = decoder.decode(raw)
+        except NoCommonVersion as error:
+            await _abort(context, "REFUSED", str(error), seal)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             message = f"bad {method.request_type.__name__}: {error}"
             await _abort(context, "INVALID", message, seal)
@@ -404,7 +432,7 @@ def _adapt(
             logger.exception("handler of %s failed", method.request_type.__name__)
             await _abort(context, "INTERNAL", f"{type(error).__name__}: {error}", seal)
         answer: bytes = msgspec.msgpack.encode(reply)
-        context.set_trailing_metadata(seal(_OK, answer))
+        context.set_trailing_metadata((announced(), *seal(_OK, answer)))
         return answer
 
     return handle
@@ -412,7 +440,7 @@ def _adapt(
 
 async def _abort(context: Any, code: ErrorCode, message: str, seal: Seal) -> NoReturn:
     details = message or code
-    trailers = ((_CODE_TRAILER, code), *seal(code, details.encode()))
+    trailers = ((_CODE_TRAILER, code), announced(), *seal(code, details.encode()))
     await context.abort(_STATUS_OF[code], details, trailing_metadata=trailers)
     raise AssertionError("abort returned")
 

@@ -36,14 +36,8 @@ from transport.region_key import (
     is_call_proof,
     load_keys,
 )
-from transport.tls import (
-    RegionTls,
-    Rotating,
-    client_context,
-    client_tls,
-    server_context,
-    server_tls,
-)
+from transport.rotating import Rotating
+from transport.tls import RegionTls, client_context, client_tls, server_context, server_tls
 
 Metadata = tuple[tuple[str, str], ...]
 Seal = Callable[[str, bytes], Metadata]

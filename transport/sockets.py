@@ -40,6 +40,7 @@ Address = tuple[object, ...]
 # does not name.
 IOV_MAX = 1024
 SO_SNDBUFFORCE, SO_MAX_PACING_RATE = 32, 47
+IP_BIND_ADDRESS_NO_PORT = 24
 MIN_SEND_BUFFER_BYTES, MAX_SEND_BUFFER_BYTES = 8 * MIB, 64 * MIB
 
 
@@ -335,6 +336,18 @@ def connect(sock: socket.socket, address: Address, timeout_s: float) -> None:
         reason = "timed out" if isinstance(error, TimeoutError) else error.strerror or error
         raise LinkError("connect", f"cannot connect: {reason}") from error
     sock.settimeout(None)
+
+
+def leave_from(sock: socket.socket, address: str) -> None:
+    """Take this address of the host for a connection. One that is not this host's, as behind NAT,
+    or of another family than the socket's is left to the kernel's choice.
+    """
+    # The port is chosen with the connection: else each would have one of its own.
+    sock.setsockopt(socket.IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1)
+    try:
+        sock.bind((address, 0))
+    except OSError as error:
+        logger.debug("connections do not leave from %s: %s", address, error)
 
 
 def resolve(endpoint: Endpoint) -> tuple[socket.AddressFamily, Address]:

@@ -1,5 +1,5 @@
-"""TLS 1.3 with certificates on both sides: contexts from files that may be replaced, the handshake,
-and the stream after it. Knows no frame and no transfer.
+"""TLS 1.3 with certificates on both sides: contexts from files, the handshake, and the stream
+after it. Knows no frame and no transfer.
 
 Most of the cost is AES-GCM. The rest is system calls and copies for each record of 16 KiB. To keep
 these few, the stream joins small buffers, corks the socket while it sends and decrypts straight
@@ -11,8 +11,6 @@ where the kernel offers it.
 
 from __future__ import annotations
 
-import logging
-import os
 import re
 import select
 import socket
@@ -20,8 +18,7 @@ import ssl
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final
 
 from transport.config import TlsFiles
 from transport.errors import LinkError, LocalError, PeerError, TransportError
@@ -34,8 +31,6 @@ from transport.identity import (
 )
 from transport.sockets import Buffer, SocketOwner, lost
 
-logger = logging.getLogger("prfaas.transport")
-
 RECORD_BYTES: Final = 16 * 1024
 """Most payload of one TLS record (RFC 8446, 5.1)."""
 SMALL_BYTES: Final = 2 * RECORD_BYTES
@@ -43,84 +38,6 @@ SMALL_BYTES: Final = 2 * RECORD_BYTES
 JOINED_BYTES: Final = 4 * RECORD_BYTES
 HOLD_BYTES: Final = 64 * RECORD_BYTES
 """Most bytes received under one hold of the lock, since another thread may want to send."""
-RECHECK_S: Final = 1.0
-"""Least seconds between two looks at the certificate files."""
-
-T = TypeVar("T")
-FilesT = TypeVar("FilesT", bound="WatchedFiles")
-Stamp = tuple[tuple[int, int, int, int] | None, ...]
-
-
-class WatchedFiles(Protocol):
-    """Files that belong together: certificates (`TlsFiles`) or a region's keys (`RegionKey`)."""
-
-    @property
-    def paths(self) -> tuple[Path, ...]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class PlainFiles:
-    """Watched files of which only the paths are known."""
-
-    paths: tuple[Path, ...]
-
-
-class Rotating(Generic[FilesT, T]):
-    """The result of `load` for certificate or key files, loaded again when the files have changed.
-
-    `current` looks at the files at most once a second and follows symbolic links, so that a
-    Kubernetes secret or cert-manager may replace them while this process runs. When the new files
-    cannot be loaded (half-written, or of two generations), the last good result stays in use and
-    one warning is logged. A connection keeps the certificate that it began with until it ends.
-
-    `load` raises LocalError. The constructor passes that error on; `current` never raises.
-    """
-
-    def __init__(self, files: FilesT, load: Callable[[FilesT], T]) -> None:
-        self._files = files
-        self._load = load
-        self._lock = threading.Lock()
-        self._stamp = _stamp(files)
-        self._current = load(files)
-        self._checked_s: float | None = None
-
-    def current(self, now_s: float) -> T:
-        """The result for a connection that begins now. Thread-safe; never raises."""
-        with self._lock:
-            if self._checked_s is None or now_s - self._checked_s >= RECHECK_S:
-                self._checked_s = now_s
-                self._check()
-            return self._current
-
-    def _check(self) -> None:
-        stamp = _stamp(self._files)
-        if stamp == self._stamp:
-            return
-        try:
-            loaded = self._load(self._files)
-        except LocalError as error:
-            # A changed stamp means that somebody is writing the files just now: look again later.
-            if _stamp(self._files) == stamp:
-                self._stamp = stamp
-                logger.warning("changed files are not used: %s", error.message)
-            return
-        # Unless the files stood still while they were read, certificate and key may not match.
-        if _stamp(self._files) == stamp:
-            self._stamp = stamp
-            self._current = loaded
-            logger.info("changed files are used from now on: %s", self._files.paths[0])
-
-
-def _stamp(files: WatchedFiles) -> Stamp:
-    return tuple(_stamp_of(path) for path in files.paths)
-
-
-def _stamp_of(path: Path) -> tuple[int, int, int, int] | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:

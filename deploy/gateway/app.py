@@ -1,4 +1,4 @@
-"""The gateway as an aiohttp application: its parts, start and stop, completions, errors.
+"""The gateway: its parts, start and stop, completions.
 
 `Gateway` owns what lives as long as the process: the connection pool, the watcher, the records, the
 scheduler. It gets its clusters from the caller, who also closes them.
@@ -7,56 +7,69 @@ scheduler. It gets its clusters from the caller, who also closes them.
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from aiohttp import web
 
+from deploy.gateway.api_keys import ApiKey
 from deploy.gateway.cache.api import KeyNames
 from deploy.gateway.cache.moves import CacheMoves, MoveMetrics
 from deploy.gateway.cache.placement import PrefixPlacement, node_loads
 from deploy.gateway.cache.region_caches import RegionCaches
-from deploy.gateway.config import ApiKey, GatewayConfig
-from deploy.gateway.errors import JSON_TYPE, ApiError
-from deploy.gateway.intake.accept import Intake, ServedModels, usable_request_id
+from deploy.gateway.config import GatewayConfig, SharedUplink
+from deploy.gateway.errors import ApiError
+from deploy.gateway.intake.accept import Intake, ServedModels
 from deploy.gateway.intake.auth import KeyRing
 from deploy.gateway.intake.cache_salts import CacheSalts
+from deploy.gateway.intake.homes import Homes
 from deploy.gateway.intake.inbound import Kind
 from deploy.gateway.intake.key_file import follow_keys
 from deploy.gateway.intake.limits import Limits
 from deploy.gateway.links.region_links import RegionLinks
 from deploy.gateway.links.watcher import RegionWatcher
+from deploy.gateway.members.keeper import MemberKeeper
+from deploy.gateway.members.pages import MemberPages
 from deploy.gateway.metrics import GatewayMetrics
-from deploy.gateway.pages import Handler, Pages, program_version
+from deploy.gateway.pages import Pages, shown_links
 from deploy.gateway.proxy.engine import EngineHttpClient
 from deploy.gateway.proxy.slow_client import ClientPatience, send_whole
 from deploy.gateway.reload import with_live
 from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.collector import SchedulingCollector
+from deploy.gateway.scheduling.leadership import Leadership
 from deploy.gateway.scheduling.long_term import LongTermService, PlanMetrics
 from deploy.gateway.scheduling.recorder import Recorder
-from deploy.gateway.scheduling.role_pages import RolePages
-from deploy.gateway.scheduling.roles import RoleKeeper
-from deploy.gateway.scheduling.scheduler import RegionScheduler, live_settings
+from deploy.gateway.scheduling.role_pages import RegionRolePages, RolePages
+from deploy.gateway.scheduling.roles import RoleKeeper, RoleMetrics
+from deploy.gateway.scheduling.scheduler import (
+    RegionScheduler,
+    live_settings,
+    pd_settings,
+)
 from deploy.gateway.serving.background import Background
 from deploy.gateway.serving.exchange import PATHS, Services
 from deploy.gateway.serving.records import RequestRecord
 from deploy.gateway.serving.request import Serving
+from deploy.gateway.sharing.state_file import StateFile
+from kvmanager.program_version import program_version
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
 from prfaas.engines.access import EngineAccess
+from scheduler.live.snapshots import LinkPair
 from scheduler.reports import ClusterReport
+from scheduler.routing.spill import Spill
 from transport.grants import Granter
 from transport.tasks import start_task
 
-logger = logging.getLogger("prfaas.deploy.gateway")
+if TYPE_CHECKING:
+    from deploy.gateway.sharing.redis_region import RegionInRedis
+    from deploy.gateway.sharing.region_sharing import RegionSharing
 
-_INTERNAL_ERROR: Final = "The gateway failed to serve this request."
 LINKS_WAIT_S: Final = 2.0
 """How long the start waits for the agents' first reports, seconds: without one, no link is used."""
 
@@ -67,32 +80,43 @@ class Gateway:
     def __init__(
         self,
         config: GatewayConfig,
-        pd: PdCluster,
+        pds: Sequence[PdCluster],
         prefill_clusters: Mapping[str, PrefillCluster],
-        links: Mapping[str, str] | None = None,
+        links: Mapping[LinkPair, str] | None = None,
         caches: RegionCaches | None = None,
         *,
         region_links: RegionLinks | None = None,
+        spill: Mapping[str, Spill] | None = None,
+        uplinks: Iterable[SharedUplink] = (),
         granter: Granter | None = None,
         exposure: str | None = None,
         keys_file: Path | None = None,
         run_key: str = "",
         engine_access: EngineAccess | None = None,
+        shared: RegionInRedis | None = None,
     ) -> None:
-        """`links` names the link to each prefill cluster, for display. `caches` says what is cached
-        of a prompt, `region_links` what links carry. The gateway closes both. `granter` signs for
-        node agents what requests need of them.
+        """`links` names each link from a prefill cluster to a PD cluster, "" for one without a
+        name; without them, each is linked to each. `spill` is the rule of each PD cluster,
+        "overflow" where it is left out. `uplinks` is bandwidth that links share.
+
+        `caches` says what is cached of a prompt, `region_links` what links carry. The gateway
+        closes both. `granter` signs for node agents what requests need of them.
 
         `exposure`, what everybody on the network may do, is shown by /health. `keys_file` is the
         source of `config.api_keys`, and is followed. `run_key` opens the pages of operators,
-        `engine_access` the engines.
+        `engine_access` the engines. `shared` is what the region's gateways share; None: this is the
+        only one.
         """
         self._granter = granter
         self._exposure = exposure
         self.config = config
         self.metrics = GatewayMetrics()
         self.records: deque[RequestRecord] = deque(maxlen=config.num_records)
-        self._pd = pd
+        self._pds = {pd.name: pd for pd in pds}
+        if links is None:
+            links = {(name, pd): "" for name in prefill_clusters for pd in self._pds}
+        self._pd_settings = pd_settings(self._pds, links, spill or {})
+        self._uplinks = tuple(uplinks)
         self._prefill_clusters = dict(prefill_clusters)
         self._caches = caches
         self._region_links = region_links
@@ -102,16 +126,17 @@ class Gateway:
         self._following: asyncio.Task[None] | None = None
         self._limits = Limits(config)
         self._models = ServedModels(config.models)
+        self._watcher = RegionWatcher(config, pds, prefill_clusters, on_report=self._note_nodes)
         self._intake = Intake(
             keys=self._keys,
             limits=self._limits,
             models=self._models,
             metrics=self.metrics,
             salts=CacheSalts(config.shared_caches),
+            homes=self._homes(config),
             template_tokens=config.template_tokens,
             priority_tenants=frozenset(config.priority_tenants),
         )
-        self._watcher = RegionWatcher(config, pd, prefill_clusters, on_report=self._note_nodes)
         self.scheduler = self._build_scheduler()
         self._recorder = self._build_recorder()
         self.admission = Admission(
@@ -120,25 +145,32 @@ class Gateway:
             self.scheduler.ask,
             hide=str if self._recorder is None else self._recorder.hide,
         )
-        self.roles = RoleKeeper(
-            pd,
-            self._watcher.pd_report,
-            config.scheduling.long_term.conversion(),
-            self.metrics.registry,
-        )
+        self.leadership = Leadership(is_shared=shared is not None)
+        self.sharing = None if shared is None else self._build_sharing(shared)
+        self.roles = self._build_roles()
         self.long_term = LongTermService(
             config.scheduling.long_term,
             self.scheduler,
             self.roles,
-            PlanMetrics(self.metrics.registry),
+            PlanMetrics(self.metrics.registry, names_pds=len(pds) > 1),
         )
+        self._state = self._build_state()
         self._background = Background()
+        self.members = MemberKeeper(
+            self._pds,
+            self._prefill_clusters,
+            None if caches is None else caches.open_agent,
+            lambda: None if self._services is None else self._services.placement,
+        )
         self.metrics.watch(lambda: self.num_in_flight, lambda: len(self._background))
-        self._pages = self._build_pages(links or {})
+        self._pages = self._build_pages(links)
         self._services: Services | None = None
 
     async def start(self) -> None:
         """Open the connection pool and take the first reports."""
+        if self._state is not None:
+            await self._state.restore()
+            self._state.start()
         # Before anything else takes an event: a recording begins with the state that events
         # change.
         if self._recorder is not None:
@@ -151,7 +183,10 @@ class Gateway:
             self._services.placement.start()
         # Roles and links are looked at by the first reports.
         await self._watcher.start()
-        self.roles.start()
+        if self.sharing is not None:
+            await self.sharing.start()
+        for keeper in self.roles.values():
+            keeper.start()
         self.long_term.start()
         if self._region_links is not None:
             await self._region_links.wait_heard(LINKS_WAIT_S)
@@ -169,6 +204,7 @@ class Gateway:
         self._limits.use(config)
         self._keys.set_operators(config.operators)
         self._intake.salts = CacheSalts(config.shared_caches)
+        self._intake.homes = self._homes(config)
         self._intake.priority_tenants = frozenset(config.priority_tenants)
         self.admission.use(config.scheduling.admission)
 
@@ -192,13 +228,18 @@ class Gateway:
             self._following.cancel()
         # First what gives orders: conversions and copies use the clients that are closed below.
         await self.long_term.close()
-        await self.roles.close()
+        await asyncio.gather(*(keeper.close() for keeper in self.roles.values()))
         await self._watcher.close()
+        await self.members.close()
         if self._services is not None and self._services.placement is not None:
             await self._services.placement.close()
         # Its tasks give landings and leases back, for which clusters and agents must still be
         # reachable.
         await self._background.drain(self.config.timeouts.cluster_s)
+        if self.sharing is not None:
+            await self.sharing.close()
+        if self._state is not None:
+            await self._state.close()
         if self._caches is not None:
             await self._caches.close()
         if self._region_links is not None:
@@ -234,6 +275,7 @@ class Gateway:
         for follower in (self._caches, self._region_links):
             if follower is not None:
                 await follower.watch(report)
+        self.members.heard(report)
 
     def _replace_keys(self, keys: tuple[ApiKey, ...]) -> None:
         self._keys.replace(keys)
@@ -247,13 +289,58 @@ class Gateway:
     def _build_scheduler(self) -> RegionScheduler:
         links = self._region_links
         scheduler = RegionScheduler(
-            live_settings(self.config, self._pd.name, tuple(self._prefill_clusters)),
+            live_settings(self.config, self._pd_settings, self._uplinks),
             self._watcher,
             None if links is None else lambda a, b: links.now(a, b).view(),
         )
         collector = SchedulingCollector(scheduler, None if links is None else links.links)
         self.metrics.registry.register(collector)
         return scheduler
+
+    def _build_sharing(self, shared: RegionInRedis) -> RegionSharing:
+        # The redis client is an extra that only users of several gateways install.
+        from deploy.gateway.sharing.budgets import SharedBudgets
+        from deploy.gateway.sharing.region_sharing import RegionSharing
+
+        config = self.config
+        assert config.shared is not None
+        budgets = SharedBudgets(shared, self.admission.limit)
+        self.admission.share(budgets)
+        sharing = RegionSharing(
+            shared,
+            config.shared.name,
+            config.models,
+            self.scheduler,
+            self.leadership,
+            self.metrics.registry,
+            budgets=budgets,
+            links=self._region_links,
+        )
+        sharing.on_change(self.admission.divide)
+        return sharing
+
+    def _build_state(self) -> StateFile | None:
+        config = self.config
+        if config.state is None:
+            return None
+        return StateFile(config.state, config.models, self.scheduler, self._region_links)
+
+    def _homes(self, config: GatewayConfig) -> Homes:
+        return Homes(self._watcher.pd_reports, config.home, config.homes)
+
+    def _build_roles(self) -> dict[str, RoleKeeper]:
+        metrics = RoleMetrics(self.metrics.registry)
+        config = self.config.scheduling.long_term.conversion()
+        return {
+            name: RoleKeeper(
+                pd,
+                partial(self._watcher.pd_report, name),
+                config,
+                metrics,
+                leadership=self.leadership,
+            )
+            for name, pd in self._pds.items()
+        }
 
     def _build_recorder(self) -> Recorder | None:
         config = self.config
@@ -269,7 +356,9 @@ class Gateway:
     def _build_services(self) -> Services:
         config, caches = self.config, self._caches
         return Services(
-            pd=self._pd,
+            pds=self._pds,
+            spill={pd.name: pd.spill for pd in self._pd_settings},
+            reports=self._watcher.pd_reports,
             prefill_clusters=self._prefill_clusters,
             engines=EngineHttpClient(
                 config.timeouts, self._engine_access, max_answer_bytes=config.max_answer_bytes
@@ -295,7 +384,12 @@ class Gateway:
         )
         return PrefixPlacement(moves, caches.directory, lambda: node_loads(self._watcher.reports()))
 
-    def _build_pages(self, link_names: Mapping[str, str]) -> Pages:
+    def _build_pages(self, links: Mapping[LinkPair, str]) -> Pages:
+        timeout_s = self.config.timeouts.cluster_s
+        roles = {
+            name: RolePages(keeper, self._pds[name], timeout_s)
+            for name, keeper in self.roles.items()
+        }
         return Pages(
             config=self.config,
             keys=self._keys,
@@ -309,79 +403,13 @@ class Gateway:
             scheduler=self.scheduler,
             admission=self.admission,
             long_term=self.long_term,
-            role_pages=RolePages(self.roles, self._pd, self.config.timeouts.cluster_s),
+            role_pages=RegionRolePages(roles),
+            member_pages=MemberPages(self.members),
             caches=self._caches,
             links=self._region_links,
-            link_names=dict(link_names),
+            link_names=shown_links(links),
             key_names=KeyNames(secrets.token_bytes(32)),
             services=self._started,
             exposure=self._exposure,
+            sharing=self.sharing,
         )
-
-
-_GATEWAY: Final = web.AppKey("gateway", Gateway)
-
-
-def create_app(gateway: Gateway) -> web.Application:
-    """The application, which starts and closes `gateway`. Serve it with handler cancellation on."""
-    app = _app(gateway, gateway.routes())
-
-    async def life(_app: web.Application) -> AsyncIterator[None]:
-        await gateway.start()
-        yield
-        await gateway.close()
-
-    app.cleanup_ctx.append(life)
-    return app
-
-
-def create_admin_app(gateway: Gateway) -> web.Application:
-    """The application of the pages for operators, for a gateway that another one starts."""
-    return _app(gateway, gateway.admin_routes())
-
-
-def _app(gateway: Gateway, routes: Iterable[web.RouteDef]) -> web.Application:
-    app = web.Application(
-        client_max_size=gateway.config.max_body_bytes, middlewares=[_openai_errors]
-    )
-    app[_GATEWAY] = gateway
-    app.add_routes(routes)
-    return app
-
-
-@web.middleware
-async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn every error into an OpenAI error object."""
-    try:
-        return await handler(request)
-    except ApiError as error:
-        return _error_response(request, error)
-    # aiohttp's own errors, such as an unknown path or method.
-    except web.HTTPException as error:
-        known = ApiError(error.status, error.reason.lower().replace(" ", "_"), error.reason)
-        response = _error_response(request, known)
-        # RFC 9110, 15.5.6: a 405 must name the allowed methods.
-        if "Allow" in error.headers:
-            response.headers["Allow"] = error.headers["Allow"]
-        return response
-    except Exception:
-        # Not the decoded path, which may have line breaks and so look like other messages.
-        logger.exception("%s %s failed", request.method, request.raw_path)
-        return _error_response(request, ApiError(500, "internal_error", _INTERNAL_ERROR))
-
-
-def _error_response(request: web.Request, error: ApiError) -> web.Response:
-    gateway = request.app[_GATEWAY]
-    gateway.metrics.rejected(error.code)
-    response = web.Response(
-        status=error.status,
-        body=error.body(),
-        headers={"Content-Type": JSON_TYPE, **error.headers},
-    )
-    if request_id := usable_request_id(request.headers.get("X-Request-Id")):
-        response.headers["x-request-id"] = request_id
-    if not request.body_exists or request.content.at_eof():
-        return response
-    # The rest of the body will not be read, so the connection cannot be kept.
-    response.force_close()
-    return response

@@ -26,10 +26,12 @@ from deploy.gateway.file import (
     build_clusters,
     build_granter,
     build_links,
+    build_region,
     load_gateway_file,
 )
 from deploy.gateway.own_file import follow_own_file, weaknesses
 from deploy.gateway.server import serve_gateway
+from kvmanager.config_files.followed_files import hang_up
 from kvmanager.config_files.problems import FileError, Problem
 from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.logs import set_up_logging
@@ -87,6 +89,7 @@ def exposure_of(file: GatewayFile) -> str | None:
 
 async def run(path: Path, read: GatewayFile, file: GatewayFile) -> None:
     """Serve until SIGTERM or SIGINT; a second one skips the drain. Prints one line when ready.
+    SIGHUP reads the file again.
 
     `read` is what `path` had, which is followed, and `file` the same with the command's options.
     """
@@ -111,23 +114,27 @@ async def run(path: Path, read: GatewayFile, file: GatewayFile) -> None:
     agents = agent_clients(file, granter)
     caches = build_caches(file, agents)
     clusters = build_clusters(file, granter)
+    shared = build_region(file)
     following: asyncio.Task[None] | None = None
     try:
         await clusters.start()
         gateway = Gateway(
             file.gateway,
-            clusters.pd,
+            clusters.pds,
             clusters.prefill,
-            clusters.links,
+            {(source, pd): name for source, pd, name in file.links()},
             caches,
             region_links=build_links(file, agents),
+            spill={source.name: source.spill for source in file.pd},
+            uplinks=file.uplinks,
             granter=granter,
             exposure=exposure,
             keys_file=file.api_keys_file,
             run_key=await asyncio.to_thread(_run_key, file),
             engine_access=await asyncio.to_thread(file.engine_access),
+            shared=shared,
         )
-        own_file = follow_own_file(path, read, gateway.use_live)
+        own_file = follow_own_file(path, read, gateway.use_live, clusters.change_members, hang_up())
         following = start_task(own_file, "the gateway's file")
         await serve_gateway(gateway, stop, _announce)
     except asyncio.CancelledError:

@@ -6,28 +6,23 @@ Each cluster's front either runs embedded in the gateway's process (`instances`)
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from deploy.gateway.api_keys import ApiKey, ApiKeysSection, load_api_keys, parse_api_keys
 from deploy.gateway.cache.region_caches import RegionCaches
-from deploy.gateway.config import (
-    ApiKey,
-    ApiKeysSection,
-    GatewayConfig,
-    load_api_keys,
-    parse_api_keys,
-    with_api_keys,
-)
+from deploy.gateway.config import GatewayConfig, SharedUplink, with_api_keys
 from deploy.gateway.links.linked_cluster import LinkedPrefillCluster
 from deploy.gateway.links.region_links import RegionLinks
 from kvmanager.agent.client import AgentClients
 from kvmanager.config_files.fields import Address, Section, filled_from
-from kvmanager.config_files.problems import FileError, Problem
+from kvmanager.config_files.problems import FileError, Problem, suggestion
 from kvmanager.config_files.security import GrantsSection, SecuritySection, check_redis
 from kvmanager.config_files.yaml_files import read_settings
 from kvmanager.directory.embedded import EmbeddedDirectory
@@ -38,12 +33,21 @@ from local_pd.front_config import PdPlacement
 from local_pd.remote import RemotePdCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.access import EngineAccess
+from prfaas.engines.departures import Departures, follow_changes
+from prfaas.engines.discovery.following import follow_discovery
+from prfaas.engines.discovery.found import DiscoverySection
 from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
+from prfaas.engines.members import MemberChanges
 from prfaas.front_config import QueueBounds
 from prfaas.remote import RemotePrefillCluster
+from scheduler.routing.spill import Spill
 from transport import LocalError
 from transport.grants import Granter
+from transport.tasks import start_task
+
+if TYPE_CHECKING:
+    from deploy.gateway.sharing.redis_region import RegionInRedis
 
 EXPECTED = "a gateway's file is a mapping with the keys gateway, pd and prefill"
 
@@ -56,10 +60,13 @@ class _Source(Section):
     instances: tuple[InstanceSpec, ...] = ()
     """The engines of the cluster. Its front then runs in the gateway's process."""
 
+    discover: DiscoverySection | None = None
+    """Where more engines are found, instead of `instances` or beside them."""
+
     @model_validator(mode="after")
     def _either(self) -> _Source:
-        if bool(self.front) == bool(self.instances):
-            raise ValueError("write either front (host:port) or instances")
+        if bool(self.front) == bool(self.instances or self.discover):
+            raise ValueError("write either front (host:port) or instances (or discover)")
         return self
 
 
@@ -69,8 +76,10 @@ class PrefillSource(_Source, QueueBounds):
     A front elsewhere has its own `max_queued` and `max_wait_s`.
     """
 
-    link: str = ""
-    """The name of the link to the PD cluster."""
+    link: str | dict[str, str] = ""
+    """The name of the link to the PD cluster. With several: a mapping of the PD clusters that it
+    sends KVCache to, to the names of the links there. Left out: it sends to all.
+    """
     endpoints: dict[Address, Address] = Field(default={})
     """Which address this cluster's senders connect to, by the address that a receiving agent
     advertises, where the two differ (a tunnel, an emulated link).
@@ -78,10 +87,20 @@ class PrefillSource(_Source, QueueBounds):
 
 
 class PdSource(_Source, PdPlacement):
-    """The local PD cluster. A front elsewhere has its own `affinity_slack` and `lease_s`."""
+    """A local PD cluster. A front elsewhere has its own `affinity_slack` and `lease_s`."""
 
     has_prefill_instances: bool = False
     """Whether a front elsewhere has instances that prefill."""
+    spill: Spill = "overflow"
+    """When another PD cluster may decode a request whose home this one is. never: it never does.
+    overflow: when this one cannot serve it, would refuse it, or would be clearly later than the
+    other. nearest: also when it is a little later; of the clusters that are about as soon, the
+    nearest decodes.
+    """
+
+
+def _as_list(value: object) -> object:
+    return value if isinstance(value, list | tuple) else [value]
 
 
 @filled_from(InstancesConfig)
@@ -90,10 +109,12 @@ class GatewayFile(ApiKeysSection, SecuritySection):
 
     gateway: GatewayConfig
     """The gateway itself."""
-    pd: PdSource
-    """The local PD cluster."""
+    pd: Annotated[tuple[PdSource, ...], Field(min_length=1), BeforeValidator(_as_list)]
+    """The local PD clusters. One of them may stand here without a list."""
     prefill: tuple[PrefillSource, ...] = ()
     """The prefill clusters."""
+    uplinks: tuple[SharedUplink, ...] = ()
+    """Bandwidth that links share, which plans divide among them."""
     granting_key: GrantsSection | None = None
     """Signs for node agents that ask for grants (`granting_keys`). Left out: nothing is signed."""
     log_dir: Path
@@ -103,14 +124,42 @@ class GatewayFile(ApiKeysSection, SecuritySection):
 
     @model_validator(mode="after")
     def _check(self) -> GatewayFile:
-        names = [source.name for source in self.prefill]
+        names = [source.name for source in (*self.pd, *self.prefill)]
         if len(set(names)) != len(names):
-            raise ValueError(f"prefill: two clusters have the same name: {names}")
+            raise ValueError(f"pd and prefill: two clusters have the same name: {names}")
+        pds = [source.name for source in self.pd]
+        for source in self.prefill:
+            if source.link == {}:
+                raise ValueError(f"prefill: {source.name} has no link; name one, or leave it out")
+            for name in source.link if isinstance(source.link, dict) else ():
+                if name not in pds:
+                    known = suggestion(name, pds)
+                    message = f"{source.name} has no PD cluster {name!r} to send to{known}"
+                    raise ValueError(f"prefill: {message}")
+        for uplink in self.uplinks:
+            if uplink.cluster not in names:
+                known = suggestion(uplink.cluster, names)
+                raise ValueError(f"uplinks: no cluster is called {uplink.cluster!r}{known}")
+        for name in filter(None, (self.gateway.home, *self.gateway.homes.values())):
+            if name not in pds:
+                raise ValueError(f"home: no PD cluster is called {name!r}{suggestion(name, pds)}")
         if self.api_keys_file and self.api_keys_env:
             raise ValueError("write api_keys_file or api_keys_env, not both")
         url = self.gateway.directory.url
         check_redis("gateway.directory.url", url, trusted_network=self.trusted_network)
+        if self.gateway.shared is not None:
+            url = self.gateway.shared.redis
+            check_redis("gateway.shared.redis", url, trusted_network=self.trusted_network)
         return self
+
+    def links(self) -> Iterator[tuple[str, str, str]]:
+        """Each link that KVCache takes: the prefill cluster, the PD cluster, and its name."""
+        for source in self.prefill:
+            named = source.link
+            if not isinstance(named, dict):
+                named = dict.fromkeys((pd.name for pd in self.pd), named)
+            for pd, name in named.items():
+                yield source.name, pd, name
 
     def instances_config(self, *, poll_load: bool = False) -> InstancesConfig:
         """The configuration of the instances of embedded fronts."""
@@ -134,18 +183,39 @@ class GatewayFile(ApiKeysSection, SecuritySection):
 class Clusters:
     """The fronts that a gateway talks to. The caller that built them starts and closes them."""
 
-    pd: EmbeddedPdCluster | RemotePdCluster
+    pds: Sequence[EmbeddedPdCluster | RemotePdCluster]
     prefill: Mapping[str, LinkedPrefillCluster]
-    links: Mapping[str, str]
+    discover: Mapping[str, DiscoverySection] = field(default_factory=dict)
+    """Where fronts inside the gateway find instances, by cluster."""
+    following: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def start(self) -> None:
         """Start all fronts; embedded ones return after their first probes."""
-        for front in (*self.prefill.values(), self.pd):
+        for front in (*self.prefill.values(), *self.pds):
             await front.start()
+        for cluster, section in self.discover.items():
+            if (departures := self._departures(cluster)) is not None:
+                work = follow_discovery(section, departures)
+                start_task(work, f"discovery of {cluster}", self.following)
+
+    def change_members(self, cluster: str, changes: MemberChanges) -> None:
+        """Let instances of a front inside the gateway join and leave."""
+        if (departures := self._departures(cluster)) is not None:
+            follow_changes(departures, changes)
+
+    def _departures(self, cluster: str) -> Departures | None:
+        """None for a front elsewhere."""
+        pds = {front.name: front for front in self.pds}
+        front = pds.get(cluster) or self.prefill[cluster].cluster
+        if isinstance(front, EmbeddedPdCluster | EmbeddedPrefillCluster):
+            return front.departures
+        return None
 
     async def close(self) -> None:
         """Close all fronts."""
-        for front in (*self.prefill.values(), self.pd):
+        for task in self.following:
+            task.cancel()
+        for front in (*self.prefill.values(), *self.pds):
             await front.close()
 
 
@@ -173,12 +243,16 @@ def build_granter(file: GatewayFile) -> Granter | None:
 def build_clusters(file: GatewayFile, granter: Granter | None = None) -> Clusters:
     """The fronts `file` names, not started. Call it on the event loop that will use them."""
     return Clusters(
-        pd=_pd(file),
+        pds=[_pd(file, source) for source in file.pd],
         prefill={
             source.name: LinkedPrefillCluster(_prefill(file, source), source.endpoints, granter)
             for source in file.prefill
         },
-        links={source.name: source.link for source in file.prefill if source.link},
+        discover={
+            source.name: source.discover
+            for source in (*file.pd, *file.prefill)
+            if source.discover is not None
+        },
     )
 
 
@@ -199,11 +273,31 @@ def build_caches(file: GatewayFile, agents: AgentClients) -> RegionCaches:
     return RegionCaches(embedded, agents.open, embedded.follow)
 
 
+def build_region(file: GatewayFile) -> RegionInRedis | None:
+    """What the gateways of the region share, as `file` says; None for the only one. Raises
+    `FileError`.
+    """
+    gateway = file.gateway
+    if gateway.shared is None:
+        return None
+    try:
+        # The redis client is an extra that only its users install.
+        from deploy.gateway.sharing.redis_region import region_at
+
+        return region_at(gateway.shared_url, gateway.shared.region)
+    except ModuleNotFoundError:
+        message = "it needs the redis client: pip install prfaas[redis]"
+        problem = Problem(("gateway", "shared"), message)
+    except ValueError as error:
+        problem = Problem(("gateway", "shared", "redis"), str(error))
+    raise FileError("the gateway's file", [problem])
+
+
 def build_links(file: GatewayFile, agents: AgentClients) -> RegionLinks:
     """The gateway's view of the links between the clusters of `file`."""
     return RegionLinks(
         agents.open,
-        names={(source.name, file.pd.name): source.link for source in file.prefill},
+        names={(source, target): name for source, target, name in file.links()},
         detours={source.name: source.endpoints for source in file.prefill},
     )
 
@@ -222,8 +316,7 @@ def _redis_directory(url: str) -> DirectoryReader:
     raise FileError("the gateway's file", [problem])
 
 
-def _pd(file: GatewayFile) -> EmbeddedPdCluster | RemotePdCluster:
-    source = file.pd
+def _pd(file: GatewayFile, source: PdSource) -> EmbeddedPdCluster | RemotePdCluster:
     if source.front:
         return RemotePdCluster(
             source.name,

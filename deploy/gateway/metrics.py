@@ -49,6 +49,13 @@ class GatewayMetrics:
         self._decisions = counter(
             "decisions_total", "Routes taken, also after a failure.", "route", "reason"
         )
+        self._homes = counter(
+            "pd_requests_total",
+            "Requests that ended, by home, the PD cluster that decoded, and why that is another.",
+            "home",
+            "cluster",
+            "spill",
+        )
         self._rejected = counter("rejected_total", "Requests refused before routing.", "code")
         self._retries = counter("retries_total", "Second tries before the first byte.", "reason")
         self._transfer_bytes = counter(
@@ -134,6 +141,8 @@ class GatewayMetrics:
         self._child(
             self._requests, record.endpoint, route, record.outcome, str(record.status)
         ).inc()
+        if record.cluster:
+            self._child(self._homes, record.home, record.cluster, record.spill).inc()
         if record.total_s is not None:
             self._child(self._seconds, route).observe(record.total_s)
         if record.ttft_s is not None:

@@ -10,9 +10,8 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
-from typing import Final, TypeAlias, get_args
+from typing import TYPE_CHECKING, Final, TypeAlias, get_args
 
 import msgspec
 from aiohttp import web
@@ -33,17 +32,23 @@ from deploy.gateway.intake.auth import KeyRing
 from deploy.gateway.intake.limits import Limits
 from deploy.gateway.links.region_links import RegionLinks
 from deploy.gateway.links.watcher import RegionWatcher
+from deploy.gateway.members.pages import MemberPages
 from deploy.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.long_term import LongTermService
 from deploy.gateway.scheduling.overview import scheduling_overview
-from deploy.gateway.scheduling.role_pages import RolePages
+from deploy.gateway.scheduling.role_pages import RegionRolePages
 from deploy.gateway.scheduling.scheduler import RegionScheduler
 from deploy.gateway.serving.background import Background
 from deploy.gateway.serving.exchange import Services
 from deploy.gateway.serving.planning import NotRendered, check_tenant, judge
 from deploy.gateway.serving.records import RequestRecord
+from kvmanager.program_version import program_version
+from scheduler.live.snapshots import LinkPair
 from scheduler.routing.decision import Reason
+
+if TYPE_CHECKING:
+    from deploy.gateway.sharing.region_sharing import RegionSharing
 
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Page: TypeAlias = Callable[[web.Request], Awaitable[object]]
@@ -56,7 +61,7 @@ _MAX_LISTED: Final = 1000
 class Pages:
     """The pages of one gateway, and everything that they show.
 
-    `link_names` names the link to each prefill cluster; `services` raises `ApiError` until the
+    `link_names` names the links from each prefill cluster; `services` raises `ApiError` until the
     gateway has started.
     """
 
@@ -72,12 +77,14 @@ class Pages:
     scheduler: RegionScheduler
     admission: Admission
     long_term: LongTermService
-    role_pages: RolePages
+    role_pages: RegionRolePages
+    member_pages: MemberPages
     caches: RegionCaches | None
     links: RegionLinks | None
     link_names: Mapping[str, str]
     key_names: KeyNames
     services: Callable[[], Services]
+    sharing: RegionSharing | None
     exposure: str | None
     """The rights that this configuration gives anybody on the network; None if there are none."""
 
@@ -85,6 +92,8 @@ class Pages:
         """The pages that clients and operators need, for an application's router."""
         return [
             web.get("/health", self._health),
+            web.get("/livez", self._live),
+            web.get("/readyz", self._ready),
             web.get("/version", self._version),
             web.post("/prfaas/cache/explain", self._explain_cache),
         ]
@@ -105,6 +114,8 @@ class Pages:
             "/prfaas/scheduling": self._scheduling,
             "/prfaas/plan": self._plan,
             "/prfaas/links": self._links,
+            "/prfaas/instances": self._instances,
+            "/prfaas/gateways": self._gateways,
             "/prfaas/cache": self._caches,
             "/prfaas/cache/top": self._prefixes,
             "/v1/pd_role": self._roles,
@@ -113,6 +124,8 @@ class Pages:
             web.get("/metrics", self._metrics),
             *(web.get(path, self._protected(page)) for path, page in pages.items()),
             web.post("/v1/pd_role", self._change_role),
+            web.post("/prfaas/instances", self._join),
+            web.delete("/prfaas/instances/{name}", self._leave),
         ]
 
     async def _list_models(self, request: web.Request) -> web.Response:
@@ -127,13 +140,25 @@ class Pages:
 
     async def _health(self, _request: web.Request) -> web.Response:
         """GET /health: 200 when a request could be served."""
-        # Load balancers must leave a gateway that drains, however healthy its engines are.
-        if self.limits.is_draining:
-            return _json({"status": "draining"}, 503)
-        if not self.watcher.is_healthy():
-            return _json({"status": "no healthy engine"}, 503)
+        if why_not := self._why_not_ready():
+            return _json({"status": why_not}, 503)
         shown = {} if self.exposure is None else {"open": self.exposure}
         return _json({"status": "ok"} | shown)
+
+    async def _live(self, _request: web.Request) -> web.Response:
+        """GET /livez: 200 as long as the event loop turns, whatever else is broken."""
+        return web.Response(text="ok\n")
+
+    async def _ready(self, _request: web.Request) -> web.Response:
+        """GET /readyz: 200 when a request could be served."""
+        why_not = self._why_not_ready()
+        return web.Response(status=503 if why_not else 200, text=f"{why_not or 'ok'}\n")
+
+    def _why_not_ready(self) -> str:
+        # Load balancers must leave a gateway that drains, however healthy its engines are.
+        if self.limits.is_draining:
+            return "draining"
+        return "" if self.watcher.is_healthy() else "no healthy engine"
 
     async def _version(self, _request: web.Request) -> web.Response:
         """GET /version."""
@@ -159,7 +184,8 @@ class Pages:
         return {"requests": found}
 
     async def _region(self, _request: web.Request) -> object:
-        """GET /prfaas/region: what routing sees."""
+        """GET /prfaas/region: what routing sees. `pd` is the first one of `pds`."""
+        pds = self.watcher.pd_reports()
         return {
             "threshold_tokens": self.config.threshold_tokens,
             "in_flight": self.limits.num_in_flight,
@@ -168,7 +194,8 @@ class Pages:
             "links": self.link_names,
             "thresholds": self.scheduler.thresholds_now(),
             "admission": self.admission.overview(),
-            "pd": self.watcher.pd_report(),
+            "pd": next(iter(pds.values())),
+            "pds": pds,
             "prefill": self.watcher.prefill_reports(),
         }
 
@@ -186,6 +213,12 @@ class Pages:
             message = "This gateway was started without following its links."
             raise ApiError(404, "no_links", message)
         return self.links.overview()
+
+    async def _gateways(self, _request: web.Request) -> object:
+        """GET /prfaas/gateways: the gateways of the region, and which of them leads."""
+        if self.sharing is None:
+            raise ApiError(404, "not_shared", "This is the only gateway of its region.")
+        return self.sharing.overview()
 
     async def _caches(self, _request: web.Request) -> object:
         """GET /prfaas/cache: what every node holds, and what the directory knows of it."""
@@ -220,9 +253,19 @@ class Pages:
             finally:
                 if checked is not None:
                     checked()
-            model, decision = exchange.inbound.model, judged.decision
-            names = self.key_names
-            return _json(explanation(model, judged.shape, judged.cached, decision, names))
+            decision, home = judged.decision, exchange.record.home
+            if decision.pd != home:
+                judged = judged.at(decision.pd)
+            found = explanation(
+                exchange.inbound.model,
+                judged.shape,
+                judged.cached,
+                decision,
+                self.key_names,
+                home=home,
+                linked={name for name, pd in self.scheduler.pairs if pd == decision.pd},
+            )
+            return _json(found)
 
     def _needed_caches(self) -> RegionCaches:
         if self.caches is None:
@@ -230,24 +273,46 @@ class Pages:
             raise ApiError(404, "no_cache_directory", message)
         return self.caches
 
-    async def _roles(self, _request: web.Request) -> object:
+    async def _roles(self, request: web.Request) -> object:
         """GET /v1/pd_role."""
-        return await self.role_pages.overview()
+        return await self.role_pages.overview(request.query)
 
     async def _change_role(self, request: web.Request) -> web.Response:
         """POST /v1/pd_role."""
-        # A change always needs an operator's key if there are keys, not only with `protect_admin`.
-        self.keys.check_operator(_authorization(request))
-        if not self.keys.has_keys:
-            _check_no_browser(request)
+        status, role = await self.role_pages.change(await self._ordered(request), request.query)
+        return _json(role, status)
+
+    async def _instances(self, _request: web.Request) -> object:
+        """GET /prfaas/instances."""
+        return self.member_pages.overview()
+
+    async def _join(self, request: web.Request) -> web.Response:
+        """POST /prfaas/instances."""
+        self.keys.check_adding(_authorization(request))
+        return _json(await self.member_pages.join(await self._ordered(request)), 202)
+
+    async def _leave(self, request: web.Request) -> web.Response:
+        """DELETE /prfaas/instances/{name}?cluster=NAME&limit=TIME&force=1."""
+        self._check_order(request)
+        name = request.match_info["name"]
+        return _json(await self.member_pages.leave(name, request.query), 202)
+
+    async def _ordered(self, request: web.Request) -> bytes:
+        """The body of an operator's order."""
+        self._check_order(request)
         if request.content_type != JSON_TYPE:
             raise ApiError(415, "unsupported_media_type", f"Send the body as {JSON_TYPE}.")
         self.limits.check_accepting()
         body = await self.limits.read_small(request)
         # The key may have been revoked while the body arrived.
         self.keys.check_operator(_authorization(request))
-        status, role = await self.role_pages.change(body, request.query)
-        return _json(role, status)
+        return body
+
+    def _check_order(self, request: web.Request) -> None:
+        # An order always needs an operator's key if there are keys, not only with `protect_admin`.
+        self.keys.check_operator(_authorization(request))
+        if not self.keys.has_keys:
+            _check_no_browser(request)
 
     def _protected(self, page: Page) -> Handler:
         """A handler that answers with `page` if the client may see it."""
@@ -266,6 +331,14 @@ class Pages:
             self.keys.check_operator(_authorization(request))
 
 
+def shown_links(links: Mapping[LinkPair, str]) -> dict[str, str]:
+    """The names of the links from each prefill cluster."""
+    shown: dict[str, str] = {}
+    for (source, _), name in links.items():
+        shown[source] = ", ".join(filter(None, (shown.get(source), name)))
+    return {source: names for source, names in shown.items() if names}
+
+
 def _check_no_browser(request: web.Request) -> None:
     """Raises `ApiError` 403 for a request that a web page made a browser send.
 
@@ -273,7 +346,7 @@ def _check_no_browser(request: web.Request) -> None:
     may have its own name lead here. So Origin (RFC 6454) is no better where it equals Host.
     """
     if "Origin" in request.headers or request.headers.get("Sec-Fetch-Site", "none") != "none":
-        message = "Web pages cannot change roles here; use `prfaas role set`, or give API keys."
+        message = "Web pages cannot give orders here; use the `prfaas` command, or give API keys."
         raise ApiError(403, "from_a_browser", message)
 
 
@@ -303,11 +376,3 @@ def _json(value: object, status: int = 200) -> web.Response:
     return web.Response(
         status=status, body=msgspec.json.encode(value), headers={"Content-Type": JSON_TYPE}
     )
-
-
-def program_version() -> str:
-    """The version of the installed package; "unknown" for a source tree that is not installed."""
-    try:
-        return version("prfaas")
-    except PackageNotFoundError:
-        return "unknown"

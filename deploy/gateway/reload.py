@@ -17,6 +17,8 @@ LIVE: Final = (
     "operators",
     "priority_tenants",
     "shared_caches",
+    "home",
+    "homes",
     "max_in_flight",
     "max_buffered_bytes",
     "max_tenant_buffered_bytes",

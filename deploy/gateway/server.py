@@ -12,8 +12,10 @@ from typing import Final
 
 from aiohttp import web
 
-from deploy.gateway.app import Gateway, create_admin_app, create_app
+from deploy.gateway.app import Gateway
+from deploy.gateway.web_app import create_admin_app, create_app
 from kvmanager.loop.metrics import LoopCollector
+from kvmanager.loop.systemd import served
 from kvmanager.loop.watch import LoopWatch, settle_heap
 from transport import Endpoint
 
@@ -43,7 +45,8 @@ async def serve_gateway(
         on_ready(host, port)
         with LoopWatch() as watch:
             gateway.metrics.registry.register(LoopCollector("prfaas_gateway", watch.gaps))
-            await stop.wait()
+            async with served():
+                await stop.wait()
             logger.info("draining %d requests", gateway.num_in_flight)
             await gateway.drain()
     finally:

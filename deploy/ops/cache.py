@@ -220,7 +220,8 @@ def print_explanation(console: Console, explained: Explanation) -> None:
         console.print(_coverage_table(explained))
     console.print(_routes_table(explained))
     numbers = "".join(f"; {name}={value}" for name, value in explained.numbers.items())
-    say(console, f"now: {explained.route} {explained.target}: {explained.reason}{numbers}")
+    where = f" in {explained.cluster}" if explained.cluster != explained.home else ""
+    say(console, f"now: {explained.route} {explained.target}{where}: {explained.reason}{numbers}")
 
 
 def _node_cells(node: NodeCacheStatus) -> list[str]:

@@ -14,6 +14,7 @@ from deploy.table_style import new_table, say
 from kvmanager.config_files.units import format_age, format_bytes, format_rate
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Number, Reason
 from scheduler.routing.instance_choice import ChoiceReason
+from scheduler.routing.spill import PdReason
 
 _ROWS: Final = (
     ("read", "", "read_s"),
@@ -90,6 +91,21 @@ TARGETS: Final = {
 }
 """Words for the targets that are no prefill cluster."""
 
+SPILLS: Final[dict[str, str]] = {
+    PdReason.HOME_UNABLE: "no engine of its home could serve it",
+    PdReason.HOME_REFUSES: "its home would have refused it, for its load",
+    PdReason.HOME_FULL: "it would have waited for a decode slot at home",
+    PdReason.SOONER: "it was predicted to be sooner there",
+}
+"""Why a request left its home, in words."""
+
+HAND_OFFS: Final = {
+    "transport": "hand_off=transport: sent from node agent to node agent",
+    "arena": "hand_off=arena: written into the memory that both engines of the node share",
+    "nixl": "hand_off=nixl: read by vLLM's NixlConnector from the other engine",
+}
+"""Words for `RequestRecord.hand_off`."""
+
 _PLACEMENTS: Final = {
     ChoiceReason.CACHED: "it has most of the prompt cached",
     ChoiceReason.LEAST_LOADED: "it has the least to do, and none has the prompt cached",
@@ -108,8 +124,9 @@ def print_records(console: Console, records: Sequence[RequestRecord], now_s: flo
 
 def went_as_routed(record: RequestRecord) -> bool:
     """Whether the first try took the predicted route and succeeded."""
-    first = record.first_route, record.first_target, record.first_reason
-    return first == (record.route, record.target, record.reason) and not record.num_retries
+    first = record.first_route, record.first_target, record.first_reason, record.first_cluster
+    latest = record.route, record.target, record.reason, record.cluster
+    return first == latest and not record.num_retries
 
 
 def ttft_error(record: RequestRecord) -> float | None:
@@ -144,6 +161,11 @@ def _facts(record: RequestRecord, now_s: float) -> Iterator[tuple[str, str]]:
         yield "tenant", tenant
     yield "outcome", _outcome(record)
     yield from _route(record)
+    if record.home:
+        yield "home", f"PD cluster {record.home}"
+    if record.spill:
+        words = SPILLS.get(record.spill, record.spill)
+        yield "decoded in", f"PD cluster {record.cluster}: {words}"
     yield "prompt", _prompt(record)
     if cached := _cached(record):
         yield "cached", cached
@@ -156,8 +178,10 @@ def _facts(record: RequestRecord, now_s: float) -> Iterator[tuple[str, str]]:
         yield "link", _link(numbers)
     if "landing_room_bytes" in numbers:
         yield "landing", _landing(numbers)
-    if record.transfer_bytes is not None:
+    if record.transfer_bytes:
         yield "sent", _sent(record)
+    if record.hand_off:
+        yield "handed over", HAND_OFFS.get(record.hand_off, record.hand_off)
     yield from _places(record)
 
 

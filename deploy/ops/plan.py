@@ -62,7 +62,7 @@ def print_plan(console: Console, found: PlanOverview, *, num_decisions: int = 10
         say(console, f"converting {found.conversion}")
     for plan in found.models:
         if len(found.models) > 1:
-            say(console, f"model {plan.model}")
+            say(console, f"model {plan.model}" + (f" in {plan.pd}" if plan.pd else ""))
         _print_model(console, plan)
     if found.decisions and num_decisions:
         console.print(_decisions_table(found.decisions[:num_decisions], len(found.models) > 1))
@@ -99,15 +99,26 @@ def _mode(found: PlanOverview) -> str:
 def _settings_table(found: PlanOverview) -> Table:
     """The present settings of the region beside those of the latest best plans."""
     # Newest decision first in the list, so the reversed order lets the newest goal win.
-    goals = {item.model: item.goal for item in reversed(found.decisions) if item.goal is not None}
-    best_tokens = {name: t for goal in goals.values() for name, t in goal.thresholds.items()}
+    goals = {
+        (item.model, item.pd): item.goal
+        for item in reversed(found.decisions)
+        if item.goal is not None
+    }
+    # A threshold is named by its link where there are several PD clusters.
+    best_tokens = {
+        name: t
+        for (_, pd), goal in goals.items()
+        for cluster, t in goal.thresholds.items()
+        for name in (cluster, f"{cluster} to {pd}")
+    }
     table = new_table("setting", numbers=("now", "best"))
     for cluster, tokens in found.thresholds.items():
         table.add_row(
             f"t of {cluster}, tokens", f"{tokens:,.0f}", _number(best_tokens.get(cluster))
         )
     for plan in found.models:
-        goal, whose = goals.get(plan.model), f" of {plan.model}" if len(found.models) > 1 else ""
+        goal = goals.get((plan.model, plan.pd))
+        whose = f" of {plan.model}" if len(found.models) > 1 else ""
         for role, now, best in (
             ("prefill", plan.num_prefill, {} if goal is None else goal.num_prefill),
             ("decode", plan.num_decode, {} if goal is None else goal.num_decode),
@@ -145,12 +156,16 @@ def _decisions_table(decisions: list[PlanDecision], has_several_models: bool) ->
         gain = item.numbers.get("gain")
         table.add_row(
             format_age(item.age_s),
-            *([item.model] if has_several_models else []),
+            *([_plan_name(item)] if has_several_models else []),
             item.reason,
             "" if gain is None else f"{gain:.1%}",
             "\n".join(item.done),
         )
     return table
+
+
+def _plan_name(decision: PlanDecision) -> str:
+    return f"{decision.model} in {decision.pd}" if decision.pd else decision.model
 
 
 def _traffic(traffic: TrafficNow) -> str:

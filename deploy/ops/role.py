@@ -10,6 +10,7 @@ import json
 import time
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, NoReturn
+from urllib.parse import urlencode
 
 import typer
 from rich.console import Console
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 _PATH = "/v1/pd_role"
 _LOOK_S = 1.0
 
-role_app = command_group("Which instances of the PD cluster prefill and which decode.")
+role_app = command_group("Which instances of the PD clusters prefill and which decode.")
 
 
 class NewRole(StrEnum):
@@ -50,7 +51,7 @@ def ls_command(
     api_key: KeyOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Show every instance of the PD cluster with its role, and the change under way.
+    """Show every instance of the PD clusters with its role, and the change under way.
 
     Epoch counts the changes of an instance's role; 0 is the role of its configuration.
 
@@ -58,8 +59,12 @@ def ls_command(
     prfaas role ls
     prfaas role ls --json | jq -r '.instances[] | [.instance, .role, .phase] | @tsv'
     """
-    overview = _overview(*client.find_pages(gateway, run_dir, api_key))
-    client.show(overview, as_json, print_roles)
+    url, key = client.find_pages(gateway, run_dir, api_key)
+    first = _overview(url, key)
+    others = [name for name in first.clusters if name != first.cluster]
+    # As JSON, there is one object for each cluster.
+    for overview in (first, *(_overview(url, key, name) for name in others)):
+        client.show(overview, as_json, print_roles)
 
 
 @role_app.command("set")
@@ -80,7 +85,8 @@ def set_command(
     """Change an instance's role: drain it, then give it work of the other kind.
 
     The instance finishes the requests that it serves. The last usable instance of a role keeps its
-    role. One instance changes at a time, and for some minutes after a change no other may.
+    role. One instance of a cluster changes at a time, and for some minutes after a change no
+    other may.
 
     \b
     prfaas role set d1 prefill
@@ -109,7 +115,7 @@ def _waited(url: str, api_key: str, now: InstanceRole, wanted: NewRole) -> Insta
     """The instance once its change is over. Exits with status 1 if it kept its role."""
     # The role changes first; work follows once the instance is ready for it.
     while now.role != wanted or now.phase != "ready":
-        overview = _overview(url, api_key)
+        overview = _overview(url, api_key, now.cluster)
         now = next((item for item in overview.instances if item.instance == now.instance), now)
         if _is_over(overview, now):
             if now.role != wanted:
@@ -138,15 +144,18 @@ def _not_converted(now: InstanceRole, overview: RolesOverview) -> NoReturn:
     fail(f"{now.instance} is still {now.role}; {why}", 1)
 
 
-def _overview(url: str, api_key: str) -> RolesOverview:
+def _overview(url: str, api_key: str, cluster: str = "") -> RolesOverview:
     from deploy.gateway.scheduling.role_pages import RolesOverview
 
-    return client.ask(url, _PATH, RolesOverview, key=api_key)
+    path = f"{_PATH}?{urlencode({'cluster': cluster})}" if cluster else _PATH
+    return client.ask(url, path, RolesOverview, key=api_key)
 
 
 def print_roles(console: Console, overview: RolesOverview) -> None:
     """Print one line for each instance, then the change under way and the last one."""
     table = new_table("instance", "role", "state", numbers=("epoch", "requests"))
+    if len(overview.clusters) > 1:
+        table.title = overview.cluster
     for item in overview.instances:
         state = item.phase if item.healthy else "not healthy"
         table.add_row(item.instance, item.role, state, str(item.epoch), f"{item.requests:,}")

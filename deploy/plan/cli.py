@@ -6,7 +6,7 @@ It reads files and prints. A command imports what is slow to import when it runs
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,11 +18,13 @@ from deploy.plan.profile.cli import profile_command
 
 if TYPE_CHECKING:
     from deploy.plan.solve.building import PlanInput
+    from scheduler.planning.joint import JointRegion
 
 _HELP = """Plan a region before buying it: threshold, instances, link, cost, time to first token.
 
 \b
 prfaas plan example > plan.yaml    a file to start from (the paper's case study)
+prfaas plan example --sites > plan.yaml    the same for several PD clusters
 prfaas plan solve plan.yaml        the best plan for it, and what binds
 prfaas plan sweep plan.yaml --over link_gbps=1,2,5,10
 prfaas plan kv config.json         KVCache size of a model
@@ -46,9 +48,14 @@ RequestsOption = Annotated[
 
 
 @plan_app.command("example")
-def example_command() -> None:
+def example_command(
+    sites: Annotated[
+        bool, typer.Option("--sites", help="several PD clusters, shared uplinks and a second model")
+    ] = False,
+) -> None:
     """Print a plan file to start from: the paper's case study, every key explained."""
-    typer.echo((Path(__file__).parent / "examples" / "case-study.yaml").read_text(), nl=False)
+    name = "sites.yaml" if sites else "case-study.yaml"
+    typer.echo((Path(__file__).parent / "examples" / name).read_text(), nl=False)
 
 
 @plan_app.command("case-study")
@@ -93,14 +100,19 @@ def solve_command(
     2: the file is wrong.
     """
     plan_input = _load(file)
+    # Checked before the search and the simulation, which take a while.
+    if plot is not None:
+        check_plot(plot, ".png", ".svg", ".html")
+    if plan_input.joint is not None:
+        if search:
+            fail("--search is for files without homes of requests", 2)
+        _solve_joint(file, plan_input, plan_input.joint, (as_json, plot, num_requests, seed))
+        return
     from deploy.plan.solve.solving import Goals, search_table, solve
     from scheduler.planning.plan import is_pair
     from scheduler.planning.route_search import NoRouteError
 
     spec, region = plan_input.spec, plan_input.region
-    # Checked before the search and the simulation, which take a while.
-    if plot is not None:
-        check_plot(plot, ".png", ".svg", ".html")
     if search and not is_pair(region):
         fail("--search needs one PD cluster and at most one prefill cluster", 2)
     try:
@@ -114,17 +126,7 @@ def solve_command(
         )
     except NoRouteError as error:
         fail(f"{file}: {error}", 2)
-    document = solution.document
-    if plan_input.fits:
-        document["profiles"] = {
-            name: {
-                "method": fit.method,
-                "tokens": fit.tokens.tolist(),
-                "measured_s": fit.values.tolist(),
-                "residuals": fit.residuals.tolist(),
-            }
-            for name, fit in plan_input.fits.items()
-        }
+    document = solution.document | _profiles(plan_input)
     rows = search_table(region) if search else []
     if search:
         document["search"] = rows
@@ -144,6 +146,57 @@ def solve_command(
             print_search(console, rows)
     if not all(goal["met"] for goal in document["goals"].values()):
         raise typer.Exit(1)
+
+
+def _solve_joint(
+    file: Path,
+    plan_input: PlanInput,
+    joint: JointRegion,
+    asked: tuple[bool, Path | None, int, int],
+) -> None:
+    """`solve` for a file whose requests have homes. `asked` has the options of `solve_command`."""
+    from deploy.plan.solve.joint_solving import all_met, solve_joint
+    from deploy.plan.solve.joint_view import print_joint, write_joint_plots
+    from scheduler.planning.route_search import NoRouteError
+
+    as_json, plot, num_requests, seed = asked
+    spec = plan_input.spec
+    try:
+        solution = solve_joint(
+            joint,
+            spec.slo.ttft_p90,
+            currency=spec.currency,
+            num_requests=num_requests,
+            seed=seed,
+        )
+    except NoRouteError as error:
+        fail(f"{file}: {error}", 2)
+    if plot is not None:
+        write_joint_plots(plot, solution)
+        typer.echo(f"wrote {plot}", err=True)
+    if as_json:
+        print_json(solution.document | _profiles(plan_input), indent=2)
+    else:
+        print_joint(Console(), solution.document, plan_input.fits)
+    if not all_met(solution.document):
+        raise typer.Exit(1)
+
+
+def _profiles(plan_input: PlanInput) -> dict[str, Any]:
+    """The fitted profiles for --json."""
+    if not plan_input.fits:
+        return {}
+    return {
+        "profiles": {
+            name: {
+                "method": fit.method,
+                "tokens": fit.tokens.tolist(),
+                "measured_s": fit.values.tolist(),
+                "residuals": fit.residuals.tolist(),
+            }
+            for name, fit in plan_input.fits.items()
+        }
+    }
 
 
 @plan_app.command("sweep")
@@ -180,6 +233,8 @@ def sweep_command(
     for name in ranges:
         if name not in SWEEPABLE:
             fail(f"--over {name}: unknown{suggestion(name, SWEEPABLE)}", 2)
+    if plan_input.joint is not None:
+        fail("plan sweep is for files without homes of requests", 2)
     spec = plan_input.spec
     today = Today(plan_input.region, spec.traffic.hit_ratio, plan_input.traffic_with_cache)
     try:

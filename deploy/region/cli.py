@@ -1,4 +1,4 @@
-"""`prfaas up`, `status` and `down`: regions on this machine from the command line.
+"""`prfaas up`, `status` and `down`: what runs of regions on this machine, from the command line.
 
 It turns arguments into calls and errors into exit statuses (2: the file or the arguments, 1: other
 errors). A command imports what it needs when it runs, so that its help appears at once.
@@ -18,7 +18,14 @@ import typer
 from rich.console import Console
 
 from deploy.command_line import JsonOption, RunDirOption, fail, print_json
-from deploy.region.file_cli import FileArgument, SetOption, load_or_exit
+from deploy.region.file_cli import (
+    FileArgument,
+    NodeOption,
+    SetOption,
+    SiteOption,
+    load_or_exit,
+    load_variables,
+)
 from deploy.region.launch.rundir import (
     RegionState,
     RunDirectoryError,
@@ -30,10 +37,12 @@ from deploy.region.launch.rundir import (
 from kvmanager.config_files.problems import FileError
 
 if TYPE_CHECKING:
+    from deploy.region.launch.parts import Part
     from deploy.region.spec.region import RegionSpec
 
 NameArgument = Annotated[
-    str | None, typer.Argument(metavar="[NAME]", help="region; not needed if only one runs")
+    str | None,
+    typer.Argument(metavar="[NAME]", help="region, or REGION.PART; not needed if only one runs"),
 ]
 
 
@@ -41,26 +50,43 @@ def up_command(
     file: FileArgument,
     run_dir: RunDirOption = None,
     variables: SetOption = None,
+    site: SiteOption = None,
+    node: NodeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Start a region on this machine and keep it running until Ctrl-C.
+    """Start a region, or the part of it on this host, and keep it running until Ctrl-C.
 
-    Starts emulated links, node agents, engines and the gateway, in this order. Restarts processes
-    that die. Stops all of them on Ctrl-C, SIGTERM or `prfaas down`. A second Ctrl-C kills instead
-    of waiting.
+    Starts emulated links, node agents, engines, fronts and the gateway, in this order. Restarts
+    processes that die. Stops all of them on Ctrl-C, SIGTERM or `prfaas down`. A second Ctrl-C kills
+    instead of waiting.
+
+    It follows the file: nodes and instances that it names anew are started and join; those that it
+    names no more leave, are drained, and stop. Limits of tenants change too. SIGHUP reads the file
+    at once. What else changes is named in launcher.log and needs a restart.
+
+    With --node, or --site for all nodes of a cluster, every host starts its own part of the same
+    file, in any order. Such a file names the keys or certificates of all hosts: see
+    `prfaas certs init --help`. Without, everything runs on this machine.
 
     \b
     MODEL=/models/qwen3-next prfaas up region.yaml
     prfaas up region.yaml --set MODEL=/models/qwen3-next --json
+    prfaas up region.yaml --node a1
     """
     region = load_or_exit(file, variables or [])
+    from deploy.region.launch.parts import part_of, run_name
     from deploy.region.launch.up import keep_up
 
-    root = run_dir or default_base(os.environ) / region.name
+    def load() -> tuple[RegionSpec, Part]:
+        wanted = load_variables(file, variables or [])
+        return wanted, part_of(wanted, site=site, node=node)
+
+    part = part_of(region, site=site, node=node)
+    root = run_dir or default_base(os.environ) / run_name(region, part)
     # With --json, stdout has JSON lines only.
     console = Console(stderr=as_json)
     try:
-        started = asyncio.run(keep_up(region, root, console, as_json))
+        started = asyncio.run(keep_up(file, load, root, console, as_json=as_json))
     except FileError as error:
         fail(str(error), 2)
     except OSError as error:
@@ -114,10 +140,10 @@ def down_command(
     deadline_s = time.monotonic() + timeout_s
     while state.launcher_lives() or any(_lives(item.pid) for item in state.processes):
         if time.monotonic() > deadline_s:
-            fail(f"region {state.region} still runs after {timeout_s:g} s", 1)
+            fail(f"region {state.title} still runs after {timeout_s:g} s", 1)
         time.sleep(0.05)
     clean_up(state, root)
-    typer.echo(f"region {state.region} is down")
+    typer.echo(f"region {state.title} is down")
 
 
 def clean_up(state: RegionState, root: Path) -> None:

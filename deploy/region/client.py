@@ -10,13 +10,17 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 
 from deploy.command_line import CommandFailed, print_json
 
+if TYPE_CHECKING:
+    from deploy.region.launch.rundir import RegionState
+
 _TIMEOUT_S = 60.0
+_HINT = "give its gateway with --gateway URL"
 
 T = TypeVar("T")
 
@@ -40,8 +44,8 @@ def find_gateway(gateway: str = "", run_dir: Path | None = None) -> str:
 
     if gateway:
         return gateway
-    _, state = find_run(run_dir, hint="give its gateway with --gateway URL")
-    return state.gateway_url
+    root, state = find_run(run_dir, hint=_HINT)
+    return _with_gateway(root, state).gateway_url
 
 
 def find_pages(gateway: str = "", run_dir: Path | None = None, key: str = "") -> tuple[str, str]:
@@ -52,22 +56,48 @@ def find_pages(gateway: str = "", run_dir: Path | None = None, key: str = "") ->
 
     if gateway:
         return gateway, key
-    root, state = find_run(run_dir, hint="give its gateway with --gateway URL")
+    root, state = find_run(run_dir, hint=_HINT)
+    state = _with_gateway(root, state)
     return state.admin_url or state.gateway_url, key or operator_key(root)
 
 
-def ask(url: str, path: str, kind: type[T], *, key: str = "", body: bytes | None = None) -> T:
+def _with_gateway(root: Path, state: RegionState) -> RegionState:
+    from deploy.region.launch.rundir import WhichRun
+
+    if not state.gateway_url:
+        raise WhichRun(f"{state.title} in {root} is a part without the gateway; {_HINT}", 1)
+    return state
+
+
+def ask(
+    url: str,
+    path: str,
+    kind: type[T],
+    *,
+    key: str = "",
+    body: bytes | None = None,
+    method: str = "",
+) -> T:
     """Like `asked`, for callers without an event loop."""
-    return asyncio.run(asked(url, path, kind, key=key, body=body))
+    return asyncio.run(asked(url, path, kind, key=key, body=body, method=method))
 
 
 async def asked(
-    url: str, path: str, kind: type[T], *, key: str = "", body: bytes | None = None
+    url: str,
+    path: str,
+    kind: type[T],
+    *,
+    key: str = "",
+    body: bytes | None = None,
+    method: str = "",
 ) -> T:
-    """The answer to a GET, or to a POST if there is a `body`. Raises `CannotAsk`."""
+    """The answer to a GET, or to a POST if there is a `body`, unless `method` is another. Raises
+    `CannotAsk`.
+    """
     import msgspec
 
-    status, answer = await _fetch(url.rstrip("/") + path, key, body)
+    method = method or ("GET" if body is None else "POST")
+    status, answer = await _fetch(method, url.rstrip("/") + path, key, body)
     if status // 100 != 2:
         raise CannotAsk(f"{url} answered {status}: {_message(answer)}", status)
     try:
@@ -84,12 +114,11 @@ def show(answer: T, as_json: bool, view: Callable[[Console, T], None]) -> None:
         view(Console(), answer)
 
 
-async def _fetch(url: str, key: str, body: bytes | None) -> tuple[int, bytes]:
+async def _fetch(method: str, url: str, key: str, body: bytes | None) -> tuple[int, bytes]:
     import aiohttp
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    method = "GET" if body is None else "POST"
     if body is not None:
         headers["Content-Type"] = "application/json"
     try:

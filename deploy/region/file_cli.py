@@ -1,12 +1,13 @@
-"""`prfaas region`: looks at region files, and hands one that changed to the region that runs.
+"""`prfaas region`: what follows from region files; it hands one that changed to its running region.
 
-It also has what all commands that take a region file share. It starts nothing.
+It also has what commands share that take a region file. It starts nothing.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -16,14 +17,19 @@ from deploy.command_line import JsonOption, RunDirOption, command_group, fail, p
 from deploy.region.spec.loading import load_region
 from deploy.region.spec.region import RegionSpec, region_schema
 from kvmanager.config_files.problems import FileError
+from kvmanager.private_files import make_new_directory, make_private_directory, write_private
 
-region_app = command_group("Check region files, print their schema, reload one that changed.")
+region_app = command_group("Region files: check, compare, reload, make systemd units; schema.")
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="region file, YAML")]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="fill ${NAME} in the file; repeatable"),
 ]
+SiteOption = Annotated[
+    str | None, typer.Option(metavar="CLUSTER", help="only this cluster's nodes")
+]
+NodeOption = Annotated[str | None, typer.Option(metavar="NODE", help="only this node")]
 
 
 @region_app.command("schema")
@@ -72,24 +78,33 @@ def reload_command(
     file: FileArgument,
     run_dir: RunDirOption = None,
     variables: SetOption = None,
+    site: SiteOption = None,
+    node: NodeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Hand a changed region file to the region that runs: limits and rights of tenants.
+    """Hand a changed region file to the region that runs: limits, rights and homes of tenants.
 
-    These are operators, priority_tenants and shared_caches of the gateway, and default_tenant and
-    tenants of gateway.scheduling.admission. What else changed is named; it needs `prfaas down` and
-    `prfaas up`.
+    These are operators, priority_tenants, shared_caches, home and homes of the gateway, and
+    default_tenant and tenants of gateway.scheduling.admission. What else changed is named; it
+    needs `prfaas down` and `prfaas up`. With --node or --site, the gateway must be in that part of
+    the region.
 
     \b
     prfaas region reload region.yaml --set MODEL=/models/qwen3-next
+    prfaas region reload region.yaml --node b1
     """
     wanted = load_or_exit(file, variables or [])
+    from deploy.region.launch.parts import part_of, run_name
     from deploy.region.launch.reload import reload_region
     from deploy.region.launch.rundir import find_run
 
-    root, _ = find_run(run_dir, wanted.name)
+    part = part_of(wanted, site=site, node=node)
+    if not part.has_gateway:
+        names = ", ".join(node.name for node in wanted.gateway_nodes)
+        fail(f"the gateway runs on the host of node {names}, not here", 2)
+    root, _ = find_run(run_dir, run_name(wanted, part))
     try:
-        changes = reload_region(root, wanted)
+        changes = reload_region(root, wanted, part)
     except FileError as error:
         fail(str(error), 2)
     except OSError as error:
@@ -102,12 +117,100 @@ def reload_command(
         typer.echo(f"changed, but needs a restart: {', '.join(changes.needs_restart)}", err=True)
 
 
+@region_app.command("diff")
+def diff_command(
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="the file that runs")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="the file that is wanted")],
+    variables: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say which processes a change of a region file would start, stop and restart, and why.
+
+    It compares what each process is told. Files that the region file names, such as keys and
+    certificates, are not compared.
+
+    \b
+    prfaas region diff region.yaml region-new.yaml
+    """
+    before, after = (load_or_exit(file, variables or []) for file in (old, new))
+    from deploy.region.diff import changes
+
+    found = changes(before, after)
+    if as_json:
+        print_json({"changes": found})
+        return
+    for item in found:
+        why = f": {', '.join(item.settings)}" if item.settings else ""
+        typer.echo(f"{item.what} {item.process} ({item.kind}, node {item.node}){why}")
+    if not found:
+        typer.echo("no process changes")
+
+
+@region_app.command("render")
+def render_command(
+    file: FileArgument,
+    systemd: Annotated[Path, typer.Option(metavar="DIR", help="write systemd units below DIR")],
+    variables: SetOption = None,
+    site: SiteOption = None,
+    node: NodeOption = None,
+    config: Annotated[
+        Path | None, typer.Option(help="where the files will be; default: /etc/prfaas/REGION")
+    ] = None,
+    user: Annotated[str, typer.Option(help="user of the services")] = "prfaas",
+    python: Annotated[str, typer.Option(help="the interpreter on the hosts")] = sys.executable,
+) -> None:
+    """Write systemd units for every host of a region: one service for each process.
+
+    DIR, which must be empty or missing, gets a folder for each host with its units and the files
+    that the processes read. Keys, certificates and models are used where the region file says; as
+    relative paths start at the file, write whole paths where hosts keep them elsewhere. Variables
+    for all services, such as API keys, may be in the file `environment` beside the others.
+
+    \b
+    prfaas region render region.yaml --systemd units
+    prfaas region render region.yaml --systemd units --node a1 --user vllm
+    """
+    region = load_or_exit(file, variables or [])
+    from deploy.region.certs import hosts_of
+    from deploy.region.launch.parts import part_of, spread_problems
+    from deploy.region.launch.systemd_units import HostPaths, rendered, target_name
+
+    if problems := spread_problems(region):
+        fail(str(FileError(str(file), problems)), 2)
+    wanted = part_of(region, site=site, node=node).nodes
+    paths = HostPaths((config or Path("/etc/prfaas") / region.name).absolute(), user, python)
+    try:
+        make_new_directory(systemd)
+        for host in hosts_of(region):
+            if nodes := tuple(name for name in host.nodes if name in wanted):
+                _write(systemd / nodes[0], rendered(region, nodes, paths))
+                typer.echo(
+                    f"host {host.addresses[0]}: copy {systemd / nodes[0]}/config/. to "
+                    f"{paths.config}, {systemd / nodes[0]}/systemd/. to /etc/systemd/system"
+                )
+    except OSError as error:
+        fail(str(error), 1)
+    typer.echo(f"then: systemctl daemon-reload && systemctl enable --now {target_name(region)}")
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        make_private_directory(path.parent)
+        write_private(path, text.encode())
+
+
 def load_or_exit(file: Path, variables: list[str]) -> RegionSpec:
     """The region. On problems, prints all of them on stderr and exits with status 2."""
     try:
-        return load_region(file, dict(os.environ) | _variables(variables))
+        return load_variables(file, variables)
     except FileError as error:
         fail(str(error), 2)
+
+
+def load_variables(file: Path, variables: list[str]) -> RegionSpec:
+    """The region, with `${NAME}` filled in from `variables`, else the environment. FileError."""
+    return load_region(file, dict(os.environ) | _variables(variables))
 
 
 def _variables(words: list[str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import uvloop
@@ -23,15 +23,20 @@ from kvmanager.agent.engines.server import SocketTaken
 from kvmanager.agent.messages import SERVICE
 from kvmanager.agent.service import NodeAgent
 from kvmanager.arena import ArenaError
+from kvmanager.config_files.followed_files import follow, hang_up
 from kvmanager.config_files.options import setting
+from kvmanager.config_files.problems import FileError
 from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.logs import set_up_logging
 from kvmanager.loop.metrics import LoopCollector
+from kvmanager.loop.systemd import served
 from kvmanager.loop.watch import LoopWatch, settle_heap
 from kvmanager.metrics_server import MetricsServer
 from kvmanager.pool.ssd import SsdError
 from transport import Endpoint, TransportError
+from transport.errors import LocalError
 from transport.rpc import RpcError, RpcServer
+from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.kvmanager.agent")
 
@@ -80,7 +85,7 @@ def agent_command(
         settings = load(config, options)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(settings))
+            runner.run(serve(settings, config, options))
     except (
         ArenaError,
         SsdError,
@@ -93,8 +98,12 @@ def agent_command(
         raise typer.Exit(1) from error
 
 
-async def serve(config: AgentConfig) -> None:
-    """Run until SIGTERM or SIGINT. Raises the errors of `NodeAgent.start`."""
+async def serve(
+    config: AgentConfig, path: Path | None = None, options: dict[str, Any] | None = None
+) -> None:
+    """Run until SIGTERM or SIGINT. `path` has the settings besides `options`, and is followed;
+    SIGHUP reads it again. Raises the errors of `NodeAgent.start`.
+    """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -103,8 +112,10 @@ async def serve(config: AgentConfig) -> None:
         logger.warning("%s", exposure)
     agent = NodeAgent(config)
     await agent.start()
-    rpc = RpcServer(config.control, {SERVICE: ControlService(agent).methods()}, config.credentials)
+    services = {SERVICE: ControlService(agent).methods()}
+    rpc = RpcServer(config.control, services, config.credentials, why_not_ready=agent.why_not_ready)
     metrics: MetricsServer | None = None
+    following: asyncio.Task[None] | None = None
     try:
         control_host = Endpoint.parse(config.control).host
         ready = {
@@ -117,20 +128,50 @@ async def serve(config: AgentConfig) -> None:
         if config.metrics_port is not None:
             at = Endpoint(config.metrics_host, config.metrics_port)
             metrics = MetricsServer(
-                agent.metrics.registry, at, config.metrics_key_file, config.exposures
+                agent.metrics.registry,
+                at,
+                config.metrics_key_file,
+                config.exposures,
+                why_not_ready=rpc.why_not_ready,
             )
             ready["metrics"] = str(await metrics.start())
         # The objects of the start stay for good; visiting them in each full garbage collection
         # would hold the loop up for 50 ms.
         settle_heap()
+        if path is not None:
+            work = _follow_destinations(path, options or {}, agent)
+            following = start_task(work, "the agent's file")
         # Whoever started the agent reads the real ports from this line, since a port may be 0.
         print(json.dumps(ready), flush=True)
         with LoopWatch() as watch:
             agent.metrics.registry.register(LoopCollector("prfaas_agent", watch.gaps))
-            await stopping.wait()
+            async with served():
+                await stopping.wait()
         logger.info("stopping")
     finally:
+        if following is not None:
+            following.cancel()
         await rpc.stop(grace_s=0.2)
+        await agent.stop()
+        # Last, so that probes hear until the end that the process lives and no longer serves.
         if metrics is not None:
             await metrics.stop()
-        await agent.stop()
+
+
+async def _follow_destinations(path: Path, options: dict[str, Any], agent: NodeAgent) -> None:
+    """Send to the endpoints that the file names now, until cancelled: nodes join and leave."""
+
+    def read() -> AgentConfig:
+        try:
+            return load(path, options)
+        except (FileError, OSError) as error:
+            raise LocalError("agent_file", f"the settings stay as they were: {error}") from error
+
+    def use(found: AgentConfig) -> None:
+        io = agent.transfers.io
+        # Whether it names endpoints at all decides what needs a grant, and does not change.
+        if io.send_to is not None and found.destinations not in (None, io.send_to):
+            io.send_to = found.destinations
+            logger.info("sends to other endpoints from now on (send_to)")
+
+    await follow((path,), read, use, hang_up())

@@ -27,6 +27,7 @@ from kvmanager.agent.cache.move_messages import (
     SendCacheMoveReply,
 )
 from kvmanager.agent.grants import move_landing, move_send, probe_send
+from kvmanager.agent.host_messages import HostFacts, HostFactsReply
 from kvmanager.agent.links.messages import LinkFeed, SendLinkProbe, SendLinkProbeReply, WatchLinks
 from kvmanager.agent.messages import (
     SERVICE,
@@ -121,8 +122,10 @@ class AgentClient:
         *,
         tenant: str = "",
         grant: bytes = b"",
+        by_transport: bool = False,
     ) -> OpenOutboxReply:
-        """Reserve memory that an engine fills and the agent sends to `landing` meanwhile. NO_ROOM,
+        """Reserve memory that an engine fills and the agent sends to `landing` meanwhile. If the
+        agent has the landing, the engine fills that itself, unless `by_transport`. NO_ROOM,
         INVALID.
         """
         request = OpenOutbox(
@@ -137,6 +140,7 @@ class AgentClient:
             tenant=tenant,
             cached_tokens=landing.cached_tokens,
             grant=grant,
+            by_transport=by_transport,
         )
         return await self._call(request, OpenOutboxReply, timeout_s)
 
@@ -261,6 +265,10 @@ class AgentClient:
     async def probe_end(self, transfer_id: str, reason: str, timeout_s: float) -> None:
         """End both roles of a probe at this agent. Idempotent."""
         await self._call(ProbeEnd(transfer_id, reason), ProbeEndReply, timeout_s)
+
+    async def host_facts(self, timeout_s: float = CALL_S) -> HostFactsReply:
+        """Ask what the agent sees of its host. INVALID from an agent of an older release."""
+        return await self._call(HostFacts(), HostFactsReply, timeout_s)
 
     # ---- links
 

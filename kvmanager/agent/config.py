@@ -40,7 +40,7 @@ from kvmanager.pool.placement import StatePlacement
 from kvmanager.transfers.shared import TableLimits
 from netmon.detector import DetectorConfig
 from netmon.monitor import MonitorConfig
-from transport import Credentials, Endpoint, TlsFiles, TransportConfig
+from transport import Credentials, Endpoint, LinkPath, TlsFiles, TransportConfig
 from transport.grants import GrantFile
 
 Eviction = Literal["lru", "lfu", "length", "cost"]
@@ -121,6 +121,14 @@ class AgentConfig(AgentSection, MetricsSection):
     send_to: tuple[Address, ...] | None = None
     """The only addresses that this agent connects to, to send KVCache and probes, host:port,
     whoever asks for it. Left out: any, and with `granting_keys` those that grants name.
+    """
+    routes: dict[Address, Annotated[tuple[Address, ...], Field(min_length=1)]] = Field(default={})
+    """All addresses of receivers that have several, host:port, by the one that they advertise. The
+    connections to a receiver are spread over its addresses; while one is down they take the others.
+    """
+    sources: tuple[str, ...] = ()
+    """Addresses of this host to pair with those of `routes`: connections to the second address of a
+    receiver leave from the second one here. Left out: the kernel chooses.
     """
     block_bytes: Bytes = DEFAULT_BLOCK_BYTES
     """Bytes of one block of the arena, or such as 64KiB."""
@@ -246,6 +254,18 @@ class AgentConfig(AgentSection, MetricsSection):
     def destinations(self) -> frozenset[Endpoint] | None:
         """Where this agent may send; None: anywhere."""
         return None if self.send_to is None else frozenset(map(Endpoint.parse, self.send_to))
+
+    @property
+    def paths(self) -> dict[Endpoint, list[LinkPath]]:
+        """The ways to the receivers of `routes`."""
+        sources = self.sources or ("",)
+        return {
+            Endpoint.parse(known): [
+                LinkPath(Endpoint.parse(there[i % len(there)]), sources[i % len(sources)])
+                for i in range(max(len(there), len(sources)))
+            ]
+            for known, there in self.routes.items()
+        }
 
     @property
     def transport_config(self) -> TransportConfig:

@@ -15,6 +15,7 @@ import msgspec
 from kvmanager.agent.cache.landing_bases import LandingBase
 from kvmanager.agent.cache.service import AgentCache
 from kvmanager.agent.grants import outbox_send, probe_send, reservation
+from kvmanager.agent.host_messages import HostFacts, HostFactsReply
 from kvmanager.agent.messages import (
     Await,
     CacheFeed,
@@ -92,6 +93,7 @@ class ControlService:
             (ProbeSend, ProbeSendReply, self.probe_send),
             (ProbeStatus, ProbeStatusReply, self.probe_status),
             (ProbeEnd, ProbeEndReply, self.probe_end),
+            (HostFacts, HostFactsReply, self._agent.host_facts),
         ]
         return {
             request_type.__name__: self._method(request_type, reply_type, handler)
@@ -185,7 +187,7 @@ class ControlService:
             elements=Elements(layout.elements),
             digest=agent.config.digest,
         )
-        outbox = agent.transfers.open_outbox(spec, wire)
+        outbox = agent.transfers.open_outbox(spec, wire, by_transport=request.by_transport)
         return OpenOutboxReply(
             arena_epoch=agent.arena.epoch,
             runs=[(first, length) for first, length in outbox.runs],

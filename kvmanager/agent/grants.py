@@ -26,10 +26,11 @@ from transport.grants import (
     NotGranted,
     check_grant,
     content_digest,
+    key_digest,
     load_public_keys,
     read_grant,
 )
-from transport.tls import Rotating
+from transport.rotating import Rotating
 
 OUTBOX_GRANT_S: Final = 900.0
 """A prefill job may wait in a queue and be tried again, but no longer than this. The landing that
@@ -107,6 +108,11 @@ class AgentGrants:
         self.agent = agent
         self._names_endpoints = send_to is not None
         self._used: dict[bytes, float] = {}  # nonce -> when its grant has ended for every clock
+
+    def key_digests(self) -> list[str]:
+        """The keys with which grants are checked, each by its digest."""
+        keys = () if self._keys is None else self._keys.current(time.monotonic())
+        return [key_digest(key) for key in keys]
 
     def require(self, raw: bytes, wanted: Granted) -> None:
         """The call must be granted; it may be made again, because what it names is used once."""

@@ -102,7 +102,10 @@ class CancelReply(msgspec.Struct, frozen=True):
 
 
 class OpenOutbox(msgspec.Struct, frozen=True):
-    """Reserve memory that an engine fills, and send it to the landing at `host`:`port`."""
+    """Reserve memory that an engine fills, and send it to the landing at `host`:`port`.
+
+    If this agent has the landing, the engine fills that memory itself, and nothing is sent.
+    """
 
     transfer_id: str
     token: str
@@ -117,6 +120,8 @@ class OpenOutbox(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     """The landing has the full-attention pages of these tokens, which are not sent."""
     grant: bytes = b""
+    by_transport: bool = False
+    """Send over a connection even to a landing at this agent, which an engine could fill itself."""
 
 
 class OpenOutboxReply(msgspec.Struct, frozen=True):
@@ -162,6 +167,8 @@ class TransferReport(msgspec.Struct, frozen=True):
     """Bytes of DATA bodies as sent, resends included; 0 at a landing."""
     codecs: tuple[str, ...] = ()
     """Codecs that coded some of its bytes; only "fp8" is lossy."""
+    hand_off: Literal["arena", "transport"] = "transport"
+    """"arena": both ends are at this agent, and an engine wrote into the landing."""
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -183,7 +190,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     """One engine instance and its connections. `cache` None: it does not use the prefix cache.
     `kv_block_bytes` is the data of one block of the engine's own KV memory, on all ranks. Engines
     share KVCache if `layout_fingerprint` is the same; `model` is only a name, `weights` identifies
-    the weights.
+    the weights. `engine` is its program with the version.
     """
 
     instance: str
@@ -195,6 +202,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     kv_block_bytes: int = 0
     model: str = ""
     weights: str = ""
+    engine: str = ""
 
 
 class LinkStatus(msgspec.Struct, frozen=True):

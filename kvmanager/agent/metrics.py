@@ -27,14 +27,14 @@ class AgentMetrics:
         self.registry.register(_StatusCollector(status))
         self.transfers = Counter(
             "prfaas_agent_transfers",
-            "Transfers that are over, by end and outcome.",
-            ["kind", "outcome"],
+            "Transfers that are over, by end, outcome and way.",
+            ["kind", "outcome", "hand_off"],
             registry=self.registry,
         )
         self.transferred = Counter(
             "prfaas_agent_transferred_bytes",
-            "Bytes of complete transfers.",
-            ["kind"],
+            "Bytes of complete transfers, by end and way.",
+            ["kind", "hand_off"],
             registry=self.registry,
         )
         self.resent = Counter(
@@ -69,12 +69,12 @@ class AgentMetrics:
 
     def transfer_ended(self, report: TransferReport) -> None:
         """Count the end of one end of a transfer."""
-        self.transfers.labels(report.kind, report.state).inc()
+        self.transfers.labels(report.kind, report.state, report.hand_off).inc()
         if report.kind == "outbox":
             self.resent.inc(report.resent_bytes)
         if report.state != "complete":
             return
-        self.transferred.labels(report.kind).inc(report.nbytes)
+        self.transferred.labels(report.kind, report.hand_off).inc(report.nbytes)
         if report.kind == "outbox":
             self.transfer_s.observe(report.first_sent_to_complete_s)
             self.tail_s.observe(report.prefill_end_to_complete_s)

@@ -11,6 +11,7 @@ from typing import Final, Literal
 from kvmanager.agent.cache.part_bytes import StoreUse
 from kvmanager.agent.cache.request_records import CacheUse
 from kvmanager.agent.messages import CacheStatus, PrefixLeaf, TransferReport
+from kvmanager.agent.transfer_io import OutboxProgress
 from kvmanager.pool.records import ListedPrefix, PoolStatus, Tier
 from kvmanager.pool.shape import PartKind
 from kvmanager.transfers.records import LandingRecord, OutboxRecord, State
@@ -49,15 +50,16 @@ def landing_report(landing: LandingRecord, progress: TransferProgress | None) ->
         acked_bytes=nbytes if complete else arrived,
         resent_bytes=progress.resent_bytes if progress else 0,
         opened_to_complete_s=_span(landing.opened_s, landing.ended_s) if complete else 0.0,
+        hand_off="arena" if landing.is_filled_here else "transport",
     )
 
 
-def outbox_report(
-    outbox: OutboxRecord, progress: TransferProgress | None, sent_at_prefill_end: int | None
-) -> TransferReport:
-    """The report of an outbox. `progress` None: it was never sent. `sent_at_prefill_end` None: the
-    prefill has not ended; if the transfer is complete all the same, everything was sent before.
+def outbox_report(outbox: OutboxRecord, known: OutboxProgress | None) -> TransferReport:
+    """The report of an outbox. `known` None: it was never sent. If the prefill has not ended and
+    the transfer is complete all the same, everything was sent before.
     """
+    progress = known.transfer if known else None
+    sent_at_prefill_end = known.sent_at_prefill_end if known else None
     complete = outbox.state is State.COMPLETE
     completed_s = progress.completed_s if progress and complete else None
     if sent_at_prefill_end is None:
@@ -78,6 +80,7 @@ def outbox_report(
         first_sent_to_complete_s=_span(progress.first_sent_s if progress else None, completed_s),
         wire_bytes=progress.wire_bytes if progress else 0,
         codecs=progress.codecs if progress else (),
+        hand_off="arena" if outbox.fills_landing else "transport",
     )
 
 

@@ -53,6 +53,7 @@ class SenderAdmission:
         self._on_refused = on_refused
         self._lock = threading.Lock()
         self._open: dict[bytes, _Open] = {}
+        self._accepted: set[bytes] = set()
 
     def admit(self, transfer_id: bytes, token: bytes, fingerprint: bytes, space: ByteSpace) -> None:
         """Admit a sender with this token to `space` from now on."""
@@ -63,13 +64,36 @@ class SenderAdmission:
         """Admit no other sender. The receiver drops a sender that was admitted before."""
         with self._lock:
             self._open.pop(transfer_id, None)
+            self._accepted.discard(transfer_id)
+
+    def take(self, transfer_id: bytes, token: bytes, fingerprint: bytes, nbytes: int) -> None:
+        """Check an engine of this agent as a sender is checked, and admit no sender after it.
+        Raises Refused as `accept` does, also if a sender was admitted before.
+        """
+        with self._lock:
+            self._check(transfer_id, token, fingerprint, nbytes)
+            if transfer_id in self._accepted:
+                raise self._refusal("busy", "a sender fills this landing already")
+            del self._open[transfer_id]
 
     def accept(
         self, transfer_id: bytes, token: bytes, fingerprint: bytes, nbytes: int
     ) -> ByteSpace:
         with self._lock:
-            landing = self._open.get(transfer_id)
-        # The lock is not needed any more: a record never changes.
+            landing = self._check(transfer_id, token, fingerprint, nbytes)
+            self._accepted.add(transfer_id)
+        self._post(self._news.landing_accepted, transfer_id)
+        return landing.space
+
+    def on_complete(self, transfer_id: bytes) -> None:
+        self._post(self._news.landing_complete, transfer_id)
+
+    def on_failed(self, transfer_id: bytes, error: TransportError) -> None:
+        message = f"{error.code}: {error.message}"
+        self._post(self._news.landing_failed, transfer_id, message)
+
+    def _check(self, transfer_id: bytes, token: bytes, fingerprint: bytes, nbytes: int) -> _Open:
+        landing = self._open.get(transfer_id)
         if landing is None:
             raise self._refusal("no_landing", "no landing is reserved for this transfer")
         # In constant time: how long a refusal takes must not tell how much of a guess was right.
@@ -85,15 +109,7 @@ class SenderAdmission:
             raise self._refusal(
                 "bad_size", f"the landing holds {landing.space.nbytes} bytes, not {nbytes}"
             )
-        self._post(self._news.landing_accepted, transfer_id)
-        return landing.space
-
-    def on_complete(self, transfer_id: bytes) -> None:
-        self._post(self._news.landing_complete, transfer_id)
-
-    def on_failed(self, transfer_id: bytes, error: TransportError) -> None:
-        message = f"{error.code}: {error.message}"
-        self._post(self._news.landing_failed, transfer_id, message)
+        return landing
 
     def _refusal(self, code: str, message: str) -> Refused:
         self._on_refused(code)

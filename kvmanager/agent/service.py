@@ -30,9 +30,12 @@ from kvmanager.agent.engines.protocol import (
     ProtocolError,
     TransferMessage,
     Welcome,
+    agreed_version,
 )
 from kvmanager.agent.engines.server import EngineServer
 from kvmanager.agent.grants import AgentGrants
+from kvmanager.agent.host_facts import host_facts
+from kvmanager.agent.host_messages import HostFacts, HostFactsReply
 from kvmanager.agent.kept_arena import KeptArena, open_arena
 from kvmanager.agent.links.control import link_methods
 from kvmanager.agent.links.watch import LinkWatch, WatchSettings
@@ -198,6 +201,21 @@ class NodeAgent:
             is_encrypted=self.config.tls is not None,
         )
 
+    async def why_not_ready(self) -> str:
+        """A `transport.health.WhyNotReady`, for an agent that has started."""
+        # The arena is open as long as the port is.
+        return "" if self.transfers.io.is_listening else "the data port is closed"
+
+    async def host_facts(self, _request: HostFacts) -> HostFactsReply:
+        """The facts of this agent's host, read in a thread."""
+        return await asyncio.to_thread(
+            host_facts,
+            self.config.arena_dir,
+            self.book.processes(),
+            congestion=self.config.transport_config.congestion or "",
+            granting_keys=self.grants.key_digests(),
+        )
+
     @property
     def landing_room_bytes(self) -> int:
         """Bytes that one more landing could take now, if the prefix cache gave up what it can."""
@@ -230,6 +248,7 @@ class NodeAgent:
             self.transfers.table.outboxes.last_attempt,
             # Half of the drain time: an engine notices a lost connection later than the agent.
             self.config.drain_s / 2,
+            version=agreed_version(hello),
         )
 
     def _join_cache(self, peer: EnginePeer, hello: EngineHello) -> StatePlacement | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -19,10 +19,12 @@ from kvmanager.transfers.records import BadRequest
 from transport import (
     ByteSpace,
     Endpoint,
+    LinkPath,
     LinkState,
     OutgoingSpec,
     OutgoingTransfer,
     Receiver,
+    Refused,
     Sender,
     TransferListener,
     TransferProgress,
@@ -43,6 +45,14 @@ class OutboxSend:
     sent_at_prefill_end: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class OutboxProgress:
+    """The progress of an outbox. `sent_at_prefill_end` is None until the prefill has ended."""
+
+    transfer: TransferProgress
+    sent_at_prefill_end: int | None
+
+
 class TransferIo:
     """Runs the sockets. Construct and use it on the event loop that `news` must be called on."""
 
@@ -54,15 +64,17 @@ class TransferIo:
         on_refused: Callable[[str], None],
         *,
         send_to: Collection[Endpoint] | None = None,
+        routes: Mapping[Endpoint, Sequence[LinkPath]] | None = None,
     ) -> None:
-        """`send_to`: the only endpoints that it connects to; None: any. Raises
-        transport.LocalError when TLS files cannot be used.
+        """`send_to`: the only endpoints that it connects to; None: any. `routes`: the paths to
+        endpoints of hosts with several addresses. Raises transport.LocalError when TLS files cannot
+        be used.
         """
-        self._send_to = None if send_to is None else frozenset(send_to)
+        self.send_to = None if send_to is None else frozenset(send_to)
         self._loop = asyncio.get_running_loop()
         self._news = news
         self._admission = SenderAdmission(news, self.post, on_refused)
-        self._sender = Sender(config)
+        self._sender = Sender(config, routes)
         self._receiver = Receiver(bind, config, self._admission)
         self._outgoing: dict[bytes, OutboxSend] = {}
         self._droppers = ThreadPoolExecutor(DROP_THREADS, thread_name_prefix="prfaas-drop")
@@ -94,6 +106,17 @@ class TransferIo:
         """Admit the sender that has the token."""
         self._admission.admit(transfer_id, token, fingerprint, space)
 
+    def admit_engine(
+        self, transfer_id: bytes, token: bytes, fingerprint: bytes, nbytes: int
+    ) -> None:
+        """Let an engine of this agent fill the landing, and no sender after it. Raises BadRequest
+        for what a sender would be refused for.
+        """
+        try:
+            self._admission.take(transfer_id, token, fingerprint, nbytes)
+        except Refused as error:
+            raise BadRequest(f"{error.code}: {error.message}") from error
+
     def drop(self, transfer_id: bytes, reason: str) -> None:
         """Make the receiver forget the transfer. `landing_dropped` follows, unless stopped."""
         if self._stopped:
@@ -108,6 +131,11 @@ class TransferIo:
 
     def landing_progress(self, transfer_id: bytes) -> TransferProgress | None:
         return self._receiver.progress(transfer_id)
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether senders can connect."""
+        return self._receiver.is_listening
 
     @property
     def num_received_connections(self) -> int:
@@ -141,8 +169,8 @@ class TransferIo:
 
     def _check(self, endpoint: Endpoint) -> None:
         # A caller could otherwise let this agent try any port that it reaches.
-        if self._send_to is not None and endpoint not in self._send_to:
-            known = ", ".join(sorted(map(str, self._send_to))) or "nowhere"
+        if self.send_to is not None and endpoint not in self.send_to:
+            known = ", ".join(sorted(map(str, self.send_to))) or "nowhere"
             raise BadRequest(f"this agent sends to {known} (send_to), not to {endpoint}")
 
     def link_state(self, endpoint: Endpoint) -> LinkState | None:
@@ -169,9 +197,12 @@ class TransferIo:
         outgoing = self._outgoing[transfer_id]
         outgoing.sent_at_prefill_end = outgoing.handle.progress().sent_bytes
 
-    def outgoing(self, transfer_id: bytes) -> OutboxSend | None:
-        """The sending of an outbox, until `forget`."""
-        return self._outgoing.get(transfer_id)
+    def progress(self, transfer_id: bytes) -> OutboxProgress | None:
+        """The progress of an outbox, until `forget`."""
+        outgoing = self._outgoing.get(transfer_id)
+        if outgoing is None:
+            return None
+        return OutboxProgress(outgoing.handle.progress(), outgoing.sent_at_prefill_end)
 
     def forget(self, transfer_id: bytes) -> None:
         """Forget an outbox, whose report nobody will ask for any more."""

@@ -30,6 +30,7 @@ from kvmanager.agent.engines.protocol import (
     TransferMessage,
     Watch,
 )
+from kvmanager.agent.hand_offs import ArenaHandOffs
 from kvmanager.agent.kept_arena import KeptArena
 from kvmanager.agent.links.probing import AgentProbes
 from kvmanager.agent.messages import LinkStatus, TransferReport
@@ -38,6 +39,7 @@ from kvmanager.agent.reports import landing_report, outbox_report
 from kvmanager.agent.transfer_io import TransferIo, now_s
 from kvmanager.transfers.holds import Key, Kind
 from kvmanager.transfers.records import (
+    MOVES,
     CancelOutbox,
     DropLanding,
     Effect,
@@ -88,7 +90,9 @@ class AgentTransfers:
             self,
             lambda code: metrics.refused_senders.labels(code).inc(),
             send_to=config.destinations,
+            routes=config.paths,
         )
+        self._hand_offs = ArenaHandOffs(self, now_s)
         self.mover: CacheMover | None = None
         """Moves of cached prefixes; None without a cache."""
         self._config = config
@@ -96,6 +100,7 @@ class AgentTransfers:
         self._cache = cache
         self._metrics = metrics
         self._send = send
+        self._loop = asyncio.get_running_loop()
         self._waiters: defaultdict[Key, set[asyncio.Future[None]]] = defaultdict(set)
 
     def start(self) -> None:
@@ -126,6 +131,7 @@ class AgentTransfers:
         self._perform(self.table.expire(now_s()))
         for transfer_id in before - self.table.outboxes.records.keys():
             self.io.forget(transfer_id)
+            self._hand_offs.forget(transfer_id)
         if self.mover is not None:
             self.mover.tick(now_s())
 
@@ -152,15 +158,35 @@ class AgentTransfers:
         self.io.admit(spec.transfer_id, spec.token, spec.fingerprint, space)
         return landing
 
-    def open_outbox(self, spec: OutboxSpec, wire: OutgoingSpec) -> OutboxRecord:
-        """Reserve memory and begin to send. Raises TransferError."""
+    def open_outbox(
+        self, spec: OutboxSpec, wire: OutgoingSpec, *, by_transport: bool = False
+    ) -> OutboxRecord:
+        """Reserve memory and begin to send. Raises TransferError.
+
+        If the landing is at this agent, the engine fills its memory, unless `by_transport`.
+        """
+        landing = self.table.landings.records.get(spec.transfer_id)
+        if landing is not None and landing.state in MOVES and not by_transport:
+            return self._hand_off(spec, wire.token, landing)
         outbox = self.table.outboxes.open(spec, now_s())
+        # Another try may have been a hand-off.
+        self._hand_offs.forget(spec.transfer_id)
         space = self._arena.view(outbox.runs, spec.nbytes)
         try:
             self.io.open(wire, space)
         except Exception as error:
             self.outbox_ended(spec.transfer_id, f"cannot send: {error}")
             raise
+        return outbox
+
+    def _hand_off(self, spec: OutboxSpec, token: bytes, landing: LandingRecord) -> OutboxRecord:
+        # Before `admit_engine`, which takes the landing from other senders: a request that was
+        # refused after that would leave the landing to nobody.
+        self.table.outboxes.check(spec)
+        self.io.admit_engine(spec.transfer_id, token, spec.fingerprint, spec.nbytes)
+        self.io.forget(spec.transfer_id)
+        outbox = self.table.outboxes.open(spec, now_s(), landing)
+        self._hand_offs.begin(outbox)
         return outbox
 
     def cancel(self, transfer_id: bytes, reason: str) -> bool:
@@ -188,12 +214,11 @@ class AgentTransfers:
         kind, transfer_id = key
         if kind is Kind.LANDING:
             landing = self.table.landings.records[transfer_id]
-            return landing_report(landing, self.io.landing_progress(transfer_id))
-        outgoing = self.io.outgoing(transfer_id)
+            filling = self._hand_offs.progress(transfer_id) if landing.is_filled_here else None
+            arrived = filling.transfer if filling else self.io.landing_progress(transfer_id)
+            return landing_report(landing, arrived)
         outbox = self.table.outboxes.records[transfer_id]
-        if outgoing is None:
-            return outbox_report(outbox, None, None)
-        return outbox_report(outbox, outgoing.handle.progress(), outgoing.sent_at_prefill_end)
+        return outbox_report(outbox, self._carrier(transfer_id).progress(transfer_id))
 
     def links(self) -> list[LinkStatus]:
         """The endpoints that open outboxes send to."""
@@ -259,23 +284,29 @@ class AgentTransfers:
 
     # ---- inside
 
+    def _carrier(self, transfer_id: bytes) -> TransferIo | ArenaHandOffs:
+        """The part of the agent that brings this outbox to its landing."""
+        return self._hand_offs if transfer_id in self._hand_offs else self.io
+
     def _perform(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
                 case ForwardReady(transfer_id, ranges):
-                    self.io.ranges_ready(transfer_id, ranges)
+                    self._carrier(transfer_id).ranges_ready(transfer_id, ranges)
                 case TellLanded(conn_id, transfer_id):
                     self._send(conn_id, Landed(transfer_id))
                 case TellFailed(conn_id, transfer_id, reason, attempt):
                     self._send(conn_id, FailureNotice(transfer_id, reason, attempt))
                 case DropLanding(transfer_id, reason):
+                    self._hand_offs.landing_over(transfer_id, reason)
                     self.io.drop(transfer_id, reason)
                 case CancelOutbox(transfer_id, reason):
-                    self.io.cancel(transfer_id, reason)
+                    self._carrier(transfer_id).cancel(transfer_id, reason)
                 case RecordPrefillEnd(transfer_id):
-                    self.io.note_prefill_end(transfer_id)
+                    self._carrier(transfer_id).note_prefill_end(transfer_id)
                 case OutcomeKnown(key):
-                    self._transfer_ended(key)
+                    # In the loop's next turn: engines wait for what this one sends them.
+                    self._loop.call_soon(self._transfer_ended, key)
                 case GaveUpOnEngine((kind, transfer_id)):
                     logger.warning(
                         "%s %s: an engine did not release its memory", kind, transfer_id.hex()

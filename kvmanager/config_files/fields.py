@@ -77,10 +77,20 @@ def _address(text: str) -> str:
     return text
 
 
+def _addresses(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    for text in (value,) if isinstance(value, str) else value:
+        _address(text)
+    return value
+
+
 ListenAddress = Annotated[str, AfterValidator(_endpoint)]
 """host:port to listen on; port 0: any free one."""
 Address = Annotated[str, AfterValidator(_address)]
 """host:port to connect to."""
+Addresses = Annotated[
+    str | Annotated[tuple[str, ...], Field(min_length=1)], AfterValidator(_addresses)
+]
+"""One or several of them."""
 
 
 @functools.cache

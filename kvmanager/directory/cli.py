@@ -22,17 +22,19 @@ from kvmanager.config_files.options import setting
 from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.directory.config import DirectoryConfig, load
 from kvmanager.directory.embedded import EmbeddedDirectory
-from kvmanager.directory.errors import DirectoryError
+from kvmanager.directory.errors import DirectoryError, StoreError
 from kvmanager.directory.feed_client import DirectoryFollower
 from kvmanager.directory.messages import SERVICE, NodeState
 from kvmanager.directory.metrics import DirectoryMetrics
 from kvmanager.directory.service import DirectoryService
 from kvmanager.logs import set_up_logging
 from kvmanager.loop.metrics import LoopCollector
+from kvmanager.loop.systemd import served
 from kvmanager.loop.watch import LoopWatch, settle_heap
 from kvmanager.metrics_server import MetricsServer
 from transport import Endpoint
 from transport.errors import LocalError
+from transport.health import WhyNotReady
 from transport.rpc import RpcError, RpcServer
 
 logger = logging.getLogger("prfaas.kvmanager.directory")
@@ -91,7 +93,7 @@ async def _serve_grpc(config: DirectoryConfig, stopping: asyncio.Event) -> None:
     directory = EmbeddedDirectory(AgentClients(credentials).open, forget_s=config.forget_s)
     server = RpcServer(config.listen, {SERVICE: DirectoryService(directory).methods()}, credentials)
     host = Endpoint.parse(config.listen).host
-    metrics = _Metrics(config, directory.follower)
+    metrics = _Metrics(config, directory.follower, server.why_not_ready)
     try:
         port = await server.start()
         await metrics.start()
@@ -99,17 +101,19 @@ async def _serve_grpc(config: DirectoryConfig, stopping: asyncio.Event) -> None:
         _say_ready(control=str(Endpoint(host, port)))
         with LoopWatch() as watch:
             metrics.show_loop(watch)
-            while not await _stopped(stopping):
-                metrics.update(await directory.nodes(), directory.core.nbytes)
+            async with served():
+                while not await _stopped(stopping):
+                    metrics.update(await directory.nodes(), directory.core.nbytes)
     finally:
-        await metrics.close()
         await server.stop(grace_s=0.2)
         await directory.close()
+        await metrics.close()
 
 
 async def _fill_redis(config: DirectoryConfig, url: str, stopping: asyncio.Event) -> None:
+    from kvmanager.directory.redis_client import connect, reached
     from kvmanager.directory.redis_sink import RedisSink
-    from kvmanager.directory.redis_store import RedisDirectory, RedisSettings, connect, reached
+    from kvmanager.directory.redis_store import RedisDirectory, RedisSettings
 
     credentials = config.credentials("directory")
     settings = RedisSettings(forget_s=config.forget_s)
@@ -118,7 +122,17 @@ async def _fill_redis(config: DirectoryConfig, url: str, stopping: asyncio.Event
         RedisSink(redis, settings), AgentClients(credentials).open, forget_s=config.forget_s
     )
     reader = RedisDirectory(redis, settings)
-    metrics = _Metrics(config, follower)
+
+    async def why_not_ready() -> str:
+        if stopping.is_set():
+            return "stopping"
+        try:
+            await reached(redis)
+        except StoreError:
+            return "the store does not answer"
+        return ""
+
+    metrics = _Metrics(config, follower, why_not_ready)
     try:
         await reached(redis)
         await metrics.start()
@@ -126,12 +140,13 @@ async def _fill_redis(config: DirectoryConfig, url: str, stopping: asyncio.Event
         _say_ready()
         with LoopWatch() as watch:
             metrics.show_loop(watch)
-            while not await _stopped(stopping):
-                metrics.update(await reader.nodes(), 0)
+            async with served():
+                while not await _stopped(stopping):
+                    metrics.update(await reader.nodes(), 0)
     finally:
-        await metrics.close()
         await follower.stop()
         await reader.close()
+        await metrics.close()
 
 
 class _Metrics:
@@ -139,7 +154,9 @@ class _Metrics:
     used.
     """
 
-    def __init__(self, config: DirectoryConfig, follower: DirectoryFollower) -> None:
+    def __init__(
+        self, config: DirectoryConfig, follower: DirectoryFollower, why_not_ready: WhyNotReady
+    ) -> None:
         self._follower = follower
         self._metrics = DirectoryMetrics()
         self._server: MetricsServer | None = None
@@ -151,7 +168,9 @@ class _Metrics:
         if config.metrics_port:
             at = Endpoint(config.metrics_host, config.metrics_port)
             exposures = () if exposure is None else (exposure,)
-            self._server = MetricsServer(registry, at, config.metrics_key_file, exposures)
+            self._server = MetricsServer(
+                registry, at, config.metrics_key_file, exposures, why_not_ready=why_not_ready
+            )
 
     async def start(self) -> None:
         """Raises OSError when the port is taken."""
@@ -176,7 +195,8 @@ def _say_ready(**what: str) -> None:
 
 async def _stopped(stopping: asyncio.Event) -> bool:
     try:
-        await asyncio.wait_for(stopping.wait(), _METRICS_INTERVAL_S)
+        async with asyncio.timeout(_METRICS_INTERVAL_S):
+            await stopping.wait()
     except TimeoutError:
         return False
     logger.info("stopping")

@@ -46,6 +46,7 @@ from kvmanager.directory.messages import (
     short_key_bytes,
 )
 from kvmanager.directory.reader import Outage
+from kvmanager.directory.redis_client import connect
 
 DEFAULT_PREFIX: Final = "prfaas"
 
@@ -172,23 +173,6 @@ class RedisDirectory:
                 cluster, _, node = raw_name.decode().partition("/")
                 nodes.append((NodeName(cluster, node), record, age_s))
         return nodes, list(_pairs(runs))
-
-
-def connect(url: str, *, timeout_s: float = 0.25) -> Redis:
-    """A client whose commands give up after `timeout_s`. ValueError: no such URL."""
-    # No retries: a request waits for the answer, and `Outage` pauses further questions after an
-    # error.
-    return Redis.from_url(
-        url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=None
-    )
-
-
-async def reached(redis: Redis) -> None:
-    """Raises `StoreError` when the server does not answer."""
-    try:
-        await redis.ping()
-    except (RedisError, OSError) as error:
-        raise StoreError(f"Redis does not answer: {error}") from error
 
 
 def _match(rule: ResumeRule, nodes: list[_Known], runs: list[_Run]) -> list[NodeCoverage]:

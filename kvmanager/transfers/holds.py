@@ -8,6 +8,9 @@ the transfer is over and no holder is left. An engine that does not answer is re
 when its process has ended, or some time after the transfer's end, when a copy under way must have
 finished. The transport and the copies of the prefix cache always answer, so time does not remove
 them.
+
+A record may borrow the blocks of another one instead of having its own: an engine then fills a
+landing of its own agent. The lender keeps the blocks until the borrower has no holder any more.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,7 +24,9 @@ TRANSPORT: Final = -1
 """The holder that stands for the transport's threads; engines are connection ids from 0 up."""
 PROMOTION: Final = -2
 """The holder that stands for copying what landed into the prefix cache."""
-_OURS: Final = frozenset({TRANSPORT, PROMOTION})
+BORROWER: Final = -3
+"""The holder that stands for another record that was lent the blocks (`BlockHolds.borrow`)."""
+_OURS: Final = frozenset({TRANSPORT, PROMOTION, BORROWER})
 
 
 class Kind(StrEnum):
@@ -38,6 +43,8 @@ Key = tuple[Kind, bytes]
 class _Record:
     runs: list[Run]
     num_blocks: int
+    lender: Key | None = None
+    """Whose blocks these are; this record then counts none, and `runs` is empty."""
     holders: set[int] = field(default_factory=lambda: {TRANSPORT})
     drained_at_s: float | None = None  # set when the transfer is over
 
@@ -80,6 +87,15 @@ class BlockHolds:
         self._records[key] = _Record(runs, num_blocks)
         self._num_blocks[key[0]] += num_blocks
         return runs
+
+    def borrow(self, key: Key, lender: Key) -> None:
+        """Begin a new transfer, held by the transport, on the blocks of `lender`, which must have
+        some.
+        """
+        if key in self._records:
+            raise ValueError(f"{key} has blocks already")
+        self._records[lender].holders.add(BORROWER)
+        self._records[key] = _Record([], 0, lender)
 
     def hold(self, key: Key, holder: int) -> None:
         """Add a holder, who may touch the memory from now on."""
@@ -150,7 +166,9 @@ class BlockHolds:
         for kind in Kind:
             records = [r for (k, _), r in self._records.items() if k is kind]
             assert self._num_blocks[kind] == sum(r.num_blocks for r in records)
+        lenders = {record.lender for record in self._records.values()}
         for key, record in self._records.items():
+            assert (key in lenders) == (BORROWER in record.holders), f"{key} lends to nobody"
             assert record.holders or record.drained_at_s is None, f"{key} should be free"
         for key in keys_in_use:
             assert key in self._records, f"{key} lost its blocks while in use"
@@ -159,6 +177,9 @@ class BlockHolds:
         if record.drained_at_s is not None and not record.holders:
             del self._records[key]
             self._num_blocks[key[0]] -= record.num_blocks
-            self._allocator.free(record.runs)
+            if record.runs:
+                self._allocator.free(record.runs)
+            if record.lender is not None:
+                self.release(record.lender, BORROWER)
             if self._on_freed is not None:
                 self._on_freed(key)

@@ -11,6 +11,11 @@ instance has attached, the workers of other instances are removed. A connection 
 may not fill the outbox: nobody would tell it of an end that came before it. `last_attempt` tells it
 which outboxes those are.
 
+Inside an agent. An outbox may fill the landing of the same transfer: it borrows the landing's
+blocks, which stay the landing's for as long as any engine may write into the outbox. The caller
+that performs the effects ends each of the two ends with the other, as the transport does between
+agents.
+
 Engine death. An outbox that is not filled fails as soon as one of the engines that fill it is lost.
 An outbox that is filled is sent to its end, since it needs nothing of the engine any more.
 
@@ -33,6 +38,7 @@ from kvmanager.transfers.records import (
     CancelOutbox,
     Effect,
     ForwardReady,
+    LandingRecord,
     OutboxRecord,
     OutboxSpec,
     OutcomeKnown,
@@ -54,20 +60,35 @@ class OutboxTable:
 
     # ---- the control plane
 
-    def open(self, spec: OutboxSpec, now_s: float) -> OutboxRecord:
+    def check(self, spec: OutboxSpec) -> float:
+        """Check a request without taking memory. Returns its lease. Raises BadRequest."""
+        before = self.records.get(spec.transfer_id)
+        if before is not None and (before.state in MOVES or before.key in self._books.holds):
+            raise BadRequest(f"outbox {spec.transfer_id.hex()} exists")
+        return self._books.lease_s(spec.lease_s)
+
+    def open(
+        self, spec: OutboxSpec, now_s: float, landing: LandingRecord | None = None
+    ) -> OutboxRecord:
         """Reserve memory for an engine to fill. Raises NoArenaRoom or BadRequest.
 
         An outbox that is over and has given its memory back may be opened again, for another try.
+        With `landing` the engine fills this landing of the same transfer.
         """
         books = self._books
-        before = self.records.get(spec.transfer_id)
-        if before is not None and (before.state in MOVES or before.key in books.holds):
-            raise BadRequest(f"outbox {spec.transfer_id.hex()} exists")
         num_blocks = books.whole_blocks(spec.nbytes)
-        lease_until_s = now_s + books.lease_s(spec.lease_s)
-        runs = books.take((Kind.OUTBOX, spec.transfer_id), num_blocks)
+        lease_until_s = now_s + self.check(spec)
+        key = Kind.OUTBOX, spec.transfer_id
+        if landing is not None:
+            books.holds.borrow(key, landing.key)
+            landing.is_filled_here = True
+            runs = landing.runs
+        else:
+            runs = books.take(key, num_blocks)
         attempt = self.last_attempt = max(self.last_attempt + 1, int(now_s * 1e6))
-        outbox = OutboxRecord(spec, runs, now_s, lease_until_s, attempt)
+        outbox = OutboxRecord(
+            spec, runs, now_s, lease_until_s, attempt, fills_landing=landing is not None
+        )
         self.records[spec.transfer_id] = outbox
         for conn_id in books.connected:
             peer = books.peers[conn_id]

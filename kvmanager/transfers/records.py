@@ -119,6 +119,8 @@ class LandingRecord:
     """The connection that waits for the landing or owns it."""
     ended_s: float | None = None
     """When the transfer landed, or ended without success."""
+    is_filled_here: bool = False
+    """An engine of this agent fills it, through an outbox that has borrowed its memory."""
 
     @property
     def key(self) -> Key:
@@ -141,6 +143,8 @@ class OutboxRecord:
     ended_ranks: set[int] = field(default_factory=set)
     prefill_end_s: float | None = None
     ended_s: float | None = None
+    fills_landing: bool = False
+    """`runs` are those of this agent's landing of the same transfer."""
 
     @property
     def key(self) -> Key:

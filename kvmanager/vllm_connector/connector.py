@@ -5,6 +5,9 @@
      "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
      "kv_connector_extra_config": {"agent_socket": "/run/prfaas/agent.sock", "instance": "d0"}}
 
+It may stand beside NixlConnector in a MultiConnector, behind it: each leaves the requests of the
+other alone.
+
 `instance` is the engine's name for the agent and the cluster's front. Without it the name is the
 vLLM engine id, which changes with every start.
 
@@ -19,12 +22,14 @@ pipelines) stores in the prefix cache and never loads from it. The interface is 
 `KVConnectorBase_V1` with `SupportsHMA`.
 """
 
+import contextlib
 import logging
 import os
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -32,9 +37,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.request import RequestStatus
+from vllm.version import __version__ as vllm_version
 
 from kvmanager.agent.engines.client import EngineClient
-from kvmanager.agent.engines.protocol import PROTOCOL_VERSION, EngineHello
+from kvmanager.agent.engines.protocol import PROTOCOL_VERSIONS, EngineHello
 from kvmanager.layout import KVLayout
 from kvmanager.vllm_connector.cache.keys import namespace_of
 from kvmanager.vllm_connector.cache.scheduler import (
@@ -246,6 +252,12 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         return PrfaasPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
+# With statistics of the engine process MultiConnector looks up a class by its name, and it knows
+# no module paths. A module that is imported again has registered it already.
+with contextlib.suppress(ValueError):
+    KVConnectorFactory.register_connector(PrfaasConnector.__name__, __name__, "PrfaasConnector")
+
+
 def _cache_options(extra: dict[str, Any], namespace: bytes, *, loads: bool) -> PrefixCacheOptions:
     return PrefixCacheOptions(
         namespace,
@@ -279,7 +291,8 @@ def _hello(
     namespace: bytes,
 ) -> EngineHello:
     return EngineHello(
-        version=PROTOCOL_VERSION,
+        version=PROTOCOL_VERSIONS.newest,
+        oldest_version=PROTOCOL_VERSIONS.oldest,
         instance=instance,
         role=role,
         pid=os.getpid(),
@@ -287,4 +300,5 @@ def _hello(
         tp_size=layout.tp_size,
         layout=layout.encode(),
         namespace=namespace,
+        engine=f"vllm {vllm_version}",
     )

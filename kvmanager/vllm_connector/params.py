@@ -16,6 +16,8 @@ from typing import Annotated, Any
 import msgspec
 
 KEY = "prfaas"
+LOADED_BY_ANOTHER = "do_remote_prefill"
+"""In the parameters of vLLM's NixlConnector: it will load this request."""
 
 
 class ParamsError(ValueError):

@@ -34,6 +34,7 @@ from kvmanager.vllm_connector.metadata import (
     TransferRef,
 )
 from kvmanager.vllm_connector.params import (
+    LOADED_BY_ANOTHER,
     ConsumerParams,
     ParamsError,
     ProducerParams,
@@ -150,6 +151,10 @@ class SchedulerSide:
     # vLLM's scheduler, in the order of a request's life.
 
     def on_new_request(self, request: "Request") -> None:
+        # A connector beside this one brings the KVCache, with windows and states of the end alone:
+        # blocks before it are not whole, and must not be cached.
+        if (request.kv_transfer_params or {}).get(LOADED_BY_ANOTHER):
+            return
         params = self._accepted(request)
         if isinstance(params, ConsumerParams):
             self._landings.watch(request.request_id, params)

@@ -13,7 +13,8 @@ from pathlib import Path
 from kvmanager.private_files import read_secret
 from transport import TlsFiles
 from transport.errors import LocalError
-from transport.tls import Rotating, client_context
+from transport.rotating import Rotating
+from transport.tls import client_context
 
 
 class EngineAccess:

@@ -31,10 +31,13 @@ _KV_BLOCKS: Final = re.compile(
 
 
 class EnginePrefill(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's answer to a prefill: tokens in the prompt, and how many of them were cached."""
+    """An engine's answer to a prefill: tokens in the prompt, how many of them were cached, and what
+    its connector says to the engine that is to decode ({}: nothing, as ours).
+    """
 
     num_prompt_tokens: int
     cached_tokens: int
+    kv_transfer_params: dict[str, Any] = {}
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +64,7 @@ class _Usage(msgspec.Struct):
 
 class _Completion(msgspec.Struct):
     usage: _Usage
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class EngineHttp:
@@ -126,14 +130,15 @@ class EngineHttp:
         ) as response:
             raw = await _body(response)
         try:
-            usage = msgspec.json.decode(raw, type=_Completion).usage
+            answer = msgspec.json.decode(raw, type=_Completion)
         except msgspec.MsgspecError as error:
             # Not an answer of vLLM's, so it tells nothing about the request: the same as no answer.
             raise EngineUnreachable(f"{self.base_url}: unexpected answer: {error}") from error
-        details = usage.prompt_tokens_details
+        details = answer.usage.prompt_tokens_details
         return EnginePrefill(
-            num_prompt_tokens=usage.prompt_tokens,
+            num_prompt_tokens=answer.usage.prompt_tokens,
             cached_tokens=(details.cached_tokens or 0) if details is not None else 0,
+            kv_transfer_params=answer.kv_transfer_params or {},
         )
 
     @asynccontextmanager

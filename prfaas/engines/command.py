@@ -18,6 +18,7 @@ from kvmanager.vllm_connector.key_guard import KEY_FILE_VARIABLE
 from transport import Endpoint
 
 CONNECTOR: Final = "PrfaasConnector"
+NIXL_CONNECTOR: Final = "NixlConnector"
 CONNECTOR_MODULE: Final = "kvmanager.vllm_connector.connector"
 KEY_GUARD: Final = "kvmanager.vllm_connector.key_guard.KeyGuard"
 
@@ -77,6 +78,10 @@ class EngineSpec(EngineOptions):
     """Cache prefixes in the engine's own memory."""
     agent_socket: str | None = None
     """Unix socket of the node agent. Left out: the engine runs without our connector."""
+    nixl_at: str | None = None
+    """host:port at which NixlConnectors of other engines ask for its memory. Left out: it has
+    none.
+    """
     kv_events: str | None = None
     """ZeroMQ endpoint at which it publishes what its own prefix cache keeps and drops. A second
     endpoint, after a comma, answers those who missed messages.
@@ -96,6 +101,21 @@ class EngineSpec(EngineOptions):
 
     def kv_transfer_config(self) -> dict[str, object]:
         """The value of vLLM's `--kv-transfer-config`."""
+        if self.nixl_at is None:
+            return self._our_connector()
+        nixl = {"kv_connector": NIXL_CONNECTOR, "kv_role": "kv_both"}
+        if self.kv_space_gib is not None:
+            nixl["kv_buffer_device"] = "cpu"
+        return {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            # The first that has KVCache of a request loads it: a prompt that another engine keeps
+            # ready must not begin with what our cache has of it.
+            "kv_connector_extra_config": {"connectors": [nixl, self._our_connector()]},
+        }
+
+    def _our_connector(self) -> dict[str, object]:
         extra = {"agent_socket": self.agent_socket, "instance": self.instance}
         if self.weights is not None:
             extra["weights"] = self.weights
@@ -170,6 +190,10 @@ class EngineSpec(EngineOptions):
             environment["HF_HUB_OFFLINE"] = "1"
         if self.key_file is not None:
             environment[KEY_FILE_VARIABLE] = str(self.key_file)
+        if self.nixl_at is not None:
+            at = Endpoint.parse(self.nixl_at)
+            environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] = at.host
+            environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(at.port)
         if self.kv_space_gib is not None:
             environment["VLLM_CPU_KVCACHE_SPACE"] = str(self.kv_space_gib)
             # By default vLLM pins each engine's threads to cores, and engines on one host choose

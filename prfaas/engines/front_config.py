@@ -20,6 +20,7 @@ from kvmanager.config_files.fields import (
     settings_of,
 )
 from kvmanager.config_files.security import MetricsSection, SecuritySection, check_listeners
+from prfaas.engines.discovery.found import DiscoverySection
 from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
@@ -38,8 +39,10 @@ class FrontConfig(SecuritySection, MetricsSection):
     """Address of its gRPC server, host:port; port 0: any free port."""
     metrics_port: Port = 0
     """Prometheus port at `metrics_host`; 0: none."""
-    instances: tuple[InstanceSpec, ...] = Field(min_length=1)
+    instances: tuple[InstanceSpec, ...] = ()
     """The engines of the cluster."""
+    discover: DiscoverySection | None = None
+    """Where more engines are found, instead of `instances` or beside them."""
     probes: Annotated[ProbeTiming, CoreFields(ProbeTiming)]
     drained_hold_s: Seconds
     log_dir: Path
@@ -49,6 +52,8 @@ class FrontConfig(SecuritySection, MetricsSection):
 
     @model_validator(mode="after")
     def _check_security(self) -> Self:
+        if not self.instances and self.discover is None:
+            raise ValueError("write instances, or discover")
         credentials = self.credentials(self.role)
         check_listeners({"listen": self.listen}, credentials, trusted_network=self.trusted_network)
         self.check_metrics(trusted_network=self.trusted_network)

@@ -1,6 +1,7 @@
 """Runs a stand-alone cluster front, from its command line until it is told to stop.
 
-It does not know which kind of front it runs.
+Its file is followed: instances that it names anew join, and those that it names no more leave. It
+does not know which kind of front it runs.
 """
 
 import asyncio
@@ -16,15 +17,22 @@ from typing import Any, Protocol, TypeVar
 import typer
 from prometheus_client import REGISTRY, Info
 
+from kvmanager.config_files.followed_files import follow, hang_up
+from kvmanager.config_files.problems import FileError
 from kvmanager.config_files.yaml_files import exit_on_bad_file, read_settings
 from kvmanager.logs import set_up_logging
 from kvmanager.loop.metrics import LoopCollector
+from kvmanager.loop.systemd import served
 from kvmanager.loop.watch import LoopWatch, settle_heap
 from kvmanager.metrics_server import MetricsServer
+from prfaas.engines.departures import Departures, follow_changes
+from prfaas.engines.discovery.following import follow_discovery
 from prfaas.engines.front_config import EXPECTED, FrontConfig
+from prfaas.engines.members import member_changes
 from transport import Endpoint
 from transport.errors import LocalError
 from transport.rpc import RpcError, RpcServer
+from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.engines")
 
@@ -33,6 +41,8 @@ ConfigT = TypeVar("ConfigT", bound=FrontConfig)
 
 class Front(Protocol):
     """A cluster."""
+
+    departures: Departures
 
     @property
     def name(self) -> str: ...
@@ -45,7 +55,7 @@ class Front(Protocol):
 def run_front(
     path: Path,
     kind: type[ConfigT],
-    serve: Callable[[ConfigT], Coroutine[Any, Any, None]],
+    serve: Callable[[ConfigT, Path], Coroutine[Any, Any, None]],
     *,
     listen: str | None,
     log_level: str,
@@ -59,16 +69,17 @@ def run_front(
     with exit_on_bad_file():
         config = read_settings(path, kind, expected=EXPECTED, options={"listen": listen})
     try:
-        asyncio.run(serve(config))
+        asyncio.run(serve(config, path))
     except (RpcError, LocalError, OSError) as error:
         typer.echo(str(error) if isinstance(error, OSError) else error.message, err=True)
         raise typer.Exit(1) from error
 
 
 async def serve_front(
-    front: Front, server: RpcServer, config: FrontConfig, *, metrics_prefix: str
+    front: Front, server: RpcServer, config: FrontConfig, path: Path, *, metrics_prefix: str
 ) -> None:
     """Start both, print a JSON line {"event": "ready", ...} to stdout, and stop on SIGTERM/SIGINT.
+    `path` is the file of `config`; SIGHUP reads it again.
 
     `metrics_prefix` begins the names of metrics of the process itself. What somebody on the network
     may do by `config` is logged, and in the metrics. Raises whatever keeps the front or a port from
@@ -81,11 +92,14 @@ async def serve_front(
         info.info({"what": exposure})
     at = Endpoint(config.metrics_host, config.metrics_port)
     exposures = () if exposure is None else (exposure,)
-    metrics = MetricsServer(REGISTRY, at, config.metrics_key_file, exposures)
+    metrics = MetricsServer(
+        REGISTRY, at, config.metrics_key_file, exposures, why_not_ready=server.why_not_ready
+    )
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
+    following: set[asyncio.Task[None]] = set()
     try:
         await front.start()
         # The port opens only now: a caller that connects finds instances that have been probed.
@@ -99,13 +113,51 @@ async def serve_front(
             "pid": os.getpid(),
         }
         settle_heap()
+        members = _follow_members(path, config, front.departures, hang_up())
+        start_task(members, f"the file of {front.name}", following)
+        if config.discover is not None:
+            found = follow_discovery(config.discover, front.departures)
+            start_task(found, f"discovery of {front.name}", following)
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
         with LoopWatch() as watch:
             REGISTRY.register(LoopCollector(metrics_prefix, watch.gaps))
-            await stop.wait()
+            async with served():
+                await stop.wait()
         logger.info("%s: stopping", front.name)
     finally:
-        await metrics.stop()
+        for task in following:
+            task.cancel()
         await server.stop()
         await front.close()
+        # Last, so that probes hear until the end that the process lives and no longer serves.
+        await metrics.stop()
+
+
+async def _follow_members(
+    path: Path, running: FrontConfig, departures: Departures, again: asyncio.Event
+) -> None:
+    """Let instances join and leave as the file says, until cancelled."""
+
+    def load() -> FrontConfig:
+        try:
+            return read_settings(path, type(running), expected=EXPECTED)
+        except (FileError, OSError) as error:
+            raise LocalError("front_file", f"the instances stay as they were: {error}") from error
+
+    def use(read: FrontConfig) -> None:
+        nonlocal running
+        changes = member_changes(running.instances, read.instances)
+        follow_changes(departures, changes)
+        # `listen` may come from the command line instead.
+        same = {"instances", "listen"}
+        waiting = [
+            name
+            for name in type(read).model_fields
+            if name not in same and getattr(read, name) != getattr(running, name)
+        ]
+        if waiting:
+            logger.warning("changed, but needs a restart of the front: %s", ", ".join(waiting))
+        running = running.model_copy(update={"instances": read.instances})
+
+    await follow((path,), load, use, again)

@@ -89,7 +89,14 @@ class Instance:
         """The room left for landings at its node, from the agent's latest word."""
         self.cache: CacheModel | None = None
         """How its node caches the engine's prompts, from the agent's latest status."""
+        self.layout = ""
+        self.weights = ""
+        """What its layout is in words, and what identifies its weights; "": not known yet."""
         self.draining = False
+        self.leaving = False
+        """Whether it drains to be forgotten. Nothing ends such a drain."""
+        self.joining = False
+        """Whether it came to a cluster that runs and was not yet found to fit."""
         self.gone = asyncio.Event()
         """Set while probes or the supervisor find engine or agent gone: work there is given up.
         A single failed request takes the instance out of placement, but gives up no other work."""
@@ -150,6 +157,9 @@ class Instance:
             kv_total_bytes=self._kv_total_bytes(),
             landing_cap_bytes=self.landing_cap_bytes,
             landing_room_bytes=self.landing_room_bytes,
+            leaving=self.leaving,
+            layout=self.layout,
+            weights=self.weights,
         )
 
     def _kv_total_bytes(self) -> int | None:

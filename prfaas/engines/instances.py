@@ -20,6 +20,7 @@ from prfaas.engines.command import EngineSpec
 from prfaas.engines.errors import EngineError, UnknownInstance
 from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instance import Instance, InstanceSpec
+from prfaas.engines.members import MemberRefused, cannot_join
 from prfaas.engines.prefill_run import AttemptFailed
 from prfaas.engines.supervision.supervisor import (
     ProcessState,
@@ -80,8 +81,10 @@ class Instances:
         self._on_change = on_change
         self._session: aiohttp.ClientSession | None = None
         self._agents = AgentClients(config.credentials)
+        self._access: EngineAccess | None = None
         self._instances: dict[str, Instance] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """The task that probes each instance, by its name."""
         self._holds: dict[str, asyncio.TimerHandle] = {}
         """Timers that give drained instances work again, by instance."""
 
@@ -95,19 +98,56 @@ class Instances:
 
         Raises LocalError when the engines' key or a certificate cannot be used.
         """
-        access = await asyncio.to_thread(self._config.engine_access)
+        self._access = await asyncio.to_thread(self._config.engine_access)
         self._session = open_session()
         for spec in self._specs:
-            http = EngineHttp(spec.engine_url, self._session, access)
-            instance = Instance(spec, http, self._agents.open(spec.agent))
-            if spec.engine is not None:
-                instance.supervisor = self._supervise(instance, spec.engine)
-            self._instances[spec.name] = instance
+            self._add(spec)
         await asyncio.gather(*(self._probe(item) for item in self._instances.values()))
-        self._tasks = [
-            start_task(self._keep_probing(item), f"probe {item.name}")
-            for item in self._instances.values()
-        ]
+        for item in self._instances.values():
+            self._tasks[item.name] = start_task(self._keep_probing(item), f"probe {item.name}")
+
+    def join(self, spec: InstanceSpec) -> Instance:
+        """Add an instance to the cluster that runs, and start its engine if its spec has one. It is
+        usable once probes found it well and like the others.
+
+        Raises MemberRefused for a name that is taken.
+        """
+        if spec.name in self._instances:
+            raise MemberRefused(f"{self._cluster} has an instance {spec.name} already")
+        instance = self._add(spec)
+        instance.joining = True
+        self._tasks[spec.name] = start_task(self._join(instance), f"probe {spec.name}")
+        return instance
+
+    def set_leaving(self, name: str) -> Instance:
+        """Take an instance out of placement for good. Raises UnknownInstance."""
+        instance = self.known(name)
+        instance.leaving = True
+        self.set_draining(name, draining=True)
+        return instance
+
+    async def stop_serving(self, name: str) -> None:
+        """Give up the prefills that still run on a known instance: it is as if its engine were
+        gone.
+        """
+        task = self._tasks.pop(name, None)
+        if task is not None:
+            # A probe that succeeds would make it well again.
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        instance = self._instances[name]
+        instance.engine_health.mark_lost("it left the cluster")
+        instance.gone.set()
+        self._on_change(instance)
+
+    async def remove(self, name: str) -> None:
+        """Forget an instance that serves no more, and stop its engine if it was started here."""
+        instance = self._instances.pop(name)
+        if hold := self._holds.pop(name, None):
+            hold.cancel()
+        if instance.supervisor is not None:
+            await instance.supervisor.stop()
+        await instance.agent.close()
 
     async def wait_ready(
         self, timeout_s: float, progress: Callable[[str], None] | None = None
@@ -143,17 +183,18 @@ class Instances:
 
     def engine_lost(self, name: str, reason: str) -> None:
         """A request proved that the engine is gone; it stays out until a probe succeeds."""
-        instance = self._instances[name]
-        if instance.engine_health.mark_lost(reason):
+        # Who says so may have begun while the instance was still here.
+        instance = self._instances.get(name)
+        if instance is not None and instance.engine_health.mark_lost(reason):
             logger.warning("%s: engine lost: %s", name, reason)
             self._on_change(instance)
 
     def agent_lost(self, name: str, reason: str) -> None:
         """A call proved that the node agent is gone; it stays out until a probe succeeds."""
-        target = self._instances[name].spec.agent
-        for instance in self._instances.values():
-            if instance.spec.agent == target and instance.agent_health.mark_lost(reason):
-                logger.warning("%s: node agent %s lost: %s", instance.name, target, reason)
+        for instance in self._beside(name):
+            if instance.agent_health.mark_lost(reason):
+                agent = instance.spec.agent
+                logger.warning("%s: node agent %s lost: %s", instance.name, agent, reason)
                 self._on_change(instance)
 
     def landing_room_said(self, name: str, room_bytes: int | None) -> None:
@@ -164,14 +205,13 @@ class Instances:
         if room_bytes is None:
             return
         # Instances that share an agent share its memory for landings.
-        target = self._instances[name].spec.agent
-        for instance in self._instances.values():
-            if instance.spec.agent == target:
-                instance.landing_room_bytes = room_bytes
+        for instance in self._beside(name):
+            instance.landing_room_bytes = room_bytes
 
     def set_draining(self, name: str, *, draining: bool) -> None:
         """Take an instance out of placement, or back in. Raises UnknownInstance."""
         instance = self.known(name)
+        draining = draining or instance.leaving
         if hold := self._holds.pop(name, None):
             hold.cancel()
         if instance.draining != draining:
@@ -179,11 +219,12 @@ class Instances:
             self._on_change(instance)
 
     def drained(self, name: str) -> None:
-        """The wait for a known instance's drain is over.
+        """The wait for an instance's drain is over.
 
         The instance returns to placement after `drained_hold_s` unless `set_draining` comes first.
         """
-        if not self._instances[name].draining:
+        instance = self._instances.get(name)
+        if instance is None or not instance.draining or instance.leaving:
             return
         self.set_draining(name, draining=True)
         loop = asyncio.get_running_loop()
@@ -196,15 +237,14 @@ class Instances:
         self._on_change(instance)
 
     async def look(self, name: str) -> None:
-        """Probe the engine of a known instance now instead of at the next interval."""
-        instance = self._instances[name]
-        await self._judge(instance, self._probe_engine)
+        """Probe an engine now instead of at the next interval. Raises UnknownInstance."""
+        await self._judge(self.known(name), self._probe_engine)
 
     async def close(self) -> None:
         """Stop probing, stop supervised engines, close connections."""
         for hold in self._holds.values():
             hold.cancel()
-        tasks, self._tasks = self._tasks, []
+        tasks, self._tasks = list(self._tasks.values()), {}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -214,10 +254,30 @@ class Instances:
         if self._session is not None:
             await self._session.close()
 
+    def _beside(self, name: str) -> list[Instance]:
+        """The instance and those that share its node agent; none if it has left."""
+        own = self._instances.get(name)
+        everyone = () if own is None else self._instances.values()
+        return [item for item in everyone if own and item.spec.agent == own.spec.agent]
+
     def _hold_over(self, name: str) -> None:
         held_s = self._config.drained_hold_s
         logger.warning("%s: drained %g s ago and no order came: it gets work again", name, held_s)
         self.set_draining(name, draining=False)
+
+    def _add(self, spec: InstanceSpec) -> Instance:
+        assert self._session is not None
+        assert self._access is not None
+        http = EngineHttp(spec.engine_url, self._session, self._access)
+        instance = self._instances[spec.name] = Instance(spec, http, self._agents.open(spec.agent))
+        if spec.engine is not None:
+            instance.supervisor = self._supervise(instance, spec.engine)
+        return instance
+
+    async def _join(self, instance: Instance) -> None:
+        self._on_change(instance)
+        await self._probe(instance)
+        await self._keep_probing(instance)
 
     def _supervise(self, instance: Instance, engine: EngineSpec) -> Supervisor:
         def on_event(event: SupervisorEvent) -> None:
@@ -290,6 +350,12 @@ class Instances:
             )
         instance.cache, instance.kv_block_bytes = engine.cache, engine.kv_block_bytes
         instance.layout_fingerprint = engine.layout_fingerprint
+        instance.layout, instance.weights = engine.layout, engine.weights
         instance.landing_cap_bytes = status.landing_cap_bytes
         instance.landing_room_bytes = status.landing_room_bytes
+        # Only one that joins is held to the others: those of the region's first configuration may
+        # differ, since new weights come to one instance after the other.
+        if instance.joining and (why := cannot_join(instance, self._instances.values())):
+            return instance.agent_health.probe_failed(f"may not join: {why}")
+        instance.joining = False
         return instance.agent_health.probe_succeeded()

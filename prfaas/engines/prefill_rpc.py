@@ -5,14 +5,16 @@ does not know which service carries the calls.
 """
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from prfaas.engines.errors import PrefillCode, PrefillFailed
+from prfaas.engines.errors import PrefillCode, PrefillFailed, UnknownInstance
+from prfaas.engines.members import MemberOrder, MemberRefused, MemberRequest
 from prfaas.engines.ownership import cancel_requested
 from prfaas.jobs import PrefillResult
 from scheduler.reports import ClusterReport
+from transport.health import WhyNotReady, remembered
 from transport.rpc import RpcClient, RpcError
 
 
@@ -63,6 +65,15 @@ async def from_reply(call: Awaitable[PrefillReply], front: str) -> PrefillResult
     return reply.result
 
 
+def front_readiness(report: Callable[[], Awaitable[ClusterReport]]) -> WhyNotReady:
+    """The answer to probes of a front with this report: whether an instance serves."""
+
+    async def why_not_ready() -> str:
+        return "" if (await report()).healthy else "no instance serves"
+
+    return remembered(why_not_ready)
+
+
 async def remote_report(client: RpcClient, front: str, timeout_s: float) -> ClusterReport:
     """The front's own report, or one that says why it could not be reached. Never raises."""
     try:
@@ -74,5 +85,22 @@ async def remote_report(client: RpcClient, front: str, timeout_s: float) -> Clus
             queue_depth=0,
             running=0,
             instances=(),
+            heard=False,
             reason=f"front not reachable: {error.message}",
         )
+
+
+async def order_members(
+    client: RpcClient, front: str, order: MemberOrder, timeout_s: float
+) -> None:
+    """Give an order to a front elsewhere. Raises MemberRefused, UnknownInstance, and RpcError when
+    the front cannot be reached.
+    """
+    try:
+        await client.call("Members", MemberRequest(order), Empty, timeout_s)
+    except RpcError as error:
+        if error.code == "NOT_FOUND":
+            raise UnknownInstance(front, order.name) from error
+        if error.code == "REFUSED":
+            raise MemberRefused(error.message) from error
+        raise

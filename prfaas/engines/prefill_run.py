@@ -9,13 +9,16 @@ the landing, and whoever waits there for the KVCache learns at once that nothing
 import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import OpenOutboxReply, TransferReport
 from kvmanager.hashing import token_digest
 from kvmanager.landing import producer_params
+from kvmanager.token_ids import TokenIds
 from prfaas.engines.client import EngineHttp, EnginePrefill
 from prfaas.engines.errors import (
     EngineError,
@@ -32,6 +35,8 @@ logger = logging.getLogger("prfaas.engines")
 
 RPC_TIMEOUT_S: Final = 5.0
 """For an answer of a node agent, on top of what the call itself waits there."""
+NIXL_PRODUCER: Final[dict[str, Any]] = {"do_remote_decode": True, "do_remote_prefill": False}
+"""The `kv_transfer_params` with which vLLM's NixlConnector keeps a prompt's KVCache to be read."""
 
 
 class AttemptFailed(PrefillFailed):
@@ -113,10 +118,12 @@ class PrefillRunner:
         queue_s: float = 0.0,
         attempt: int = 1,
         reason: str = "",
+        by_transport: bool = False,
     ) -> PrefillResult:
         """Run the whole try. Raises AttemptFailed. Afterwards the try holds nothing.
 
-        `queue_s`, `attempt` and `reason` (why this place) are passed on in the result.
+        `queue_s`, `attempt` and `reason` (why this place) are passed on in the result. Where agent
+        and landing are of one node the engine fills the landing itself, unless `by_transport`.
         """
         await self._check_engine(place)
         opening = asyncio.create_task(
@@ -126,6 +133,7 @@ class PrefillRunner:
                 RPC_TIMEOUT_S,
                 tenant=job.tenant,
                 grant=job.grant,
+                by_transport=by_transport,
             )
         )
         landed = False
@@ -151,6 +159,43 @@ class PrefillRunner:
             cached_tokens=prefill.cached_tokens,
             num_attempts=attempt,
             reason=reason,
+            hand_off=report.hand_off,
+        )
+
+    async def run_nixl(
+        self, job: PrefillJob, place: PrefillPlace, *, attempt: int = 1, reason: str = ""
+    ) -> PrefillResult:
+        """Run a prefill whose KVCache vLLM's NixlConnector keeps until the engine that decodes has
+        read it, or its lease there is over. The landing of `job` is left alone. Raises
+        AttemptFailed.
+        """
+        if not job.last_token:
+            raise AttemptFailed("invalid", "NIXL prefills whole prompts; the last token is missing")
+        # The engine that decodes asks for the blocks of the whole prompt.
+        token_ids = TokenIds(job.prompt_token_ids.packed + job.last_token.packed)
+        started_s = time.monotonic()
+        turn = self._turns.start(place.instance, started_s)
+        prefill = asyncio.create_task(self._prefill(job, place, token_ids, NIXL_PRODUCER))
+        prefill.add_done_callback(lambda _: self._turns.end(turn, time.monotonic()))
+        async with self._bounded(place, prefill):
+            done = await prefill
+        prefill_s = time.monotonic() - started_s
+        if not done.kv_transfer_params:
+            message = f"{place.instance} did not keep the KVCache; has it vLLM's NixlConnector?"
+            raise AttemptFailed("engine_failed", message, retryable=True)
+        return PrefillResult(
+            instance=place.instance,
+            queue_s=0.0,
+            prefill_s=prefill_s,
+            service_s=turn.service_s(started_s, prefill_s),
+            transfer_tail_s=0.0,
+            nbytes=0,
+            sent_share_at_prefill_end=0.0,
+            cached_tokens=done.cached_tokens,
+            num_attempts=attempt,
+            reason=reason,
+            hand_off="nixl",
+            kv_transfer_params=done.kv_transfer_params,
         )
 
     async def close(self) -> None:
@@ -181,7 +226,8 @@ class PrefillRunner:
     async def _fill(
         self, job: PrefillJob, place: PrefillPlace, grant: OpenOutboxReply, turn: Turn
     ) -> tuple[EnginePrefill, TransferReport, float]:
-        prefill = asyncio.create_task(self._prefill(job, place, grant))
+        params = producer_params(job.landing, grant)
+        prefill = asyncio.create_task(self._prefill(job, place, job.prompt_token_ids, params))
         # The turn ends with the engine's answer, which follows its last forward pass at once; news
         # of the landing comes later. A callback, because a task that is cancelled before its first
         # step runs none of its own code.
@@ -189,18 +235,28 @@ class PrefillRunner:
         transfer = asyncio.create_task(self._landed(job, place, prefill))
         renewing = asyncio.create_task(self._keep_lease(job, place))
         ending = asyncio.create_task(self._outcome(prefill, transfer))
+        async with self._bounded(place, ending, prefill, transfer, renewing):
+            return await ending
+
+    @asynccontextmanager
+    async def _bounded(
+        self, place: PrefillPlace, ending: asyncio.Task[Any], *others: asyncio.Task[Any]
+    ) -> AsyncIterator[None]:
+        """Wait for `ending`, and enter the block when it is over. Raises AttemptFailed when the
+        place is gone before, or after the time for a prefill. In the end all tasks are over.
+        """
         gone = asyncio.create_task(place.gone.wait())
-        tasks = (prefill, transfer, renewing, ending, gone)
+        tasks = (ending, *others, gone)
         try:
             async with asyncio.timeout(self._config.prefill_timeout_s):
                 await asyncio.wait({ending, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if not ending.done():
-                    raise AttemptFailed(
-                        "engine_failed",
-                        f"{place.instance} or its node agent does not answer any more",
-                        retryable=True,
-                    )
-                return await ending
+            if not ending.done():
+                raise AttemptFailed(
+                    "engine_failed",
+                    f"{place.instance} or its node agent does not answer any more",
+                    retryable=True,
+                )
+            yield
         except TimeoutError as error:
             patience_s = self._config.prefill_timeout_s
             raise AttemptFailed("timeout", f"not over after {patience_s:g} s") from error
@@ -225,13 +281,16 @@ class PrefillRunner:
         return done, *(await transfer)
 
     async def _prefill(
-        self, job: PrefillJob, place: PrefillPlace, grant: OpenOutboxReply
+        self,
+        job: PrefillJob,
+        place: PrefillPlace,
+        token_ids: TokenIds,
+        params: dict[str, Any],
     ) -> EnginePrefill:
-        params = producer_params(job.landing, grant)
         try:
             return await place.http.prefill(
                 job.request_id,
-                job.prompt_token_ids,
+                token_ids,
                 params,
                 model=place.model or job.model,
                 cache_salt=job.cache_salt,

@@ -260,9 +260,10 @@ def _decode_verdict(
         numbers |= {"kv_bytes": load.kv_bytes + kv_bytes, "kv_total_bytes": decode.kv_total_bytes}
         too_much = load.kv_bytes + kv_bytes - decode.kv_total_bytes * config.max_decode_load
         if too_much > 0:
-            # `occupied` counts all holders of memory, so it is not 0 here.
+            # `occupied` counts all holders of memory, so it is not 0 here. When all of them have
+            # ended nothing more comes free.
             each = load.kv_bytes / load.occupied
-            retry_s = release_s(decode, math.ceil(too_much / each))
+            retry_s = release_s(decode, math.ceil(min(too_much / each, load.occupied)))
             return _refused(AdmissionReason.DECODE_MEMORY, retry_s, config, numbers)
     return Verdict(True, AdmissionReason.ADMITTED, numbers=MappingProxyType(numbers))
 

@@ -17,7 +17,7 @@ HTTP, token ids or engines.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -25,13 +25,16 @@ import msgspec
 
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
-from scheduler.live.decode_side import is_full
+from scheduler.live.decode_side import is_full, num_free_slots
 from scheduler.live.learning.cache_moves import CacheMoveLedger
 from scheduler.live.learning.knowledge import ModelKnowledge
+from scheduler.live.learning.measured_traffic import TrafficMeter
 from scheduler.live.ledger import Ledger
 from scheduler.live.long_term.model_plan import ModelPlan
 from scheduler.live.long_term.running_region import PeriodMeter
-from scheduler.live.settings import LiveSettings
+from scheduler.live.members import Members
+from scheduler.live.settings import LiveSettings, PdSettings
+from scheduler.live.sharing.peer_work import PeerWork
 from scheduler.live.snapshots import (
     NO_LINK_KNOWN,
     LinkPair,
@@ -39,8 +42,10 @@ from scheduler.live.snapshots import (
     Reported,
     SnapshotMaker,
 )
+from scheduler.live.spilling import Distances, Tried, Try, spilled
 from scheduler.live.tenants import TenantLedger, TenantLimit
 from scheduler.live.thresholds import Thresholds
+from scheduler.reports import ClusterReport
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape, one_engine_reason
 from scheduler.routing.profiles import KvProfile
 from scheduler.routing.short_term import RouteConfig, RouteDecision, route
@@ -72,12 +77,24 @@ class Views(Protocol):
     """
 
     def snapshot(
-        self, live: LiveScheduler, model: str, now_s: float, request: PendingRequest | None
+        self,
+        live: LiveScheduler,
+        model: str,
+        now_s: float,
+        request: PendingRequest | None,
+        pd: PdSettings,
     ) -> RegionSnapshot:
-        """The region for `model` now, as `request` finds it where one is given."""
+        """The region for `model` now if `pd` decodes, as `request` finds it where one is given."""
 
-    def decode_side(self, live: LiveScheduler, model: str, now_s: float) -> DecodeView:
-        """The instances of the PD cluster that decode for `model`."""
+    def decode_side(
+        self, live: LiveScheduler, model: str, now_s: float, pd: PdSettings
+    ) -> DecodeView:
+        """The instances of `pd` that decode for `model`."""
+
+    def num_free_slots(self, live: LiveScheduler, model: str, pd: PdSettings) -> int | None:
+        """About how many more requests `pd` would decode at once for `model`; None if none of its
+        instances does. It is asked for many clusters at a request.
+        """
 
 
 class LiveScheduler:
@@ -85,19 +102,29 @@ class LiveScheduler:
 
     def __init__(self, settings: LiveSettings, views: Views | None = None) -> None:
         """Without `views`, the region is what reports say of it."""
-        clusters = settings.prefill_clusters
         self.settings = settings
+        self._pds = _by_name(settings)
         self._views = views or ReportedViews()
         self.ledger = Ledger()
-        self.thresholds = Thresholds(clusters, settings.threshold_tokens, settings.threshold)
+        self.peers = PeerWork(self.ledger)
+        self.thresholds = _thresholds(settings)
         self.tenants = TenantLedger(settings.default_tenant, settings.tenants)
         self.admitted: dict[int, tuple[str, int]] = {}
         """Tenant and tokens of each request that was let in and is not over."""
-        self.reports = {name: Reported(name, None, -math.inf) for name in (settings.pd, *clusters)}
+        names = (*(pd.name for pd in settings.pd_clusters), *settings.prefill_clusters)
+        self.reports = {name: Reported(name, None, -math.inf) for name in names}
         self.links: dict[LinkPair, LinkView] = {}
+        self.distances = Distances()
         self.moves = CacheMoveLedger()
         self.period = PeriodMeter()
-        self.plans = {model: ModelPlan(model) for model in settings.models}
+        self.members = Members()
+        self.plans = {
+            (model, pd.name): ModelPlan(model, pd.name)
+            for model in settings.models
+            for pd in settings.pd_clusters
+        }
+        self.heard: dict[str, int] = {}
+        """How many observations of other gateways were learnt from, by gateway."""
         self._knowledge: dict[str, ModelKnowledge] = {}
 
     def take(self, event: Event[R], now_s: float) -> R:
@@ -110,14 +137,12 @@ class LiveScheduler:
         What was learnt and planned stays. Only where the settings name another threshold, it
         replaces the planned ones.
         """
-        before, plans = self.settings, self.thresholds.base_tokens()
-        self.settings = settings
-        self.thresholds = Thresholds(
-            settings.prefill_clusters, settings.threshold_tokens, settings.threshold
-        )
+        before, planned = self.settings, self.thresholds
+        self.settings, self._pds = settings, _by_name(settings)
+        self.thresholds = _thresholds(settings)
         if settings.threshold_tokens == before.threshold_tokens:
-            for cluster, tokens in plans.items():
-                self.thresholds.set_base(cluster, tokens)
+            for cluster, pd in before.pairs:
+                self.thresholds.set_base(cluster, planned.plan_tokens(cluster, pd), pd=pd)
         self.tenants.set_limits(settings.default_tenant, settings.tenants)
 
     def limit_tenants(self, default: TenantLimit, limits: Mapping[str, TenantLimit]) -> None:
@@ -132,23 +157,58 @@ class LiveScheduler:
             found = self._knowledge[model] = ModelKnowledge()
         return found
 
+    def replace_knowledge(self, models: Mapping[str, ModelKnowledge]) -> None:
+        """Forget what was learnt of models, and go on with what is given."""
+        self._knowledge = dict(models)
+
+    def traffic(self, model: str, home: str) -> TrafficMeter:
+        """The measured traffic of a model whose home is this PD cluster."""
+        known = self.knowledge(model)
+        return known.traffic if len(self.settings.pd_clusters) == 1 else known.traffic_of(home)
+
+    def pd_places(self, pd: str) -> tuple[str, str]:
+        """The places of a hand-off and of one engine in a PD cluster."""
+        return self.place(HAND_OFF, pd), self.place(ONE_ENGINE, pd)
+
     def models(self) -> Mapping[str, ModelKnowledge]:
         """All models that were asked about or learnt about."""
         return self._knowledge
+
+    def pd(self, name: str = "") -> PdSettings:
+        """The PD cluster of this name; the first one for "". KeyError for an unknown name."""
+        return self._pds[name]
+
+    def place(self, target: str, pd: str = "") -> str:
+        """The place that a route's target means where `pd` decodes: its name in the ledger and in
+        what was learnt.
+
+        PD clusters may have other hardware than each other. The first one's places have the bare
+        names of their targets.
+        """
+        first = self._pds[""].name
+        if target not in (HAND_OFF, ONE_ENGINE) or pd in ("", first):
+            return target
+        return f"{target} in {pd}"
 
     def link(self, source: str, target: str) -> LinkView:
         """The link between two clusters as it was last reported."""
         return self.links.get((source, target), NO_LINK_KNOWN)
 
     def snapshot(
-        self, model: str, now_s: float, request: PendingRequest | None = None
+        self, model: str, now_s: float, request: PendingRequest | None = None, pd: str = ""
     ) -> RegionSnapshot:
-        """The region for `model` now, as `request` finds it where one is given."""
-        return self._views.snapshot(self, model, now_s, request)
+        """The region for `model` now if `pd` decodes, as `request` finds it where one is given."""
+        return self._views.snapshot(self, model, now_s, request, self.pd(pd))
 
-    def decode_side(self, model: str, now_s: float) -> DecodeView:
-        """The instances of the PD cluster that decode for `model`."""
-        return self._views.decode_side(self, model, now_s)
+    def decode_side(self, model: str, now_s: float, pd: str = "") -> DecodeView:
+        """The instances of `pd` that decode for `model`."""
+        return self._views.decode_side(self, model, now_s, self.pd(pd))
+
+    def num_free_slots(self, model: str, pd: PdSettings) -> int | None:
+        """About how many more requests `pd` would decode at once for `model`; None if none of its
+        instances does.
+        """
+        return self._views.num_free_slots(self, model, pd)
 
     def route(
         self,
@@ -158,15 +218,24 @@ class LiveScheduler:
         *,
         excluded: Set[str] = frozenset(),
     ) -> RouteDecision:
-        """Where a prompt is computed. Clusters in `excluded` are passed over."""
-        seen, config = self.snapshot(model, now_s, request), self._config(model, now_s)
-        decision = route(request.shape, seen, config, now_s, excluded=excluded)
-        if decision.reason is not Reason.LOCAL_SOONER:
-            return decision
+        """Where a prompt is computed and decoded. Clusters in `excluded` are passed over."""
+
+        def try_at(request: PendingRequest, pd: PdSettings) -> Tried:
+            seen = self.snapshot(model, now_s, request, pd.name)
+            config = self._config(model, now_s, pd.name)
+            decision = route(request.shape, seen, config, now_s, excluded=excluded)
+            return Tried(pd, request, seen, config, decision)
+
+        tried = try_at(request, self.pd(request.home))
+        tried = self._spilled(model, tried, try_at, now_s, excluded)
+        if tried.decision.reason is not Reason.LOCAL_SOONER:
+            return tried.decision
         # An infinite margin leaves t alone to decide.
-        by_threshold = replace(config, margin_s=math.inf)
-        tried = route(request.shape, seen, by_threshold, now_s, excluded=excluded)
-        return tried if self._is_worth_a_try(model, tried, now_s) else decision
+        by_threshold = replace(tried.config, margin_s=math.inf)
+        found = route(tried.request.shape, tried.seen, by_threshold, now_s, excluded=excluded)
+        if not self._is_worth_a_try(model, found, now_s):
+            return tried.decision
+        return msgspec.structs.replace(found, pd_reason=tried.decision.pd_reason)
 
     def route_early(
         self, model: str, request: PendingRequest, now_s: float
@@ -177,30 +246,43 @@ class LiveScheduler:
         move. The upper bound of the length decides that, because a cached prefix only ever keeps a
         prompt where it is. Predictions use the likely length.
         """
-        seen, shape = self.snapshot(model, now_s, request), request.shape
-        if one_engine_reason(shape) is None and self._may_move(shape, seen):
+
+        def try_in(seen: RegionSnapshot, request: PendingRequest, pd: PdSettings) -> Tried:
+            config = self._config(model, now_s, pd.name)
+            # No prediction may send the prompt away from the PD cluster: it would have to be
+            # counted first.
+            local = replace(config, margin_s=math.inf)
+            return Tried(pd, request, seen, config, route(request.shape, seen, local, now_s))
+
+        def try_at(request: PendingRequest, pd: PdSettings) -> Tried:
+            return try_in(self.snapshot(model, now_s, request, pd.name), request, pd)
+
+        home = self.pd(request.home)
+        seen = self.snapshot(model, now_s, request, home.name)
+        if self._must_be_counted(request.shape, seen):
             return None
-        # No prediction may send the prompt away from the PD cluster: it would have to be counted
-        # first.
-        config = replace(self._config(model, now_s), margin_s=math.inf)
-        return route(shape, seen, config, now_s)
+        at_home = try_in(seen, request, home)
+        tried = self._spilled(model, at_home, try_at, now_s, frozenset())
+        must_count = tried is not at_home and self._must_be_counted(tried.request.shape, tried.seen)
+        return None if must_count else tried.decision
 
     def is_full(self, instance: str) -> bool:
         """Whether a request given to this decode instance now would wait inside of it."""
-        pd = self.reports[self.settings.pd]
-        for item in () if pd.report is None else pd.report.instances:
-            if item.name == instance:
-                num_since = self.ledger.change_since({instance}, pd.at_s)
-                return is_full(item, item.running + num_since)
+        for settings in self.settings.pd_clusters:
+            pd = self.reports[settings.name]
+            for item in () if pd.report is None else pd.report.instances:
+                if item.name == instance:
+                    num_since = self.ledger.change_since({instance}, pd.at_s)
+                    return is_full(item, item.running + num_since)
         return False
 
-    def is_link_clear(self, place: str) -> bool:
-        """Whether the link that KVCache from `place` takes is clear. Inside the PD cluster no link
-        is needed.
+    def is_link_clear(self, target: str, pd: str = "") -> bool:
+        """Whether the link is clear that KVCache takes from a route's target to `pd`. Inside of a
+        PD cluster no link is needed.
         """
-        if place in (HAND_OFF, ONE_ENGINE):
+        if target in (HAND_OFF, ONE_ENGINE):
             return True
-        return self.link(place, self.settings.pd).state is LinkCondition.CLEAR
+        return self.link(target, pd or self.pd().name).state is LinkCondition.CLEAR
 
     def _is_worth_a_try(self, model: str, decision: RouteDecision, now_s: float) -> bool:
         """Whether one prompt follows t to the prefill cluster, though the PD cluster is predicted
@@ -221,21 +303,42 @@ class LiveScheduler:
         known.tried(decision.target, now_s)
         return True
 
-    def _may_move(self, shape: RequestShape, seen: RegionSnapshot) -> bool:
+    def _spilled(
+        self, model: str, at_home: Tried, try_at: Try, now_s: float, excluded: Set[str]
+    ) -> Tried:
+        if len(self.settings.pd_clusters) == 1:
+            return at_home
+        return spilled(self, model, at_home, try_at, now_s, excluded=excluded)
+
+    def _must_be_counted(self, shape: RequestShape, seen: RegionSnapshot) -> bool:
+        """Whether the KVCache of a prompt that was not counted might have to move."""
+        if one_engine_reason(shape) is not None:
+            return False
         thresholds = [cluster.threshold_tokens for cluster in seen.prefill_clusters]
         if thresholds and shape.at_most_tokens > min(thresholds):
             return True
         hands_off = shape.at_most_tokens > self.settings.hand_off_tokens
         return bool(seen.local.free_s) and hands_off
 
-    def links_in(self, target: str, now_s: float) -> dict[str, LinkView]:
-        """The links to a cluster from each other cluster, by name, as a cache move would find
-        them.
+    def links_in(
+        self, target: str, now_s: float, sources: Iterable[str] | None = None
+    ) -> dict[str, LinkView]:
+        """The links to a cluster from each other cluster, or only from `sources`, by name, as a
+        cache move would find them.
         """
-        pairs = [(name, target) for name in self.reports if name != target]
+        names = self.reports if sources is None else sources
+        pairs = [(name, target) for name in names if name != target]
         return {pair[0]: self.moves.completed(self.link(*pair), pair, now_s) for pair in pairs}
 
-    def _config(self, model: str, now_s: float) -> RouteConfig:
+    def _overheads(self, known: ModelKnowledge, pd: str, now_s: float) -> Mapping[str, float]:
+        """The overheads of all targets where `pd` decodes."""
+        found = known.overheads(now_s)
+        if pd == self._pds[""].name:
+            return found
+        own = {target: found.get(self.place(target, pd), 0.0) for target in (HAND_OFF, ONE_ENGINE)}
+        return {**found, **own}
+
+    def _config(self, model: str, now_s: float, pd: str) -> RouteConfig:
         routing, known = self.settings.routing, self.knowledge(model)
         # Predictions from unmeasured times are no reason to leave the side that t gives.
         kv, is_known = known.kv, known.is_known
@@ -247,7 +350,7 @@ class LiveScheduler:
             hand_off_tokens=self.settings.hand_off_tokens,
             max_link_age_s=routing.max_link_age_s,
             max_tail_s=routing.max_tail_s,
-            overhead_s=known.overheads(now_s),
+            overhead_s=self._overheads(known, pd, now_s),
             is_known=is_known and kv is not None,
         )
 
@@ -255,17 +358,36 @@ class LiveScheduler:
 class ReportedViews:
     """The region according to the latest reports, the links, the ledger and what was learnt."""
 
+    def __init__(self) -> None:
+        self._free_slots: dict[tuple[str, str], tuple[ClusterReport | None, int | None]] = {}
+
     def snapshot(
-        self, live: LiveScheduler, model: str, now_s: float, request: PendingRequest | None
+        self,
+        live: LiveScheduler,
+        model: str,
+        now_s: float,
+        request: PendingRequest | None,
+        pd: PdSettings,
     ) -> RegionSnapshot:
         """The region at `now_s`, with older reports brought up to date."""
-        settings, maker = live.settings, self._maker(live, model, request)
-        reports = [live.reports[name] for name in settings.prefill_clusters]
-        return maker.make(live.reports[settings.pd], reports, now_s)
+        reports = [live.reports[name] for name in pd.prefill_clusters]
+        return self._maker(live, model, request).make(live.reports[pd.name], reports, now_s)
 
-    def decode_side(self, live: LiveScheduler, model: str, now_s: float) -> DecodeView:
+    def decode_side(
+        self, live: LiveScheduler, model: str, now_s: float, pd: PdSettings
+    ) -> DecodeView:
         """The decoding instances as reported, with what they were given since."""
-        return self._maker(live, model).decode_side(live.reports[live.settings.pd], now_s)
+        return self._maker(live, model).decode_side(live.reports[pd.name], now_s)
+
+    def num_free_slots(self, live: LiveScheduler, model: str, pd: PdSettings) -> int | None:
+        """The free decode slots of the last report."""
+        report = live.reports[pd.name].report
+        # Counted once for each report, since every spill asks for it.
+        known = self._free_slots.get((pd.name, model))
+        if known is None or known[0] is not report:
+            num_free = None if report is None else num_free_slots(report.instances, model)
+            known = self._free_slots[pd.name, model] = report, num_free
+        return known[1]
 
     def _maker(
         self, live: LiveScheduler, model: str, request: PendingRequest | None = None
@@ -277,7 +399,19 @@ class ReportedViews:
             live.thresholds,
             live.link,
             live.links_in,
+            live.place,
             live.moves,
+            first_pd=live.pd().name,
             order=live.settings.order,
             request=request,
         )
+
+
+def _by_name(settings: LiveSettings) -> dict[str, PdSettings]:
+    """The PD clusters by name; "" is the first one's, too."""
+    return {"": settings.pd_clusters[0]} | {pd.name: pd for pd in settings.pd_clusters}
+
+
+def _thresholds(settings: LiveSettings) -> Thresholds:
+    clusters = {pd.name: pd.prefill_clusters for pd in settings.pd_clusters}
+    return Thresholds(clusters, settings.threshold_tokens, settings.threshold)

@@ -1,4 +1,4 @@
-"""The decode side of the PD cluster as routing and admission see it: slots, KV memory, landings.
+"""The decode side of a PD cluster as routing and admission see it: slots, KV memory, landings.
 
 An engine without free KV memory decodes only the requests it holds, however many slots it has, and
 lets the others wait inside. Its metrics say so, and reports carry them. Pure; time is an argument.
@@ -27,7 +27,7 @@ to prefill, because a step computes only so many tokens. While more is in use, t
 
 
 def decoding(instances: Sequence[InstanceReport], model: str) -> list[InstanceReport]:
-    """The instances of the PD cluster that decode for a model."""
+    """The instances of a PD cluster that decode for a model."""
     return [item for item in instances if item.role != "prefill" and serves(item, model)]
 
 
@@ -36,12 +36,13 @@ def decode_view(
     at_s: float,
     now_s: float,
     *,
+    pd: str,
     model: str,
     known: ModelKnowledge,
     ledger: Ledger,
 ) -> DecodeView:
-    """The instances that decode for a model as one pool. They were reported at `at_s`."""
-    landing = ledger.landing(model)
+    """The instances of `pd` that decode for a model as one pool. They were reported at `at_s`."""
+    landing = ledger.landing(model, pd)
     slots = sum(_num_slots(item) for item in instances)
     num_requests = sum(item.running for item in instances)
     num_requests += ledger.change_since({item.name for item in instances}, at_s)
@@ -58,9 +59,19 @@ def decode_view(
         landing_s=tuple(sorted(max(0.0, leg.lands_at_s - now_s) for leg in landing)),
         landing_kv_bytes=sum(leg.kv_bytes for leg in landing),
         # Engines have taken in and released KVCache since the front read their metrics.
-        kv_bytes=max(0.0, kv_bytes + ledger.kv_change_since(model, looked_at_s)),
+        kv_bytes=max(0.0, kv_bytes + ledger.kv_change_since(model, looked_at_s, pd)),
         kv_total_bytes=kv_total_bytes,
     )
+
+
+def num_free_slots(instances: Sequence[InstanceReport], model: str) -> int | None:
+    """How many more requests these instances would decode at once, as reported; None if none of
+    them decodes for the model.
+    """
+    found = decoding(instances, model)
+    if not found:
+        return None
+    return max(0, sum(_num_slots(item) - item.running for item in found))
 
 
 def is_full(item: InstanceReport, num_requests: int) -> bool:
@@ -74,14 +85,14 @@ def is_full(item: InstanceReport, num_requests: int) -> bool:
 
 
 def landing_room_bytes(
-    instances: Sequence[InstanceReport], at_s: float, *, model: str, ledger: Ledger
+    instances: Sequence[InstanceReport], at_s: float, *, pd: str, model: str, ledger: Ledger
 ) -> float | None:
     """The largest landing for a model that fits now, bytes; None if a node does not say.
 
     A landing lies on the node of the instance that will decode it, so the node with most room
-    counts. `instances` are all of the PD cluster, reported at `at_s`, since models share nodes.
+    counts. `instances` are all of the cluster `pd`, reported at `at_s`, since models share nodes.
     """
-    change = ledger.landing_change(at_s, _looked_at_s(instances, at_s))
+    change = ledger.landing_change(at_s, _looked_at_s(instances, at_s), pd)
     room: dict[str, float] = {}
     cap: dict[str, float] = {}
     for item in decoding(instances, model):

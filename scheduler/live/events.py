@@ -23,6 +23,7 @@ from scheduler.live.admission import (
 )
 from scheduler.live.core import Event, LiveScheduler
 from scheduler.live.snapshots import PendingRequest, Reported
+from scheduler.live.spilling import load_request
 from scheduler.live.tenants import TenantLimit
 from scheduler.live.thresholds import ThresholdNow
 from scheduler.reports import ClusterReport
@@ -42,7 +43,14 @@ class ReportHeard(Event[None], frozen=True):
     at_s: float
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
-        """The report replaces the one before."""
+        """The report replaces the one before. When instances have joined or left, the means of the
+        period begin anew, so that the next plan is one for the instances that there are.
+        """
+        num_changes = live.members.num_changes
+        if left := live.members.heard(self.report):
+            live.ledger.forget(left)
+        if live.members.num_changes != num_changes:
+            live.period.take()
         live.reports[self.cluster] = Reported(self.cluster, self.report, self.at_s)
 
 
@@ -59,15 +67,18 @@ class LinkHeard(Event[None], frozen=True):
 
 
 class ThresholdPlanned(Event[None], frozen=True):
-    """A plan's threshold for a prefill cluster, and what it sends over the link (0: unknown)."""
+    """A plan's threshold for the link from a prefill cluster to `pd`, and what it sends over that
+    link (0: unknown).
+    """
 
     cluster: str
     tokens: float
     bytes_per_s: float
+    pd: str = ""
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
         """The state of the link multiplies this threshold from now on."""
-        live.thresholds.set_base(self.cluster, self.tokens, self.bytes_per_s)
+        live.thresholds.set_base(self.cluster, self.tokens, self.bytes_per_s, pd=self.pd)
 
 
 class TenantsLimited(Event[None], frozen=True):
@@ -85,7 +96,8 @@ class TenantsLimited(Event[None], frozen=True):
 
 
 class RouteEarly(Event[RouteDecision | None], frozen=True):
-    """Asks for the route of a prompt that was not counted.
+    """Asks for the route of a prompt that was not counted. `home` is the PD cluster that it belongs
+    to.
 
     The answer None means: count it and look it up first.
     """
@@ -93,23 +105,28 @@ class RouteEarly(Event[RouteDecision | None], frozen=True):
     model: str
     shape: RequestShape
     priority: int = 0
+    home: str = ""
 
     def apply(self, live: LiveScheduler, now_s: float) -> RouteDecision | None:
         """The answer of `LiveScheduler.route_early`."""
-        return live.route_early(self.model, PendingRequest(self.shape, self.priority), now_s)
+        request = PendingRequest(self.shape, self.priority, self.home)
+        return live.route_early(self.model, request, now_s)
 
 
 class RouteAsked(Event[RouteDecision], frozen=True):
-    """Asks for the route of a prompt. The clusters in `excluded` failed it."""
+    """Asks for the route of a prompt. The clusters in `excluded` failed it. `home` is the PD
+    cluster that it belongs to.
+    """
 
     model: str
     shape: RequestShape
     priority: int = 0
     excluded: Set[str] = frozenset()
+    home: str = ""
 
     def apply(self, live: LiveScheduler, now_s: float) -> RouteDecision:
         """The answer of `LiveScheduler.route`."""
-        request = PendingRequest(self.shape, self.priority)
+        request = PendingRequest(self.shape, self.priority, self.home)
         return live.route(self.model, request, now_s, excluded=self.excluded)
 
 
@@ -120,9 +137,9 @@ class ThresholdsAsked(Event[list[ThresholdNow]], frozen=True):
     """
 
     def apply(self, live: LiveScheduler, now_s: float) -> list[ThresholdNow]:
-        """The threshold of each prefill cluster, and why."""
-        for name in live.settings.prefill_clusters:
-            live.thresholds.update(name, live.link(name, live.settings.pd), now_s)
+        """The threshold of each link, and why."""
+        for name, pd in live.settings.pairs:
+            live.thresholds.update(name, live.link(name, pd), now_s, pd=pd)
         return live.thresholds.overview()
 
 
@@ -138,7 +155,8 @@ class AdmitAsked(Event[Judged], frozen=True):
 
     `request` is its number for `AdmissionOver`, `num_tokens` the length of its prompt.
     `work_tokens` counts for its tenant: the prompt and the answers that it asks for (0: the prompt
-    alone). `predicted` is None where the route has no prediction.
+    alone). `predicted` is None where the route has no prediction. `pd` is the PD cluster that would
+    decode it.
     """
 
     request: int
@@ -147,41 +165,40 @@ class AdmitAsked(Event[Judged], frozen=True):
     num_tokens: int
     predicted: Prediction | None
     work_tokens: int = 0
+    pd: str = ""
 
     def apply(self, live: LiveScheduler, now_s: float) -> Judged:
         """The verdict. A request that is let in counts for its tenant until it is over. What
         `TenantAsked` counted for it does not count any more.
         """
         AdmissionOver(self.request, used_tokens=0).apply(live, now_s)
-        known, decode = live.knowledge(self.model), live.decode_side(self.model, now_s)
-        # No request is refused because of a guess: before any prefill was measured, the present
-        # load counts, which an empty prediction asks for.
-        prediction = self.predicted if known.is_measured else None
-        prediction = prediction or Prediction()
-        kv_bytes = 0.0 if known.kv is None else known.kv.size_bytes(self.num_tokens)
+        decode = live.decode_side(self.model, now_s, self.pd)
         work_tokens = self.work_tokens or self.num_tokens
-        asked = AdmissionRequest(prediction, kv_bytes, work_tokens, self.tenant)
+        load = load_request(live, self.model, self.predicted, self.num_tokens)
+        asked = msgspec.structs.replace(load, num_tokens=work_tokens, tenant=self.tenant)
         verdict = _verdict(live, asked, decode, now_s)
         if verdict.admitted:
             live.tenants.started(self.tenant, work_tokens, now_s)
             live.admitted[self.request] = self.tenant, work_tokens
-        return Judged(verdict, _decode_load(prediction, decode))
+        return Judged(verdict, _decode_load(load.prediction, decode))
 
 
 class TenantAsked(Event[Judged], frozen=True):
     """Would a request of at least so much work break a limit of its tenant, on any route? Asked
     before anything is spent on it. Its work counts until `AdmitAsked` or `AdmissionOver`, so that
-    many requests at one moment do not pass a limit together.
+    many requests at one moment do not pass a limit together. `home` is the PD cluster that the
+    request belongs to.
     """
 
     request: int
     tenant: str
     model: str
     work_tokens: int
+    home: str = ""
 
     def apply(self, live: LiveScheduler, now_s: float) -> Judged:
         """Asks nothing of the load."""
-        decode = live.decode_side(self.model, now_s)
+        decode = live.decode_side(self.model, now_s, self.home)
         asked = AdmissionRequest(Prediction(), 0.0, self.work_tokens, self.tenant)
         refusal = tenant_refusal(asked, decode, live.settings.admission, now_s, live.tenants)
         if refusal is None:

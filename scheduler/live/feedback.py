@@ -19,36 +19,55 @@ SAME_PASS_S: Final = 5e-3
 """First tokens of one engine that come this close together are from one forward pass, seconds."""
 
 
-class PromptCounted(Event[None], frozen=True):
+class Observation(Event[None], frozen=True):
+    """Something that teaches the same to every gateway of the region, whichever made it."""
+
+    def learn(self, live: LiveScheduler, now_s: float) -> None:
+        """Take in what was observed at `now_s`."""
+        raise NotImplementedError
+
+    def apply(self, live: LiveScheduler, now_s: float) -> None:
+        """Learn, and nothing else."""
+        self.learn(live, now_s)
+
+
+class PromptCounted(Observation, frozen=True):
     """An engine rendered a prompt, or its answer said how long the prompt was."""
 
     model: str
     content: PromptContent
     num_tokens: int
 
-    def apply(self, live: LiveScheduler, now_s: float) -> None:
+    def learn(self, live: LiveScheduler, now_s: float) -> None:
         """Estimates of later prompts use it."""
         live.knowledge(self.model).lengths.counted(self.content, self.num_tokens)
 
 
-class RequestArrived(Event[None], frozen=True):
-    """A request was let in, and no engine refused it."""
+class RequestArrived(Observation, frozen=True):
+    """A request whose home is `pd` was let in, and no engine refused it."""
 
     model: str
     num_tokens: int
     cached_tokens: int
+    pd: str = ""
 
-    def apply(self, live: LiveScheduler, now_s: float) -> None:
+    def learn(self, live: LiveScheduler, now_s: float) -> None:
         """It counts as demand, which plans rest on."""
-        traffic = live.knowledge(self.model).traffic
-        traffic.arrived(self.num_tokens, self.cached_tokens, now_s)
+        known = live.knowledge(self.model)
+        known.traffic.arrived(self.num_tokens, self.cached_tokens, now_s)
+        names = [pd.name for pd in live.settings.pd_clusters]
+        home = self.pd or names[0]
+        # Another gateway may have a PD cluster that this one has not been told of yet.
+        if len(names) > 1 and home in names:
+            known.traffic_of(home).arrived(self.num_tokens, self.cached_tokens, now_s)
 
 
-class LegBegun(Event[None], frozen=True):
-    """A prefill is on its way to `place`. Its KVCache should have landed in `lands_s`.
+class LegBegun(Observation, frozen=True):
+    """A prefill is on its way to the target `place`. Its KVCache should have landed in `lands_s`.
 
-    The landing takes `nbytes` at the node of `instance`. It is for `num_tokens`, of which
-    `landing_cached_tokens` are there already. The place has to compute `uncached_tokens`.
+    The landing takes `nbytes` at the node of `instance` in the PD cluster `pd`. It is for
+    `num_tokens`, of which `landing_cached_tokens` are there already. The place has to compute
+    `uncached_tokens`.
     """
 
     transfer_id: str
@@ -61,13 +80,18 @@ class LegBegun(Event[None], frozen=True):
     lands_s: float
     priority: int = 0
     instance: str = ""
+    pd: str = ""
 
-    def apply(self, live: LiveScheduler, now_s: float) -> None:
-        """It is work ahead of others until it is over. The size of the landing is learnt."""
+    def learn(self, live: LiveScheduler, now_s: float) -> None:
+        """The size of the landing is learnt."""
         known = live.knowledge(self.model)
         known.reserved(self.num_tokens, self.landing_cached_tokens, self.nbytes)
+
+    def apply(self, live: LiveScheduler, now_s: float) -> None:
+        """It is work ahead of others until it is over."""
+        self.learn(live, now_s)
         leg = PrefillLeg(
-            place=self.place,
+            place=live.place(self.place, self.pd),
             num_tokens=self.num_tokens,
             uncached_tokens=self.uncached_tokens,
             begun_s=now_s,
@@ -76,6 +100,7 @@ class LegBegun(Event[None], frozen=True):
             model=self.model,
             priority=self.priority,
             instance=self.instance,
+            pd=live.pd(self.pd).name,
         )
         live.ledger.leg_begun(self.transfer_id, leg)
 
@@ -100,11 +125,11 @@ class LegAnswered(Event[None], frozen=True):
         live.ledger.answer_over(self.transfer_id, now_s)
 
 
-class Prefilled(Event[None], frozen=True):
+class Prefilled(Observation, frozen=True):
     """A prefill leg ended with all of its KVCache landed, `tail_s` after the prefill.
 
     `seconds` is the time that the prefill alone took. It is None where that is unknown because the
-    prefill ended in one pass with another.
+    prefill ended in one pass with another. `pd` is the PD cluster that decodes.
     """
 
     model: str
@@ -114,13 +139,20 @@ class Prefilled(Event[None], frozen=True):
     cached_tokens: int
     tail_s: float
     seconds: float | None
+    pd: str = ""
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
         """From the end of the prefill on, the next job has the instance for itself."""
-        live.ledger.prefill_ended(self.place, self.instance, now_s - self.tail_s)
+        place = live.place(self.place, self.pd)
+        live.ledger.prefill_ended(place, self.instance, now_s - self.tail_s)
+        self.learn(live, now_s)
+
+    def learn(self, live: LiveScheduler, now_s: float) -> None:
+        """How long it took is learnt, where that is known."""
+        place = live.place(self.place, self.pd)
         if self.seconds is not None:
             live.knowledge(self.model).prefilled(
-                self.place, self.num_tokens, self.cached_tokens, self.seconds, now_s
+                place, self.num_tokens, self.cached_tokens, self.seconds, now_s
             )
 
 
@@ -189,9 +221,9 @@ class DirectAnswered(Event[float | None], frozen=True):
         return seconds if is_alone else None
 
 
-class DirectTook(Event[None], frozen=True):
-    """The answer of `DirectAnswered` for a prompt that was looked up, at an engine that was not
-    full.
+class DirectTook(Observation, frozen=True):
+    """The answer of `DirectAnswered` for a prompt that was looked up, at an engine of `pd` that was
+    not full.
 
     At a full engine the time would contain the wait for a slot.
     """
@@ -199,19 +231,21 @@ class DirectTook(Event[None], frozen=True):
     model: str
     shape: RequestShape
     seconds: float
+    pd: str = ""
 
-    def apply(self, live: LiveScheduler, now_s: float) -> None:
+    def learn(self, live: LiveScheduler, now_s: float) -> None:
         """The time teaches only where the length is known."""
         known, num_tokens = live.knowledge(self.model), self.shape.num_prompt_tokens
         if _is_length_known(live, known, self.shape):
             cached_tokens = min(self.shape.local_cached_tokens, num_tokens)
-            known.prefilled(ONE_ENGINE, num_tokens, cached_tokens, self.seconds, now_s)
+            place = live.place(ONE_ENGINE, self.pd)
+            known.prefilled(place, num_tokens, cached_tokens, self.seconds, now_s)
 
 
-class FirstToken(Event[None], frozen=True):
-    """The first byte of a stream came, by the route that was predicted.
+class FirstToken(Observation, frozen=True):
+    """The first byte of a stream came, by the route that was predicted, whose target is `place`.
 
-    `was_full` says whether the decode instance was full when it got the request.
+    `was_full` says whether the decode instance was full when it got the request. It is in `pd`.
     """
 
     model: str
@@ -219,8 +253,9 @@ class FirstToken(Event[None], frozen=True):
     predicted: Prediction
     ttft_s: float
     was_full: bool = False
+    pd: str = ""
 
-    def apply(self, live: LiveScheduler, now_s: float) -> None:
+    def learn(self, live: LiveScheduler, now_s: float) -> None:
         """The prediction's error, and under normal conditions its overhead, are learnt.
 
         The delay by a full instance or by a link that is not clear is no overhead of the place:
@@ -229,22 +264,22 @@ class FirstToken(Event[None], frozen=True):
         """
         waited = self.was_full or self.predicted.queue_s > 0
         live.knowledge(self.model).answered(
-            self.place,
+            live.place(self.place, self.pd),
             self.predicted,
             self.ttft_s,
             now_s,
-            teaches_overhead=live.is_link_clear(self.place) and not waited,
+            teaches_overhead=live.is_link_clear(self.place, self.pd) and not waited,
         )
 
 
-class AnswerDecoded(Event[None], frozen=True):
+class AnswerDecoded(Observation, frozen=True):
     """An answer of `num_tokens` ended well, `seconds` after its first token."""
 
     model: str
     num_tokens: int
     seconds: float
 
-    def apply(self, live: LiveScheduler, now_s: float) -> None:
+    def learn(self, live: LiveScheduler, now_s: float) -> None:
         """How long answers are and how long a step takes is learnt."""
         live.knowledge(self.model).decoded(self.num_tokens, self.seconds, now_s)
 
@@ -290,21 +325,18 @@ def _is_length_known(live: LiveScheduler, known: ModelKnowledge, shape: RequestS
     return shape.is_exact or is_guess_good
 
 
+ObservationEvent: TypeAlias = (
+    PromptCounted | RequestArrived | LegBegun | Prefilled | DirectTook | FirstToken | AnswerDecoded
+)
 FeedbackEvent: TypeAlias = (
-    PromptCounted
-    | RequestArrived
-    | LegBegun
+    ObservationEvent
     | LegOver
     | LegAnswered
-    | Prefilled
     | InstanceGiven
     | InstanceOver
     | DirectBegun
     | DirectOver
     | DirectAnswered
-    | DirectTook
-    | FirstToken
-    | AnswerDecoded
     | CacheMoveBegun
     | CacheMoveOver
 )

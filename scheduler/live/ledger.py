@@ -1,4 +1,4 @@
-"""What this gateway has under way: prefill legs, and prompts that one engine computes by itself.
+"""What is under way as far as is known: prefill legs, and prompts that one engine computes.
 
 Clusters report twice a second. A route must also know what was sent, and what ended, since the last
 report. A leg has the id of its transfer, which reports use too, so that nothing counts twice.
@@ -10,9 +10,9 @@ Pure; time is an argument. It does not know profiles, so not how long anything w
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict, deque
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from itertools import chain, takewhile
 
 import msgspec
@@ -26,9 +26,9 @@ KEEP_LAST_END_S = 3600.0
 class PrefillLeg(msgspec.Struct, frozen=True):
     """A prompt computed at `place` for decoding elsewhere.
 
-    `place` is the name of a prefill cluster, or the hand-off inside the PD cluster. `lands_at_s` is
+    `place` is the name of a prefill cluster, or the hand-off inside a PD cluster. `lands_at_s` is
     when its KVCache is expected at the decode side. `model` is the served name and `priority` the
-    client's. `instance` will decode it; the landing is on its node.
+    client's. `instance` of the cluster `pd` will decode it; the landing is on its node.
     """
 
     place: str
@@ -40,6 +40,7 @@ class PrefillLeg(msgspec.Struct, frozen=True):
     model: str = ""
     priority: int = 0
     instance: str = ""
+    pd: str = ""
 
 
 class DirectPrompt(msgspec.Struct, frozen=True):
@@ -51,33 +52,53 @@ class DirectPrompt(msgspec.Struct, frozen=True):
     begun_s: float
 
 
+@dataclass(slots=True)
+class _Legs:
+    """Some legs by their ids. `ended` and `answered_s` have the earliest first."""
+
+    under_way: dict[str, PrefillLeg] = field(default_factory=dict)
+    ended: dict[str, tuple[float, PrefillLeg]] = field(default_factory=dict)
+    """When the other legs were over, and what they were."""
+    answered_s: dict[str, float] = field(default_factory=dict)
+    """When the answers were over, for legs of the other two."""
+
+
 class Ledger:
-    """What one gateway has under way. Single-threaded."""
+    """What one gateway has under way. Single-threaded.
+
+    Every route asks for the legs of one PD cluster and for the requests of its instances. So these
+    are found without a look at those of other clusters.
+    """
 
     def __init__(self) -> None:
-        self._legs: dict[str, PrefillLeg] = {}  # under way
-        self._reported: set[str] = set()  # those of them that a report has had
-        # When the other legs were over, the earliest first, and what they were.
-        self._ended: dict[str, tuple[float, PrefillLeg]] = {}
-        # When the answers were over, for legs that are in `_legs` or `_ended`.
-        self._answered_s: dict[str, float] = {}
+        self._all = _Legs()
+        self._by_pd: dict[str, _Legs] = {}
+        # Legs under way that no report has had, by place.
+        self._unreported: dict[str, dict[str, PrefillLeg]] = {}
         self._direct: dict[int, DirectPrompt] = {}
+        self._direct_at: dict[str, list[DirectPrompt]] = {}
         self._num_direct = 0
         self._last_end_s: dict[tuple[str, str], float] = {}
-        self._changes: deque[tuple[float, str, int]] = deque()  # time, instance, requests
+        self._changes: dict[str, deque[tuple[float, int]]] = {}  # time, requests, by instance
+        self._changed: deque[tuple[float, str]] = deque()  # time, instance, of all changes
+        self.requests: dict[str, int] = {}
+        """The requests of each decode instance that are not over."""
 
     # ---- requests of instances
 
     def begun(self, instance: str, now_s: float) -> None:
         """An instance has one more request to decode, or a slot held for one."""
-        self._changes.append((now_s, instance, 1))
+        self._change(instance, 1, now_s)
 
     def ended(self, instance: str, now_s: float) -> None:
         """A request of an instance is over. To be called once for each `begun`."""
-        self._changes.append((now_s, instance, -1))
+        self._change(instance, -1, now_s)
         # No report that is still used is older.
-        while now_s - self._changes[0][0] > KEEP_ENDED_S:
-            self._changes.popleft()
+        while now_s - self._changed[0][0] > KEEP_ENDED_S:
+            _, oldest = self._changed.popleft()
+            self._changes[oldest].popleft()
+            if not self._changes[oldest]:
+                del self._changes[oldest]
 
     def change_since(self, instances: Set[str], since_s: float) -> int:
         """How many more requests these instances have now than at `since_s`.
@@ -85,72 +106,91 @@ class Ledger:
         It is what a report of that time misses.
         """
         total = 0
-        for at_s, name, num_requests in reversed(self._changes):
-            # Changes are in order of time: all before this one are in the report.
-            if at_s < since_s:
-                break
-            total += num_requests if name in instances else 0
+        for name in instances:
+            for at_s, num_requests in reversed(self._changes.get(name, ())):
+                # Changes are in order of time: all before this one are in the report.
+                if at_s < since_s:
+                    break
+                total += num_requests
         return total
 
     # ---- legs
 
     def leg_begun(self, transfer_id: str, leg: PrefillLeg) -> None:
         """A landing is reserved, and the job is on its way."""
-        self._legs[transfer_id] = leg
+        for legs in (self._all, self._of_pd(leg.pd)):
+            # A leg of a gateway that was not heard for a while was over, and begins again.
+            legs.ended.pop(transfer_id, None)
+            legs.answered_s.pop(transfer_id, None)
+            legs.under_way[transfer_id] = leg
+        self._unreported.setdefault(leg.place, {})[transfer_id] = leg
 
     def leg_over(self, transfer_id: str, now_s: float) -> None:
         """The leg neither waits nor runs any more. Calling it again changes nothing."""
-        if (leg := self._legs.pop(transfer_id, None)) is not None:
-            self._ended[transfer_id] = now_s, leg
-            self._reported.discard(transfer_id)
+        if (leg := self._all.under_way.get(transfer_id)) is not None:
+            for legs in (self._all, self._of_pd(leg.pd)):
+                del legs.under_way[transfer_id]
+                legs.ended[transfer_id] = now_s, leg
+            self._unreported[leg.place].pop(transfer_id, None)
         self._forget(now_s)
 
     def is_over(self, transfer_id: str) -> bool:
         """Whether the leg was ours and has ended. A report that still has it is older."""
-        return transfer_id in self._ended
+        return transfer_id in self._all.ended
 
     def leg_reported(self, transfer_id: str) -> None:
         """A report has this job. A later report without it means that the job is over at its
         place.
         """
-        if transfer_id in self._legs:
-            self._reported.add(transfer_id)
+        if (leg := self._all.under_way.get(transfer_id)) is not None:
+            self._unreported[leg.place].pop(transfer_id, None)
 
     def unreported(self, place: str, since_s: float) -> Iterator[tuple[str, PrefillLeg]]:
         """Legs to a place that no report has had, with their ids, begun at `since_s` or later."""
-        for transfer_id, leg in self._legs.items():
-            if leg.place == place and leg.begun_s >= since_s and transfer_id not in self._reported:
+        for transfer_id, leg in self._unreported.get(place, {}).items():
+            if leg.begun_s >= since_s:
                 yield transfer_id, leg
 
-    def landing(self, model: str) -> list[PrefillLeg]:
-        """All legs whose requests will decode for a model in the PD cluster once they have landed.
+    def unanswered(self) -> Iterator[tuple[str, PrefillLeg, bool]]:
+        """All legs whose requests are not answered: id, leg, and whether the leg is over."""
+        legs = self._all
+        for transfer_id, leg in legs.under_way.items():
+            if transfer_id not in legs.answered_s:
+                yield transfer_id, leg, False
+        for transfer_id, (_, leg) in legs.ended.items():
+            if transfer_id not in legs.answered_s:
+                yield transfer_id, leg, True
+
+    def landing(self, model: str, pd: str = "") -> list[PrefillLeg]:
+        """All legs whose requests will decode for a model in a PD cluster once they have landed.
 
         The end of a leg may be heard after the end of its answer. Such a leg decodes no more.
         """
+        legs = self._of_pd(pd)
         return [
             leg
-            for transfer_id, leg in self._legs.items()
-            if leg.model == model and transfer_id not in self._answered_s
+            for transfer_id, leg in legs.under_way.items()
+            if leg.model == model and transfer_id not in legs.answered_s
         ]
 
-    def landing_change(self, reported_s: float, looked_s: float) -> dict[str, float]:
-        """How many more bytes landings take now than a report of `reported_s` says.
+    def landing_change(self, reported_s: float, looked_s: float, pd: str = "") -> dict[str, float]:
+        """How many more bytes landings take now than a report of a PD cluster says.
 
-        They are given by decoding instance: landings reserved since, less landings whose requests
-        were answered since the nodes were read at `looked_s`. A landing that is over but not
-        answered counts, because its node holds it until an engine has loaded it.
+        They are given by decoding instance: landings reserved since `reported_s`, less landings
+        whose requests were answered since the nodes were read at `looked_s`. A landing that is over
+        but not answered counts, because its node holds it until an engine has loaded it.
         """
+        legs = self._of_pd(pd)
         found: defaultdict[str, float] = defaultdict(float)
-        # Both dictionaries are in order of time, so the walk from their ends stops early.
-        latest = takewhile(lambda e: e[1][0] >= reported_s, reversed(self._ended.items()))
+        latest = takewhile(lambda e: e[1][0] >= reported_s, reversed(legs.ended.items()))
         ended = ((transfer_id, leg) for transfer_id, (_, leg) in latest)
-        for transfer_id, leg in chain(reversed(self._legs.items()), ended):
-            if leg.begun_s >= reported_s and transfer_id not in self._answered_s:
+        for transfer_id, leg in chain(reversed(legs.under_way.items()), ended):
+            if leg.begun_s >= reported_s and transfer_id not in legs.answered_s:
                 found[leg.instance] += leg.kv_bytes
-        for transfer_id, answered_s in reversed(self._answered_s.items()):
+        for transfer_id, answered_s in reversed(legs.answered_s.items()):
             if answered_s < looked_s:
                 break
-            leg = self._legs.get(transfer_id) or self._ended[transfer_id][1]
+            leg = legs.under_way.get(transfer_id) or legs.ended[transfer_id][1]
             # A node says what is left after each reservation too, but not what is given back later.
             if leg.begun_s < reported_s:
                 found[leg.instance] -= leg.kv_bytes
@@ -158,24 +198,32 @@ class Ledger:
 
     def answer_over(self, transfer_id: str, now_s: float) -> None:
         """The request of a leg is answered or given up, so no engine holds its KVCache."""
-        if transfer_id in self._legs or transfer_id in self._ended:
-            self._answered_s.setdefault(transfer_id, now_s)
+        leg = self._all.under_way.get(transfer_id)
+        if leg is None:
+            _, leg = self._all.ended.get(transfer_id, (0.0, None))
+        if leg is not None:
+            for legs in (self._all, self._of_pd(leg.pd)):
+                legs.answered_s.setdefault(transfer_id, now_s)
 
-    def kv_change_since(self, model: str, since_s: float) -> float:
-        """How many more bytes of KVCache engines hold now than at `since_s`.
+    def kv_change_since(self, model: str, since_s: float, pd: str = "") -> float:
+        """How many more bytes of KVCache engines of a PD cluster hold now than at `since_s`.
 
         It counts what has landed, or what an engine computes because a leg failed, less what is
         answered. A leg that ended more than `KEEP_ENDED_S` ago is forgotten, so its bytes count
         until the engines' metrics are read again.
         """
-        total = 0.0
-        for transfer_id, (ended_s, leg) in self._ended.items():
-            if leg.model != model:
-                continue
-            answered_s = self._answered_s.get(transfer_id, math.inf)
-            was_held = ended_s < since_s <= answered_s
-            is_held = answered_s == math.inf
-            total += leg.kv_bytes * (is_held - was_held)
+        legs, total = self._of_pd(pd), 0.0
+        for transfer_id, (ended_s, leg) in reversed(legs.ended.items()):
+            if ended_s < since_s:
+                break
+            if leg.model == model and transfer_id not in legs.answered_s:
+                total += leg.kv_bytes
+        for transfer_id, answered_s in reversed(legs.answered_s.items()):
+            if answered_s < since_s:
+                break
+            ended = legs.ended.get(transfer_id)
+            if ended is not None and ended[0] < since_s and ended[1].model == model:
+                total -= ended[1].kv_bytes
         return total
 
     # ---- prompts of one engine
@@ -184,27 +232,37 @@ class Ledger:
         """A prompt was given to an engine. Returns the key for `direct_over`."""
         self._num_direct += 1
         self._direct[self._num_direct] = prompt
+        self._direct_at.setdefault(prompt.instance, []).append(prompt)
         return self._num_direct
 
     def direct_over(self, key: int) -> DirectPrompt | None:
         """The engine answers, or never will. None if the prompt was over before."""
-        return self._direct.pop(key, None)
+        prompt = self._direct.pop(key, None)
+        if prompt is not None:
+            given = self._direct_at[prompt.instance]
+            given.remove(prompt)
+            if not given:
+                del self._direct_at[prompt.instance]
+        return prompt
 
     def direct_computed(self, instance: str, begun_s: float) -> None:
         """A prompt given at `begun_s` has its first token, so prompts given earlier have theirs.
 
         An answer in one piece does not say so itself: its first byte comes after its last token.
         """
+        if instance not in self._direct_at:
+            return
         for key, prompt in list(self._direct.items()):
             if prompt.instance == instance and prompt.begun_s < begun_s:
-                del self._direct[key]
+                self.direct_over(key)
 
-    def direct(self) -> dict[str, list[DirectPrompt]]:
+    def prompts(self) -> Iterator[tuple[int, DirectPrompt]]:
+        """Prompts without an answer yet, by their keys."""
+        yield from self._direct.items()
+
+    def direct(self) -> Mapping[str, Sequence[DirectPrompt]]:
         """Prompts without an answer yet, by engine, the earliest first."""
-        found: dict[str, list[DirectPrompt]] = {}
-        for prompt in self._direct.values():
-            found.setdefault(prompt.instance, []).append(prompt)
-        return found
+        return self._direct_at
 
     # ---- who had an instance for itself since when
 
@@ -219,18 +277,40 @@ class Ledger:
             del self._last_end_s[oldest]
             oldest = next(iter(self._last_end_s))
 
+    def last_ends(self) -> Iterator[tuple[tuple[str, str], float]]:
+        """When the last prefill ended, by place and instance."""
+        yield from self._last_end_s.items()
+
     def alone_s(self, place: str, instance: str, begun_s: float, now_s: float) -> float:
         """How much of the time since `begun_s` no earlier prefill took, as far as is known."""
         last_s = self._last_end_s.get((place, instance), begun_s)
         return max(0.0, now_s - max(begun_s, last_s))
 
+    def forget(self, instances: Set[str]) -> None:
+        """Forget the last prefills of instances that have left."""
+        self._last_end_s = {k: v for k, v in self._last_end_s.items() if k[1] not in instances}
+
     def __len__(self) -> int:
-        return len(self._legs) + len(self._direct)
+        return len(self._all.under_way) + len(self._direct)
+
+    def _of_pd(self, pd: str) -> _Legs:
+        found = self._by_pd.get(pd)
+        if found is None:
+            found = self._by_pd[pd] = _Legs()
+        return found
+
+    def _change(self, instance: str, num_requests: int, now_s: float) -> None:
+        self._changes.setdefault(instance, deque()).append((now_s, num_requests))
+        self._changed.append((now_s, instance))
+        self.requests[instance] = self.requests.get(instance, 0) + num_requests
+        if not self.requests[instance]:
+            del self.requests[instance]
 
     def _forget(self, now_s: float) -> None:
-        while self._ended:
-            transfer_id, (ended_s, _) = next(iter(self._ended.items()))
+        while self._all.ended:
+            transfer_id, (ended_s, leg) = next(iter(self._all.ended.items()))
             if now_s - ended_s <= KEEP_ENDED_S:
                 return
-            del self._ended[transfer_id]
-            self._answered_s.pop(transfer_id, None)
+            for legs in (self._all, self._of_pd(leg.pd)):
+                del legs.ended[transfer_id]
+                legs.answered_s.pop(transfer_id, None)

@@ -13,8 +13,10 @@ from typing import Literal
 from scheduler.live.admission import AdmissionConfig
 from scheduler.live.long_term.loop import LongTermConfig
 from scheduler.live.tenants import TenantLimit
+from scheduler.planning.region_model import Uplink
 from scheduler.routing.candidates import RouteLimits
-from scheduler.routing.queue_order import OrderConfig
+from scheduler.routing.order_config import OrderConfig
+from scheduler.routing.spill import Spill
 from scheduler.routing.threshold import ThresholdConfig
 
 
@@ -30,20 +32,31 @@ class RoutingPolicy(RouteLimits):
     """
 
 
+@dataclass(frozen=True, slots=True)
+class PdSettings:
+    """One PD cluster: its name, and the prefill clusters that have a link to it.
+
+    `spill` says when another PD cluster may decode requests whose home it is.
+    """
+
+    name: str
+    prefill_clusters: tuple[str, ...] = ()
+    spill: Spill = "overflow"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSettings:
     """Everything that an operator may set of `scheduler.live.core.LiveScheduler`.
 
-    `pd` and `prefill_clusters` name the region's clusters. Until a plan says otherwise, prompts
-    with more than `threshold_tokens` uncached tokens are meant for prefill clusters. Prompts with
-    at most `hand_off_tokens` are never handed from one engine to another. `order` is the order of
-    the prefill clusters' queues. With `refuses_load` False, only limits of tenants refuse a
-    request. `long_term` says how `models` are planned for. With `follows_plans` False, plans are
-    advice and set nothing.
+    `pd_clusters` are the region's PD clusters, at least one. The first is meant where an event
+    names none. Until a plan says otherwise, prompts with more than `threshold_tokens` uncached
+    tokens are meant for prefill clusters. Prompts with at most `hand_off_tokens` are never handed
+    from one engine to another. `order` is the order of the prefill clusters' queues. With
+    `refuses_load` False, only limits of tenants refuse a request. `long_term` says how `models` are
+    planned for. With `follows_plans` False, plans are advice and set nothing.
     """
 
-    pd: str
-    prefill_clusters: tuple[str, ...]
+    pd_clusters: tuple[PdSettings, ...]
     threshold_tokens: float
     hand_off_tokens: int
     routing: RoutingPolicy = field(default_factory=RoutingPolicy)
@@ -58,3 +71,20 @@ class LiveSettings:
     models: tuple[str, ...] = ()
     long_term: LongTermConfig = field(default_factory=LongTermConfig)
     follows_plans: bool = True
+    uplinks: tuple[Uplink, ...] = ()
+    """Bandwidth that links share. Plans divide it among them."""
+
+    def __post_init__(self) -> None:
+        names = [pd.name for pd in self.pd_clusters]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"PD clusters are {names}; one is needed, and names must differ")
+
+    @property
+    def prefill_clusters(self) -> tuple[str, ...]:
+        """The prefill clusters of all PD clusters, each once."""
+        return tuple(dict.fromkeys(n for pd in self.pd_clusters for n in pd.prefill_clusters))
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """Each prefill cluster with each PD cluster that it has a link to."""
+        return tuple((name, pd.name) for pd in self.pd_clusters for name in pd.prefill_clusters)

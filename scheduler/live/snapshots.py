@@ -20,8 +20,9 @@ from scheduler.live.ledger import DirectPrompt, Ledger, PrefillLeg
 from scheduler.live.thresholds import Thresholds
 from scheduler.reports import ClusterReport, InstanceReport, JobReport, serves
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, RequestShape
+from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.profiles import PrefillProfile
-from scheduler.routing.queue_order import OrderConfig, QueueOrder, WaitingJob, priority_class
+from scheduler.routing.queue_order import QueueOrder, WaitingJob, priority_class
 from scheduler.routing.views import ClusterView, DecodeView, InstanceView, RegionSnapshot
 
 ON_THE_WAY_S: Final = 1.0
@@ -38,9 +39,12 @@ NO_LINK_KNOWN: Final = LinkView()
 """The link of a gateway that does not follow links: nothing speaks against using it."""
 
 LinkNow = Callable[[str, str], LinkView]
-LinksIn = Callable[[str, float], Mapping[str, LinkView]]
-"""The links to a cluster from each other one, by name, as a cache move would find them at a time.
+LinksIn = Callable[[str, float, Iterable[str] | None], Mapping[str, LinkView]]
+"""The links to a cluster from others, by name, as a cache move would find them at a time; None:
+from all others.
 """
+PlaceIn = Callable[[str, str], str]
+"""The place of a route's target where a PD cluster decodes, as `LiveScheduler.place`."""
 LinkPair = tuple[str, str]
 """The clusters at the two ends of a link: (from, to)."""
 
@@ -65,18 +69,26 @@ class _Job(NamedTuple):
     for_s: float
     prefill_s: float
     priority: int = 0
+    pd: str = ""
 
 
 class PendingRequest(msgspec.Struct, frozen=True):
-    """A request to be routed. `priority` is the client's."""
+    """A request to be routed. `priority` is the client's, `home` the PD cluster that it belongs to.
+
+    `shape` is as its home sees it.
+    """
 
     shape: RequestShape
     priority: int = 0
+    home: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotMaker:
-    """Makes snapshots for one model. `link` gives the present state of a link between clusters."""
+    """Makes snapshots for one model and the PD cluster that would decode.
+
+    `link` gives the present state of a link between clusters.
+    """
 
     model: str
     knowledge: ModelKnowledge
@@ -84,7 +96,10 @@ class SnapshotMaker:
     thresholds: Thresholds
     link: LinkNow
     links_in: LinksIn
+    place: PlaceIn
     moves: CacheMoveLedger
+    first_pd: str = ""
+    """The PD cluster of jobs that name none: their gateway knows only one."""
     order: OrderConfig = field(default_factory=OrderConfig)
     """The order in which the queues of prefill clusters start their jobs."""
     request: PendingRequest | None = None
@@ -116,6 +131,7 @@ class SnapshotMaker:
             decoding(instances, self.model),
             pd.at_s,
             now_s,
+            pd=pd.name,
             model=self.model,
             known=self.knowledge,
             ledger=self.ledger,
@@ -124,7 +140,7 @@ class SnapshotMaker:
     def _prefill_cluster(self, source: Reported, pd: str, now_s: float) -> ClusterView:
         name, report = source.name, source.report
         link, profile = self.link(name, pd), self.knowledge.prefill(name)
-        threshold = self.thresholds.update(name, link, now_s)
+        threshold = self.thresholds.update(name, link, now_s, pd=pd)
         if report is None:
             return ClusterView(
                 name=name,
@@ -133,11 +149,11 @@ class SnapshotMaker:
                 is_healthy=False,
                 link=link,
                 threshold_tokens=threshold,
-                plan_threshold_tokens=self.thresholds.plan_tokens(name),
+                plan_threshold_tokens=self.thresholds.plan_tokens(name, pd),
             )
         jobs = self._jobs(source, name, profile, now_s, rtt_s=link.rtt_s)
         waiting = [job for job in jobs if not job.instance]
-        ahead = self._before_request(name, self._ahead(report, jobs), now_s)
+        ahead = self._before_request(name, pd, self._ahead(report, jobs), now_s)
         instances = self._instances(report.instances, name, jobs, now_s)
         return ClusterView(
             name=name,
@@ -148,10 +164,10 @@ class SnapshotMaker:
             num_queued=max(0, len(waiting) - self._num_places(report, len(jobs) - len(waiting))),
             max_queued=report.max_queued or None,
             queued_s=sum(job.prefill_s for job in ahead),
-            link=self._filled(link, jobs),
+            link=self._filled(link, [job for job in jobs if (job.pd or self.first_pd) == pd]),
             links_in=self._links_in(name, report.instances, now_s),
             threshold_tokens=threshold,
-            plan_threshold_tokens=self.thresholds.plan_tokens(name),
+            plan_threshold_tokens=self.thresholds.plan_tokens(name, pd),
         )
 
     def _links_in(
@@ -160,7 +176,11 @@ class SnapshotMaker:
         """The links over which cached prefixes come to these instances; none without a node
         agent.
         """
-        return self.links_in(name, now_s) if any(item.node for item in instances) else {}
+        if not any(item.node for item in instances):
+            return {}
+        # Without a request, any cluster might send something.
+        sources = None if self.request is None else self.request.shape.sendable_tokens
+        return self.links_in(name, now_s, sources)
 
     def _num_places(self, report: ClusterReport, num_running: int) -> int:
         """How many more jobs the instances would take at once."""
@@ -172,12 +192,13 @@ class SnapshotMaker:
 
         They have no common queue: a job that finds all of them full is refused.
         """
-        profile, report = self.knowledge.prefill(HAND_OFF), pd.report
+        place = self.place(HAND_OFF, pd.name)
+        profile, report = self.knowledge.prefill(place), pd.report
         if report is None:
             return ClusterView(name=pd.name, prefill=profile, instances=(), is_healthy=False)
-        jobs = self._jobs(pd, HAND_OFF, profile, now_s)
+        jobs = self._jobs(pd, place, profile, now_s)
         own = [item for item in report.instances if item.role == "prefill"]
-        instances = self._instances(own, HAND_OFF, jobs, now_s)
+        instances = self._instances(own, place, jobs, now_s)
         ahead = self._ahead(report, jobs)
         room = sum(item.max_concurrent for item in own if serves(item, self.model))
         return ClusterView(
@@ -193,7 +214,7 @@ class SnapshotMaker:
 
     def _engines(self, pd: Reported, now_s: float) -> ClusterView:
         """The instances that serve a request whole."""
-        profile, report = self.knowledge.prefill(ONE_ENGINE), pd.report
+        profile, report = self.knowledge.prefill(self.place(ONE_ENGINE, pd.name)), pd.report
         if report is None:
             return ClusterView(name=pd.name, prefill=profile, instances=(), is_healthy=False)
         serving = [item for item in report.instances if serves(item, self.model)]
@@ -269,16 +290,21 @@ class SnapshotMaker:
         others = {item.model for item in report.instances} - {"", self.model}
         return [job for job in jobs if not job.instance and job.model not in others]
 
-    def _before_request(self, cluster: str, waiting: list[_Job], now_s: float) -> list[_Job]:
-        """The waiting jobs of a prefill cluster that start before the request."""
+    def _before_request(
+        self, cluster: str, pd: str, waiting: list[_Job], now_s: float
+    ) -> list[_Job]:
+        """The waiting jobs of a prefill cluster that start before the request, if `pd` decodes
+        it.
+        """
         if self.request is None or not waiting:
             return waiting
         order: QueueOrder[int] = QueueOrder(self.order)
         for key, job in enumerate(waiting):
             priority, submitted_s = priority_class(job.priority), now_s - job.for_s
-            order.add(WaitingJob(key, priority, job.uncached_tokens, submitted_s))
+            owner = job.pd or self.first_pd
+            order.add(WaitingJob(key, priority, job.uncached_tokens, submitted_s, owner))
         uncached_tokens = self.request.shape.prefill_uncached_tokens(cluster)
-        new = WaitingJob(-1, priority_class(self.request.priority), uncached_tokens, now_s)
+        new = WaitingJob(-1, priority_class(self.request.priority), uncached_tokens, now_s, pd)
         return [waiting[job.key] for job in order.ahead_of(new, now_s)]
 
     def _jobs(
@@ -302,6 +328,7 @@ class SnapshotMaker:
                 job.for_s + since_s,
                 _prefill_s(job, profile),
                 job.priority,
+                job.pd,
             )
             for transfer_id, job in reported.items()
             if not self.ledger.is_over(transfer_id)
@@ -311,7 +338,9 @@ class SnapshotMaker:
             self.ledger.leg_reported(transfer_id)
         for _, leg in self.ledger.unreported(place, source.at_s - rtt_s - ON_THE_WAY_S):
             age_s, prefill_s = now_s - leg.begun_s, _prefill_s(leg, profile)
-            jobs.append(_Job("", leg.model, leg.uncached_tokens, age_s, prefill_s, leg.priority))
+            jobs.append(
+                _Job("", leg.model, leg.uncached_tokens, age_s, prefill_s, leg.priority, leg.pd)
+            )
         return jobs
 
     def _filled(self, link: LinkView, jobs: Iterable[_Job]) -> LinkView:
@@ -340,7 +369,7 @@ class SnapshotMaker:
             return None
         # Only this gateway's own landings are added. Those of others are in the next report.
         return landing_room_bytes(
-            pd.report.instances, pd.at_s, model=self.model, ledger=self.ledger
+            pd.report.instances, pd.at_s, pd=pd.name, model=self.model, ledger=self.ledger
         )
 
 

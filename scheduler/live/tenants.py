@@ -51,6 +51,19 @@ class TenantLimit:
             )
 
 
+def divided(limit: TenantLimit, num: int) -> TenantLimit:
+    """The share of one of `num` gateways that cannot ask each other. At least one request and one
+    token, so that no tenant is shut out.
+    """
+    rate = None if limit.tokens_per_s is None else limit.tokens_per_s / num
+    return TenantLimit(
+        max_requests=None if limit.max_requests is None else max(1, limit.max_requests // num),
+        max_tokens=None if limit.max_tokens is None else max(1, limit.max_tokens // num),
+        tokens_per_s=rate,
+        burst_tokens=limit.burst_tokens / num,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class TenantRefusal:
     """A limit that a request would break. `retry_after_s` is None when only the end of another
@@ -101,6 +114,25 @@ class TenantLedger:
             # Without a rate nothing was ever gained: the level says only what it has spent.
             if before[tenant].tokens_per_s is None and limit.tokens_per_s is not None:
                 account.level_tokens = max(0.0, limit.burst_tokens - account.num_tokens)
+
+    def state(self, now_s: float) -> dict[str, float]:
+        """The levels of the buckets that are not full, by tenant. Requests in flight are left out:
+        they end with their gateway.
+        """
+        found = {}
+        for tenant, account in self._accounts.items():
+            limit = self._limit(tenant)
+            level = self._level(limit, account, now_s)
+            if limit.tokens_per_s is not None and level < limit.burst_tokens:
+                found[tenant] = level
+        return found
+
+    def restore(self, levels: Mapping[str, float], now_s: float) -> None:
+        """Take over the levels of buckets as they were at `now_s`, for tenants that have brought
+        nothing yet.
+        """
+        for tenant, level in levels.items():
+            self._accounts.setdefault(tenant, _Account(level, now_s))
 
     def in_flight(self, tenant: str) -> tuple[int, int]:
         """(requests, tokens) in flight of a tenant."""

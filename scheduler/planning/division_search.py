@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from scheduler.planning.pair_search import best_of_pair
-from scheduler.planning.plan import Plan, is_pair, threshold_plan
+from scheduler.planning.plan import Plan, best_threshold_plan, has_one_threshold
 from scheduler.planning.region_model import Region
-from scheduler.planning.route_search import NoRouteError, search_routes
+from scheduler.planning.route_search import search_routes
 from scheduler.planning.throughput import Mode
 
 Division = Mapping[str, int]
@@ -26,14 +25,9 @@ Bounds = Mapping[str, tuple[int, int]]
 
 def best_at(region: Region, divisions: Sequence[Division]) -> Plan:
     """The plan with the highest throughput among these divisions. Raises `NoRouteError`."""
-    if is_pair(region):
-        pd = region.pd_clusters[0]
-        # The search over routes refuses this by itself; the search of a pair does not look.
-        if pd.num_instances < 1:
-            raise NoRouteError(f"{pd.name} has no instance: decode needs at least one")
-        counts = [division[pd.name] for division in divisions]
-        threshold, num_prefill, _ = best_of_pair(region, Mode.EXACT, num_prefill=counts)
-        return threshold_plan(region, threshold, num_prefill)
+    if has_one_threshold(region):
+        name = region.pd_clusters[0].name
+        return best_threshold_plan(region, Mode.EXACT, [division[name] for division in divisions])
     as_floats = [{name: float(n) for name, n in division.items()} for division in divisions]
     found = search_routes(region, divisions=as_floats)
     return Plan(region, found.assignment, found.num_prefill, None)
@@ -42,10 +36,10 @@ def best_at(region: Region, divisions: Sequence[Division]) -> Plan:
 def best_within(region: Region, bounds: Bounds) -> Plan:
     """The plan with the highest throughput of any division within bounds. Raises `NoRouteError`.
 
-    For one pair of clusters the search is exhaustive. For several clusters it tries divisions next
+    With one threshold the search is exhaustive. For several clusters it tries divisions next
     to the best fractional one: each N_p rounded to the nearest, and one at a time the other way.
     """
-    if is_pair(region):
+    if has_one_threshold(region):
         name = region.pd_clusters[0].name
         low, high = bounds[name]
         return best_at(region, [{name: n} for n in range(low, high + 1)])
@@ -65,13 +59,15 @@ def thresholds_of(plan: Plan) -> dict[str, float]:
 
     Where the plan sends it nothing, that is the longest prompt there is.
     """
-    sources = [cluster.name for cluster in plan.region.prefill_clusters]
-    if plan.threshold_tokens is not None:
-        return dict.fromkeys(sources, plan.threshold_tokens)
-    found = dict.fromkeys(sources, plan.region.traffic.lengths.max_tokens)
+    found = {c.name: plan.region.traffic.lengths.max_tokens for c in plan.region.prefill_clusters}
     for index, route in enumerate(plan.assignment.routes):
-        ranges = plan.lengths_of(index) if route.link is not None else []
-        if ranges:
+        if route.link is None:
+            continue
+        ranges = plan.lengths_of(index)
+        if plan.threshold_tokens is not None:
+            if plan.assignment.share(index) > 0:
+                found[route.source.name] = plan.threshold_tokens
+        elif ranges:
             # A cluster may have several links; the shortest prompt over any of them counts.
             found[route.source.name] = min(found[route.source.name], ranges[0][0])
     return found

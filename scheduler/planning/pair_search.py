@@ -1,9 +1,12 @@
-"""The best threshold and split for one prefill cluster and one PD cluster, by exhaustive search.
+"""The best threshold and split for one PD cluster with one threshold, by exhaustive search.
 
 This is the search of the paper (section 4.2): every threshold of a grid with every division of the
 PD cluster's instances, all at once with numpy; then a finer grid of thresholds around the best. The
 corners are part of it: N_p = 0 with t = 0 is the naive deployment that offloads everything, and t =
 longest prompt is a PD cluster on its own.
+
+The paper has one prefill cluster. Several with the same threshold add up: each takes as many of the
+offloaded prompts as it and its link can.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from scheduler.planning.lengths import Floats
-from scheduler.planning.region_model import Link, PdClusterModel, PrefillClusterModel, Region
+from scheduler.planning.region_model import Link, PrefillClusterModel, Region
 from scheduler.planning.throughput import (
     Mode,
     Split,
@@ -58,32 +61,41 @@ class PairSearch:
         return int(rows[-1]), int(columns[-1])
 
 
-def pair_of(region: Region) -> tuple[PrefillClusterModel | None, PdClusterModel, Link | None]:
-    """The region's only clusters and their link; ValueError if it has more than one of a kind."""
-    if len(region.pd_clusters) != 1 or len(region.prefill_clusters) > 1:
-        raise ValueError("not one prefill cluster and one PD cluster")
-    pd = region.pd_clusters[0]
-    if not region.prefill_clusters:
-        return None, pd, None
-    source = region.prefill_clusters[0]
-    return source, pd, region.link(source.name, pd.name)
+def sources_of(region: Region) -> list[tuple[PrefillClusterModel, Link]]:
+    """The prefill clusters that have a link to the region's only PD cluster, each with its link.
+
+    ValueError if there are several PD clusters.
+    """
+    if len(region.pd_clusters) != 1:
+        raise ValueError("not one PD cluster")
+    pd = region.pd_clusters[0].name
+    return [(c, link) for c in region.prefill_clusters if (link := region.link(c.name, pd))]
+
+
+def offloaded_rps(region: Region, mode: Mode, split: Split) -> list[Floats]:
+    """The rate of prompts above each threshold that each of `sources_of` sustains, requests/s."""
+    lengths, sources = region.traffic.lengths, sources_of(region)
+    kv_bytes = offloaded_mean(mode, region.kv.size, lengths, split)
+    # Clusters of one kind have the same curve, and its means take most of the time.
+    curves = {id(source.prefill): source.prefill for source, _ in sources}
+    means = {key: offloaded_mean(mode, curve, lengths, split) for key, curve in curves.items()}
+    return [
+        prefill_cluster_rps(
+            source.num_instances, means[id(source.prefill)], link.bytes_per_s, kv_bytes
+        )
+        for source, link in sources
+    ]
 
 
 def search_pair(
     region: Region, mode: Mode, thresholds: ArrayLike, num_prefill: ArrayLike
 ) -> PairSearch:
     """Throughput over a grid of `thresholds` (tokens, ascending) and `num_prefill` instances."""
-    source, pd, link = pair_of(region)
-    lengths = region.traffic.lengths
+    pd, lengths = region.pd_clusters[0], region.traffic.lengths
     split = Split.at(lengths, thresholds)
     columns = np.atleast_1d(np.asarray(num_prefill, float))
-    remote = prefill_cluster_rps(
-        # Without a link the prefill cluster cannot take part.
-        source.num_instances if source and link else 0,
-        offloaded_mean(mode, source.prefill if source else pd.prefill, lengths, split),
-        link.bytes_per_s if link else 0,
-        offloaded_mean(mode, region.kv.size, lengths, split),
-    )
+    nothing = np.where(split.offload_fraction > 0, 0.0, np.inf)
+    remote: Floats = np.sum(offloaded_rps(region, mode, split) or [nothing], axis=0)
     local = pd_prefill_rps(columns[None, :], local_mean(mode, pd.prefill, lengths, split)[:, None])
     decode = pd_decode_rps(
         pd.num_instances - columns, pd.batch_size, pd.step_s, region.traffic.output_tokens
@@ -110,8 +122,11 @@ def best_of_pair(
 
     N_p runs over whole numbers from 0, and at least one instance decodes.
     """
-    _, pd, _ = pair_of(region)
-    splits = np.arange(pd.num_instances) if num_prefill is None else np.atleast_1d(num_prefill)
+    splits = (
+        np.arange(region.pd_clusters[0].num_instances)
+        if num_prefill is None
+        else np.atleast_1d(num_prefill)
+    )
     grid = threshold_grid(region) if thresholds is None else np.atleast_1d(thresholds)
     found = search_pair(region, mode, grid, splits)
     row, column = found.best

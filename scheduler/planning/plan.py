@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from scheduler.planning.assignment import (
     Assignment,
@@ -23,10 +23,10 @@ from scheduler.planning.assignment import (
     routes_of,
 )
 from scheduler.planning.lengths import Floats
-from scheduler.planning.pair_search import best_of_pair
+from scheduler.planning.pair_search import best_of_pair, offloaded_rps
 from scheduler.planning.region_model import Region
-from scheduler.planning.route_search import search_routes
-from scheduler.planning.throughput import Mode
+from scheduler.planning.route_search import NoRouteError, search_routes
+from scheduler.planning.throughput import Mode, Split
 
 BINDS_WITHIN = 0.01
 """Parts that are full within this share above the first full one count as bottlenecks, too."""
@@ -164,29 +164,61 @@ class Plan:
 
 
 def is_pair(region: Region) -> bool:
-    """Whether one threshold describes every sensible plan of this region."""
+    """Whether the region has one PD cluster and at most one prefill cluster."""
     return len(region.pd_clusters) == 1 and len(region.prefill_clusters) <= 1
 
 
+def has_one_threshold(region: Region) -> bool:
+    """Whether one threshold describes every plan of this region."""
+    return is_pair(region) or region.is_share
+
+
 def threshold_plan(region: Region, threshold_tokens: float, num_prefill: float) -> Plan:
-    """The plan that offloads prompts longer than the threshold, for a pair of clusters."""
+    """The plan that offloads prompts longer than the threshold, for `has_one_threshold`.
+
+    Several prefill clusters take them in proportion to what they sustain.
+    """
     routes = tuple(routes_of(region))
     longest = region.traffic.lengths.max_tokens
     classes = Classes.at(region.traffic.lengths, [threshold_tokens])
     flow: Floats = np.zeros((len(routes), len(classes.shares)))
     remote = classes.edges[1:] > threshold_tokens
-    # Only the local route exists, so nothing can be offloaded.
-    if len(routes) == 1:
+    parts = _offloaded_parts(region, threshold_tokens)
+    # Nothing can be offloaded.
+    if not parts:
         remote[:] = False
     flow[0, ~remote] = classes.shares[~remote]
-    if remote.any():
-        flow[1, remote] = classes.shares[remote]
+    for route, part in enumerate(parts, 1):
+        flow[route, remote] = part * classes.shares[remote]
     return Plan(
         region,
         Assignment(classes, routes, flow),
         {region.pd_clusters[0].name: num_prefill},
         threshold_tokens if remote.any() else longest,
     )
+
+
+def _offloaded_parts(region: Region, threshold_tokens: float) -> list[float]:
+    """The part of the offloaded prompts that each of `sources_of` takes."""
+    split = Split.at(region.traffic.lengths, [threshold_tokens])
+    rates = np.array([float(rps[0]) for rps in offloaded_rps(region, Mode.EXACT, split)])
+    if len(rates) < 2:
+        return [1.0] * len(rates)
+    # Without an offloaded prompt the rates are infinite, and with dead links they are 0.
+    if not (np.isfinite(rates).all() and rates.any()):
+        rates = np.ones(len(rates))
+    return [float(part) for part in rates / rates.sum()]
+
+
+def best_threshold_plan(region: Region, mode: Mode, num_prefill: ArrayLike | None = None) -> Plan:
+    """The best plan of a region with `has_one_threshold`. `num_prefill` are the N_p to choose from;
+    None: all whole numbers. Raises `NoRouteError`.
+    """
+    pd = region.pd_clusters[0]
+    if pd.num_instances < 1:
+        raise NoRouteError(f"{pd.name} has no instance: decode needs at least one")
+    threshold, chosen, _ = best_of_pair(region, mode, num_prefill=num_prefill)
+    return threshold_plan(region, threshold, chosen)
 
 
 def best_plan(region: Region, mode: Mode, *, whole: bool = True) -> Plan:
@@ -196,10 +228,9 @@ def best_plan(region: Region, mode: Mode, *, whole: bool = True) -> Plan:
     clusters of a kind are always planned in `exact` mode. Raises `route_search.NoRouteError` if
     nothing can be served.
     """
-    if is_pair(region):
+    if has_one_threshold(region):
         instances = region.pd_clusters[0].num_instances
         shares = None if whole else np.arange(0, instances, SHARED_STEP)
-        threshold, num_prefill, _ = best_of_pair(region, mode, num_prefill=shares)
-        return threshold_plan(region, threshold, num_prefill)
+        return best_threshold_plan(region, mode, shares)
     found = search_routes(region, whole=whole)
     return Plan(region, found.assignment, found.num_prefill, None)

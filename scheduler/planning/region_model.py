@@ -6,6 +6,7 @@ These are values only. Prices are in any one currency. They know no files, engin
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from scheduler.planning.curves import Curve
 from scheduler.planning.lengths import Lengths
@@ -16,7 +17,8 @@ class PrefillClusterModel:
     """A stand-alone prefill cluster of equal instances."""
 
     name: str
-    num_instances: int
+    num_instances: float
+    """A part of an instance where PD clusters share the cluster, as in `joint.shares_of`."""
     prefill: Curve
     """Prefill time over the prompt length, s."""
     price_per_instance_hour: float = 0.0
@@ -59,6 +61,23 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Uplink:
+    """Bandwidth that all links from a cluster share (egress), or all links to it (ingress)."""
+
+    cluster: str
+    way: Literal["egress", "ingress"]
+    bytes_per_s: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.cluster} {self.way}"
+
+    def carries(self, link: Link) -> bool:
+        """Whether what crosses the link counts here."""
+        return self.cluster == (link.source if self.way == "egress" else link.target)
+
+
+@dataclass(frozen=True)
 class KvSize:
     """KVCache of a prompt, bytes."""
 
@@ -86,6 +105,10 @@ class Region:
     links: tuple[Link, ...]
     kv: KvSize
     traffic: Traffic
+    is_share: bool = False
+    """Whether this is the part of a larger region that one PD cluster uses (`joint`). All of its
+    prefill clusters then have the same threshold.
+    """
 
     @property
     def clusters(self) -> tuple[Cluster, ...]:
@@ -95,3 +118,28 @@ class Region:
     def link(self, source: str, target: str) -> Link | None:
         """The link between two clusters, None where there is none."""
         return next((k for k in self.links if (k.source, k.target) == (source, target)), None)
+
+
+HomeKey: TypeAlias = tuple[str, str]
+"""The model and the PD cluster of a home."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """A PD cluster, the requests of one model that decode there, and all that may prefill them.
+
+    `region` has one PD cluster. Prefill clusters of the same name are the same instances for homes
+    of one model; other models have instances of their own there. Links of the same name are shared
+    by all homes.
+    """
+
+    region: Region
+    rate_rps: float
+    """The requests that arrive, requests/s."""
+    model: str = ""
+    bounds: tuple[int, int] | None = None
+    """The least and the most N_p; None: any, but one instance decodes."""
+
+    @property
+    def key(self) -> HomeKey:
+        return self.model, self.region.pd_clusters[0].name

@@ -22,6 +22,7 @@ from scheduler.live.events import (
     AdmissionOver,
     AdmitAsked,
     LinkHeard,
+    ReportHeard,
     RouteAsked,
     ThresholdPlanned,
     ThresholdsAsked,
@@ -37,16 +38,17 @@ from scheduler.live.feedback import (
 )
 from scheduler.live.long_term.loop import LongTermConfig
 from scheduler.live.long_term.model_plan import ThresholdPlan
-from scheduler.live.settings import LiveSettings, RoutingPolicy
+from scheduler.live.settings import LiveSettings, PdSettings, RoutingPolicy
 from scheduler.planning.pair_search import best_of_pair
 from scheduler.planning.plan import is_pair
 from scheduler.planning.throughput import Mode
-from scheduler.replay.jobs import Job
+from scheduler.replay.jobs import Job, Way
 from scheduler.replay.model import MODEL, Policy, ReplayModel, Routing
-from scheduler.replay.station_views import Parts, StationViews
-from scheduler.routing.decision import HAND_OFF, RequestShape
+from scheduler.replay.station_views import Parts, StationViews, reports
+from scheduler.routing.decision import HAND_OFF, PdCached, RequestShape
+from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.prediction import PrefillTask, transfer_tail_s
-from scheduler.routing.queue_order import OrderConfig
+from scheduler.routing.short_term import RouteDecision
 from scheduler.routing.threshold import ThresholdConfig
 
 _LOOK_S: Final = 0.2
@@ -54,44 +56,55 @@ _LOOK_S: Final = 0.2
 _FOLLOWS_NO_LINK: Final = ThresholdConfig(rising_factor=1.0, congested_factor=1.0, max_factor=1.0)
 
 
+PdPlans = Mapping[str, ThresholdPlan]
+"""The thresholds for prompts that decode in each PD cluster, by its name."""
+
+
 class Decider:
     """Runs the live scheduler, and tells it what a gateway would tell it."""
 
-    def __init__(
-        self, parts: Parts, model: ReplayModel, policy: Policy, planned: ThresholdPlan
-    ) -> None:
+    def __init__(self, parts: Parts, model: ReplayModel, policy: Policy, planned: PdPlans) -> None:
         """The thresholds of `planned` hold until the long-term loop plans anew, if the policy has
         one.
         """
-        pd, *others = (station.name for station in parts.stations)
-        self.live = LiveScheduler(_settings(policy, pd, tuple(others)), StationViews(parts))
+        self.pds = [pd.station.name for pd in parts.pds]
+        sources = [station.name for station in parts.sources]
+        linked = {
+            name: tuple(s for p, s in enumerate(sources, 1) if (p, at) in parts.watches)
+            for at, name in enumerate(self.pds)
+        }
+        self.report_every_s = policy.report_every_s
+        views = StationViews(parts) if policy.report_every_s is None else None
+        self.live = LiveScheduler(_settings(policy, linked), views)
         self._parts = parts
         self._admission = policy.admission
         self._kv = model.region.kv
-        self._targets = [HAND_OFF, *others]
-        """The live scheduler's name of each station."""
+        self._targets = [HAND_OFF, *sources]
+        """The live scheduler's name of each place."""
         self._places = {name: place for place, name in enumerate(self._targets)}
         self._looked_s = -1.0
         known = self.live.knowledge(MODEL)
-        for target, station in zip(self._targets, parts.stations, strict=True):
-            # The profiles of the plan: a gateway that has been running for a while knows as much.
-            known.believe(target, station.profile)
-        for cluster, tokens in planned.tokens.items():
-            sends = planned.sends.get(cluster, 0.0)
-            self.live.take(ThresholdPlanned(cluster, tokens, sends), 0.0)
+        # The profiles of the plan: a gateway that has been running for a while knows as much.
+        for pd in parts.pds:
+            known.believe(self.live.place(HAND_OFF, pd.station.name), pd.station.profile)
+        for station in parts.sources:
+            known.believe(station.name, station.profile)
+        for name, plan in planned.items():
+            for cluster, tokens in plan.tokens.items():
+                sends = plan.sends.get(cluster, 0.0)
+                self.live.take(ThresholdPlanned(cluster, tokens, sends, name), 0.0)
 
     def place(self, job: Job, kv_bytes: float, now_s: float) -> bool:
         """Write into the job where it goes and what is cached there. False: refused."""
-        hits = self._parts.hits(job)
-        self.hear_links(now_s)
-        decision = self.live.take(RouteAsked(MODEL, self._shape(job, hits)), now_s)
+        if self.report_every_s is None:
+            self.hear_links(now_s)
+        decision, hits = self._routed(job, now_s)
         predicted = decision.predicted
         if self._admission is not None:
-            asked = AdmitAsked(job.index, "", MODEL, job.num_tokens, predicted)
+            asked = AdmitAsked(job.index, "", MODEL, job.num_tokens, predicted, pd=decision.pd)
             if not self.live.take(asked, now_s).verdict.admitted:
                 return False
-        place = job.place = self._places.get(decision.target, 0)
-        job.cached_tokens = hits[place]
+        job.cached_tokens = hits[job.place]
         if decision.move.pays:
             job.move_from = self._places[decision.move.source]
             job.move_tokens = decision.move.saved_tokens
@@ -100,9 +113,38 @@ class Decider:
         self._begun(job, hits[0], kv_bytes, now_s)
         return True
 
+    def _routed(self, job: Job, now_s: float) -> tuple[RouteDecision, list[int]]:
+        """The route of a job, which gets its places from it, and what these have cached. As in a
+        gateway, clusters that turn out to be lost are passed over in another try.
+        """
+        hits = self._parts.hits(job)
+        shape, home = self._shape(job, hits), self.pds[job.home]
+        excluded: set[str] = set()
+        while True:
+            question = RouteAsked(MODEL, shape, excluded=frozenset(excluded), home=home)
+            decision = self.live.take(question, now_s)
+            job.place = self._places.get(decision.target, 0)
+            job.pd = self.pds.index(decision.pd) if decision.pd else job.home
+            lost = self._parts.lost(job)
+            if not lost or lost in excluded:
+                break
+            excluded.add(lost)
+        return decision, hits if job.pd == job.home else self._parts.hits(job)
+
+    def report(self, now_s: float) -> None:
+        """Pass on reports and links, as a gateway does that asks for them. A lost cluster answers
+        with none.
+        """
+        lost = {station.name for station in self._parts.stations() if station.is_lost}
+        for report in reports(self._parts, now_s):
+            found = None if report.name in lost else report
+            self.tell(ReportHeard(report.name, found, now_s), now_s)
+        self.hear_links(now_s)
+
     def _begun(self, job: Job, home_tokens: int, kv_bytes: float, now_s: float) -> None:
         """Tell that the request goes to its place. `home_tokens` are cached in the PD cluster."""
-        self.tell(RequestArrived(MODEL, job.num_tokens, home_tokens), now_s)
+        home = self.pds[job.home]
+        self.tell(RequestArrived(MODEL, job.num_tokens, home_tokens, home), now_s)
         # What the PD cluster has cached is not sent. `size` includes the fixed bytes, which are
         # sent in any case.
         if home_tokens:
@@ -116,17 +158,19 @@ class Decider:
             landing_cached_tokens=home_tokens,
             nbytes=int(kv_bytes),
             lands_s=0.0 if job.predicted is None else job.predicted.landed_s,
+            pd=self.pds[job.pd],
         )
         self.tell(leg, now_s)
 
     def believed_s(self, job: Job) -> float:
         """How long the job's prefill should take at its place."""
-        profile = self.live.knowledge(MODEL).prefill(self._targets[job.place])
+        place = self.live.place(self._targets[job.place], self.pds[job.pd])
+        profile = self.live.knowledge(MODEL).prefill(place)
         return profile.prefill_s(job.num_tokens, job.cached_tokens)
 
     def tail_s(self, job: Job, now_s: float) -> float | None:
         """How long the job's transfer should go on after a prefill that begins now."""
-        watch = self._parts.watches[job.place]
+        watch = self._parts.watches.get(job.way)
         if watch is None:
             return None
         task = PrefillTask(job.num_tokens, 0, job.token_bytes, job.fixed_bytes)
@@ -142,13 +186,15 @@ class Decider:
             cached_tokens=job.cached_tokens,
             tail_s=now_s - job.prefill_end_s,
             seconds=job.service_s,
+            pd=self.pds[job.pd],
         )
         self.tell(prefilled, now_s)
         self.tell(LegOver(str(job.index)), now_s)
         admission = self._admission
         if admission is None or admission.policy is not AdmissionPolicy.AT_DECODE:
             return True
-        if admit_decode(0.0, self.live.decode_side(MODEL, now_s), admission).admitted:
+        decode = self.live.decode_side(MODEL, now_s, self.pds[job.pd])
+        if admit_decode(0.0, decode, admission).admitted:
             return True
         self.over(job, now_s)
         return False
@@ -166,7 +212,8 @@ class Decider:
         # engines.
         ttft_s, was_full = now_s + job.step_s - job.arrival_s, now_s > job.landed_s
         target = self._targets[job.place]
-        self.tell(FirstToken(MODEL, target, job.predicted, ttft_s, was_full), now_s)
+        pd = self.pds[job.pd]
+        self.tell(FirstToken(MODEL, target, job.predicted, ttft_s, was_full, pd), now_s)
 
     def done(self, job: Job, now_s: float) -> None:
         """The job has its last token."""
@@ -180,10 +227,12 @@ class Decider:
         if self._admission is not None:
             self.tell(AdmissionOver(job.index), now_s)
 
-    def present_thresholds(self) -> list[float]:
-        """The present t of each prefill cluster, for the time series."""
-        found = {item.cluster: item.tokens for item in self.live.thresholds.overview()}
-        return [found[name] for name in self._targets[1:]]
+    def present_thresholds(self) -> dict[Way, float]:
+        """The present t of each link, for the time series."""
+        return {
+            (self._places[item.cluster], self.pds.index(item.pd)): item.tokens
+            for item in self.live.thresholds.overview()
+        }
 
     def looked(self, now_s: float) -> None:
         """Links were just sampled: let thresholds follow them."""
@@ -194,13 +243,11 @@ class Decider:
 
     def hear_links(self, now_s: float) -> None:
         """Pass on the changed views of links, as a gateway does before it asks for a decision."""
-        pd = self.live.settings.pd
-        for station, watch in zip(self._parts.stations, self._parts.watches, strict=True):
-            if watch is None:
-                continue
-            view, heard = watch.view(now_s), self.live.links.get((station.name, pd))
+        for (place, at), watch in self._parts.watches.items():
+            source, pd = self._targets[place], self.pds[at]
+            view, heard = watch.view(now_s), self.live.links.get((source, pd))
             if view is not heard and view != heard:
-                self.tell(LinkHeard(station.name, pd, view), now_s)
+                self.tell(LinkHeard(source, pd, view), now_s)
 
     def tell(self, event: Event[Any], now_s: float) -> None:
         """Tell the live scheduler what happened."""
@@ -220,6 +267,11 @@ class Decider:
             prefill_cached_tokens=by_name,
             landing_cached_tokens=hits[0],
             sendable_tokens=by_name,
+            cached_in_pds={
+                name: PdCached(num, num)
+                for name in self.pds
+                if name != self.pds[job.home] and (num := self._parts.cached_tokens(job, name))
+            },
         )
 
 
@@ -229,18 +281,17 @@ class StaticDecider(Decider):
     Of several, to the one with the fewest tokens to compute for it, then to the least busy.
     """
 
-    def __init__(
-        self, parts: Parts, model: ReplayModel, policy: Policy, planned: ThresholdPlan
-    ) -> None:
+    def __init__(self, parts: Parts, model: ReplayModel, policy: Policy, planned: PdPlans) -> None:
         super().__init__(parts, model, replace(policy, admission=None), planned)
 
     def place(self, job: Job, kv_bytes: float, now_s: float) -> bool:
-        stations, hits = self._parts.stations, self._parts.hits(job)
+        hits, home = self._parts.hits(job), self.pds[job.home]
         uncached = job.num_tokens - hits[0]
         best, least = 0, (0, 0.0)
-        for index in range(1, len(stations)):
-            station = stations[index]
-            if uncached > self.live.thresholds.plan_tokens(station.name):
+        for index, station in enumerate(self._parts.sources, 1):
+            if (index, job.home) not in self._parts.watches:
+                continue
+            if uncached > self.live.thresholds.plan_tokens(station.name, home):
                 busy = (station.num_queued + station.num_running) / max(1, station.num_usable)
                 cost = job.num_tokens - hits[index], busy
                 if best == 0 or cost < least:
@@ -261,14 +312,12 @@ class StaticDecider(Decider):
 class OracleDecider(Decider):
     """Runs the live scheduler with links as they will be, and with the best t for them."""
 
-    def __init__(
-        self, parts: Parts, model: ReplayModel, policy: Policy, planned: ThresholdPlan
-    ) -> None:
+    def __init__(self, parts: Parts, model: ReplayModel, policy: Policy, planned: PdPlans) -> None:
         super().__init__(parts, model, replace(policy, threshold=_FOLLOWS_NO_LINK), planned)
         self._region = model.region
-        self._num_prefill = float(len(parts.stations[0].instances))
+        self._num_prefill = float(len(parts.pds[0].station.instances))
         self._best: dict[float, float] = {}
-        self._planned = dict(planned.tokens)
+        self._planned = {name: dict(plan.tokens) for name, plan in planned.items()}
 
     def looked(self, now_s: float) -> None:
         self._set(self._foreseen(now_s), now_s)
@@ -278,28 +327,29 @@ class OracleDecider(Decider):
         # Plans do not know what is foreseen, so they must find the t that they set themselves.
         self._set(self._planned, now_s)
         answer = super().plan(event, now_s)
-        self._planned = dict(self.live.thresholds.base_tokens())
+        self._planned = {pd: dict(self.live.thresholds.base_tokens(pd)) for pd in self.pds}
         self._set(self._foreseen(now_s), now_s)
         return answer
 
-    def _set(self, thresholds: Mapping[str, float], now_s: float) -> None:
-        for cluster, tokens in thresholds.items():
-            if tokens != self.live.thresholds.plan_tokens(cluster):
-                self.tell(ThresholdPlanned(cluster, tokens, 0.0), now_s)
+    def _set(self, thresholds: Mapping[str, Mapping[str, float]], now_s: float) -> None:
+        for pd, of_pd in thresholds.items():
+            for cluster, tokens in of_pd.items():
+                if tokens != self.live.thresholds.plan_tokens(cluster, pd):
+                    self.tell(ThresholdPlanned(cluster, tokens, 0.0, pd), now_s)
 
-    def _foreseen(self, now_s: float) -> Mapping[str, float]:
-        region, watches = self._region, self._parts.watches[1:]
+    def _foreseen(self, now_s: float) -> Mapping[str, Mapping[str, float]]:
+        region, watch = self._region, self._parts.watches.get((1, 0))
         # The search for the best t is for one prefill cluster and one PD cluster.
-        if not is_pair(region) or not watches or watches[0] is None:
+        if not is_pair(region) or watch is None:
             return self._planned
-        rate = watches[0].view(now_s).available_bytes_per_s or 0.0
+        rate = watch.view(now_s).available_bytes_per_s or 0.0
         # The plan was made for this rate, so its t is the best one already.
         if rate >= region.links[0].bytes_per_s:
             return self._planned
         # A schedule has few rates, and a search takes long.
         if rate not in self._best:
             self._best[rate] = self._solve(rate)
-        return {region.prefill_clusters[0].name: self._best[rate]}
+        return {self.pds[0]: {region.prefill_clusters[0].name: self._best[rate]}}
 
     def _solve(self, rate: float) -> float:
         region = self._region
@@ -311,16 +361,16 @@ class OracleDecider(Decider):
         return tokens
 
 
-def decider_of(parts: Parts, model: ReplayModel, policy: Policy, planned: ThresholdPlan) -> Decider:
+def decider_of(parts: Parts, model: ReplayModel, policy: Policy, planned: PdPlans) -> Decider:
     """The policy's decider."""
     kinds = {Routing.STATIC: StaticDecider, Routing.ORACLE: OracleDecider, Routing.ROUTER: Decider}
     return kinds[policy.routing](parts, model, policy, planned)
 
 
-def _settings(policy: Policy, pd: str, prefill_clusters: tuple[str, ...]) -> LiveSettings:
+def _settings(policy: Policy, linked: Mapping[str, tuple[str, ...]]) -> LiveSettings:
+    """`linked` are the prefill clusters with a link to each PD cluster."""
     return LiveSettings(
-        pd=pd,
-        prefill_clusters=prefill_clusters,
+        pd_clusters=tuple(PdSettings(pd, sources, policy.spill) for pd, sources in linked.items()),
         # The plan's t of each cluster is told at once.
         threshold_tokens=0.0,
         hand_off_tokens=1,

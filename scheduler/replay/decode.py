@@ -45,13 +45,24 @@ class DecodeInstance:
     the order that gave it its role.
     """
 
-    __slots__ = ("at_s", "is_usable", "name", "role_epoch", "running", "steps", "version")
+    __slots__ = (
+        "at_s",
+        "is_lost",
+        "is_usable",
+        "name",
+        "role_epoch",
+        "running",
+        "steps",
+        "version",
+    )
     role: ClassVar[PdRole] = "decode"
 
     def __init__(self, name: str, role_epoch: int = 0) -> None:
         self.name = name
         self.role_epoch = role_epoch
         self.is_usable = True
+        self.is_lost = False
+        """Whether its cluster is lost. It is not usable then."""
         self.running: list[tuple[float, int, Job]] = []
         self.steps = 0.0
         self.at_s = 0.0
@@ -130,6 +141,26 @@ class DecodePool:
         self._reschedule(instance)
         self.fill(now_s)
         return done
+
+    def lose(self) -> list[Job]:
+        """Lose all instances. Returns the jobs that waited or ran."""
+        jobs = [job for instance in self.instances for *_, job in instance.running]
+        jobs += self.waiting
+        for instance in self.instances:
+            instance.is_lost, instance.is_usable = True, False
+            instance.running.clear()
+            # Its pending event is void.
+            instance.version += 1
+        self.waiting.clear()
+        self.num_running = 0
+        self.recount()
+        return jobs
+
+    def regain(self) -> None:
+        """All instances are there again, idle."""
+        for instance in self.instances:
+            instance.is_lost, instance.is_usable = False, True
+        self.recount()
 
     def fill(self, now_s: float) -> None:
         """Let waiting requests begin where there is room."""

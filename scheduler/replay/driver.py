@@ -27,23 +27,38 @@ import numpy as np
 
 from scheduler.live.long_term.model_plan import ThresholdPlan, sends_of
 from scheduler.planning.division_search import thresholds_of
-from scheduler.planning.plan import Plan, best_plan, is_pair, threshold_plan
-from scheduler.planning.region_model import Cluster
-from scheduler.planning.throughput import Mode
-from scheduler.replay.caching import ReplayCache
+from scheduler.planning.region_model import PdClusterModel
 from scheduler.replay.deciding import decider_of
-from scheduler.replay.decode import DecodeInstance, DecodePool, step_table
+from scheduler.replay.decode import DecodeInstance, DecodePool
 from scheduler.replay.jobs import Fate, Job
 from scheduler.replay.model import Policy, ReplayModel
 from scheduler.replay.prefill import PrefillInstance, PrefillStation
 from scheduler.replay.rebalancing import Rebalancer
 from scheduler.replay.results import Outcome, Series
-from scheduler.replay.station_views import Parts
+from scheduler.replay.starting import (
+    prefill_jitter,
+    starting_caches,
+    starting_plans,
+    starting_pool,
+    starting_station,
+)
+from scheduler.replay.station_views import Parts, PdParts
 from scheduler.replay.transfers import Transfers
 from scheduler.replay.workload import Workload
-from scheduler.routing.profiles import PrefillProfile
 
-_DECODE_END, _PREFILL_END, _LANDED, _GIVEN_UP, _RELABELLED, _SAMPLE, _RECORD, _LOOK = range(8)
+(
+    _DECODE_END,
+    _PREFILL_END,
+    _LANDED,
+    _GIVEN_UP,
+    _RELABELLED,
+    _CLUSTER_LOST,
+    _CLUSTER_BACK,
+    _SAMPLE,
+    _RECORD,
+    _LOOK,
+    _REPORT,
+) = range(11)
 """Kinds of events, in their order at one instant."""
 
 
@@ -62,25 +77,6 @@ def replay(
     return _Driver(model, workload, policy, seed, num_points).run()
 
 
-def starting_plan(model: ReplayModel, policy: Policy) -> Plan:
-    """The plan that a policy starts with: the best one unless the policy names another."""
-    region = model.region
-    if policy.thresholds is None and policy.num_prefill is None:
-        return best_plan(region, Mode.EXACT)
-    if not is_pair(region):
-        raise ValueError("thresholds and num_prefill need one prefill cluster and one PD cluster")
-    best = best_plan(region, Mode.EXACT)
-    tokens = best.threshold_tokens
-    if policy.thresholds is not None and region.prefill_clusters:
-        tokens = policy.thresholds[region.prefill_clusters[0].name]
-    num_prefill = policy.num_prefill
-    if num_prefill is None:
-        num_prefill = round(best.num_prefill[model.pd.name])
-    return threshold_plan(
-        region, region.traffic.lengths.max_tokens if tokens is None else tokens, float(num_prefill)
-    )
-
-
 class _Driver:
     """One replay. `run` may be called once."""
 
@@ -93,33 +89,41 @@ class _Driver:
         self._num_pushed = 0
         self._num_open = 0
         self._span_s = workload.arrivals_s[-1]
-        plan = starting_plan(model, policy)
-        num_prefill = round(plan.num_prefill[model.pd.name])
-        self._stations = self._stations_of(num_prefill, policy)
-        self._pool = self._pool_of(num_prefill)
+        plans = starting_plans(model, policy)
+        counts = [round(plan.num_prefill[plan.region.pd_clusters[0].name]) for plan in plans]
+        self._pds = [
+            PdParts(starting_station(model, pd, num, policy), self._pool_of(at, pd, num))
+            for at, (pd, num) in enumerate(zip(model.region.pd_clusters, counts, strict=True))
+        ]
+        self._sources = [
+            starting_station(model, cluster, int(cluster.num_instances), policy)
+            for cluster in model.region.prefill_clusters
+        ]
         self._transfers = Transfers(
             model,
             policy,
-            self._stations[0],
+            [pd.station for pd in self._pds],
             land_later=partial(self._push, _LANDED),
             give_up_later=partial(self._push, _GIVEN_UP),
         )
-        self._caches = self._caches_of()
-        parts = Parts(self._stations, self._pool, self._caches, self._transfers.watches)
-        planned = ThresholdPlan(policy.thresholds or thresholds_of(plan), sends_of(plan))
-        self._decider = decider_of(parts, model, policy, planned)
+        stations = [*(pd.station for pd in self._pds), *self._sources]
+        self._caches = starting_caches(model, workload, stations)
+        self._parts = Parts(self._pds, self._sources, self._caches, self._transfers.watches)
+        planned = {
+            plan.region.pd_clusters[0].name: ThresholdPlan(
+                policy.thresholds or thresholds_of(plan), sends_of(plan)
+            )
+            for plan in plans
+        }
+        self._decider = decider_of(self._parts, model, policy, planned)
         self._rebalancer: Rebalancer | None = None
         if policy.long_term is not None:
+            if model.joint is not None:
+                raise ValueError("the long-term loop of a replay is for one PD cluster")
             self._rebalancer = Rebalancer(
-                policy, policy.long_term.period_s, self._decider, parts, self._relabel_later
+                policy, policy.long_term.period_s, self._decider, self._parts, self._relabel_later
             )
-        jitter = model.prefill_jitter
-        self._jitter: list[float] | None = None
-        if jitter:
-            # A random stream of its own: jitter changes nothing else. The mean of the factors is 1.
-            rng = np.random.default_rng((seed, 99))
-            drawn = rng.lognormal(-(jitter**2) / 2, jitter, len(workload))
-            self._jitter = drawn.tolist()
+        self._jitter = prefill_jitter(model, len(workload), seed)
         self._kv_bytes = model.region.kv.size(np.array(workload.prompt_tokens, float)).tolist()
         self._series = Series()
         self._record_s = max(1.0, self._span_s / num_points)
@@ -127,52 +131,14 @@ class _Driver:
         self._num_refused = self._num_refused_recorded = self._num_jobs_recorded = 0
         self._wasted_s = 0.0
 
-    # ---- set-up
-
-    def _stations_of(self, num_prefill: int, policy: Policy) -> list[PrefillStation]:
-        region, factors = self._model.region, self._model.prefill_factors
-        clusters: list[tuple[Cluster, int]] = [(self._model.pd, num_prefill)]
-        clusters += [(cluster, cluster.num_instances) for cluster in region.prefill_clusters]
-        return [
-            PrefillStation(
-                cluster.name,
-                PrefillProfile.of(cluster.prefill),
-                size,
-                policy.order,
-                factors.get(cluster.name, 1.0),
-            )
-            for cluster, size in clusters
-        ]
-
-    def _pool_of(self, num_prefill: int) -> DecodePool:
-        pd = self._model.pd
-        num_decode = pd.num_instances - num_prefill
-        if num_decode < 1:
-            raise ValueError(f"all {pd.num_instances} instances of {pd.name} prefill; one decodes")
-        if not num_prefill and not self._model.region.prefill_clusters:
-            raise ValueError("nobody prefills: no prefill cluster, and no local prefill instance")
-        instances = [DecodeInstance(f"{pd.name}-{num_prefill + i}") for i in range(num_decode)]
-        points = self._model.decode_steps or ((pd.batch_size, pd.step_s),)
-        if points[-1][0] < pd.batch_size:
-            # Measured steps may end below the batch of the plan, whose step time is the last point
-            # then. A larger batch never takes less time, whatever the plan says.
-            points = (*points, (pd.batch_size, max(pd.step_s, points[-1][1])))
-        return DecodePool(
-            instances,
-            pd.batch_size,
-            step_table(points),
-            partial(self._push, _DECODE_END),
+    def _pool_of(self, at: int, pd: PdClusterModel, num_prefill: int) -> DecodePool:
+        return starting_pool(
+            self._model,
+            pd,
+            num_prefill,
+            lambda at_s, instance, version: self._push(_DECODE_END, at_s, (at, instance), version),
             begun=lambda job, now_s: self._decider.decoding(job, now_s),
         )
-
-    def _caches_of(self) -> list[ReplayCache] | None:
-        sizes = self._model.cache_blocks
-        if sizes is None or self._workload.block_ids is None:
-            return None
-        return [
-            ReplayCache(sizes.get(station.name, 0), self._workload.block_tokens)
-            for station in self._stations
-        ]
 
     # ---- the loop
 
@@ -183,10 +149,19 @@ class _Driver:
             self._landed,
             self._given_up,
             self._relabelled,
+            self._cluster_lost,
+            self._cluster_back,
             self._sample,
             self._record,
             self._look,
+            self._report,
         )
+        for name, (from_s, until_s) in self._model.lost.items():
+            self._push(_CLUSTER_LOST, from_s, name)
+            self._push(_CLUSTER_BACK, until_s, name)
+        if self._decider.report_every_s is not None:
+            self._decider.report(0.0)
+            self._push(_REPORT, self._decider.report_every_s)
         self._push(_SAMPLE, 0.0)
         self._push(_RECORD, 0.0)
         if self._rebalancer is not None:
@@ -219,7 +194,8 @@ class _Driver:
 
     def _arrive(self, index: int, now_s: float) -> None:
         workload = self._workload
-        job = Job(index, now_s, workload.prompt_tokens[index], workload.output_tokens[index])
+        home = 0 if workload.homes is None else workload.homes[index]
+        job = Job(index, now_s, workload.prompt_tokens[index], workload.output_tokens[index], home)
         self._jobs.append(job)
         if workload.block_ids is not None:
             job.blocks = workload.block_ids[index]
@@ -234,7 +210,7 @@ class _Driver:
 
     def _enter(self, job: Job, now_s: float) -> None:
         """Begin the job's prefill at once if an instance is free. Otherwise it waits."""
-        station = self._stations[job.place]
+        station = self._parts.station(job)
         job.believed_s = self._decider.believed_s(job)
         job.service_s = station.real_s(job.num_tokens, job.cached_tokens)
         if self._jitter is not None:
@@ -247,21 +223,22 @@ class _Driver:
 
     def _began(self, instance: PrefillInstance, job: Job, now_s: float) -> None:
         if job.place:
-            cached, transfers = 0, self._transfers
-            if self._caches is not None:
-                # Asked now and not at arrival: while it waited, others may have filled the cache.
-                cached = self._caches[0].hit_tokens(job.blocks, job.num_tokens)
+            # Asked now and not at arrival: while it waited, others may have filled the cache.
+            pd, transfers = self._pds[job.pd].station.name, self._transfers
+            cached = self._parts.cached_tokens(job, pd)
             transfers.begin(job, self._kv_bytes[job.index], cached, now_s)
             if transfers.is_tracked:
                 transfers.expect(job, self._decider.tail_s(job, now_s), now_s)
         self._push(_PREFILL_END, job.start_s + job.service_s, instance, job)
 
     def _prefill_ended(self, instance: PrefillInstance, job: Job, now_s: float) -> None:
-        station = self._stations[job.place]
+        if instance.job is not job:
+            return  # Its cluster was lost.
+        station = self._parts.station(job)
         station.finish(instance)
         job.prefill_end_s = now_s
         if self._caches is not None:
-            self._caches[job.place].add(job.blocks)
+            self._caches[station.name].add(job.blocks)
         if job.place:
             self._transfers.emitted(job, now_s)
         else:
@@ -281,20 +258,28 @@ class _Driver:
         if version != job.landing_version:
             return
         self._transfers.give_up(job, now_s)
-        self._decider.given_up(job, now_s)
         self._wasted_s += job.service_s
+        self._prefill_again(job, now_s)
+
+    def _prefill_again(self, job: Job, now_s: float) -> None:
+        """Its PD cluster prefills the job itself, if it can."""
+        self._decider.given_up(job, now_s)
         job.fell_back = True
         job.landing_version += 1
+        station = self._pds[job.pd].station
         # No instance of the PD cluster prefills, so none can take over.
-        if not self._stations[0].num_usable:
-            self._decider.over(job, now_s)
-            job.fate = Fate.LOST
-            self._num_open -= 1
+        if not station.num_usable:
+            self._lose(job, now_s)
             return
-        job.place, job.cached_tokens, job.move_s = 0, 0, 0.0
-        if self._caches is not None:
-            job.cached_tokens = self._caches[0].hit_tokens(job.blocks, job.num_tokens)
+        job.place, job.move_s = 0, 0.0
+        job.cached_tokens = self._parts.cached_tokens(job, station.name)
         self._enter(job, now_s)
+
+    def _lose(self, job: Job, now_s: float) -> None:
+        self._decider.over(job, now_s)
+        job.landing_version += 1
+        job.fate = Fate.LOST
+        self._num_open -= 1
 
     def _landed(self, job: Job, version: int, now_s: float) -> None:
         if version != job.landing_version:
@@ -303,23 +288,81 @@ class _Driver:
         if job.place:
             self._transfers.forget(job)
             if self._caches is not None:
-                self._caches[0].add(job.blocks)
+                self._caches[self._pds[job.pd].station.name].add(job.blocks)
         if self._decider.landed(job, now_s):
-            self._pool.land(job, now_s)
+            self._pds[job.pd].pool.land(job, now_s)
             return
         job.fate = Fate.REFUSED_LATE
         self._num_refused += 1
         self._num_open -= 1
         self._wasted_s += job.service_s
 
-    def _decode_ended(self, instance: DecodeInstance, version: int, now_s: float) -> None:
-        for job in self._pool.ended(instance, version, now_s):
+    def _decode_ended(self, where: tuple[int, DecodeInstance], version: int, now_s: float) -> None:
+        at, instance = where
+        for job in self._pds[at].pool.ended(instance, version, now_s):
             job.fate = Fate.DONE
             self._num_open -= 1
             self._decider.done(job, now_s)
         if not instance.is_usable and not instance.running and self._rebalancer is not None:
             self._rebalancer.idle(instance, now_s)
             self._refill(now_s)
+
+    # ---- the loss of a cluster
+
+    def _cluster_lost(self, name: str, _: None, now_s: float) -> None:
+        for pd in self._pds:
+            if pd.station.name == name:
+                self._lose_pd(pd, now_s)
+        for place, source in enumerate(self._sources, 1):
+            if source.name == name:
+                self._lose_source(place, source, now_s)
+
+    def _lose_pd(self, pd: PdParts, now_s: float) -> None:
+        """Requests that decode there are lost, wherever they are."""
+        at = self._pds.index(pd)
+        for source in self._sources:
+            for job in source.take_away(lambda job: job.pd == at):
+                self._stop(job, now_s)
+                self._lose(job, now_s)
+            self._start(source, now_s)
+        for place in range(1, len(self._sources) + 1):
+            for job in self._transfers.awaiting(place):
+                if job.pd == at:
+                    self._transfers.give_up(job, now_s)
+                    self._lose(job, now_s)
+        for job in [*pd.station.lose(), *pd.pool.lose()]:
+            self._lose(job, now_s)
+
+    def _lose_source(self, place: int, source: PrefillStation, now_s: float) -> None:
+        """Prompts that it has not prefilled, or that have not landed, are prefilled where they
+        decode.
+        """
+        unfinished = source.lose()
+        for job in unfinished:
+            self._stop(job, now_s)
+        landing = self._transfers.awaiting(place)
+        for job in landing:
+            self._transfers.give_up(job, now_s)
+            self._wasted_s += job.service_s
+        for job in [*unfinished, *landing]:
+            self._prefill_again(job, now_s)
+
+    def _stop(self, job: Job, now_s: float) -> None:
+        """End the transfer of a prefill that was running."""
+        if not math.isnan(job.start_s):
+            self._transfers.stop(job, now_s)
+            self._wasted_s += max(0.0, min(job.service_s, now_s - job.start_s))
+
+    def _cluster_back(self, name: str, _: None, now_s: float) -> None:
+        for pd in self._pds:
+            if pd.station.name == name:
+                pd.station.regain()
+                pd.pool.regain()
+        for source in self._sources:
+            if source.name == name:
+                source.regain()
+                self._start(source, now_s)
+        self._refill(now_s)
 
     # ---- what happens by the clock
 
@@ -328,6 +371,10 @@ class _Driver:
             self._given_up(job, job.landing_version, now_s)
         self._decider.looked(now_s)
         self._push(_SAMPLE, now_s + self._transfers.sample_s)
+
+    def _report(self, _: None, __: None, now_s: float) -> None:
+        self._decider.report(now_s)
+        self._push(_REPORT, now_s + (self._decider.report_every_s or math.inf))
 
     def _look(self, _: None, __: None, now_s: float) -> None:
         assert self._rebalancer is not None
@@ -342,8 +389,9 @@ class _Driver:
 
     def _refill(self, now_s: float) -> None:
         """Let waiting requests begin on instances that may have become usable."""
-        self._start(self._stations[0], now_s)
-        self._pool.fill(now_s)
+        for pd in self._pds:
+            self._start(pd.station, now_s)
+            pd.pool.fill(now_s)
 
     def _record(self, _: None, __: None, now_s: float) -> None:
         if now_s <= self._span_s:
@@ -355,18 +403,24 @@ class _Driver:
         yield "offered_rps", (num_jobs - self._num_jobs_recorded) / self._record_s
         yield "refused_rps", (self._num_refused - self._num_refused_recorded) / self._record_s
         self._num_jobs_recorded, self._num_refused_recorded = num_jobs, self._num_refused
-        yield "decode_used", self._pool.num_running
-        yield "decode_waiting", len(self._pool.waiting)
-        yield "decode_slots", self._pool.slots_total
-        yield "num_prefill", len(self._stations[0].instances)
-        yield "num_decode", len(self._pool.instances)
-        for station in self._stations:
+        yield from self._decode_row("", [pd.pool for pd in self._pds])
+        yield "num_prefill", sum(len(pd.station.instances) for pd in self._pds)
+        yield "num_decode", sum(len(pd.pool.instances) for pd in self._pds)
+        for pd in self._pds if len(self._pds) > 1 else ():
+            yield from self._decode_row(f":{pd.station.name}", [pd.pool])
+        for station in self._parts.stations():
             yield f"queued:{station.name}", station.num_queued
             yield f"running:{station.name}", station.num_running
-        thresholds = self._decider.present_thresholds()
-        for place, tokens in enumerate(thresholds, 1):
-            yield f"threshold:{self._stations[place].name}", tokens
+        for (place, at), tokens in self._decider.present_thresholds().items():
+            source = self._sources[place - 1].name
+            pair = source if len(self._pds) == 1 else f"{source} to {self._pds[at].station.name}"
+            yield f"threshold:{pair}", tokens
         yield from self._transfers.row(now_s, self._record_s)
+
+    def _decode_row(self, of: str, pools: list[DecodePool]) -> Iterator[tuple[str, float]]:
+        yield f"decode_used{of}", sum(pool.num_running for pool in pools)
+        yield f"decode_waiting{of}", sum(len(pool.waiting) for pool in pools)
+        yield f"decode_slots{of}", sum(pool.slots_total for pool in pools)
 
     def _outcome(self, end_s: float) -> Outcome:
         rebalancer = self._rebalancer
@@ -376,9 +430,10 @@ class _Driver:
             series=self._series,
             span_s=self._span_s,
             egress_bytes=self._transfers.egress_bytes(end_s),
-            prefill_busy_s=sum(station.busy_s for station in self._stations),
+            prefill_busy_s=sum(station.busy_s for station in self._parts.stations()),
             wasted_prefill_s=self._wasted_s,
             role_changes=[] if rebalancer is None else rebalancer.role_changes,
             rebalances=[] if rebalancer is None else rebalancer.told,
             lateness=self._transfers.lateness,
+            pd_names=[pd.station.name for pd in self._pds],
         )

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 
+from scheduler.replay.links import Emitted
 from scheduler.routing.prediction import Prediction
 
+Way = tuple[int, int]
+"""A link, by the places of its prefill cluster (from 1 on) and of its PD cluster."""
 NEVER = float("nan")
 
 
@@ -34,10 +37,11 @@ class Job:
         "cached_tokens",
         "done_s",
         "emit_bytes_per_s",
-        "emitted_bytes",
+        "emitted",
         "fate",
         "fell_back",
         "fixed_bytes",
+        "home",
         "index",
         "instance",
         "landed_s",
@@ -47,6 +51,7 @@ class Job:
         "move_tokens",
         "num_tokens",
         "output_tokens",
+        "pd",
         "place",
         "predicted",
         "prefill_end_s",
@@ -57,14 +62,20 @@ class Job:
         "token_bytes",
     )
 
-    def __init__(self, index: int, arrival_s: float, num_tokens: int, output_tokens: int) -> None:
+    def __init__(
+        self, index: int, arrival_s: float, num_tokens: int, output_tokens: int, home: int = 0
+    ) -> None:
         self.index = index
         self.arrival_s = arrival_s
         self.num_tokens = num_tokens
         self.output_tokens = output_tokens
+        self.home = home
+        """The PD cluster that it belongs to."""
+        self.pd = home
+        """The PD cluster that decodes it."""
         self.blocks: Sequence[int] = ()
         self.place = 0
-        """The station: 0 is the PD cluster's, the others are the prefill clusters'."""
+        """The prefill cluster that prefills it, from 1 on; 0: the PD cluster that decodes it."""
         self.instance = ""
         """The instance that prefills it."""
         self.cached_tokens = 0
@@ -75,7 +86,7 @@ class Job:
         self.token_bytes = 0.0
         self.fixed_bytes = 0.0
         self.emit_bytes_per_s = 0.0
-        self.emitted_bytes = 0.0
+        self.emitted: Emitted = ()
         """The bytes that its link had been given altogether when its last byte was emitted."""
         self.landing_version = 0
         """The version of its only valid landing event; events with older versions are ignored."""
@@ -94,6 +105,11 @@ class Job:
         self.predicted: Prediction | None = None
         self.fate = Fate.OPEN
         self.fell_back = False
+
+    @property
+    def way(self) -> Way:
+        """The link that its KVCache crosses."""
+        return self.place, self.pd
 
     @property
     def predicted_ttft_s(self) -> float:

@@ -6,6 +6,9 @@ it was emitted, because later bytes cannot delay it. Loss lowers the rate by wha
 by more if the congestion control reduces its rate because of it. Other traffic takes its bytes
 first.
 
+Links may share an uplink, which is a queue of the same kind. A byte has landed when its link and
+its uplinks have carried it; all of them begin with it at once.
+
 This file knows no requests and no observers.
 """
 
@@ -126,6 +129,10 @@ class RateSchedule:
         return at_s - self.times_s[piece] if piece > 0 else math.inf
 
 
+Emitted = tuple[float, ...]
+"""The bytes that had been emitted altogether at some moment: at the link, and at each uplink."""
+
+
 class ReplayLink:
     """The fluid queue of one link, updated from event to event. Time must not go back."""
 
@@ -139,10 +146,18 @@ class ReplayLink:
         "schedule",
         "sent_bytes",
         "skipped_bytes",
+        "uplinks",
     )
 
-    def __init__(self, schedule: RateSchedule, delay_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        schedule: RateSchedule,
+        delay_s: float = 0.0,
+        uplinks: Sequence[ReplayLink] = (),
+    ) -> None:
         self.schedule = schedule
+        self.uplinks = uplinks
+        """Its bytes cross these as well, together with those of other links."""
         self.delay_s = delay_s
         """How long a byte is in flight, seconds."""
         self.inflow = 0.0
@@ -162,7 +177,9 @@ class ReplayLink:
         return self.schedule.rates[self._piece]
 
     def advance(self, now_s: float) -> None:
-        """Let time pass until `now_s`."""
+        """Let time pass until `now_s`, also at uplinks."""
+        for uplink in self.uplinks:
+            uplink.advance(now_s)
         if now_s <= self._clock_s:
             return
         times, rates = self.schedule.times_s, self.schedule.rates
@@ -180,23 +197,64 @@ class ReplayLink:
         # Sums of floats may end a little below 0.
         self.inflow = max(0.0, self.inflow + inflow_change)
         self.backlog_bytes += burst_bytes
+        for uplink in self.uplinks:
+            uplink.change(now_s, inflow_change, burst_bytes)
 
-    def skip(self, now_s: float, num_bytes: float) -> None:
-        """Drop `num_bytes` from the queue, because their transfer was given up."""
-        self.advance(now_s)
+    def expect(self, inflow_change: float) -> None:
+        """Change `expected_inflow`."""
+        self.expected_inflow = max(0.0, self.expected_inflow + inflow_change)
+        for uplink in self.uplinks:
+            uplink.expect(inflow_change)
+
+    def available(self, rate: float) -> float:
+        """The part of its `rate` that others leave it at its uplinks: what they do not emit, or a
+        fair part where all emit more than an uplink carries. Bytes/s.
+        """
+        own = self.expected_inflow
+        for uplink in self.uplinks:
+            total = uplink.expected_inflow
+            fair = uplink.rate * own / total if total > 0 else uplink.rate
+            rate = min(rate, max(uplink.rate - (total - own), fair))
+        return rate
+
+    @property
+    def waiting_bytes(self) -> float:
+        """The backlog before new bytes. What waits at an uplink counts as the bytes that would take
+        as long at the link's rate.
+        """
+        waiting = self.backlog_bytes
+        for uplink in self.uplinks:
+            if uplink.rate > 0:
+                waiting = max(waiting, uplink.backlog_bytes * self.rate / uplink.rate)
+        return waiting
+
+    def skip(self, now_s: float, transfer: Emitted, num_bytes: float) -> None:
+        """Drop what was not sent of a transfer of `num_bytes` that was given up."""
+        for queue, emitted in zip((self, *self.uplinks), transfer, strict=True):
+            queue.advance(now_s)
+            unsent = emitted - queue.sent_bytes - queue.skipped_bytes
+            queue._drop(max(0.0, min(num_bytes, unsent)))
+
+    def _drop(self, num_bytes: float) -> None:
         skipped = min(self.backlog_bytes, num_bytes)
         self.backlog_bytes -= skipped
         self.skipped_bytes += skipped
 
     @property
-    def emitted_bytes(self) -> float:
+    def emitted_bytes(self) -> Emitted:
         """All bytes emitted so far. With this value at its last byte, `landed_s` says when a
         transfer lands.
         """
-        return self.sent_bytes + self.skipped_bytes + self.backlog_bytes
+        return tuple(
+            q.sent_bytes + q.skipped_bytes + q.backlog_bytes for q in (self, *self.uplinks)
+        )
 
-    def landed_s(self, emitted_bytes: float) -> float:
-        """When the first `emitted_bytes` of all have arrived; infinite if they never do."""
+    def landed_s(self, emitted: Emitted) -> float:
+        """When the first `emitted` of all bytes have arrived; infinite if they never do."""
+        queues = zip((self, *self.uplinks), emitted, strict=True)
+        return max(queue._carried_s(number) for queue, number in queues) + self.delay_s
+
+    def _carried_s(self, emitted_bytes: float) -> float:
         left = emitted_bytes - self.sent_bytes - self.skipped_bytes
         at_s = self._clock_s
         times, rates = self.schedule.times_s, self.schedule.rates
@@ -204,9 +262,9 @@ class ReplayLink:
             rate = rates[piece]
             end_s = times[piece + 1] if piece + 1 < len(times) else math.inf
             if left <= 0:
-                return at_s + self.delay_s
+                return at_s
             if rate > 0 and at_s + left / rate <= end_s:
-                return at_s + left / rate + self.delay_s
+                return at_s + left / rate
             left -= rate * (end_s - at_s) if rate else 0.0
             at_s = end_s
         return math.inf

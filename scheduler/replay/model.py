@@ -15,10 +15,12 @@ from netmon.monitor import MonitorConfig
 from scheduler.live.admission import AdmissionConfig
 from scheduler.live.long_term.conversion import ConversionConfig
 from scheduler.live.long_term.loop import LongTermConfig
-from scheduler.planning.region_model import PdClusterModel, Region
+from scheduler.planning.joint import JointRegion
+from scheduler.planning.region_model import PdClusterModel, Region, Uplink
 from scheduler.replay.links import RateSchedule
 from scheduler.routing.candidates import MARGIN_S, MARGIN_SHARE
-from scheduler.routing.queue_order import OrderConfig
+from scheduler.routing.order_config import OrderConfig
+from scheduler.routing.spill import Spill
 from scheduler.routing.threshold import ThresholdConfig
 
 MODEL: Final = "replayed"
@@ -50,13 +52,17 @@ class Slo:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayModel:
-    """A region with one PD cluster, over time.
+    """A region over time.
 
     `region` has the profiles that the scheduler believes, the links' rates at the start, and the
-    traffic of the plans.
+    traffic of the plans. Where it has several PD clusters, `joint` has the homes of the requests of
+    each, in their order, and the uplinks.
     """
 
     region: Region
+    joint: JointRegion | None = None
+    lost: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """From when until when a cluster is lost, with all that it has under way."""
     slo: Slo = field(default_factory=Slo)
     schedules: Mapping[str, RateSchedule] = field(default_factory=dict)
     """The schedule of each link by `Link.name`. A link without one never changes."""
@@ -76,14 +82,25 @@ class ReplayModel:
     """The time from the end of an instance's drain until it has its new role."""
 
     def __post_init__(self) -> None:
-        if len(self.region.pd_clusters) != 1:
+        names = [pd.name for pd in self.region.pd_clusters]
+        homes = names[:1] if self.joint is None else [home.key[1] for home in self.joint.homes]
+        if not names or homes != names:
             raise ValueError(
-                f"the region has {len(self.region.pd_clusters)} PD clusters; a replay needs one"
+                f"the region has the PD clusters {', '.join(names)}; the homes of requests are "
+                f"{', '.join(homes)}: a replay of several needs one home in each"
             )
-        names = {link.name for link in self.region.links}
+        links = {link.name for link in self.region.links}
         for name in self.schedules:
-            if name not in names:
-                raise ValueError(f"no link {name!r}; known here: {', '.join(sorted(names))}")
+            if name not in links:
+                raise ValueError(f"no link {name!r}; known here: {', '.join(sorted(links))}")
+        clusters = [cluster.name for cluster in self.region.clusters]
+        for name, (from_s, until_s) in self.lost.items():
+            if name not in clusters:
+                raise ValueError(f"no cluster {name!r}; known here: {', '.join(clusters)}")
+            if not 0 <= from_s < until_s < math.inf:
+                raise ValueError(
+                    f"{name} is lost from {from_s:g} to {until_s:g} s: times must ascend and end"
+                )
         if not (0 <= self.prefill_jitter < math.inf and self.transfer_timeout_s > 0):
             raise ValueError(
                 f"prefill_jitter {self.prefill_jitter!r} must not be negative, "
@@ -92,7 +109,12 @@ class ReplayModel:
 
     @property
     def pd(self) -> PdClusterModel:
+        """The first PD cluster."""
         return self.region.pd_clusters[0]
+
+    @property
+    def uplinks(self) -> tuple[Uplink, ...]:
+        return () if self.joint is None else self.joint.uplinks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +131,15 @@ class Policy:
     """The order of waiting prefills. None: first come, first served."""
     margin_s: float = MARGIN_S
     margin_share: float = MARGIN_SHARE
+    spill: Spill = "overflow"
+    """When another PD cluster than its home decodes a request."""
     threshold: ThresholdConfig = field(default_factory=ThresholdConfig)
     admission: AdmissionConfig | None = None
     long_term: LongTermConfig | None = None
     conversion: ConversionConfig = field(default_factory=ConversionConfig)
+    report_every_s: float | None = None
+    """Routing sees each cluster by its last report, as in a gateway, and a lost cluster until its
+    next report is missing. None: it sees all clusters as they are.
+    """
     monitor: MonitorConfig | None = field(default_factory=MonitorConfig)
     """The monitor of links with a schedule. None: routing sees the true rate, late by a sample."""

@@ -7,12 +7,14 @@ order of the policy.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 from scheduler.live.long_term.conversion import PdRole
 from scheduler.replay.jobs import Job
+from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.profiles import PrefillProfile
-from scheduler.routing.queue_order import OrderConfig, QueueOrder, WaitingJob
+from scheduler.routing.queue_order import QueueOrder, WaitingJob
 
 
 class PrefillInstance:
@@ -20,13 +22,15 @@ class PrefillInstance:
     order that gave it its role.
     """
 
-    __slots__ = ("is_usable", "job", "name", "role_epoch", "until_s")
+    __slots__ = ("is_lost", "is_usable", "job", "name", "role_epoch", "until_s")
     role: ClassVar[PdRole] = "prefill"
 
     def __init__(self, name: str, role_epoch: int = 0) -> None:
         self.name = name
         self.role_epoch = role_epoch
         self.is_usable = True
+        self.is_lost = False
+        """Whether its cluster is lost. It is not usable then."""
         self.job: Job | None = None
         self.until_s = 0.0
         """0 while it has no job."""
@@ -61,9 +65,19 @@ class PrefillStation:
         self.busy_s = 0.0
         """Real seconds of all prefills that were started."""
         self.num_running = 0
+        self.is_lost = False
+        """Whether the cluster is lost."""
         self._order: QueueOrder[int] | None = None if order is None else QueueOrder(order)
         self._queue: deque[Job] = deque()
         self._waiting: dict[int, Job] = {}
+
+    def jobs(self) -> Iterator[tuple[Job, str]]:
+        """All jobs with their instances, "" for those that wait."""
+        for instance in self.instances:
+            if instance.job is not None:
+                yield instance.job, instance.name
+        for job in (*self._queue, *self._waiting.values()):
+            yield job, ""
 
     @property
     def num_queued(self) -> int:
@@ -80,7 +94,7 @@ class PrefillStation:
             return
         self._waiting[job.index] = job
         uncached = job.num_tokens - job.cached_tokens
-        self._order.add(WaitingJob(job.index, 0, uncached, job.arrival_s))
+        self._order.add(WaitingJob(job.index, 0, uncached, job.arrival_s, str(job.pd)))
 
     def start(self, now_s: float) -> tuple[PrefillInstance, Job] | None:
         """Begin the next prefill, if one waits and an instance is free."""
@@ -107,14 +121,16 @@ class PrefillStation:
         instance.until_s = 0.0
         self.num_running -= 1
 
-    def queued_s(self, uncached_tokens: int, now_s: float) -> float:
-        """Predicted seconds of the waiting prefills that would begin before a new one."""
+    def queued_s(self, uncached_tokens: int, now_s: float, pd: int = 0) -> float:
+        """Predicted seconds of the waiting prefills that would begin before a new one for this PD
+        cluster.
+        """
         if self._order is None:
             return sum(job.believed_s for job in self._queue)
         if not self._waiting:
             return 0.0
         waiting = self._waiting
-        new = WaitingJob(-1, 0, uncached_tokens, now_s)
+        new = WaitingJob(-1, 0, uncached_tokens, now_s, str(pd))
         ahead = self._order.ahead_of(new, now_s)
         return sum([waiting[job.key].believed_s for job in ahead])
 
@@ -127,6 +143,36 @@ class PrefillStation:
         ]
         found.sort()
         return tuple(found)
+
+    def lose(self) -> list[Job]:
+        """Lose all instances. Returns the jobs that waited or ran."""
+        self.is_lost = True
+        jobs = self.take_away(lambda job: True)
+        for instance in self.instances:
+            instance.is_lost, instance.is_usable = True, False
+        return jobs
+
+    def take_away(self, is_taken: Callable[[Job], bool]) -> list[Job]:
+        """Take away the jobs that are chosen, waiting or running."""
+        taken = []
+        for instance in self.instances:
+            if instance.job is not None and is_taken(instance.job):
+                taken.append(instance.job)
+                self.finish(instance)
+        waiting = [job for job in (*self._queue, *self._waiting.values()) if is_taken(job)]
+        for job in waiting:
+            if self._order is None:
+                self._queue.remove(job)
+            else:
+                del self._waiting[job.index]
+                self._order.remove(job.index)
+        return taken + waiting
+
+    def regain(self) -> None:
+        """All instances are there again, idle."""
+        self.is_lost = False
+        for instance in self.instances:
+            instance.is_lost, instance.is_usable = False, True
 
     @property
     def num_usable(self) -> int:

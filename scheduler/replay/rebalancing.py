@@ -61,7 +61,7 @@ class Rebalancer:
         self.told: list[str] = []
         self._decider = decider
         self._parts = parts
-        self._home, self._pool = parts.stations[0], parts.pool
+        self._home, self._pool = parts.pds[0].station, parts.pds[0].pool
         self._schedule = schedule
         self._period_s = self._next_s = period_s
         self._converter = Converter(policy.conversion)
@@ -69,7 +69,7 @@ class Rebalancer:
     def look(self, now_s: float) -> None:
         """Time passed: tell reports and links, and plan if a period is over."""
         self._perform(self._converter.tick(now_s), now_s)
-        for report in reports(self._parts):
+        for report in reports(self._parts, now_s):
             self._decider.tell(ReportHeard(report.name, report, now_s), now_s)
         self._decider.hear_links(now_s)
         if now_s < self._next_s:

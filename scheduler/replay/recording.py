@@ -30,8 +30,9 @@ from scheduler.live.events import DecisionEvent, FactEvent
 from scheduler.live.feedback import FeedbackEvent
 from scheduler.live.long_term.events import PlanDecisionEvent, PlanEvent
 from scheduler.live.settings import LiveSettings
+from scheduler.live.sharing.events import SharingEvent
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 # A longer frame is no recording, so it must not make the reader allocate its length.
 LENGTH: Final = struct.Struct("<I")
 MAX_FRAME_BYTES: Final = 1 << 30
@@ -59,11 +60,18 @@ class Header(msgspec.Struct, frozen=True, tag=True, array_like=True):
         return msgspec.structs.replace(self, state=zlib.compress(self.state, 1))
 
 
+class _Preface(msgspec.Struct, frozen=True, tag="Header", array_like=True):
+    """The first fields of a header, which all formats have."""
+
+    format: int
+    version: str
+
+
 class Entry(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """An event, when it was taken, and its answer."""
 
     now_s: float
-    event: DecisionEvent | FactEvent | FeedbackEvent | PlanEvent
+    event: DecisionEvent | FactEvent | FeedbackEvent | PlanEvent | SharingEvent
     answer: msgspec.Raw
 
 
@@ -78,13 +86,14 @@ class Gap(msgspec.Struct, frozen=True, tag=True, array_like=True):
 Frame: TypeAlias = Header | Entry | Gap
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
+    """The value that msgspec writes for a read-only mapping of an event."""
     if isinstance(value, MappingProxyType):
         return dict(value)
     raise NotImplementedError(f"{type(value).__name__} cannot be recorded")
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_encoder = msgspec.msgpack.Encoder(enc_hook=plain)
 _frames: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Header | Entry | Gap)
 
 
@@ -121,13 +130,13 @@ def frames_in(stream: io.BufferedIOBase) -> Iterator[Frame]:
         try:
             yield _frames.decode(body)
         except msgspec.MsgspecError as error:
+            _check_format(body)
             raise RecordingError(f"a frame that cannot be read: {error}") from error
 
 
 def scheduler_of(header: Header) -> LiveScheduler:
     """The scheduler in a packed header. Raises `RecordingError`."""
-    if header.format != FORMAT:
-        raise RecordingError(f"format {header.format}; this version reads format {FORMAT}")
+    _check_format(_encoder.encode(header))
     try:
         # Bounded, since a small file could unpack to more than the memory there is.
         state = zlib.decompressobj().decompress(header.state, MAX_FRAME_BYTES)
@@ -139,6 +148,21 @@ def scheduler_of(header: Header) -> LiveScheduler:
     if not isinstance(found, LiveScheduler):
         raise RecordingError(f"its state is a {type(found).__name__}, not a scheduler")
     return found
+
+
+def _check_format(body: bytes) -> None:
+    """Raise `RecordingError` for a header of another format. Only the release that wrote it can
+    play it: the state is that of its classes, and another release need not decide the same.
+    """
+    try:
+        found = msgspec.msgpack.decode(body, type=_Preface)
+    except msgspec.MsgspecError:
+        return
+    if found.format != FORMAT:
+        raise RecordingError(
+            f"format {found.format}, written by prfaas {found.version}: play it with that release; "
+            f"this one plays format {FORMAT}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,8 @@ class Outcome:
     rebalances: Sequence[str]
     """What the long timescale said, step by step."""
     lateness: Lateness
+    pd_names: Sequence[str] = ()
+    """The PD clusters, by their places."""
     arrival_s: Floats = field(init=False)
     ttft_s: Floats = field(init=False)
     """nan where there was no first token."""

@@ -2,7 +2,8 @@
 
 A transfer begins with its prefill and emits while that lasts. The bytes whose number does not grow
 with the tokens are emitted at its end. Then it is known when it will land, or that it will be given
-up before. A station is named by its place (index); place 0, the PD cluster's own, has no link.
+up before. A link is named by the places (indexes) of its prefill cluster (from 1 on) and its PD
+cluster.
 
 This file knows no decisions and no queue of events: it has callbacks for landings.
 """
@@ -10,11 +11,12 @@ This file knows no decisions and no queue of events: it has callbacks for landin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from netmon.estimate import LinkCondition
-from scheduler.replay.jobs import Job
+from scheduler.planning.region_model import Link
+from scheduler.replay.jobs import Job, Way
 from scheduler.replay.links import RateSchedule, ReplayLink
 from scheduler.replay.model import Policy, ReplayModel, Routing
 from scheduler.replay.prefill import PrefillStation
@@ -37,7 +39,7 @@ _STILL_SAMPLE_S: Final = 30.0
 
 
 class Transfers:
-    """The transfers of a replay. `home` is the station of place 0.
+    """The transfers of a replay. `pds` are the stations of the PD clusters.
 
     It calls `land_later` and `give_up_later` with (time, job, landing version). The event is void
     if the job has another version by then.
@@ -47,44 +49,54 @@ class Transfers:
         self,
         model: ReplayModel,
         policy: Policy,
-        home: PrefillStation,
+        pds: Sequence[PrefillStation],
         *,
         land_later: Callable[[float, Job, int], None],
         give_up_later: Callable[[float, Job, int], None],
     ) -> None:
-        self.watches: list[WatchedLink | None] = [None]
-        """The watched link of each place."""
         self.lateness = Lateness()
         self._kv = model.region.kv
         self._timeout_s = model.transfer_timeout_s
-        self._home = home
+        self._pds = pds
         self._land_later = land_later
         self._give_up_later = give_up_later
-        self._names = [cluster.name for cluster in model.region.prefill_clusters]
-        names = {link.source: link.name for link in model.region.links}
-        self._link_names = [names[source] for source in self._names]
-        self._links: dict[int, ReplayLink] = {}
-        for place, name in enumerate(self._names, 1):
-            self._links[place], watch = _link_of(model, policy, name)
-            self.watches.append(watch)
+        self._specs: dict[Way, Link] = {
+            (place, pd): spec
+            for place, cluster in enumerate(model.region.prefill_clusters, 1)
+            for pd, home in enumerate(pds)
+            if (spec := model.region.link(cluster.name, home.name)) is not None
+        }
+        for place, cluster in enumerate(model.region.prefill_clusters, 1):
+            if not any(source == place for source, _ in self._specs):
+                raise ValueError(f"no link from {cluster.name} to {pds[0].name}; add one")
+        uplinks = {up: ReplayLink(RateSchedule.of(up.bytes_per_s)) for up in model.uplinks}
+        self._links: dict[Way, ReplayLink] = {}
+        self.watches: dict[Way, WatchedLink] = {}
+        """Each link as routing sees it."""
+        for way, spec in self._specs.items():
+            schedule = model.schedules.get(spec.name) or RateSchedule.of(spec.bytes_per_s)
+            shared = [link for up, link in uplinks.items() if up.carries(spec)]
+            link = self._links[way] = ReplayLink(schedule, spec.rtt_s / 2, shared)
+            self.watches[way] = _watched(link, spec, policy)
         self.sample_s = self._sample_s()
         """`sample` must be called this often."""
         self.is_tracked = policy.routing is not Routing.STATIC and any(
             not link.schedule.is_constant for link in self._links.values()
         )
         """Whether `expect` must be called."""
-        self._expected: dict[int, dict[int, tuple[float, float]]] = {p: {} for p in self._links}
-        """For each place and unfinished transfer: when it began, and how long it should take."""
-        self._awaiting: dict[int, dict[int, Job]] = {place: {} for place in self._links}
-        """For each place: the jobs whose prefill is over and whose KVCache has not landed."""
+        self._expected: dict[Way, dict[int, tuple[float, float]]] = {w: {} for w in self._links}
+        """For each link and unfinished transfer: when it began, and how long it should take."""
+        self._awaiting: dict[Way, dict[int, Job]] = {way: {} for way in self._links}
+        """For each link: the jobs whose prefill is over and whose KVCache has not landed."""
         self._sees_outages = policy.routing is not Routing.STATIC
         self._worst_late = 0.0
         self._sent_recorded = dict.fromkeys(self._links, 0.0)
 
     def _sample_s(self) -> float:
-        if any(isinstance(watch, MonitoredLink) for watch in self.watches):
+        watches = self.watches.values()
+        if any(isinstance(watch, MonitoredLink) for watch in watches):
             return SAMPLE_S
-        if any(not isinstance(watch, StillLink) for watch in self.watches[1:]):
+        if any(not isinstance(watch, StillLink) for watch in watches):
             return _SLOW_SAMPLE_S
         return _STILL_SAMPLE_S
 
@@ -92,7 +104,7 @@ class Transfers:
 
     def fetch(self, job: Job, now_s: float) -> None:
         """Send a cached prefix from a prefill cluster. The prefill begins after it has landed."""
-        link = self._links[job.move_from]
+        link = self._links[job.move_from, job.pd]
         link.change(now_s, 0.0, float(self._kv.size(job.move_tokens)))
         job.move_s = link.landed_s(link.emitted_bytes)
 
@@ -105,47 +117,58 @@ class Transfers:
             job.token_bytes = max(0.0, kv_bytes - float(self._kv.size(cached_tokens)))
         lasts = job.service_s >= _INSTANT_S
         job.emit_bytes_per_s = job.token_bytes / job.service_s if lasts else 0.0
-        link = self._links[job.place]
+        link = self._links[job.way]
         link.change(now_s, job.emit_bytes_per_s)
-        link.expected_inflow += _mean_emission(job)
+        link.expect(_mean_emission(job))
 
     def expect(self, job: Job, tail_s: float | None, now_s: float) -> None:
         """Note the predicted end of a transfer: `tail_s` after its prefill; None: unknown."""
         if tail_s is not None:
-            self._expected[job.place][job.index] = now_s, job.believed_s + tail_s
+            self._expected[job.way][job.index] = now_s, job.believed_s + tail_s
 
     def emitted(self, job: Job, now_s: float) -> None:
         """The job's prefill is over, and all of its KVCache has been emitted."""
-        link = self._links[job.place]
+        link = self._links[job.way]
         burst = job.fixed_bytes if job.emit_bytes_per_s else job.fixed_bytes + job.token_bytes
         link.change(now_s, -job.emit_bytes_per_s, burst)
-        link.expected_inflow = max(0.0, link.expected_inflow - _mean_emission(job))
-        job.emitted_bytes = link.emitted_bytes
-        self._awaiting[job.place][job.index] = job
+        link.expect(-_mean_emission(job))
+        job.emitted = link.emitted_bytes
+        self._awaiting[job.way][job.index] = job
         self._foresee(job, link)
 
     def forget(self, job: Job) -> None:
         """The job's transfer is over."""
-        self._expected[job.place].pop(job.index, None)
-        del self._awaiting[job.place][job.index]
+        self._expected[job.way].pop(job.index, None)
+        del self._awaiting[job.way][job.index]
+
+    def stop(self, job: Job, now_s: float) -> None:
+        """The job's prefill ended too early. What it has emitted is sent in vain."""
+        link = self._links[job.way]
+        link.change(now_s, -job.emit_bytes_per_s)
+        link.expect(-_mean_emission(job))
+        self._expected[job.way].pop(job.index, None)
+
+    def awaiting(self, place: int) -> list[Job]:
+        """The jobs that were prefilled at this place and whose KVCache has not landed."""
+        return [
+            job for way in self._links if way[0] == place for job in self._awaiting[way].values()
+        ]
 
     def give_up(self, job: Job, now_s: float) -> None:
         """Drop the job's unsent bytes. Later transfers land sooner then."""
         self.forget(job)
-        link = self._links[job.place]
-        link.advance(now_s)
-        unsent = job.emitted_bytes - link.sent_bytes - link.skipped_bytes
-        link.skip(now_s, max(0.0, min(job.token_bytes + job.fixed_bytes, unsent)))
-        for other in self._awaiting[job.place].values():
+        link = self._links[job.way]
+        link.skip(now_s, job.emitted, job.token_bytes + job.fixed_bytes)
+        for other in self._awaiting[job.way].values():
             self._foresee(other, link)
 
     def _foresee(self, job: Job, link: ReplayLink) -> None:
         """Schedule the landing of the job, or that it is given up."""
-        landed_s = link.landed_s(job.emitted_bytes)
+        landed_s = link.landed_s(job.emitted)
         limit_s = job.prefill_end_s + self._timeout_s
         job.landing_version += 1
         # If no instance of the PD cluster prefills, giving up would lose the request.
-        waits = landed_s < math.inf and not self._home.num_usable
+        waits = landed_s < math.inf and not self._pds[job.pd].num_usable
         if landed_s <= limit_s or waits:
             self._land_later(landed_s, job, job.landing_version)
         else:
@@ -158,24 +181,18 @@ class Transfers:
         down; in a gateway these would be failed transfers. A static policy looks at no link, and
         waits for the timeout.
         """
-        for place in self._links:
-            watch = self._watch(place)
-            self._see_oldest(place, now_s)
+        for way, watch in self.watches.items():
+            self._see_oldest(way, now_s)
             watch.sample(now_s)
-            if not (self._sees_outages and self._awaiting[place]):
+            if not (self._sees_outages and self._awaiting[way]):
                 continue
             if watch.view(now_s).state is LinkCondition.DOWN:
                 # A copy: the caller gives jobs up between two of them.
-                yield from list(self._awaiting[place].values())
+                yield from list(self._awaiting[way].values())
 
-    def _watch(self, place: int) -> WatchedLink:
-        watch = self.watches[place]
-        assert watch is not None
-        return watch
-
-    def _see_oldest(self, place: int, now_s: float) -> None:
+    def _see_oldest(self, way: Way, now_s: float) -> None:
         """Compare the age of a link's oldest transfer with its predicted time."""
-        transfers = self._expected[place]
+        transfers = self._expected[way]
         if not transfers:
             return
         # A dict keeps the order of insertion, so its first transfer is the oldest.
@@ -183,21 +200,23 @@ class Transfers:
         age_s = now_s - began_s
         if expected_s > 0:
             self._worst_late = max(self._worst_late, age_s / expected_s)
-            since_change_s = self._links[place].schedule.since_change_s(now_s)
+            since_change_s = self._links[way].schedule.since_change_s(now_s)
             self.lateness.see(age_s, expected_s, since_change_s)
 
     def row(self, now_s: float, passed_s: float) -> Iterator[tuple[str, float]]:
         """The values of the time series, `passed_s` after the previous row."""
-        for place, link in self._links.items():
-            name = self._names[place - 1]
+        for way, link in self._links.items():
+            # With one PD cluster, the name of the prefill cluster says enough.
+            spec = self._specs[way]
+            name = spec.source if len(self._pds) == 1 else spec.name
             link.advance(now_s)
-            seen = self._watch(place).view(now_s)
+            seen = self.watches[way].view(now_s)
             yield f"link_rate:{name}", link.rate
             yield f"link_seen:{name}", seen.available_bytes_per_s or 0.0
             yield f"link_state:{name}", list(type(seen.state)).index(seen.state)
             yield f"link_backlog:{name}", link.backlog_bytes
-            sent = link.sent_bytes - self._sent_recorded[place]
-            self._sent_recorded[place] = link.sent_bytes
+            sent = link.sent_bytes - self._sent_recorded[way]
+            self._sent_recorded[way] = link.sent_bytes
             yield f"link_sent:{name}", sent / passed_s
         yield "lateness", self._worst_late
         self._worst_late = 0.0
@@ -206,24 +225,18 @@ class Transfers:
         """The bytes that each link has sent, by its name."""
         for link in self._links.values():
             link.advance(now_s)
-        sent = [link.sent_bytes for link in self._links.values()]
-        return dict(zip(self._link_names, sent, strict=True))
+        return {self._specs[way].name: link.sent_bytes for way, link in self._links.items()}
 
 
-def _link_of(model: ReplayModel, policy: Policy, name: str) -> tuple[ReplayLink, WatchedLink]:
-    """The link from one prefill cluster, and how the policy sees it."""
-    spec = model.region.link(name, model.pd.name)
-    if spec is None:
-        raise ValueError(f"no link from {name} to {model.pd.name}; add one")
-    schedule = model.schedules.get(spec.name) or RateSchedule.of(spec.bytes_per_s)
-    link = ReplayLink(schedule, spec.rtt_s / 2)
+def _watched(link: ReplayLink, spec: Link, policy: Policy) -> WatchedLink:
+    """How the policy sees a link."""
     if policy.routing is Routing.ORACLE:
-        return link, ForeseenLink(link, spec.rtt_s)
-    if schedule.is_constant:
-        return link, StillLink(link, spec.rtt_s)
+        return ForeseenLink(link, spec.rtt_s)
+    if link.schedule.is_constant:
+        return StillLink(link, spec.rtt_s)
     if policy.monitor is None:
-        return link, DirectLink(link, spec.rtt_s)
-    return link, MonitoredLink(spec.name, link, spec.rtt_s, policy.monitor)
+        return DirectLink(link, spec.rtt_s)
+    return MonitoredLink(spec.name, link, spec.rtt_s, policy.monitor)
 
 
 def _mean_emission(job: Job) -> float:

@@ -50,9 +50,9 @@ class _TrueLink:
     def _shown(self, rate: float) -> LinkView:
         return LinkView(
             state=LinkCondition.CLEAR if rate > 0 else LinkCondition.DOWN,
-            available_bytes_per_s=rate,
+            available_bytes_per_s=self._link.available(rate),
             rtt_s=self._rtt_s,
-            backlog_bytes=self._link.backlog_bytes,
+            backlog_bytes=self._link.waiting_bytes,
             inflow_bytes_per_s=self._link.expected_inflow,
         )
 
@@ -75,8 +75,7 @@ class StillLink:
 
     def __init__(self, link: ReplayLink, rtt_s: float) -> None:
         self._link = link
-        rate = link.schedule.base_bytes_per_s
-        self._seen = LinkView(available_bytes_per_s=rate, rtt_s=rtt_s)
+        self._seen = LinkView(available_bytes_per_s=link.rate, rtt_s=rtt_s)
 
     def sample(self, now_s: float) -> None:
         pass
@@ -84,14 +83,15 @@ class StillLink:
     def view(self, now_s: float) -> LinkView:
         link, seen = self._link, self._seen
         link.advance(now_s)
-        backlog, inflow = link.backlog_bytes, link.expected_inflow
+        rate, backlog = link.available(link.rate), link.waiting_bytes
+        now = rate, backlog, link.expected_inflow
         # An equal view stays the same object, which the decider compares first.
-        if (seen.backlog_bytes, seen.inflow_bytes_per_s) != (backlog, inflow):
+        if (seen.available_bytes_per_s, seen.backlog_bytes, seen.inflow_bytes_per_s) != now:
             seen = self._seen = LinkView(
-                available_bytes_per_s=seen.available_bytes_per_s,
+                available_bytes_per_s=rate,
                 rtt_s=seen.rtt_s,
                 backlog_bytes=backlog,
-                inflow_bytes_per_s=inflow,
+                inflow_bytes_per_s=link.expected_inflow,
             )
         return seen
 
@@ -144,11 +144,12 @@ class MonitoredLink:
         if estimate is None or estimate.age_s is None:
             return LinkView(rtt_s=self._rtt_s, inflow_bytes_per_s=inflow)
         self._link.advance(now_s)
+        rate = estimate.available_bytes_per_s
         return LinkView(
             state=self.condition,
-            available_bytes_per_s=estimate.available_bytes_per_s,
+            available_bytes_per_s=None if rate is None else self._link.available(rate),
             rtt_s=estimate.base_rtt_s,
-            backlog_bytes=self._link.backlog_bytes,
+            backlog_bytes=self._link.waiting_bytes,
             inflow_bytes_per_s=inflow,
             age_s=now_s - self._sampled_s,
             is_floor=estimate.is_floor,

@@ -28,10 +28,12 @@ class Workload:
     block_ids: Sequence[Sequence[int]] | None = None
     """The blocks of each prompt, as in `scheduler.planning.prefix_reuse.TracePrompt`."""
     block_tokens: int = 512
+    homes: Sequence[int] | None = None
+    """The PD cluster that each request belongs to, by its place. None: the first one."""
 
     def __post_init__(self) -> None:
         num = len(self.arrivals_s)
-        for name in ("prompt_tokens", "output_tokens", "block_ids"):
+        for name in ("prompt_tokens", "output_tokens", "block_ids", "homes"):
             values = getattr(self, name)
             if values is not None and len(values) != num:
                 raise ValueError(f"{len(values)} {name} for {num} arrivals; give one for each")
@@ -86,6 +88,21 @@ def drawn(phases: Iterable[Phase], seed: int) -> Workload:
         outputs += _outputs(phase, num, rngs[2])
         begin_s += phase.duration_s
     return Workload(arrivals_s=arrivals, prompt_tokens=prompts, output_tokens=outputs)
+
+
+def at_homes(workloads: Sequence[Workload]) -> Workload:
+    """The drawn workloads of several PD clusters as one."""
+    rows = sorted(
+        (at_s, home, prompt, output)
+        for home, work in enumerate(workloads)
+        for at_s, prompt, output in zip(
+            work.arrivals_s, work.prompt_tokens, work.output_tokens, strict=True
+        )
+    )
+    arrivals_s, homes, prompts, outputs = (list(column) for column in zip(*rows, strict=True))
+    return Workload(
+        arrivals_s=arrivals_s, prompt_tokens=prompts, output_tokens=outputs, homes=homes
+    )
 
 
 def traced(prompts: Sequence[TracePrompt], block_tokens: int, speed: float = 1.0) -> Workload:

@@ -188,6 +188,16 @@ def local_candidate(
     return _with_best_cache(task, target, cluster, _Asked(request, snapshot, config, excluded))
 
 
+def whole_prediction(
+    request: RequestShape, snapshot: RegionSnapshot, config: RouteConfig
+) -> Prediction:
+    """The prediction for a request that one engine of the PD cluster must serve whole."""
+    num_tokens = request.num_prompt_tokens
+    task = PrefillTask(num_tokens, min(request.local_cached_tokens, num_tokens))
+    cluster = snapshot.engines or snapshot.local
+    return predict(task, cluster, snapshot.decode, config.overhead_s.get(ONE_ENGINE, 0.0))
+
+
 def remote_candidate(
     request: RequestShape,
     cluster: ClusterView,

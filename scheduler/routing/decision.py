@@ -120,6 +120,18 @@ class CacheMove(msgspec.Struct, frozen=True, kw_only=True):
 NO_MOVE: Final = CacheMove(reason=MoveReason.NOTHING_SAVED)
 
 
+class PdCached(msgspec.Struct, frozen=True):
+    """The cached part of a prompt in a PD cluster: the longest prefix that one of its nodes can
+    resume, and the part that is not sent because the node that would decode has it. Tokens.
+    """
+
+    local_tokens: int = 0
+    landing_tokens: int = 0
+
+
+NOTHING_CACHED: Final = PdCached()
+
+
 class RequestShape(msgspec.Struct, frozen=True, kw_only=True):
     """What routing needs to know of a request.
 
@@ -128,8 +140,10 @@ class RequestShape(msgspec.Struct, frozen=True, kw_only=True):
     `local_cached_tokens` is the longest prefix that one node of the PD cluster can resume, and
     `prefill_cached_tokens` the same for each prefill cluster; both are 0 where nothing is known.
     `landing_cached_tokens` are not sent, because the node that decodes has their KVCache.
-    `sendable_tokens` is the longest prefix that a node of each cluster, the PD cluster included,
-    could send to another cluster. Clusters that could send nothing may be left out.
+    `sendable_tokens` is the longest prefix that a node of each cluster, PD clusters included, could
+    send to another cluster. Clusters that could send nothing may be left out.
+    The PD cluster is the request's home. `cached_in_pds` has the same numbers for each other PD
+    cluster that has something cached, by name; `at` gives the shape for one of them.
     """
 
     num_prompt_tokens: int
@@ -147,6 +161,7 @@ class RequestShape(msgspec.Struct, frozen=True, kw_only=True):
     prefill_cached_tokens: Mapping[str, int] = MappingProxyType({})
     landing_cached_tokens: int = 0
     sendable_tokens: Mapping[str, int] = MappingProxyType({})
+    cached_in_pds: Mapping[str, PdCached] = MappingProxyType({})
 
     def __post_init__(self) -> None:
         if self.num_prompt_tokens < 0:
@@ -158,6 +173,15 @@ class RequestShape(msgspec.Struct, frozen=True, kw_only=True):
         if self.is_exact:
             return self.num_prompt_tokens
         return math.inf if self.bound_tokens is None else self.bound_tokens
+
+    def at(self, pd: str) -> RequestShape:
+        """The shape for a PD cluster other than the request's home."""
+        cached = self.cached_in_pds.get(pd, NOTHING_CACHED)
+        return msgspec.structs.replace(
+            self,
+            local_cached_tokens=cached.local_tokens,
+            landing_cached_tokens=cached.landing_tokens,
+        )
 
     @property
     def local_uncached_tokens(self) -> int:
@@ -174,12 +198,14 @@ class Decision(msgspec.Struct, frozen=True):
 
     `target` is the name of the prefill cluster, `ONE_ENGINE` or `HAND_OFF`. `numbers` are the
     values that the reason rests on, for the log, the response header and the request's record.
+    `pd` is the name of the PD cluster that decodes.
     """
 
     route: Route
     target: str
     reason: Reason
     numbers: Mapping[str, Number] = MappingProxyType({})
+    pd: str = ""
 
     @property
     def needs_landing(self) -> bool:
@@ -192,17 +218,19 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 def fall_back(failed: Decision, reason: Reason) -> Decision:
-    """The route after `failed` did not work out: one engine of the PD cluster does all the work.
+    """The route after `failed` did not work out: one engine of its PD cluster does all the work.
 
     It also names the outcome of a request whose KVCache did not arrive, so that its decode engine
     prefilled it.
     """
-    return Decision("local", ONE_ENGINE, reason, failed.numbers)
+    return Decision("local", ONE_ENGINE, reason, failed.numbers, failed.pd)
 
 
-def one_engine(shape: RequestShape, reason: Reason) -> Decision:
-    """Serve it whole on one engine, for a `reason` found outside of routing (no rendering)."""
-    return Decision("direct", ONE_ENGINE, reason, _prompt_numbers(shape))
+def one_engine(shape: RequestShape, reason: Reason, pd: str = "") -> Decision:
+    """Serve it whole on one engine of `pd`, for a `reason` found outside of routing (no
+    rendering).
+    """
+    return Decision("direct", ONE_ENGINE, reason, _prompt_numbers(shape), pd)
 
 
 def one_engine_reason(shape: RequestShape) -> Reason | None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -182,6 +182,16 @@ class OverheadMeter:
         self._seconds = 0.0
 
     @property
+    def latest(self) -> list[float]:
+        """The latest differences, the oldest first."""
+        return list(self._latest)
+
+    def restore(self, latest: Iterable[float]) -> None:
+        """Take over the differences of another meter."""
+        self._latest.extend(latest)
+        self._learn()
+
+    @property
     def seconds(self) -> float:
         """What to add to a prediction; 0 before there are `MIN_SEEN` observations."""
         return self._seconds
@@ -191,5 +201,8 @@ class OverheadMeter:
         if not (0 <= predicted_s < math.inf and 0 <= measured_s < math.inf):
             return
         self._latest.append(measured_s - predicted_s)
+        self._learn()
+
+    def _learn(self) -> None:
         if len(self._latest) >= self.MIN_SEEN:
             self._seconds = min(max(0.0, median(self._latest)), self._max_s)

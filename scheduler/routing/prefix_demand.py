@@ -42,6 +42,10 @@ class CachedPrefix:
     def num_blocks(self) -> int:
         return len(self.keys) // KEY_BYTES
 
+    def first(self, num_blocks: int) -> CachedPrefix:
+        """Its first blocks, at least one."""
+        return CachedPrefix(self.model, self.root, self.keys[: num_blocks * KEY_BYTES])
+
     @property
     def block_keys(self) -> list[bytes]:
         """The keys, one for each block."""

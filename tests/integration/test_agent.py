@@ -92,20 +92,9 @@ def test_bytes_arrive_and_all_memory_comes_back(pair: Pair) -> None:
         assert pair.sender.status().outbox_bytes == 0
     with urllib.request.urlopen(f"http://{pair.receiver.ready['metrics']}/metrics") as page:
         text = page.read().decode()
-    assert 'prfaas_agent_transfers_total{kind="landing",outcome="complete"}' in text
+    labels = '{hand_off="transport",kind="landing",outcome="complete"}'
+    assert f"prfaas_agent_transfers_total{labels}" in text
     assert "prfaas_agent_landing_bytes 0.0" in text
-
-
-def test_both_ends_inside_one_agent(pair: Pair) -> None:
-    content = random.Random(4).randbytes(NBYTES)
-    with DrivenEngine(pair.receiver, "prefill") as producer:
-        landing = pair.receiver.reserve(NUM_TOKENS)
-        pair.consumer.client.watch(bytes.fromhex(landing.transfer_id))
-        send(pair.receiver, producer, landing, content)
-        assert pair.consumer.next() == ("landed", landing.transfer_id)
-        assert pair.consumer.read(landing.runs, NBYTES) == content
-        assert pair.receiver.wait(landing.transfer_id).kind == "outbox"
-        assert pair.receiver.wait(landing.transfer_id, kind="landing").state == "complete"
 
 
 def test_wrong_token_fails_the_sender_and_leaves_the_landing_to_the_right_one(

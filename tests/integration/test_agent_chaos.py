@@ -1,5 +1,6 @@
 """Many transfers through small arenas, cancelled, expired and given up at random: what lands is
-always what was sent, all that nobody disturbed lands, and every block comes back."""
+always what was sent, all that nobody disturbed lands, and every block comes back. Between two
+agents, and inside one, where engines write into each other's landings."""
 
 import hashlib
 import random
@@ -23,10 +24,14 @@ LONG_S = 120.0
 """A lease that nothing here outlasts."""
 
 
-@pytest.fixture
-def agents(tmp_path: Path) -> Iterator[list[AgentProcess]]:
-    with AgentProcess(tmp_path / "s") as sender, AgentProcess(tmp_path / "r") as receiver:
-        yield [sender, receiver]
+@pytest.fixture(params=["between two agents", "inside one"])
+def agents(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[AgentProcess]]:
+    with AgentProcess(tmp_path / "s") as sender:
+        if request.param == "inside one":
+            yield [sender, sender]
+        else:
+            with AgentProcess(tmp_path / "r") as receiver:
+                yield [sender, receiver]
 
 
 def content_of(transfer_id: bytes) -> bytes:
@@ -37,7 +42,7 @@ class Consumer(DrivenEngine):
     """Compares what landed, slowly, then lets it go."""
 
     def __init__(self, agent: AgentProcess) -> None:
-        super().__init__(agent)
+        super().__init__(agent, "decode")
         self.landings: dict[str, ReserveReply] = {}
         self.wrong: set[str] = set()
         self.landed: set[str] = set()
@@ -56,7 +61,7 @@ class Producer(DrivenEngine):
     """Fills outboxes in a thread each; stops writing before it lets a failed one go."""
 
     def __init__(self, agent: AgentProcess) -> None:
-        super().__init__(agent)
+        super().__init__(agent, "prefill")
         self.releases_failed = False
         self._writing = threading.Lock()
         self._failed: set[bytes] = set()

@@ -4,15 +4,19 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from agent_process import CHILD_ENV, SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
+from agent_process import (
+    SMALL_LAYOUT,
+    AgentProcess,
+    DrivenEngine,
+    Victim,
+    wait_until,
+)
 from typer.testing import CliRunner
 
 from deploy.cli import app
@@ -32,52 +36,6 @@ from transport.rpc import RpcError
 
 NUM_TOKENS = 1000
 NBYTES = SMALL_LAYOUT.transfer_bytes(NUM_TOKENS)
-
-ENGINE_PROCESS = """
-import sys, time
-from agent_process import AgentProcess, DrivenEngine
-from pathlib import Path
-what, transfer_id = sys.argv[2], bytes.fromhex(sys.argv[3])
-with DrivenEngine(AgentProcess(Path(sys.argv[1])), "victim") as engine:
-    print("connected", flush=True)
-    attempt = int(sys.stdin.readline())
-    if what == "fill":
-        engine.client.attach(transfer_id, attempt)
-        engine.client.ready(transfer_id, attempt, [(0, 1000)])
-    else:
-        engine.client.watch(transfer_id)
-        assert engine.next()[0] == "landed"
-    print("done", flush=True)
-    time.sleep(60)
-"""
-
-
-class Victim:
-    """An engine in a process of its own, to be killed."""
-
-    def __init__(self, agent: AgentProcess, what: str, landing: ReserveReply) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", ENGINE_PROCESS, agent.directory, what, landing.transfer_id],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=CHILD_ENV,
-        )
-        assert self._line() == "connected"
-
-    def act(self, attempt: int = 0) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{attempt}\n")
-        self.process.stdin.flush()
-        assert self._line() == "done"
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
 
 
 @pytest.fixture
@@ -326,7 +284,9 @@ HOSTILE = [
     (encode_frame(Welcome("x", "x", 1, 1)), "bad message"),
     (encode_frame(Attach(TID, 1)), "before Hello"),
     (encode_frame(hello()) + encode_frame(hello()), "Hello twice"),
-    (encode_frame(hello(version=7)), "version 7"),
+    (encode_frame(hello(version=7)), "the engine speaks version 7, this side speaks 3;"),
+    (encode_frame(hello(version=5, oldest_version=4)), "speaks version 4 to 5, this side speaks 3"),
+    (encode_frame(hello(version=2, oldest_version=1)), "speaks version 1 to 2, this side speaks 3"),
     (encode_frame(hello(layout=b"")), "layout"),
     (encode_frame(hello(tp_size=2)), "ranks"),
     (encode_frame(hello(tp_rank=1)), "tp_rank 1"),
@@ -352,6 +312,21 @@ def test_hostile_frames_cost_only_their_connection(
 def one_agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentProcess]:
     with AgentProcess(tmp_path_factory.mktemp("one")) as agent:
         yield agent
+
+
+@pytest.mark.parametrize("versions", [(3, 0), (3, 3), (3, 2), (4, 3), (9, 1)])
+def test_an_engine_is_served_in_a_version_that_both_speak(
+    one_agent: AgentProcess, versions: tuple[int, int]
+) -> None:
+    newest, oldest = versions
+    with RawEngine(one_agent) as raw:
+        raw.connection.sendall(encode_frame(hello(version=newest, oldest_version=oldest)))
+        decoder = FrameDecoder()
+        while not (payloads := decoder.feed(raw.connection.recv(1 << 16))):
+            pass
+        welcome = decode_agent_message(payloads[0])
+        assert isinstance(welcome, Welcome)
+        assert welcome.version == 3
 
 
 def test_engine_that_does_not_read_is_cut_off(one_agent: AgentProcess) -> None:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import aiohttp
 import pytest
 from redis.asyncio import Redis
 from redis_server import RedisServer
@@ -15,8 +16,9 @@ from kvmanager.directory.config import load
 from kvmanager.directory.directory import FROM_THE_BEGINNING, Directory
 from kvmanager.directory.errors import FeedError, StoreError
 from kvmanager.directory.messages import Hit, NodeName, ResumeRule
+from kvmanager.directory.redis_client import connect, reached
 from kvmanager.directory.redis_sink import RedisSink
-from kvmanager.directory.redis_store import RedisDirectory, RedisSettings, connect, reached
+from kvmanager.directory.redis_store import RedisDirectory, RedisSettings
 from kvmanager.hashing import block_keys, root_key
 from transport.rpc import Method, RpcServer
 
@@ -311,3 +313,38 @@ async def test_the_command_fills_redis_while_it_runs(redis: Redis, url: str) -> 
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
     await agent.stop(grace_s=0)
+
+
+async def test_a_directory_without_its_redis_lives_and_is_not_ready(
+    tmp_path: Path, unused_tcp_port: int
+) -> None:
+    async def status(path: str) -> int:
+        url = f"http://127.0.0.1:{unused_tcp_port}{path}"
+        async with aiohttp.ClientSession() as session, session.get(url) as answer:
+            return answer.status
+
+    async def becomes_ready(serving: asyncio.Task[None]) -> None:
+        while not serving.done():
+            try:
+                assert await status("/readyz") == 200
+            except aiohttp.ClientConnectionError:
+                await asyncio.sleep(0.02)
+            else:
+                return
+        await serving
+
+    store = RedisServer(tmp_path)
+    with store:
+        settings = {
+            "agents": {"c/n": "127.0.0.1:1"},
+            "redis": store.url,
+            "metrics_port": unused_tcp_port,
+        }
+        serving = asyncio.create_task(serve(load(None, settings)))
+        async with asyncio.timeout(30):
+            await becomes_ready(serving)
+    assert (await status("/livez"), await status("/readyz")) == (200, 503)
+    with store:
+        assert await status("/readyz") == 200
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)

@@ -23,6 +23,7 @@ from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
+from prfaas.engines.members import LetGo
 from prfaas.metrics import PrefillMetrics
 from prfaas.remote import RemotePrefillCluster
 
@@ -101,6 +102,42 @@ async def test_the_prefill_front_as_a_process(tmp_path: Path) -> None:
     await agent.stop()
 
 
+@pytest.mark.parametrize("signals", [False, True])
+async def test_instances_join_and_leave_by_the_file(tmp_path: Path, signals: bool) -> None:
+    agent = await FakeAgent("i0", "i1").start()
+    engine = await FakeEngine(agent).start()
+    path = write_config(tmp_path / "front.yaml", engine, agent, "prefill")
+    file = yaml.safe_load(path.read_text())
+
+    async def change(instances: list[dict[str, str]], pid: int) -> None:
+        path.write_text(yaml.safe_dump(file | {"instances": instances}))
+        if signals:
+            os.kill(pid, signal.SIGHUP)
+
+    async def until(front: RemotePrefillCluster, *names: str) -> None:
+        async with asyncio.timeout(60):
+            while tuple(i.name for i in (await front.report()).instances if i.healthy) != names:
+                await asyncio.sleep(0.05)
+
+    async with front_process("prefill", path) as (target, pid):
+        front = RemotePrefillCluster("c", target)
+        await until(front, "i0")
+        (first,) = file["instances"]
+        await change([first, first | {"name": "i1"}], pid)
+        await until(front, "i0", "i1")
+        path.write_text("instances: [")
+        os.kill(pid, signal.SIGHUP)  # a half-written file changes nothing
+        await change([first | {"name": "i1"}], pid)
+        while not any(item.leaving for item in (await front.report()).instances):
+            await asyncio.sleep(0.05)
+        assert (await front.submit(prefill_job(1))).instance == "i1"
+        await front.change_members(LetGo(name="i0"))
+        await until(front, "i1")
+        await front.close()
+    await engine.stop()
+    await agent.stop()
+
+
 async def test_the_pd_front_as_a_process(tmp_path: Path) -> None:
     agent = await FakeAgent("i0").start()
     engine = await FakeEngine(agent).start()
@@ -174,7 +211,7 @@ def test_a_bad_configuration_ends_the_command_with_a_message(tmp_path: Path) -> 
     path.write_text("name: c\n")
     result = CliRunner().invoke(app, ["prefill", "--config", str(path)])
     assert result.exit_code == 2
-    assert "instances: is required and missing" in result.stderr
+    assert "write instances, or discover" in result.stderr
 
 
 def supervised(tmp_path: Path, agent: FakeAgent, port: int, *args: str) -> EmbeddedPrefillCluster:

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
 from certificates import make_region_files
 from data_port import is_welcome, tls_context
+from dummy_region import ROOT, document, dummy_vllm, spec
+from redis_server import RedisServer
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from deploy.cli import app
-from deploy.region.launch.launcher import (
-    ProcessProgress,
-    RegionStartFailed,
-    RunningRegion,
-)
+from deploy.region.launch.launcher import RunningRegion
 from deploy.region.launch.rundir import RunDirectoryError, read_state
-from deploy.region.launch.status import region_status
+from deploy.region.launch.running import ProcessProgress, RegionStartFailed
+from deploy.region.launch.status import region_status, render_status
 from deploy.region.spec.region import RegionSpec
 from kvmanager.agent.client import AgentClient
 from kvmanager.config_files.problems import FileError
@@ -39,60 +40,7 @@ from transport.rpc import RpcError
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
-
-# Takes the place of vLLM's API server: found first on PYTHONPATH. Like it, it has a child; like our
-# connector, it stays connected to the node agent.
-DUMMY_ENGINE = """
-    import http.server, json, os, socket, subprocess, sys, threading, time
-    from kvmanager.agent.engines.protocol import EngineHello, encode_frame
-    from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
-
-    if os.environ.get("DUMMY_FAILS"):
-        sys.exit("no such model: nonsense")
-    subprocess.Popen(["sleep", "1000"])
-    option = lambda name: sys.argv[sys.argv.index(name) + 1]
-    connector = json.loads(option("--kv-transfer-config"))["kv_connector_extra_config"]
-    group = KVGroup(KVKind.FULL, 16, (KVLayer("layer.0", 4096),))
-    layout = KVLayout("dummy", "dummy:0", "digest", "auto", "LBHNC", 1, (group,)).encode()
-
-    def stay_connected():
-        while True:
-            try:
-                with socket.socket(socket.AF_UNIX) as agent:
-                    agent.connect(connector["agent_socket"])
-                    hello = EngineHello(connector["instance"], "scheduler", os.getpid(), layout)
-                    agent.sendall(encode_frame(hello))
-                    while agent.recv(65536):
-                        pass
-            except OSError:
-                pass
-            time.sleep(0.05)
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-        def log_message(self, *args):
-            pass
-
-    threading.Thread(target=stay_connected, daemon=True).start()
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", int(option("--port"))), Handler)
-    server.serve_forever()
-"""
-
-
-@pytest.fixture(scope="module")
-def dummy_vllm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base = tmp_path_factory.mktemp("dummy")
-    package = base / "vllm" / "entrypoints" / "openai"
-    package.mkdir(parents=True)
-    for folder in (package, package.parent, package.parent.parent):
-        (folder / "__init__.py").touch()
-    (base / "arenas").mkdir()
-    (package / "api_server.py").write_text(textwrap.dedent(DUMMY_ENGINE))
-    return base
+__all__ = ["dummy_vllm"]
 
 
 @pytest.fixture
@@ -107,54 +55,6 @@ def _nothing_left(dummy_vllm: Path) -> Iterator[None]:
     own = psutil.Process()
     wait_for(lambda: not own.children(recursive=True), 10.0)
     assert not list((dummy_vllm / "arenas").iterdir())
-
-
-def document(dummy: Path, **changes: Any) -> dict[str, Any]:
-    agent = {"arena_gib": 0.01, "arena_dir": str(dummy / "arenas")}
-    region: dict[str, Any] = {
-        "name": "test",
-        "gateway": {"port": 0},
-        "models": [
-            {
-                "name": "dummy",
-                "path": str(dummy),
-                "env": {"PYTHONPATH": f"{dummy}:{ROOT}"},
-            }
-        ],
-        "clusters": [
-            {
-                "name": "prefill-a",
-                "kind": "prefill",
-                "nodes": [
-                    {
-                        "name": "a1",
-                        "agent": agent,
-                        "instances": [{"name": "a1-prefill"}],
-                    }
-                ],
-            },
-            {
-                "name": "pd-b",
-                "kind": "pd",
-                "nodes": [
-                    {
-                        "name": "b1",
-                        "agent": agent,
-                        "instances": [
-                            {"name": "b1-prefill", "role": "prefill"},
-                            {"name": "b1-decode", "role": "decode"},
-                        ],
-                    }
-                ],
-            },
-        ],
-        "links": [{"from": "prefill-a", "to": "pd-b", "emulate": {"rate": "1Gbit", "rtt": "20ms"}}],
-    }
-    return region | changes
-
-
-def spec(dummy: Path, **changes: Any) -> RegionSpec:
-    return RegionSpec.model_validate(document(dummy, **changes))
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
@@ -224,7 +124,7 @@ async def test_a_region_starts_is_watched_and_leaves_nothing(
 
         gateway_file = json.loads(region.directory.gateway_file.read_text())
         (endpoints,) = [source["endpoints"] for source in gateway_file["prefill"]]
-        node = region.region.pd_cluster.nodes[0]
+        node = region.region.pd_clusters[0].nodes[0]
         assert list(endpoints) == [f"127.0.0.1:{node.agent.data_port}"]
         link = region.relay()
         assert link.report().rate_bytes_per_s == pytest.approx(125e6)
@@ -243,7 +143,64 @@ async def test_a_region_starts_is_watched_and_leaves_nothing(
             await RunningRegion(spec(dummy_vllm), run_dir).start()
     assert read_state(run_dir) is None
     assert not [pid for pid in pids if lives(pid)]
-    assert os.listdir(run_dir) == ["logs"]
+    # What the gateway has learnt is for the next run.
+    assert sorted(os.listdir(run_dir)) == ["gateway.learned", "logs"]
+
+
+async def test_two_gateways_on_one_machine_work_together(
+    dummy_vllm: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    with RedisServer(tmp_path) as server:
+        gateway = {"port": 0, "nodes": ["a1", "b1"], "shared": {"redis": server.url}}
+        async with RunningRegion(spec(dummy_vllm, gateway=gateway), run_dir) as region:
+            names = [process.name for process in region.processes if process.kind == "gateway"]
+            assert names == ["gateway.a1", "gateway.b1"]
+            fronts = [process.name for process in region.processes if process.kind == "front"]
+            assert fronts == ["front.prefill-a", "front.pd-b"]
+            assert len(set(region.gateway_urls.values())) == 2
+
+            async def seen(name: str) -> dict[str, Any]:
+                page: dict[str, Any] = await fetch(f"{region.gateway_urls[name]}/prfaas/gateways")
+                return page
+
+            async def leader(among: list[str]) -> str:
+                async with asyncio.timeout(120):
+                    while True:
+                        for name in among:
+                            if (await seen(name))["leads"]:
+                                return name
+                        await asyncio.sleep(0.1)
+
+            first = await leader(names)
+            (other,) = set(names) - {first}
+            token = (await seen(first))["token"]
+            state = read_state(run_dir)
+            assert state is not None
+            shown = Console(width=200, file=io.StringIO())
+            # As the command does, on a loop of its own: looking at processes takes time.
+            status = await asyncio.to_thread(lambda: asyncio.run(region_status(state)))
+            shown.print(render_status(status))
+            assert isinstance(shown.file, io.StringIO)
+            text = shown.file.getvalue()
+            assert f"{first} has shared with others" in text
+            assert "it leads" in text
+            # Frozen, as a host that swaps: its lease ends, and it hears of that when it wakes.
+            region.process(first).suspend()
+            assert await leader([other]) == other
+            assert (await seen(other))["token"] > token
+            region.process(first).resume()
+            assert (await seen(first))["leads"] is False
+            order = {"instance": "b1-decode", "role": "prefill"}
+            url = f"{region.gateway_urls[first]}/v1/pd_role"
+            async with aiohttp.ClientSession() as session:
+                async with session.post(url, json=order) as response:
+                    assert response.status == 409
+                    assert (await response.json())["error"]["code"] == "not_leader"
+            # Killed: the other one is not touched, and the first comes back.
+            await region.process(other).kill(restart=False)
+            assert await leader([first]) == first
+    left = set(os.listdir(run_dir))
+    assert {"gateway.a1.learned", "logs"} <= left
 
 
 async def test_what_crosses_the_link_of_a_region_with_tls_is_encrypted(
@@ -514,7 +471,8 @@ class TestCommandLine:
 
         assert "dead" in self.told("status", "--run-dir", str(run_dir)).stdout
         assert "is down" in self.told("down", "--run-dir", str(run_dir)).stdout
-        assert {path.name for path in run_dir.iterdir()} <= {"logs", "lock"}
+        left = {path.name for path in run_dir.iterdir()}
+        assert left <= {"logs", "lock", "gateway.learned"}
 
     def test_ctrl_c_while_starting(self, file: Path, run_dir: Path) -> None:
         up = self.prfaas("up", str(file), "--run-dir", str(run_dir), "--json")

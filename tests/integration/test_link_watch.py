@@ -236,7 +236,7 @@ async def test_a_gateway_shows_the_link_and_has_it_probed(
         await clusters.start()
         gateway = Gateway(
             file.gateway,
-            clusters.pd,
+            clusters.pds,
             clusters.prefill,
             region_links=build_links(file, agent_clients(file)),
         )

@@ -10,6 +10,8 @@ import msgspec
 import pytest
 
 from transport.rpc import Method, RpcClient, RpcError, RpcServer
+from transport.rpc_versions import VERSIONS, announced
+from transport.versions import Versions
 
 
 class Ask(msgspec.Struct):
@@ -143,3 +145,53 @@ async def test_taken_port_is_said(rig: Rig) -> None:
         await second.start()
     assert caught.value.code == "UNAVAILABLE"
     assert "cannot bind" in caught.value.message
+
+
+async def called_with(rig: Rig, metadata: tuple[tuple[str, str], ...]) -> grpc.aio.Call:
+    """A call as a process of another release makes it, when it has ended."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{rig.port}") as channel:
+        body = msgspec.msgpack.encode(Ask("x"))
+        call = channel.unary_unary("/test.S/Ask")(body, timeout=10, metadata=metadata)
+        await call.code()
+        return call
+
+
+@pytest.mark.parametrize("metadata", [(), (announced(Versions(1, 9)),)])
+async def test_a_caller_of_another_release_is_answered(
+    rig: Rig, metadata: tuple[tuple[str, str], ...]
+) -> None:
+    call = await called_with(rig, metadata)
+    assert await call.code() is grpc.StatusCode.OK
+    assert announced() in tuple(await call.trailing_metadata())
+
+
+async def test_a_caller_without_a_common_version_is_told_both_ranges(rig: Rig) -> None:
+    call = await called_with(rig, (announced(Versions(8, 9)),))
+    assert await call.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert f"the caller speaks version 8 to 9, this side speaks {VERSIONS}" in await call.details()
+    assert announced() in tuple(await call.trailing_metadata())
+
+
+@pytest.mark.parametrize("theirs", [None, Versions(1, 9), Versions(8, 9)])
+async def test_a_server_of_another_release(theirs: Versions | None) -> None:
+    async def answer(_: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        if theirs is not None:
+            context.set_trailing_metadata((announced(theirs),))
+        return msgspec.msgpack.encode({"text": "yes", "later": 1})
+
+    server = grpc.aio.server()
+    handlers = {"Ask": grpc.unary_unary_rpc_method_handler(answer)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.S", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    client = RpcClient(f"127.0.0.1:{port}", "test.S")
+    try:
+        if theirs == Versions(8, 9):
+            with pytest.raises(RpcError, match="the server speaks version 8 to 9") as caught:
+                await client.call("Ask", Ask("x"), Answer, 10)
+            assert caught.value.code == "REFUSED"
+        else:
+            assert (await client.call("Ask", Ask("x"), Answer, 10)).text == "yes"
+    finally:
+        await client.close()
+        await server.stop(0)

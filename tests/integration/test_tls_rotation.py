@@ -21,8 +21,9 @@ from certificates import make_authority, make_node
 from transport_loopback import LoopbackPair
 
 from transport import Endpoint, LocalError, TlsFiles, TransportConfig
+from transport.rotating import Rotating
 from transport.rpc import RpcClient, RpcError, RpcServer
-from transport.tls import Rotating, client_context, server_context
+from transport.tls import client_context, server_context
 
 MIB = 1024 * 1024
 

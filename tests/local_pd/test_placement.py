@@ -32,6 +32,36 @@ def test_decoders_are_asked_least_loaded_first() -> None:
     assert decode_order(views, "m").names == ("b0", "d1", "d0")
 
 
+def test_at_equal_load_one_with_a_prefill_instance_on_its_node_decodes() -> None:
+    views = [
+        view("d0", "decode", node="n0"),
+        view("d1", "decode", node="n1"),
+        view("p1", "prefill", node="n1"),
+    ]
+    assert decode_order(views, "m").names == ("d0", "d1")
+    order = decode_order(views, "m", hands_off=True)
+    assert order.names == ("d1", "d0")
+    assert order.reason == "2 usable, least loaded first, at n1 with a prefill instance beside it"
+    busy = [views[0], view("d1", "decode", node="n1", num_requests=1), views[2]]
+    assert decode_order(busy, "m", hands_off=True).names == ("d0", "d1")
+    full = [*views[:2], view("p1", "prefill", node="n1", num_prefills=4)]
+    assert decode_order(full, "m", hands_off=True).names == ("d0", "d1")
+    cached = Affinity(("n0",))
+    assert decode_order(views, "m", cached, hands_off=True).names == ("d0", "d1")
+
+
+def test_at_equal_load_the_landings_node_prefills() -> None:
+    views = [view("p0", "prefill", node="n0"), view("p1", "prefill", node="n1")]
+    wished = PrefillWish(2000, "m", node="n1")
+    choice = choose_prefill(views, wished)
+    assert choice.name == "p1"
+    assert choice.reason.endswith("; on the landing's node")
+    busy = [views[0], view("p1", "prefill", node="n1", num_prefills=1, prefill_tokens=900)]
+    choice = choose_prefill(busy, wished)
+    assert choice.name == "p0"
+    assert "landing" not in choice.reason
+
+
 def test_a_decoder_needs_engine_and_agent() -> None:
     views = [
         view("d0", transfers=False),

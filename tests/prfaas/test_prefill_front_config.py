@@ -9,7 +9,7 @@ from kvmanager.config_files.problems import FileError
 from kvmanager.config_files.yaml_files import read_settings
 from prfaas.engines.front_config import EXPECTED
 from prfaas.front_config import PrefillFrontConfig
-from scheduler.routing.queue_order import LengthBucket, OrderConfig
+from scheduler.routing.order_config import LengthBucket, OrderConfig
 
 PLAIN = """
 name: east

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from prfaas.queue import PrefillQueue
 from prfaas.queue_values import FailJob, QueueConfig, QueuedJob, QueueInstance, StartJob
 from scheduler.reports import JobReport
-from scheduler.routing.queue_order import OrderConfig, QueueOrder, WaitingJob, priority_class
+from scheduler.routing.order_config import OrderConfig
+from scheduler.routing.queue_order import QueueOrder, WaitingJob, priority_class
 
 
 def view(name: str, **changes: object) -> QueueInstance:
@@ -32,6 +33,21 @@ def test_a_job_starts_on_a_free_instance_at_once() -> None:
     q = queue(view("p0"))
     assert q.submit(job("a"), 1.0) == [StartJob("a", "p0", 0.0, 1)]
     assert (q.depth, q.num_running, q.running_on("p0")) == (0, 1, 1)
+
+
+def test_an_instance_that_left_is_forgotten_and_what_only_it_could_take_fails() -> None:
+    q = queue(view("p0"), view("p1", model="other", draining=True))
+    q.submit(job("a"), 0.0)
+    assert q.submit(job("b"), 0.0) == []
+    assert q.instance_left("p1", 1.0) == []
+    q.instance_changed(view("p2", model="other"), 1.0)
+    assert q.submit(job("c", model="other"), 1.0) == [StartJob("c", "p2", 0.0, 1)]
+    assert q.submit(job("d", model="other"), 1.0) == []
+    q.instance_changed(view("p2", model="other", draining=True), 1.0)
+    assert q.finished("c", 2.0) == []
+    assert q.instance_left("p2", 3.0) == []
+    assert (q.depth, q.num_running) == (1, 1)
+    q.check_invariants()
 
 
 def test_the_instance_with_fewest_tokens_under_way_wins() -> None:

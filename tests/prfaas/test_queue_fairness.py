@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from prfaas.queue import PrefillQueue, _Instance, _takes
 from prfaas.queue_values import FailJob, QueueConfig, QueuedJob, QueueInstance, StartJob
-from scheduler.routing.queue_order import OrderConfig
+from scheduler.routing.order_config import OrderConfig
 
 TOKENS_PER_S = 30_000.0
 BUCKETS = OrderConfig().buckets

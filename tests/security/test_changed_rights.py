@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from deploy.gateway.config import ApiKey, GatewayConfig
+from deploy.gateway.api_keys import ApiKey
+from deploy.gateway.config import GatewayConfig
 
 KEYS = tuple(ApiKey.model_validate(line) for line in ("ops one", "acme two", "eve three"))
 BODY = {"model": "tiny", "prompt": "x"}

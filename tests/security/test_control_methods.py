@@ -14,7 +14,7 @@ import pytest
 from agent_process import AgentProcess
 from certificates import make_authority, make_node
 
-from kvmanager.agent import messages, probe_messages
+from kvmanager.agent import host_messages, messages, probe_messages
 from kvmanager.agent.cache import move_messages
 from kvmanager.agent.links import messages as link_messages
 from kvmanager.agent.messages import SERVICE
@@ -112,7 +112,7 @@ def test_every_method_of_fronts_and_directory_is_in_the_table() -> None:
 def test_every_method_of_an_agent_is_in_the_table() -> None:
     requests = {
         name.removesuffix("Reply")
-        for module in (messages, probe_messages, move_messages, link_messages)
+        for module in (messages, probe_messages, move_messages, link_messages, host_messages)
         for name, kind in vars(module).items()
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and name.endswith("Reply")
     }

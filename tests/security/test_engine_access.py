@@ -12,8 +12,9 @@ import pytest
 from aiohttp import web
 from certificates import make_authority, make_node
 
-from deploy.region.launch.plan import PlannedProcess, Planner, gateway_file
+from deploy.region.launch.plan import PlannedProcess, Planner
 from deploy.region.launch.ports import resolve_ports
+from deploy.region.launch.process_files import gateway_file
 from deploy.region.launch.rundir import RunDirectory
 from deploy.region.spec.loading import parse_region
 from deploy.region.spec.region import RegionSpec
@@ -70,7 +71,7 @@ def test_engines_are_reached_over_loopback_or_tls(
     engines = [item for item in planned(region, tmp_path) if item.kind == "engine"]
     resolved = resolve_ports(region, is_free=lambda _host, _port: True)
     file = gateway_file(resolved, RunDirectory(tmp_path, tmp_path))
-    instances = [*file.pd.instances, *(item for one in file.prefill for item in one.instances)]
+    instances = [*file.pd[0].instances, *(item for one in file.prefill for item in one.instances)]
     assert len(engines) == len(instances) == 3
     assert all(item.address.startswith(address) for item in engines)
     assert all(item.engine_url.startswith(address) for item in instances)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from deploy.gateway.api_keys import parse_api_keys
 from deploy.gateway.cli import check_listener, exposure_of
-from deploy.gateway.config import GatewayConfig, ModelConfig, parse_api_keys
+from deploy.gateway.config import GatewayConfig, ModelConfig
 from deploy.gateway.file import GatewayFile, load_gateway_file
 from deploy.gateway.own_file import weaknesses
 from kvmanager.agent.config import AgentConfig

@@ -16,6 +16,7 @@ import aiohttp
 import psutil
 import pytest
 import yaml
+from grpc_health_probe import grpc_health
 from prometheus_client import CollectorRegistry, Gauge
 from pydantic import ValidationError
 
@@ -110,6 +111,10 @@ async def test_a_port_with_a_key_answers_nobody_else(scraper: Scraper, key_file:
         assert await scraper.status(at, "/metrics", "Bearer right") == 200
         assert await scraper.status(at, "/health", "bearer  right ") == 200
         assert await scraper.status(at, "/nothing", "Bearer right") == 404
+        # Probes have no key, and learn nothing but a state.
+        assert await scraper.status(at, "/livez") == await scraper.status(at, "/readyz") == 200
+        for path in ("/livez/", "//livez", "/livez/x", "/metrics/livez"):
+            assert await scraper.status(at, path) == 401, path
     finally:
         await server.stop()
 
@@ -191,6 +196,12 @@ async def test_real_processes_show_metrics_on_loopback_to_who_has_the_key(
             assert await scraper.status(at, path) == 401
         assert await scraper.status(at, shown="Bearer right") == 200
         assert await scraper.status(at, "/health", shown="Bearer right") == 200
+        # Nobody is behind the fronts.
+        serves = process in ("agent", "directory")
+        assert await scraper.status(at, "/livez") == 200
+        assert await scraper.status(at, "/readyz") == (200 if serves else 503)
+        asked = await grpc_health(ready["control"].replace("0.0.0.0", "127.0.0.1"))
+        assert asked == ("SERVING" if serves else "NOT_SERVING")
 
 
 @pytest.mark.parametrize("process", ["directory", "prefill"])

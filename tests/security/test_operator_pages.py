@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from raw_client import RawClient
 
-from deploy.gateway.config import ApiKey
+from deploy.gateway.api_keys import ApiKey
 
 KEYS = tuple(ApiKey.model_validate(line) for line in ("ops key-of-ops", "acme key-of-acme"))
 PAGES = (
@@ -20,6 +20,8 @@ PAGES = (
     "/prfaas/scheduling",
     "/prfaas/plan",
     "/prfaas/links",
+    "/prfaas/instances",
+    "/prfaas/gateways",
     "/prfaas/cache",
     "/prfaas/cache/top",
     "/v1/pd_role",
@@ -75,6 +77,17 @@ async def test_the_key_of_a_run_opens_pages_and_no_model(open_region: Any) -> No
         assert await status_of(region, region.url + "/v1/models", "run") == 401
 
 
+async def test_without_api_keys_only_the_user_of_the_run_adds_instances(open_region: Any) -> None:
+    order = {"cluster": "none", "name": "p9", "url": "http://127.0.0.1:1", "agent": "127.0.0.1:2"}
+    async with open_region(owned={"run_key": "run"}) as region:
+        for shown, expected in ((None, 401), ("guessed", 401), ("run", 404)):
+            headers = {} if shown is None else {"Authorization": f"Bearer {shown}"}
+            status, _, answer = await region.post(order, "/prfaas/instances", headers=headers)
+            assert status == expected, answer
+        assert b"unknown_cluster" in answer
+        assert await status_of(region, region.url + "/prfaas/instances") == 200
+
+
 async def test_a_listener_of_their_own_is_the_only_place_of_the_pages(open_region: Any) -> None:
     async with open_region(api_keys=KEYS, operators=("ops",), admin="127.0.0.1:0") as region:
         assert region.admin_url != region.url
@@ -105,6 +118,16 @@ async def test_no_web_page_changes_roles(region: Any, headers: dict[str, str]) -
     status, _, answer = await region.post(ORDER, "/v1/pd_role", headers=headers)
     assert status == 403
     assert b"from_a_browser" in answer
+
+
+async def test_no_web_page_gives_orders_to_instances(region: Any) -> None:
+    headers = {"Origin": "http://evil.example"}
+    order = {"cluster": "far", "name": "p9", "url": "http://evil.example", "agent": "10.0.0.1:2"}
+    status, _, answer = await region.post(order, "/prfaas/instances", headers=headers)
+    assert (status, b"from_a_browser" in answer) == (403, True)
+    url = region.url + "/prfaas/instances/d0"
+    async with region.session.delete(url, headers=headers) as refused:
+        assert (refused.status, b"from_a_browser" in await refused.read()) == (403, True)
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from deploy.gateway.config import load_api_keys
+from deploy.gateway.api_keys import load_api_keys
 
 STREAM = {"model": "tiny", "prompt": "x", "stream": True}
 

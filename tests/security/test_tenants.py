@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from cache_doubles import coverage
 
+from deploy.gateway.api_keys import ApiKey
 from deploy.gateway.cache.region_caches import RegionCaches
-from deploy.gateway.config import ApiKey
 from deploy.gateway.intake.cache_salts import CacheSalts
 from kvmanager.agent.messages import CacheModel, ListCacheReply, PrefixLeaf
 from kvmanager.directory.messages import NodeCoverage, NodeName, NodeState, ResumeRule

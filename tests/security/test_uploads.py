@@ -8,7 +8,7 @@ from typing import Any
 
 from raw_client import RawClient
 
-from deploy.gateway.config import ApiKey
+from deploy.gateway.api_keys import ApiKey
 
 PATH = "/v1/completions"
 JSON = {"Content-Type": "application/json"}

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from raw_client import RawClient
 
-from deploy.gateway.config import ApiKey
+from deploy.gateway.api_keys import ApiKey
 
 KEYS = tuple(ApiKey.model_validate(line) for line in ("acme one", "mallory two"))
 SHORT = {"model": "tiny", "prompt": "x"}

@@ -175,7 +175,7 @@ class SoakRegion:
         """Let the gateway find fronts and directory elsewhere, and start them."""
         path = self.running.directory.gateway_file
         file = json.loads(path.read_text())
-        pd, prefill = file["pd"], file["prefill"][0]
+        (pd,), prefill = file["pd"], file["prefill"][0]
         shared = {name: file[name] for name in ("engine_key_file", "log_dir")}
         file["pd"] = {
             "name": pd["name"],
@@ -331,7 +331,7 @@ class SoakRegion:
 
 
 def _front_of(source: Mapping[str, Any]) -> dict[str, Any]:
-    left_out = ("front", "link", "endpoints", "has_prefill_instances")
+    left_out = ("front", "link", "endpoints", "has_prefill_instances", "spill")
     return {name: value for name, value in source.items() if name not in left_out}
 
 

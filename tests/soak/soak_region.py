@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from deploy.region.launch.launcher import RegionStartFailed
+from deploy.region.launch.running import RegionStartFailed
 from tests.soak.growth import LEAST_RESTS, MIB, WARM_UP, Sample, after, grown, line
 from tests.soak.region_clients import NUM_TENANTS, Clients, write_keys
 from tests.soak.region_processes import KILLED, MODEL, THRESHOLD_TOKENS, SoakRegion

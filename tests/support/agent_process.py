@@ -216,13 +216,13 @@ class AgentProcess:
         return self.call("Await", request, TransferReport, timeout_s + 5)
 
 
-class DrivenEngine:
-    """One engine connection driven by a test; a context manager."""
+class EngineConnection:
+    """One engine's connection to the agent at `socket`, driven by hand."""
 
     def __init__(
         self,
-        agent: AgentProcess,
-        instance: str = "engine",
+        socket: Path,
+        instance: str,
         layout: KVLayout = SMALL_LAYOUT,
         *,
         tp_rank: int = 0,
@@ -235,7 +235,7 @@ class DrivenEngine:
         hello = EngineHello(
             instance, role, os.getpid(), layout.encode(), tp_rank, layout.tp_size, namespace
         )
-        self.client = EngineClient(agent.socket, hello)
+        self.client = EngineClient(socket, hello)
 
     def on_connected(self, welcome: Welcome, arena: Arena) -> None:
         self.events.put(("connected", welcome.arena_epoch))
@@ -264,14 +264,6 @@ class DrivenEngine:
         except Empty:
             raise AssertionError(f"no event within {timeout_s} s") from None
 
-    def __enter__(self) -> Self:
-        self.client.start(self)
-        assert self.next()[0] == "connected"
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.client.close()
-
     def write(self, runs: list[tuple[int, int]], data: bytes, offset: int = 0) -> None:
         """Put `data` at a logical offset of the outbox at `runs`."""
         arena = self.client.arena
@@ -282,3 +274,71 @@ class DrivenEngine:
         arena = self.client.arena
         assert arena is not None
         return get_bytes(arena, runs, nbytes)
+
+
+class DrivenEngine(EngineConnection):
+    """One engine connection driven by a test; a context manager."""
+
+    def __init__(
+        self,
+        agent: AgentProcess,
+        instance: str = "engine",
+        layout: KVLayout = SMALL_LAYOUT,
+        **hello: Any,
+    ) -> None:
+        super().__init__(agent.socket, instance, layout, **hello)
+
+    def __enter__(self) -> Self:
+        self.client.start(self)
+        assert self.next()[0] == "connected"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+
+
+ENGINE_PROCESS = """
+import sys, time
+from agent_process import AgentProcess, DrivenEngine
+from pathlib import Path
+what, transfer_id = sys.argv[2], bytes.fromhex(sys.argv[3])
+with DrivenEngine(AgentProcess(Path(sys.argv[1])), "victim") as engine:
+    print("connected", flush=True)
+    attempt = int(sys.stdin.readline())
+    if what == "fill":
+        engine.client.attach(transfer_id, attempt)
+        engine.client.ready(transfer_id, attempt, [(0, 1000)])
+    else:
+        engine.client.watch(transfer_id)
+        assert engine.next()[0] == "landed"
+    print("done", flush=True)
+    time.sleep(60)
+"""
+
+
+class Victim:
+    """An engine in a process of its own, to be killed."""
+
+    def __init__(self, agent: AgentProcess, what: str, landing: ReserveReply) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", ENGINE_PROCESS, agent.directory, what, landing.transfer_id],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=CHILD_ENV,
+        )
+        assert self._line() == "connected"
+
+    def act(self, attempt: int = 0) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{attempt}\n")
+        self.process.stdin.flush()
+        assert self._line() == "done"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()

@@ -126,8 +126,17 @@ def check_decision(kept: Any) -> None:
     assert is_positive(*(spent for case in kept for spent in case["microseconds"])), kept
 
 
+def check_scale(kept: Any) -> None:
+    (row,) = kept["sizes"]
+    assert is_positive(*row["decision_us"].values(), row["request_us"], row["report_us"])
+    assert is_positive(row["state_bytes"], row["report_bytes_per_s"], row["event_bytes_per_s"])
+    assert is_positive(row["plan_cpu_s"], row["replan_cpu_s"], *row["levels"])
+    # A lost cluster is noticed with its next report.
+    assert all(row["loss"][name]["until_s"] <= 1.0 for name in ("prefill-0", "pd-0")), row["loss"]
+
+
 def check_simulate(kept: Any) -> None:
-    studies = {"case-study": 7, "congestion": 12, "shift": 8, "steady": 1, "overload": 3}
+    studies = {"case-study": 7, "congestion": 12, "shift": 8, "steady": 1, "overload": 3, "loss": 5}
     assert kept.keys() == {"speed", *studies}, kept.keys()
     assert len(kept["speed"]) == 5
     assert is_positive(*(rate for case in kept["speed"] for rate in case["requests_per_s"]))
@@ -141,6 +150,17 @@ def check_loops(kept: Any) -> None:
     places = [row["name"].partition(":")[0] for row in kept["rows"]]
     assert places == ["directory"] * 3 + ["pool"] * 3 + ["agent"] * 2, places
     assert all(row["longest_own_ms"] >= 0 for row in kept["rows"]), kept["rows"]
+
+
+def check_handoff(kept: Any) -> None:
+    """`ttft` needs engines: without them it has no rows."""
+    rows = kept["rows"]
+    expected = {(what, way) for what in ("block", "prompt") for way in ("arena", "transport")}
+    found = names(rows, "what", "hand_off")
+    assert found in (expected, expected | {("ttft", "arena"), ("ttft", "transport")}), found
+    for row in rows:
+        seconds = row["seconds"]
+        assert is_positive(*(seconds if isinstance(seconds, list) else [seconds])), row
 
 
 def check_hostile(kept: Any) -> None:
@@ -223,9 +243,11 @@ CHECKS: Final[dict[str, Callable[[Any], None]]] = {
     "gateway": check_gateway,
     "plan": check_plan,
     "decision": check_decision,
+    "scale": check_scale,
     "simulate": check_simulate,
     "kv": check_kv,
     "loops": check_loops,
+    "handoff": check_handoff,
     "hostile": check_hostile,
     "prediction": check_prediction,
     "region": check_region,

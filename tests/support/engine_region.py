@@ -5,8 +5,6 @@ Engines are small and slow to start (half a minute): tests share them by module.
 
 import asyncio
 import contextlib
-import itertools
-import os
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -26,7 +24,7 @@ from deploy.lab.demo.tiny_models import build_model
 from deploy.lab.demo.tiny_specs import MODELS
 from deploy.region.launch.launcher import RunningRegion
 from deploy.region.launch.running import RunningProcess
-from deploy.region.spec.region import ClusterSpec, RegionInstance, RegionSpec, SecuritySpec
+from deploy.region.spec.region import ClusterSpec, RegionSpec, SecuritySpec
 from kvmanager.agent.messages import SERVICE, Status, StatusReply
 from kvmanager.config_files.fields import TlsSection
 from kvmanager.config_files.security import is_loopback
@@ -47,24 +45,6 @@ def model_dir(cache_dir: Path, name: str) -> Path:
 def region_spec(path: Path, name: str, **changes: Any) -> RegionSpec:
     """The demo's region for one model; see `deploy.lab.demo.regions.demo_region`."""
     return demo_region(MODELS[name], path, **changes)
-
-
-def on_cores_of_their_own(spec: RegionSpec) -> RegionSpec:
-    """The same region, its engines bound to one core each, in turn where cores are fewer."""
-    cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
-
-    def bound(instance: RegionInstance) -> RegionInstance:
-        env = {**instance.env, "VLLM_CPU_OMP_THREADS_BIND": str(next(cores))}
-        return instance.model_copy(update={"env": env})
-
-    def with_bound_engines(cluster: ClusterSpec) -> ClusterSpec:
-        nodes = tuple(
-            node.model_copy(update={"instances": tuple(map(bound, node.instances))})
-            for node in cluster.nodes
-        )
-        return cluster.model_copy(update={"nodes": nodes})
-
-    return spec.model_copy(update={"clusters": tuple(map(with_bound_engines, spec.clusters))})
 
 
 def own_address() -> str:

@@ -97,6 +97,7 @@ class FakeAgent:
     def __init__(self, *instances: str) -> None:
         self.instances = list(instances)
         self.kv_block_bytes = 0
+        self.fingerprint, self.weights = FINGERPRINT, "weights-1"
         self.landing_bytes = 0
         self.tells_room = True
         self.outboxes: dict[str, _End] = {}
@@ -109,6 +110,7 @@ class FakeAgent:
         self.landing_room = 100
         self.cached_tokens = 0
         self.cache_model: CacheModel | None = None
+        self._by_transport: set[str] = set()
         self.grants: list[bytes] = []
         """The grants of the outboxes that were opened."""
         self.before_reply: Callable[[str], Any] | None = None
@@ -192,6 +194,8 @@ class FakeAgent:
         if len(self.outboxes) >= self.outbox_room:
             raise RpcError("NO_ROOM", "the arena is full")
         self.outboxes[request.transfer_id] = _End(request.nbytes)
+        if request.by_transport:
+            self._by_transport.add(request.transfer_id)
         return OpenOutboxReply(arena_epoch="e1", runs=[(0, 1)], lease_s=request.lease_s, attempt=1)
 
     async def _await(self, request: Await) -> TransferReport:
@@ -220,12 +224,19 @@ class FakeAgent:
             acked_bytes=end.nbytes if done else 0,
             sent_bytes_at_prefill_end=end.nbytes // 2 if done else 0,
             prefill_end_to_complete_s=0.125 if done else 0.0,
+            hand_off="arena" if self._is_here(request.transfer_id) else "transport",
         )
+
+    def _is_here(self, transfer_id: str) -> bool:
+        return transfer_id in self.landings and transfer_id not in self._by_transport
 
     async def _status(self, _request: Status) -> StatusReply:
         await self._pause("Status")
         engines = [
-            EngineStatus(name, 2, 1, "fake", FINGERPRINT, self.cache_model, self.kv_block_bytes)
+            EngineStatus(
+                *(name, 2, 1, "fake", self.fingerprint, self.cache_model, self.kv_block_bytes),
+                weights=self.weights,
+            )
             for name in self.instances
         ]
         return StatusReply(
@@ -255,7 +266,8 @@ class FakeAgent:
 class FakeEngine:
     """An OpenAI server that answers prefills; with an agent it lets their transfers complete.
 
-    Clear `may_answer` to let requests hang; `status` other than 200 refuses them;
+    With `keeps_kvcache` it has a NixlConnector. Clear `may_answer` to let requests hang; `status`
+    other than 200 refuses them;
     `before_answer` sees each body first. `requests` are the bodies seen, `running` what has not
     been answered, `num_aborted` connections closed early. Its metrics tell of `waiting` requests,
     `deferred` ones among them, and of KV blocks.
@@ -273,6 +285,7 @@ class FakeEngine:
         self.kv_usage = 0.0
         self.num_kv_blocks: int | None = None
         self.completes_transfer = True
+        self.keeps_kvcache = True
         self.before_answer: Callable[[dict[str, Any]], None] | None = None
         self.may_answer = asyncio.Event()
         self.may_answer.set()
@@ -362,4 +375,8 @@ class FakeEngine:
             "prompt_tokens": len(body["prompt"]),
             "prompt_tokens_details": {"cached_tokens": 3},
         }
-        return web.json_response({"choices": [], "usage": usage})
+        answer: dict[str, Any] = {"choices": [], "usage": usage}
+        asked = body.get("kv_transfer_params", {})
+        if self.keeps_kvcache and asked.get("do_remote_decode"):
+            answer["kv_transfer_params"] = {"do_remote_prefill": True, "remote_block_ids": [[1]]}
+        return web.json_response(answer)

@@ -30,6 +30,7 @@ from local_pd.messages import (
     ReserveRequest,
 )
 from prfaas.engines.errors import PrefillFailed
+from prfaas.engines.members import MemberOrder
 from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.live.long_term.conversion import RoleChange, RoleStatus
 from scheduler.reports import ClusterReport, InstanceReport
@@ -60,7 +61,7 @@ class OpenAiEngine:
         self.next_token.set()
         self._runner: web.AppRunner | None = None
 
-    async def start(self) -> None:
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
         app = web.Application(client_max_size=1 << 28)
         for path in ("/v1/completions", "/v1/chat/completions"):
             app.router.add_post(path, self._serve)
@@ -71,7 +72,7 @@ class OpenAiEngine:
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
         )
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        await web.TCPSite(self._runner, host, port).start()
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://{host}:{port}"
 
@@ -193,11 +194,11 @@ def events(payload: dict[str, Any], body: dict[str, Any]) -> list[bytes]:
 
 
 class FakePd:
-    """A local PD cluster front over fake engines."""
+    """A local PD cluster front over fake engines. `index` makes its transfers its own."""
 
-    name = "home"
-
-    def __init__(self, engines: list[OpenAiEngine]) -> None:
+    def __init__(self, engines: list[OpenAiEngine], name: str = "home", index: int = 0) -> None:
+        self.name = name
+        self.index = index
         self.engines = {engine.name: engine for engine in engines}
         self.held: dict[str, str] = {}
         self.landings: dict[str, asyncio.Future[LandingReport]] = {}
@@ -207,6 +208,7 @@ class FakePd:
         self.released: list[str] = []
         self.ended_at: list[str] = []
         self.num_reserved = 0
+        self.orders: list[MemberOrder] = []
         self.reserved_with: list[tuple[bytes, tuple[str, ...]]] = []
         self.tenants: list[str] = []
         """The tenant of each reservation of memory for KVCache."""
@@ -239,7 +241,7 @@ class FakePd:
             raise NoLandingRoom("every landing is full")
         engine = self._usable()[0]
         self.num_reserved += 1
-        transfer_id = f"{self.num_reserved:032x}"
+        transfer_id = f"{self.index:08x}{self.num_reserved:024x}"
         self.held[transfer_id] = engine.name
         self.landings[transfer_id] = asyncio.get_running_loop().create_future()
         landing = ReservedLanding(
@@ -316,12 +318,15 @@ class FakePd:
             instances=tuple(instances),
         )
 
-    async def drain(self, instance: str) -> None: ...
+    async def drain(self, instance: str, *, leader: int = 0) -> None: ...
 
-    async def resume(self, instance: str) -> None: ...
+    async def resume(self, instance: str, *, leader: int = 0) -> None: ...
 
-    async def set_role(self, instance: str, change: RoleChange) -> RoleStatus:
+    async def set_role(self, instance: str, change: RoleChange, *, leader: int = 0) -> RoleStatus:
         raise RoleRefused(f"{self.name}: {instance} never changes")
+
+    async def change_members(self, order: MemberOrder) -> None:
+        self.orders.append(order)
 
     async def close(self) -> None: ...
 
@@ -335,10 +340,11 @@ class FakePd:
 class FakePrefill:
     """A prefill cluster front whose KVCache lands at once when `gate` is open."""
 
-    def __init__(self, name: str, pd: FakePd) -> None:
+    def __init__(self, name: str, *pds: FakePd) -> None:
         self.name = name
-        self.pd = pd
+        self.pds = pds
         self.jobs: list[PrefillJob] = []
+        self.orders: list[MemberOrder] = []
         self.num_cancelled = 0
         self.num_running = 0
         self.error: Exception | None = None
@@ -360,9 +366,10 @@ class FakePrefill:
             if self.error is not None:
                 raise self.error
             transfer_id = job.landing.transfer_id
-            if transfer_id not in self.pd.held:
+            pd = next((pd for pd in self.pds if transfer_id in pd.held), None)
+            if pd is None:
                 raise PrefillFailed("transfer_failed", "the landing is gone")
-            self.pd.end_landing(transfer_id, "landed")
+            pd.end_landing(transfer_id, "landed")
             await self.report_gate.wait()
             if self.late_error is not None:
                 raise self.late_error
@@ -395,6 +402,9 @@ class FakePrefill:
 
     async def resume(self, instance: str) -> None: ...
 
+    async def change_members(self, order: MemberOrder) -> None:
+        self.orders.append(order)
+
     async def close(self) -> None: ...
 
 
@@ -417,11 +427,12 @@ def report(role: Any, name: str, healthy: bool, cache: CacheModel | None = None)
 class Region:
     """The parts of a region that a test asks and changes."""
 
-    def __init__(self, gateway: Gateway, url: str, pd: FakePd, session: Any) -> None:
+    def __init__(self, gateway: Gateway, url: str, pds: Sequence[FakePd], session: Any) -> None:
         self.gateway = gateway
         self.url = self.admin_url = url
-        self.pd = pd
-        self.engines = list(pd.engines.values())
+        self.pds = {pd.name: pd for pd in pds}
+        self.pd = pds[0]
+        self.engines = [engine for pd in pds for engine in pd.engines.values()]
         self.prefill: dict[str, FakePrefill] = {}
         self.session: aiohttp.ClientSession = session
 
@@ -460,12 +471,13 @@ class Region:
 
     async def assert_nothing_held(self) -> None:
         """Both legs are over, the landing is back and nobody waits for it."""
-        await self.until(lambda: not self.pd.awaiting)
-        await self.until(lambda: not self.pd.held)
+        pds = self.pds.values()
+        await self.until(lambda: not any(pd.awaiting or pd.held for pd in pds))
         await self.until(lambda: all(cluster.num_running == 0 for cluster in self.prefill.values()))
         await self.until(lambda: all(engine.num_serving == 0 for engine in self.engines))
         await self.until(lambda: self.gateway.num_in_flight == 0)
-        assert len(set(self.pd.released)) == len(self.pd.released), "released twice"
+        for pd in pds:
+            assert len(set(pd.released)) == len(pd.released), "released twice"
 
 
 @asynccontextmanager
@@ -473,19 +485,27 @@ async def open_region(
     *,
     num_engines: int = 1,
     prefill: Sequence[str] = ("far",),
+    pds: Sequence[str] = ("home",),
     caches: RegionCaches | None = None,
     cache_model: CacheModel | None = None,
     granter: Granter | None = None,
     owned: Mapping[str, Any] | None = None,
+    around: Region | None = None,
     **config: Any,
 ) -> AsyncIterator[Region]:
-    """`config` are settings of the gateway, `owned` further arguments of `Gateway`."""
-    engines = [OpenAiEngine(f"d{index}") for index in range(num_engines)]
-    for engine in engines:
-        await engine.start()
-    pd = FakePd(engines)
-    pd.cache_model = cache_model
-    clusters = {name: FakePrefill(name, pd) for name in prefill}
+    """`config` are settings of the gateway, `owned` further arguments of `Gateway`. The engines of
+    all PD clusters but the first have its name before theirs. With `around` it is one more gateway
+    of that region.
+    """
+    fronts = list(around.pds.values()) if around else []
+    for index, name in enumerate(() if around else pds):
+        prefix = f"{name}-" if index else ""
+        engines = [OpenAiEngine(f"{prefix}d{number}") for number in range(num_engines)]
+        for engine in engines:
+            await engine.start()
+        fronts.append(FakePd(engines, name, index))
+        fronts[-1].cache_model = cache_model
+    clusters = around.prefill if around else {name: FakePrefill(name, *fronts) for name in prefill}
     settings: dict[str, Any] = {
         "port": 0,
         "models": (ModelConfig(name="tiny", max_model_len=8192),),
@@ -496,14 +516,14 @@ async def open_region(
         "timeouts": TimeoutConfig(result_grace_s=0.5, drain_s=5.0, cluster_s=2.0),
     }
     whole = GatewayConfig(**(settings | config))
-    gateway = Gateway(whole, pd, clusters, caches=caches, granter=granter, **(owned or {}))
+    gateway = Gateway(whole, fronts, clusters, caches=caches, granter=granter, **(owned or {}))
     runner = await start_server(gateway)
     admin = await start_admin_server(gateway)
     host, port = runner.addresses[0][:2]
     try:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as session:
-            region = Region(gateway, f"http://{host}:{port}", pd, session)
+            region = Region(gateway, f"http://{host}:{port}", fronts, session)
             region.prefill = clusters
             if admin is not None:
                 region.admin_url = "http://{}:{}".format(*admin.addresses[0][:2])
@@ -512,5 +532,6 @@ async def open_region(
         if admin is not None:
             await admin.cleanup()
         await runner.cleanup()
-        for engine in engines:
-            await engine.stop()
+        for front in () if around else fronts:
+            for engine in front.engines.values():
+                await engine.stop()

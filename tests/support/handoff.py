@@ -56,8 +56,12 @@ class Handoff:
         await self._runner.close()
         await self._receiver.close()
 
-    async def land(self, instance: str, node: str, token_ids: Sequence[int]) -> Landed:
-        """Let the instance prefill these tokens and send them to the receiving node."""
+    async def land(
+        self, instance: str, node: str, token_ids: Sequence[int], *, by_transport: bool = False
+    ) -> Landed:
+        """Let the instance prefill these tokens and send them to the receiving node. An instance of
+        that node writes into the landing, unless `by_transport`.
+        """
         digest = token_digest(token_ids).hex()
         grant = reservation_grant(self._granter, len(token_ids), digest, b"")
         wanted = Reserve(len(token_ids), 60.0, token_digest=digest, grant=grant)
@@ -73,7 +77,8 @@ class Handoff:
                 prompt_token_ids=TokenIds.of(token_ids),
                 landing=landing,
             )
-            result = await self._runner.run(granted_job(self._granter, job), place)
+            job = granted_job(self._granter, job)
+            result = await self._runner.run(job, place, by_transport=by_transport)
         finally:
             await agent.close()
         return Landed(landing, reply, result, await self._bytes(reply))

@@ -19,7 +19,7 @@ from scheduler.live.long_term.conversion import (
     Ended,
     Start,
 )
-from scheduler.live.settings import LiveSettings
+from scheduler.live.settings import LiveSettings, PdSettings
 from scheduler.live.snapshots import LinkPair, Reported
 from scheduler.reports import ClusterReport, InstanceReport, Role
 from scheduler.routing.decision import HAND_OFF
@@ -91,6 +91,9 @@ class Roles:
     def converting(self) -> frozenset[str]:
         return frozenset({"near"} if self.current else ())
 
+    def leads(self) -> bool:
+        return True
+
     def on_ended(self, listener: Callable[[Ended], None]) -> None:
         self._listeners.append(listener)
 
@@ -143,8 +146,7 @@ class LiveRegion:
     def __post_init__(self) -> None:
         self.roles = Roles(self)
         settings = LiveSettings(
-            pd="near",
-            prefill_clusters=("far",),
+            pd_clusters=(PdSettings("near", ("far",)),),
             threshold_tokens=8000,
             hand_off_tokens=256,
             models=self.models,
@@ -163,6 +165,9 @@ class LiveRegion:
 
     def reported_pd(self) -> Reported:
         return Reported("near", self.pd, self.now_s)
+
+    def reported_pds(self) -> list[Reported]:
+        return [self.reported_pd()]
 
     def reported_prefill(self) -> list[Reported]:
         return [Reported("far", self.far, self.now_s)]

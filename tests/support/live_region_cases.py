@@ -7,7 +7,7 @@ from typing import Any
 from deploy.gateway.scheduling.config import RoutingSection
 from deploy.gateway.scheduling.scheduler import RegionScheduler
 from netmon.region_link import LinkView
-from scheduler.live.settings import LiveSettings
+from scheduler.live.settings import LiveSettings, PdSettings
 from scheduler.live.snapshots import PendingRequest, Reported
 from scheduler.reports import ClusterReport, InstanceReport, JobReport
 from scheduler.routing.views import RegionSnapshot
@@ -53,14 +53,16 @@ class Region:
     def reported_pd(self) -> Reported:
         return Reported("home", self.home, self.at_s)
 
+    def reported_pds(self) -> list[Reported]:
+        return [self.reported_pd()]
+
     def reported_prefill(self) -> list[Reported]:
         return [Reported(name, self.far, self.at_s) for name in self.prefill_clusters]
 
     def scheduler(self, *, follows_links: bool = True, **routing: Any) -> RegionScheduler:
         section = RoutingSection.model_validate(routing)
         settings = LiveSettings(
-            pd="home",
-            prefill_clusters=self.prefill_clusters,
+            pd_clusters=(PdSettings("home", self.prefill_clusters),),
             threshold_tokens=1000,
             hand_off_tokens=256,
             routing=section.routing(),

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 from front_doubles import (
@@ -59,10 +60,10 @@ class PdRig:
         job = prefill_job(1, num_tokens=slot.landing.num_tokens)
         return msgspec.structs.replace(job, landing=slot.landing)
 
-    async def reserve(self) -> DecodeSlot:
-        job = prefill_job(1)
+    async def reserve(self, **fields: Any) -> DecodeSlot:
+        digest = prefill_job(1).landing.token_digest
         return await self.front.reserve(
-            ReserveRequest(num_tokens=8, token_digest=job.landing.token_digest, request_id="r1")
+            ReserveRequest(num_tokens=8, token_digest=digest, request_id="r1", **fields)
         )
 
     async def awaited(self, slot: DecodeSlot, timeout_s: float = 20.0) -> tuple[str, str]:

@@ -38,6 +38,7 @@ class FakeCluster:
         self.answers.set()
         self.num_draining = 0
         self.is_silent = False
+        self.leader = 0
 
     def latest(self) -> ClusterReport | None:
         if self.is_silent:
@@ -58,7 +59,8 @@ class FakeCluster:
             name=self.name, healthy=False, queue_depth=0, running=0, instances=(), reason="gone"
         )
 
-    async def drain(self, instance: str) -> None:
+    async def drain(self, instance: str, *, leader: int = 0) -> None:
+        self._heard(leader)
         self.calls.append(f"drain {instance}")
         self._found("drain", instance).draining = True
         self.num_draining += 1
@@ -67,13 +69,15 @@ class FakeCluster:
         finally:
             self.num_draining -= 1
 
-    async def resume(self, instance: str) -> None:
+    async def resume(self, instance: str, *, leader: int = 0) -> None:
+        self._heard(leader)
         self.calls.append(f"resume {instance}")
         self._found("resume", instance).draining = False
 
-    async def set_role(self, instance: str, change: RoleChange) -> RoleStatus:
+    async def set_role(self, instance: str, change: RoleChange, *, leader: int = 0) -> RoleStatus:
         self.calls.append(f"set {instance} {change.role} {change.epoch}")
         await self.answers.wait()
+        self._heard(leader)
         found = self._found("set_role", instance)
         status = applied(RoleStatus(found.role, found.epoch), change)
         if status is None:
@@ -85,6 +89,11 @@ class FakeCluster:
         """Calls that hang stay so; the next ones are answered."""
         self.answers = asyncio.Event()
         self.answers.set()
+
+    def _heard(self, leader: int) -> None:
+        if leader < self.leader:
+            raise RoleRefused(f"another gateway leads since ({self.leader}, not {leader})")
+        self.leader = leader
 
     def _found(self, method: str, instance: str) -> FakeInstance:
         if errors := self.errors.get(method):

@@ -10,7 +10,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
@@ -21,6 +21,7 @@ from transport.config import TransportConfig
 from transport.endpoint import Endpoint
 from transport.errors import TransportError
 from transport.receiving.receiver import Receiver
+from transport.sending.paths import LinkPath
 from transport.sending.sender import OutgoingTransfer, Sender
 from transport.testing.proxy import HurtfulProxy
 
@@ -37,12 +38,14 @@ class LoopbackPair:
         *,
         receiver_config: TransportConfig | None = None,
         bind: Endpoint = LOOPBACK,
+        routes: Callable[[Endpoint], Mapping[Endpoint, Sequence[LinkPath]]] = lambda endpoint: {},
     ) -> None:
+        """`routes`: the sender's paths, by where the receiver listens."""
         self.registry = MemoryRegistry()
         self.receiver = Receiver(bind, receiver_config or config, self.registry)
         self.receiver.start()
         self.endpoint = self.receiver.endpoint
-        self.sender = Sender(config)
+        self.sender = Sender(config, routes(self.endpoint))
         self.listener = RecordingListener()
 
     def close(self) -> None:

@@ -21,8 +21,9 @@ from transport.interfaces import LandingRegistry, TransferProgress
 from transport.receiving.connection import NO_PLACE, IncomingConnection
 from transport.receiving.places import Places
 from transport.receiving.reception import Reception
+from transport.rotating import Rotating
 from transport.sockets import listen
-from transport.tls import RegionTls, Rotating, server_tls
+from transport.tls import RegionTls, server_tls
 from transport.wire.frames import FrameType, encode_reason
 from transport.wire.receiver_session import ReceiverSession
 
@@ -71,6 +72,11 @@ class Receiver:
         if self._listener is None:
             raise RuntimeError("the receiver is not listening")
         return Endpoint(self._bind.host, self._listener.getsockname()[1])
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether new connections are taken."""
+        return not self._closing and any(thread.is_alive() for thread in self._threads[:1])
 
     @property
     def num_connections(self) -> int:

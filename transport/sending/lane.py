@@ -16,19 +16,22 @@ from transport.backoff import Backoff
 from transport.config import TlsFiles
 from transport.errors import LinkError, LocalError, PeerError, TransportError, bare, release_frames
 from transport.receiving.incoming import RAW_LENGTH
+from transport.rotating import Rotating
 from transport.sending.link_work import Work
 from transport.sending.outgoing import RAW_CODED, Coded
+from transport.sending.paths import RETURN_S, PathChoice
 from transport.sockets import (
     Buffer,
     PlainStream,
     SocketOwner,
     Stream,
     connect,
+    leave_from,
     prepare_to_send,
     resolve,
     suit_to_distance,
 )
-from transport.tls import RegionTls, Rotating, tls_handshake, wrap_tls
+from transport.tls import RegionTls, tls_handshake, wrap_tls
 from transport.wire.digest import digest_of
 from transport.wire.frames import (
     FrameType,
@@ -55,7 +58,7 @@ records (RFC 8446, 5.5), and OpenSSL does not update it by itself.
 class Lane:
     """Keeps one connection at a time, and makes a new one when it is lost."""
 
-    def __init__(self, link: SenderLink) -> None:
+    def __init__(self, link: SenderLink, index: int = 0) -> None:
         self.connection = 0
         self.began_s = 0.0
         """When the present connection was begun. The link's lock guards it."""
@@ -67,6 +70,7 @@ class Lane:
         self._config = link.config
         self._with_sum = True
         self._peer_features = 0
+        self._choice = PathChoice(link.paths, index)
         self._backoff = Backoff(link.config.reconnect_first_s, link.config.reconnect_max_s)
 
     def abort(self, error: TransportError) -> None:
@@ -97,8 +101,14 @@ class Lane:
                 logger.exception("unexpected error on a connection to %s", self._link.endpoint)
                 cause = LocalError("internal", f"{type(error).__name__}: {error}")
             self._finish(cause, in_handshake=established_s is None)
-            lived_s = time.monotonic() - established_s if established_s is not None else 0.0
-            delay_s = self._backoff.after(lived_s)
+            if established_s is None:
+                self._choice.failed()
+                lived_s = 0.0
+            else:
+                self._choice.lost()
+                lived_s = time.monotonic() - established_s
+            # Another path is tried at once; they all wait together once each has failed.
+            delay_s = 0.0 if self._choice.is_away else self._backoff.after(lived_s)
 
     def _finish(self, cause: TransportError, *, in_handshake: bool) -> None:
         self.deadline_s = None
@@ -110,11 +120,14 @@ class Lane:
         self._link.ended(self.connection, cause, in_handshake=in_handshake)
 
     def _establish(self, session: SenderSession) -> Stream:
-        family, address = resolve(self._link.endpoint)
+        path = self._choice.path
+        family, address = resolve(path.to)
         sock = socket.socket(family, socket.SOCK_STREAM)
         plain = PlainStream(sock)
         self._own(plain)
         prepare_to_send(sock, self._config)
+        if path.source:
+            leave_from(sock, path.source)
         connect(sock, address, self._config.connect_timeout_s)
         suit_to_distance(sock, self._config)
         stream: Stream = plain
@@ -174,7 +187,7 @@ class Lane:
         )
         reader.start()
         try:
-            num_bytes = 0
+            num_bytes, began_s = 0, time.monotonic()
             work = self._link.next_work(self, None)
             while True:
                 coded = self._send(stream, work)
@@ -185,6 +198,9 @@ class Lane:
                     if num_bytes > MAX_TLS_BYTES and self._link.tls is not None:
                         self._link.sent(self, work, coded=coded)
                         raise LinkError("renewed", "the TLS connection has carried enough bytes")
+                    if self._choice.is_away and time.monotonic() - began_s > RETURN_S:
+                        self._link.sent(self, work, coded=coded)
+                        raise LinkError("renewed", "the connection's own path is tried again")
                     work = self._link.next_work(self, work, coded=coded)
         finally:
             stream.abort()

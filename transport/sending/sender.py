@@ -10,16 +10,19 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from transport.config import TransportConfig
 from transport.endpoint import Endpoint
 from transport.interfaces import ByteSpace, OutgoingSpec, TransferListener, TransferProgress
+from transport.rotating import Rotating
 from transport.sending.link_state import LinkState
 from transport.sending.outgoing import OutgoingState
+from transport.sending.paths import LinkPath
 from transport.sending.sender_link import SenderLink
 from transport.sockets import usable_congestion
-from transport.tls import Rotating, client_tls
+from transport.tls import client_tls
 
 logger = logging.getLogger("prfaas.transport")
 
@@ -76,7 +79,11 @@ class Sender:
     Raises LocalError("tls_files") when the TLS files cannot be used.
     """
 
-    def __init__(self, config: TransportConfig) -> None:
+    def __init__(
+        self, config: TransportConfig, routes: Mapping[Endpoint, Sequence[LinkPath]] | None = None
+    ) -> None:
+        """`routes`: the paths to endpoints that are reached in several ways."""
+        self._routes = dict(routes or {})
         self._config = replace(
             config,
             congestion=usable_congestion(config.congestion),
@@ -162,6 +169,7 @@ class Sender:
                 instance=self._instance,
                 numbers=self._connection_numbers,
                 stir=self._stir,
+                paths=self._routes.get(endpoint, ()),
             )
         return link
 

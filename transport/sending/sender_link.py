@@ -10,21 +10,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from transport.codec.coder import LinkCoder
 from transport.config import TlsFiles, TransportConfig
 from transport.endpoint import Endpoint
 from transport.errors import LinkError, LocalError, TransportError
 from transport.interfaces import ByteSpace, OutgoingSpec, TransferListener, TransferProgress
+from transport.rotating import Rotating
 from transport.sending.lane import Lane
 from transport.sending.link import LinkCore
 from transport.sending.link_meter import LinkMeter
 from transport.sending.link_state import LinkState
 from transport.sending.link_work import AbortConnection, Effect, Work
 from transport.sending.outgoing import RAW_CODED, Coded, OutgoingState
+from transport.sending.paths import LinkPath
 from transport.sockets import SocketOwner
-from transport.tls import RegionTls, Rotating
+from transport.tls import RegionTls
 from transport.wire.handshake import Hello
 from transport.wire.sender_session import Event
 
@@ -48,11 +51,15 @@ class SenderLink:
         instance: bytes,
         numbers: Iterator[int],
         stir: Callable[[], None],
+        paths: Sequence[LinkPath] = (),
     ) -> None:
         """`numbers` gives rising numbers of connections. `stir` wakes the watchdog, which calls
-        `tick`.
+        `tick`. `paths`: the ways to the endpoint; without, the endpoint itself.
         """
         self.endpoint = endpoint
+        self.paths = tuple(paths) or (LinkPath(endpoint),)
+        # Each path gets a connection.
+        config = replace(config, num_connections=max(config.num_connections, len(self.paths)))
         self.config = config
         self.tls = tls
         self.instance = instance
@@ -188,7 +195,7 @@ class SenderLink:
     def _grow_to(self, width: int) -> None:
         for index in range(len(self._threads), width):
             name = f"prfaas-send-{self.endpoint}-{index}"
-            thread = threading.Thread(target=Lane(self).run, name=name, daemon=True)
+            thread = threading.Thread(target=Lane(self, index).run, name=name, daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:  # no more threads; `tune` tries again
@@ -330,9 +337,11 @@ class SenderLink:
             self._core.disconnected(connection, error)
             # Such a refusal stays until somebody changes something. It ends the transfers that were
             # open when the connection was begun; later ones may find a repaired receiver.
-            if lane is not None and in_handshake and error.code in _HOPELESS:
+            # One of several paths may lead elsewhere, while the others are good.
+            works = len(self.paths) > 1 and self._core.num_connections > 0
+            if lane is not None and in_handshake and error.code in _HOPELESS and not works:
                 self._num_hopeless += 1
-                if self._num_hopeless >= _HOPELESS[error.code]:
+                if self._num_hopeless >= _HOPELESS[error.code] * len(self.paths):
                     self._core.broken(error, time.monotonic(), since_s=lane.began_s)
                     self._warm_until_s = 0.0
             self._wake_lanes()

@@ -9,15 +9,18 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntFlag
+from typing import Final
 
 from transport.codec.codecs import Codec
 from transport.config import TransportConfig
 from transport.errors import PeerError
+from transport.versions import NoCommonVersion, Versions
 from transport.wire.frames import FrameType, encode_frame
 
 MAGIC = b"PrfaaSkv"
-VERSION = 2
-"""The only version that this build speaks."""
+VERSIONS: Final = Versions(oldest=2, newest=2)
+"""The versions that this build speaks."""
+VERSION: Final = VERSIONS.newest
 
 
 class Feature(IntFlag):
@@ -80,7 +83,7 @@ class Hello:
 
 
 def own_hello(instance: bytes, max_frame_bytes: int, features: int = 0) -> Hello:
-    return Hello(VERSION, VERSION, max_frame_bytes, features, instance)
+    return Hello(VERSIONS.oldest, VERSIONS.newest, max_frame_bytes, features, instance)
 
 
 def decode_hello(body: bytes) -> Hello:
@@ -94,16 +97,10 @@ def decode_hello(body: bytes) -> Hello:
 
 
 def check_version(peer: Hello, who: str) -> None:
-    """Raise PeerError("version"), in words for operators of both sides, unless `peer` speaks
-    VERSION.
+    """Raise PeerError("version"), in words for operators of both sides, unless both sides speak one
+    version.
     """
-    if peer.version_min <= VERSION <= peer.version_max:
-        return
-    theirs = f"{peer.version_min}"
-    if peer.version_max != peer.version_min:
-        theirs += f" to {peer.version_max}"
-    raise PeerError(
-        "version",
-        f"transport version mismatch: the {who} speaks version {theirs}, this side speaks "
-        f"{VERSION}; run the same release of prfaas on both sides",
-    )
+    try:
+        VERSIONS.common(Versions(peer.version_min, peer.version_max), who)
+    except NoCommonVersion as error:
+        raise PeerError("version", f"transport version mismatch: {error}") from error

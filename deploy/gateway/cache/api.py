@@ -6,7 +6,7 @@ know HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 from blake3 import blake3
@@ -103,7 +103,8 @@ class RouteWork(msgspec.Struct, frozen=True, kw_only=True):
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """How one prompt would fare now. `key` names its last full block as `KeyNames` does, "" if it
-    has none. `note` says why nothing is known to be cached, "" if something is.
+    has none. `note` says why nothing is known to be cached, "" if something is. `cluster` is the PD
+    cluster that would decode it, `home` the one that it belongs to.
     """
 
     model: str
@@ -118,6 +119,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     reason: str
     numbers: dict[str, Number]
+    home: str = ""
+    cluster: str = ""
 
 
 def node_caches(
@@ -161,9 +164,18 @@ def hot_prefixes(
 
 
 def explanation(
-    model: str, shape: RequestShape, cached: CachedPrompt, decision: Decision, names: KeyNames
+    model: str,
+    shape: RequestShape,
+    cached: CachedPrompt,
+    decision: Decision,
+    names: KeyNames,
+    *,
+    home: str = "",
+    linked: Collection[str] | None = None,
 ) -> Explanation:
-    """How a prompt of `shape` fares with what is `cached` of it."""
+    """How a prompt of `shape` fares with what is `cached` of it, where `decision` has it decoded.
+    `linked` are the prefill clusters that could send there, by default all.
+    """
     keys = cached.keys
     block_tokens = cached.places.model.block_tokens if cached.places.model is not None else 0
     return Explanation(
@@ -174,11 +186,13 @@ def explanation(
         key=names.name(keys.blocks[-1]) if keys is not None else "",
         note=_note(cached),
         nodes=[_node_tokens(item, block_tokens) for item in cached.coverage],
-        routes=_routes(shape, cached),
+        routes=_routes(shape, cached, linked),
         route=decision.route,
         target=decision.target,
         reason=decision.reason.value,
         numbers=dict(decision.numbers),
+        home=home,
+        cluster=decision.pd,
     )
 
 
@@ -261,14 +275,17 @@ def _note(cached: CachedPrompt) -> str:
     return "" if cached.coverage else "no node is known to hold any of it"
 
 
-def _routes(shape: RequestShape, cached: CachedPrompt) -> list[RouteWork]:
+def _routes(
+    shape: RequestShape, cached: CachedPrompt, linked: Collection[str] | None
+) -> list[RouteWork]:
     pd = cached.places.pd_cluster
     routes = [
         RouteWork(route="local", target=pd, computed_tokens=shape.local_uncached_tokens),
     ]
     # The last token is computed where decoding happens, whatever has arrived.
     sent_tokens = max(0, shape.num_prompt_tokens - 1 - shape.landing_cached_tokens)
-    for cluster in sorted(cached.places.prefill_nodes):
+    clusters = cached.places.prefill_nodes
+    for cluster in sorted(name for name in clusters if linked is None or name in linked):
         routes.append(
             RouteWork(
                 route="prefill_cluster",

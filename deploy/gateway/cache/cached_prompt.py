@@ -3,9 +3,9 @@
 A prompt has keys for all full blocks before its last token, which is always computed where decoding
 happens. A cluster saves what its best node holds, of the nodes whose engines could use it:
 
-    local       nodes of the PD cluster that decode: the longest prefix that one of them can resume
+    local       nodes of a PD cluster that decode: the longest prefix that one of them can resume
     prefill     nodes of each prefill cluster: the same
-    landing     nodes of the PD cluster that decode: leading blocks whose KV need not be sent
+    landing     nodes of a PD cluster that decode: leading blocks whose KV need not be sent
 
 All but `prompt_keys` is pure; that lets the event loop run while it hashes a long prompt. Does not
 know directories, routes or requests.
@@ -27,7 +27,7 @@ from kvmanager.hashing import block_keys, join_keys, root_key
 from kvmanager.pool.shape import PartKind
 from kvmanager.token_ids import TokenIds
 from scheduler.reports import ClusterReport, InstanceReport, serves
-from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, RequestShape
+from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, PdCached, RequestShape
 
 _STEP_BLOCKS: Final = 256
 """How many blocks are hashed between two turns of the event loop: less than half a millisecond."""
@@ -56,11 +56,20 @@ class PromptKeys:
 
 
 @dataclass(frozen=True, slots=True)
+class PdNodes:
+    """The nodes of a PD cluster that decode a model, and those that prefill it for others."""
+
+    decode: Nodes
+    hand_off: Nodes
+
+
+@dataclass(frozen=True, slots=True)
 class CachePlaces:
     """The nodes that serve one model, by what they can do. `Nodes` maps a node's name in the
     directory to the control address of its agent.
 
-    `model` is None if no node caches the model, or none has said so yet.
+    `model` is None if no node caches the model, or none has said so yet. `pd_cluster` is where the
+    prompt will decode; `other_pds` are where it could.
     """
 
     pd_cluster: str = ""
@@ -68,6 +77,22 @@ class CachePlaces:
     decode_nodes: Nodes = field(default_factory=lambda: _NONE)
     hand_off_nodes: Nodes = field(default_factory=lambda: _NONE)
     prefill_nodes: Mapping[str, Nodes] = field(default_factory=lambda: MappingProxyType({}))
+    other_pds: Mapping[str, PdNodes] = field(default_factory=lambda: MappingProxyType({}))
+
+    def at(self, pd: str) -> CachePlaces:
+        """The same for a prompt that decodes in another PD cluster."""
+        found = self.other_pds.get(pd)
+        if found is None:
+            return self
+        own = {self.pd_cluster: PdNodes(self.decode_nodes, self.hand_off_nodes)}
+        others = {name: nodes for name, nodes in self.other_pds.items() if name != pd} | own
+        return replace(
+            self,
+            pd_cluster=pd,
+            decode_nodes=found.decode,
+            hand_off_nodes=found.hand_off,
+            other_pds=MappingProxyType(others),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +107,10 @@ class CachedPrompt:
     def block_keys(self) -> bytes:
         """The keys for the landing; empty if nothing is cached for this model."""
         return self.keys.joined if self.keys is not None else b""
+
+    def at(self, pd: str) -> CachedPrompt:
+        """The same for a prompt that decodes in another PD cluster."""
+        return replace(self, places=self.places.at(pd))
 
     @property
     def local_tokens(self) -> int:
@@ -168,7 +197,17 @@ class CachedPrompt:
             prefill_cached_tokens=MappingProxyType(self.prefill_tokens),
             landing_cached_tokens=self.landing_tokens,
             sendable_tokens=MappingProxyType(self.sendable_tokens),
+            cached_in_pds=MappingProxyType(self._cached_in_pds()),
         )
+
+    def _cached_in_pds(self) -> dict[str, PdCached]:
+        # A region may have many PD clusters, of which few hold anything.
+        holding = {item.cluster for item in self.coverage} & self.places.other_pds.keys()
+        others = {name: self.at(name) for name in sorted(holding)}
+        return {
+            name: PdCached(other.local_tokens, other.landing_tokens)
+            for name, other in others.items()
+        }
 
     @property
     def _pd(self) -> str:
@@ -215,15 +254,14 @@ def places_of(
     model: str,
     *,
     is_only_model: bool = False,
+    other_pds: Iterable[ClusterReport | None] = (),
 ) -> CachePlaces:
-    """Where prompts for `model` may be cached, by the latest reports. The PD cluster's engines say
+    """Where prompts for `model` may be cached, by the latest reports. The PD clusters' engines say
     how it is cached: a prefill cluster that caches it otherwise could not send it there either.
 
     Unless it `is_only_model`, instances that do not say what they serve are left out: the name may
     be an adapter's, whose KVCache has other keys.
     """
-    if pd is None:
-        return CachePlaces()
 
     def serving(report: ClusterReport) -> list[InstanceReport]:
         return [
@@ -232,14 +270,25 @@ def places_of(
             if serves(instance, model) and (is_only_model or not model or instance.model)
         ]
 
-    decoding = [item for item in serving(pd) if item.role != "prefill"]
-    handing = [item for item in serving(pd) if item.role == "prefill"]
-    caches = (item.cache for item in (*decoding, *handing))
+    def pd_nodes(instances: list[InstanceReport]) -> PdNodes:
+        decoding = [item for item in instances if not _hands_off(item)]
+        handing = [item for item in instances if _hands_off(item)]
+        return PdNodes(_nodes(decoding or handing), _nodes(handing))
+
+    # The home's engines first; where it does not report, the others know how the model is cached.
+    pds = {report.name: serving(report) for report in (pd, *other_pds) if report is not None}
+    if not pds:
+        return CachePlaces()
+    decoding_first = (sorted(items, key=_hands_off) for items in pds.values())
+    caches = (item.cache for items in decoding_first for item in items)
+    nodes = {name: pd_nodes(items) for name, items in pds.items()}
+    home = "" if pd is None else pd.name
+    own = nodes.pop(home, PdNodes(_NONE, _NONE))
     return CachePlaces(
-        pd_cluster=pd.name,
+        pd_cluster=home,
         model=next((cache for cache in caches if cache is not None), None),
-        decode_nodes=_nodes(decoding or handing),
-        hand_off_nodes=_nodes(handing),
+        decode_nodes=own.decode,
+        hand_off_nodes=own.hand_off,
         prefill_nodes=MappingProxyType(
             {
                 name: _nodes(serving(report))
@@ -247,7 +296,12 @@ def places_of(
                 if report is not None
             }
         ),
+        other_pds=MappingProxyType(nodes),
     )
+
+
+def _hands_off(instance: InstanceReport) -> bool:
+    return instance.role == "prefill"
 
 
 def _nodes(instances: Iterable[InstanceReport]) -> Nodes:

@@ -106,6 +106,10 @@ class CacheMoves:
         """The names of the moves under way."""
         return set(self._moving)
 
+    def knows(self, *nodes: NodeName) -> bool:
+        """Whether the clusters' reports name all of these."""
+        return self._targets().keys() >= set(nodes)
+
     async def bring(self, cached: CachedPrompt, decision: RouteDecision) -> CachedPrompt:
         """Carry out what a route says of the prompt's cached prefix, and wait for it if the route
         does. Returns what is cached after that, which without a move, or with one that failed or
@@ -169,11 +173,10 @@ class CacheMoves:
         """
         name = prefix.blocks[-1], destination
         if name not in self._moving:
-            known = self._targets()
-            self._forget_departed(set(known.values()))
+            self.forget_departed()
             if len(self._moving) >= MAX_MOVES:
                 return None
-            if source not in known or destination not in known:
+            if not self.knows(source, destination):
                 return None
             work = self._move(prefix, source, destination, parts, kind)
             task = self._background.begin(work, f"moving a cached prefix to {destination}")
@@ -228,10 +231,11 @@ class CacheMoves:
             raise RpcError("INVALID", f"no engine of {node} caches this model")
         return known
 
-    def _forget_departed(self, known: set[str]) -> None:
+    def forget_departed(self) -> None:
         """Forget agents that no report names any more, once no move may need them."""
         if self._moving:
             return
+        known = set(self._targets().values())
         for target in self._agents.keys() - known:
             self._background.spawn(self._agents.pop(target).close(), f"closing {target}")
         self._fingerprints = {key: v for key, v in self._fingerprints.items() if key[0] in known}

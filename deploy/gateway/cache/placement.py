@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 from deploy.gateway.cache.cached_prompt import CachedPrompt, PromptKeys
@@ -30,6 +30,7 @@ from scheduler.routing.replication import (
     Replicate,
     ReplicationPlan,
     ReplicationState,
+    plan_evacuation,
     plan_replication,
 )
 from transport.rpc import RpcError
@@ -38,6 +39,8 @@ from transport.tasks import start_task
 logger = logging.getLogger("prfaas.deploy.gateway")
 
 INTERVAL_S: Final = 5.0
+AGAIN_S: Final = 0.2
+"""The wait for a move to end where too many are under way."""
 RETRY_S: Final = 60.0
 """A copy that failed is not tried again for so long."""
 BYTES_PER_S: Final = 100e6
@@ -48,6 +51,8 @@ MAX_CONSIDERED: Final = 32
 MAX_REPLICAS: Final = 256
 """This many copies are remembered, the latest ones; only a remembered copy can be dropped."""
 MAX_MODELS: Final = 64
+EVACUATED_BYTES: Final = 20_000_000_000
+"""The most that is copied from a node that leaves."""
 
 
 class PrefixPlacement:
@@ -122,6 +127,45 @@ class PrefixPlacement:
             self._last_notes = plan.notes
             logger.debug("no more copies: %s", "; ".join(plan.notes))
         return plan
+
+    async def copy_away(self, node: NodeName, limit_s: float) -> str:
+        """Copy what a leaving node has of the hottest prefixes to others of its cluster, and say
+        what was done. Takes at most `limit_s` and `EVACUATED_BYTES`; failed copies are logged.
+        """
+        hottest = self._demand.hottest(MAX_CONSIDERED, self._clock())
+        plan = ReplicationPlan()
+        num_copied = nbytes = 0
+        try:
+            async with asyncio.timeout(limit_s):
+                hot = [await self._looked_up(demand) for demand in hottest]
+                plan = plan_evacuation(hot, node, self._loads(), EVACUATED_BYTES)
+                for order in plan.replicate:
+                    if await self._copied_away(order):
+                        num_copied, nbytes = num_copied + 1, nbytes + order.nbytes
+        except TimeoutError:
+            plan = ReplicationPlan(plan.replicate, notes=(*plan.notes, f"{limit_s:g} s are over"))
+        said = f"{num_copied} of {len(plan.replicate)} prefixes, {nbytes} bytes"
+        return "; ".join((said, *plan.notes))
+
+    def forget_departed(self, known: Collection[NodeName]) -> None:
+        """Forget the copies at nodes that no report names any more, and connections to these."""
+        self._replicas = {k: v for k, v in self._replicas.items() if k[1] in known}
+        self._barred_until_s = {k: v for k, v in self._barred_until_s.items() if k[1] in known}
+        self.moves.forget_departed()
+
+    async def _copied_away(self, order: Replicate) -> bool:
+        source = NodeName(order.cluster, order.source)
+        destination = NodeName(order.cluster, order.destination)
+        keys = self._keys(order.prefix)
+        # None: too many moves are under way, of which one will end.
+        while (move := self.moves.begin(keys, source, destination, order.parts)) is None:
+            if not self.moves.knows(source, destination):
+                return False
+            await asyncio.sleep(AGAIN_S)
+        logger.info("copying a prefix to %s: %s", destination, order.reason)
+        # Waited for, not awaited: its failure is logged by the move.
+        await asyncio.wait({move})
+        return not move.cancelled() and move.exception() is None
 
     async def _run(self) -> None:
         while True:

@@ -57,7 +57,11 @@ class RegionCaches:
         return self._targets
 
     async def watch(self, report: ClusterReport) -> None:
-        """Take the nodes in `report` as those of its cluster."""
+        """Take the nodes in `report` as those of its cluster; one of a front that could not be
+        asked says nothing.
+        """
+        if not report.heard:
+            return
         found = {
             NodeName(report.name, item.node_name or item.node): item.node
             for item in report.instances
@@ -65,9 +69,8 @@ class RegionCaches:
         }
         # `follow` awaits: two reports at once must not overwrite each other's nodes.
         async with self._watching:
-            # A report without nodes comes from a front that cannot be asked: keep the known ones.
             kept = {name: at for name, at in self._targets.items() if name.cluster != report.name}
-            if found and (targets := kept | found) != self._targets:
+            if (targets := kept | found) != self._targets:
                 self._targets = targets
                 for target in self._agents.keys() - set(targets.values()):  # departed nodes
                     await self._agents.pop(target).close()

@@ -23,6 +23,7 @@ from deploy.gateway.config import ModelConfig
 from deploy.gateway.errors import JSON_TYPE, ApiError
 from deploy.gateway.intake.auth import KeyRing
 from deploy.gateway.intake.cache_salts import CacheSalts
+from deploy.gateway.intake.homes import HOME_HEADER, Homes
 from deploy.gateway.intake.inbound import (
     InboundRequest,
     Kind,
@@ -98,8 +99,8 @@ class ServedModels:
 @dataclass(slots=True, kw_only=True)
 class Intake:
     """Takes the requests for completions of one gateway in. A chat template may add
-    `template_tokens` tokens to a prompt. `salts` and `priority_tenants` may be replaced; requests
-    that came in before keep what they got.
+    `template_tokens` tokens to a prompt. `salts`, `homes` and `priority_tenants` may be replaced;
+    requests that came in before keep what they got.
     """
 
     keys: KeyRing
@@ -107,6 +108,7 @@ class Intake:
     models: ServedModels
     metrics: GatewayMetrics
     salts: CacheSalts
+    homes: Homes
     template_tokens: int
     priority_tenants: frozenset[str]
     """Who may go before others, where there are tenants."""
@@ -145,10 +147,11 @@ class Intake:
         # What is learnt of a model must not depend on whether clients bother to name it.
         inbound = msgspec.structs.replace(inbound, model=self.models.resolve(inbound.model))
         self._check_priority(tenant, inbound, request.headers)
+        home = self.homes.home(tenant, inbound.model, request.headers.get(HOME_HEADER))
         inbound = salted(inbound, self.salts.salt(tenant, inbound.cache_salt))
         accepted.body = inbound.body  # one copy of it is enough
         headers = engine_headers(request.headers, inbound)
-        record = _new_record(inbound, headers, tenant)
+        record = _new_record(inbound, headers, tenant, home)
         return Exchange(inbound, headers, record, self.metrics, started_s)
 
     def _check_priority(
@@ -218,7 +221,9 @@ def usable_request_id(value: str | None) -> str | None:
     return value if value and _REQUEST_ID.fullmatch(value) else None
 
 
-def _new_record(inbound: InboundRequest, headers: Mapping[str, str], tenant: str) -> RequestRecord:
+def _new_record(
+    inbound: InboundRequest, headers: Mapping[str, str], tenant: str, home: str
+) -> RequestRecord:
     return RequestRecord(
         request_id=headers["X-Request-Id"],
         started_s=time.time(),
@@ -226,4 +231,5 @@ def _new_record(inbound: InboundRequest, headers: Mapping[str, str], tenant: str
         model=inbound.model,
         trace_id=headers["traceparent"][3:35],
         tenant=tenant,
+        home=home,
     )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
-from deploy.gateway.config import ApiKey
+from deploy.gateway.api_keys import ApiKey
 from deploy.gateway.errors import ApiError
 
 logger = logging.getLogger("prfaas.deploy.gateway")
@@ -68,6 +68,16 @@ class KeyRing:
         if tenant not in (self._operators or self._only_tenant()):
             message = f"The API key of {tenant} is not an operator's; use one that is."
             raise ApiError(403, "not_an_operator", message)
+
+    def check_adding(self, authorization: str | None) -> None:
+        """As `check_operator`, for orders to add an instance, which is sent prompts and the key of
+        the engines. So without API keys `run_key` is asked for, if there is one.
+        """
+        if self._keys or self._run_digest is None:
+            self.check_operator(authorization)
+        elif not hmac.compare_digest(_offered(authorization), self._run_digest):
+            message = "Send the key that `prfaas up` made for this run, operator.key."
+            raise ApiError(401, "invalid_run_key", message)
 
     @contextmanager
     def using(self, authorization: str | None, cut_off: Callable[[], None]) -> Iterator[str]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from deploy.gateway.config import ApiKey, load_api_keys, tenants_by_key
-from deploy.gateway.followed_files import follow
+from deploy.gateway.api_keys import ApiKey, load_api_keys, tenants_by_key
+from kvmanager.config_files.followed_files import follow
 from transport.errors import LocalError
 
 

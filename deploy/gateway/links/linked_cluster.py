@@ -13,6 +13,7 @@ import msgspec
 
 from deploy.gateway.grants import granted_job
 from prfaas.embedded import EmbeddedPrefillCluster
+from prfaas.engines.members import MemberOrder
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.remote import RemotePrefillCluster
 from scheduler.reports import ClusterReport
@@ -32,7 +33,7 @@ class LinkedPrefillCluster:
         endpoints: Mapping[str, str],
         granter: Granter | None = None,
     ) -> None:
-        self._cluster = cluster
+        self.cluster = cluster
         self._granter = granter
         self._endpoints = {
             Endpoint.parse(near): Endpoint.parse(far) for near, far in endpoints.items()
@@ -41,11 +42,11 @@ class LinkedPrefillCluster:
     @property
     def name(self) -> str:
         """The cluster's name in the region."""
-        return self._cluster.name
+        return self.cluster.name
 
     async def start(self) -> None:
         """Start the cluster."""
-        await self._cluster.start()
+        await self.cluster.start()
 
     async def submit(self, job: PrefillJob) -> PrefillResult:
         """Run a job as `PrefillCluster.submit` does, with a landing at the address to connect
@@ -56,20 +57,24 @@ class LinkedPrefillCluster:
         if endpoint is not None:
             landing = msgspec.structs.replace(landing, host=endpoint.host, port=endpoint.port)
             job = msgspec.structs.replace(job, landing=landing)
-        return await self._cluster.submit(granted_job(self._granter, job))
+        return await self.cluster.submit(granted_job(self._granter, job))
 
     async def report(self) -> ClusterReport:
         """The cluster's report."""
-        return await self._cluster.report()
+        return await self.cluster.report()
 
     async def drain(self, instance: str) -> None:
         """Give an instance no new jobs, and return when it has none left."""
-        await self._cluster.drain(instance)
+        await self.cluster.drain(instance)
 
     async def resume(self, instance: str) -> None:
         """Give an instance jobs again."""
-        await self._cluster.resume(instance)
+        await self.cluster.resume(instance)
+
+    async def change_members(self, order: MemberOrder) -> None:
+        """Add an instance, or let one go."""
+        await self.cluster.change_members(order)
 
     async def close(self) -> None:
         """Close the cluster."""
-        await self._cluster.close()
+        await self.cluster.close()

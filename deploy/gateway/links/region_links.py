@@ -16,7 +16,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -26,7 +26,7 @@ from kvmanager.agent.client import AgentClient
 from kvmanager.agent.links.messages import LinkFeed, WatchLinks
 from kvmanager.directory.messages import NodeName
 from netmon.estimate import PathReport
-from netmon.region_link import LinkNow, LinkPath, RegionLink
+from netmon.region_link import LinkNow, LinkPath, LinkRate, RegionLink
 from scheduler.reports import ClusterReport
 from transport import Endpoint
 from transport.backoff import Backoff
@@ -111,16 +111,15 @@ class RegionLinks:
     async def watch(self, report: ClusterReport) -> None:
         """Follow the nodes in `report` as those of its cluster.
 
-        A report without instances comes from a front that cannot be asked, so it says nothing about
-        nodes.
+        The report of a front that could not be asked says nothing about nodes.
         """
+        if not report.heard:
+            return
         found = {
             NodeName(report.name, item.node_name or item.node): item.node
             for item in report.instances
             if item.node
         }
-        if not found:
-            return
         for name, agent in list(self._agents.items()):
             # The node's agent is gone or listens elsewhere, so its last report does not count any
             # more.
@@ -157,6 +156,19 @@ class RegionLinks:
     def links(self) -> list[LinkNow]:
         """All links of which anything is known, by the clusters at their ends."""
         return [self._now(link) for _, link in sorted(self._links.items())]
+
+    def rates(self) -> list[LinkRate]:
+        """The rates of all links that have one, for `remember`."""
+        now_s = self._clock_s()
+        return [rate for link in self._links.values() if (rate := link.rate(now_s)) is not None]
+
+    def remember(self, rates: Iterable[LinkRate], age_s: float) -> None:
+        """Start from what was known `age_s` ago of links that the region's file has."""
+        made_s = self._clock_s() - age_s
+        for rate in rates:
+            if (link := self._links.get((rate.source, rate.target))) is not None:
+                link.remember(rate, made_s)
+        self._said.clear()
 
     def _with_steps(self) -> list[LinkNow]:
         now_s = self._clock_s()

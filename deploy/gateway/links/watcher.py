@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,7 +25,7 @@ from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
-INCOMPATIBLE: Final = "the PD cluster cannot use its KVCache, see `prfaas status`"
+INCOMPATIBLE: Final = "no PD cluster can use its KVCache, see `prfaas status`"
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class RegionWatcher:
     def __init__(
         self,
         config: GatewayConfig,
-        pd: PdCluster,
+        pds: Sequence[PdCluster],
         prefill_clusters: Mapping[str, PrefillCluster],
         *,
         on_report: Callable[[ClusterReport], Awaitable[None]] | None = None,
@@ -53,8 +53,7 @@ class RegionWatcher:
         self._config = config
         self._clock = clock
         self._on_report = on_report
-        self._pd = _Latest(pd.report)
-        self._pd_name = pd.name
+        self._pds = {pd.name: _Latest(pd.report) for pd in pds}
         self._prefill = {
             name: _Latest(cluster.report) for name, cluster in prefill_clusters.items()
         }
@@ -62,7 +61,7 @@ class RegionWatcher:
 
     async def start(self) -> None:
         """Poll every cluster once, then go on in the background."""
-        sources = (self._pd, *self._prefill.values())
+        sources = (*self._pds.values(), *self._prefill.values())
         await asyncio.gather(*(self._poll(source) for source in sources))
         self._tasks = [
             start_task(self._keep_polling(source), "watching a cluster") for source in sources
@@ -74,32 +73,38 @@ class RegionWatcher:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def pd_report(self) -> ClusterReport | None:
-        """The PD cluster's last report; None if there is none, or if it is too old."""
-        return self._fresh(self._pd)
+    def pd_report(self, name: str) -> ClusterReport | None:
+        """A PD cluster's last report; None if there is none, or if it is too old."""
+        return self._fresh(self._pds[name])
+
+    def pd_reports(self) -> dict[str, ClusterReport | None]:
+        """The same for every PD cluster."""
+        return {name: self._fresh(latest) for name, latest in self._pds.items()}
 
     def prefill_reports(self) -> dict[str, ClusterReport | None]:
         """The last report of every prefill cluster; None if there is none, or if it is too old.
-        Instances whose KVCache nobody in the PD cluster can use are not healthy.
+        Instances whose KVCache nobody in a PD cluster can use are not healthy.
         """
-        pd = self.pd_report()
+        pds = self.pd_reports().values()
         return {
-            name: without_incompatible(self._fresh(latest), pd)
+            name: without_incompatible(self._fresh(latest), pds)
             for name, latest in self._prefill.items()
         }
 
     def reports(self) -> list[ClusterReport | None]:
         """The last report of every cluster."""
-        return [self.pd_report(), *self.prefill_reports().values()]
+        return [*self.pd_reports().values(), *self.prefill_reports().values()]
 
     def is_healthy(self) -> bool:
-        """Whether the PD cluster can serve requests."""
-        report = self.pd_report()
-        return report is not None and report.healthy
+        """Whether a PD cluster can serve requests."""
+        reports = self.pd_reports().values()
+        return any(report is not None and report.healthy for report in reports)
 
-    def reported_pd(self) -> Reported:
-        """The PD cluster's report, and when it was asked for (on `clock`)."""
-        return Reported(self._pd_name, self.pd_report(), self._pd.at_s)
+    def reported_pds(self) -> list[Reported]:
+        """Every PD cluster's report, and when it was asked for (on `clock`)."""
+        return [
+            Reported(name, self._fresh(latest), latest.at_s) for name, latest in self._pds.items()
+        ]
 
     def reported_prefill(self) -> list[Reported]:
         """The same for every prefill cluster."""
@@ -108,11 +113,15 @@ class RegionWatcher:
             for name, report in self.prefill_reports().items()
         ]
 
-    def cache_places(self, model: str) -> CachePlaces:
-        """Where prompts for `model` may be cached."""
-        is_only_model = len(self._config.models) == 1
+    def cache_places(self, model: str, pd: str) -> CachePlaces:
+        """Where prompts for `model` may be cached that a PD cluster will decode."""
+        others = self.pd_reports()
         return places_of(
-            self.pd_report(), self.prefill_reports(), model, is_only_model=is_only_model
+            others.pop(pd),
+            self.prefill_reports(),
+            model,
+            is_only_model=len(self._config.models) == 1,
+            other_pds=others.values(),
         )
 
     def _fresh(self, latest: _Latest) -> ClusterReport | None:
@@ -140,15 +149,15 @@ class RegionWatcher:
 
 
 def without_incompatible(
-    report: ClusterReport | None, pd: ClusterReport | None
+    report: ClusterReport | None, pds: Iterable[ClusterReport | None]
 ) -> ClusterReport | None:
     """A prefill cluster's report without the health of instances that have other weights or
     another KV layout than all those that decode their model.
     """
-    if report is None or pd is None:
-        return report
+    if report is None:
+        return None
     usable: dict[str, set[str]] = {}
-    for item in pd.instances:
+    for item in (item for pd in pds if pd is not None for item in pd.instances):
         if item.role != "prefill" and item.layout_fingerprint:
             usable.setdefault(item.model, set()).add(item.layout_fingerprint)
 

@@ -7,6 +7,7 @@ or how a load was measured.
 
 from __future__ import annotations
 
+import math
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,12 +16,13 @@ from typing import Final, NoReturn, Protocol, TypeVar
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from deploy.gateway.config import is_named
+from deploy.gateway.api_keys import is_named
 from deploy.gateway.errors import ApiError
 from deploy.gateway.scheduling.config import AdmissionSection
 from scheduler.live.admission import AdmissionReason, Verdict
 from scheduler.live.core import Event
 from scheduler.live.events import AdmissionOver, AdmitAsked, TenantAsked, TenantsLimited
+from scheduler.live.tenants import TenantLimit, TenantRefusal, divided
 from scheduler.routing.prediction import Prediction
 
 R = TypeVar("R")
@@ -87,6 +89,14 @@ class Decides(Protocol):
     def __call__(self, event: Event[R], /) -> R: ...
 
 
+class Budgets(Protocol):
+    """Tenants' limits over several gateways; `deploy.gateway.sharing.budgets.SharedBudgets`."""
+
+    async def take(self, tenant: str, num_tokens: int) -> TenantRefusal | None: ...
+
+    def give_back(self, tenant: str, num_tokens: int, used_tokens: int | None) -> None: ...
+
+
 class Admission:
     """Admission for one gateway. Single-threaded. `decide` belongs to the live scheduler."""
 
@@ -103,6 +113,9 @@ class Admission:
         self._policy = config.policy
         self._default, self._tenants = config.default_tenant, config.tenants
         self._decide = decide
+        self._config = config
+        self._num_shares = 1
+        self._budgets: Budgets | None = None
         self._num_asked = 0
         self._in_flight: dict[str, TenantNow] = {}
         self._with_keys: frozenset[str] | None = None
@@ -116,31 +129,63 @@ class Admission:
         self._with_keys = frozenset(tenants)
         self._metrics.keep_series({*self._with_keys, *self._in_flight})
 
+    def share(self, budgets: Budgets) -> None:
+        """From now on tenants' limits hold over all gateways that `budgets` asks."""
+        self._budgets = budgets
+
+    def divide(self, num: int) -> None:
+        """Hold one of `num` parts of every limit from now on, because nobody can be asked."""
+        self._num_shares = num
+        self._tell_limits()
+
+    def limit(self, tenant: str) -> TenantLimit:
+        """The limits of the tenant over all gateways."""
+        return self._tenants.get(tenant, self._default)
+
     def is_limited(self, tenant: str) -> bool:
         """Whether the tenant has any limit."""
-        limit = self._tenants.get(tenant, self._default)
+        limit = self.limit(tenant)
         return (limit.max_requests, limit.max_tokens, limit.tokens_per_s) != (None, None, None)
 
     def use(self, config: AdmissionSection) -> None:
         """Hold the tenant limits of `config` from now on. What is in flight stays and counts."""
+        self._config = config
         self._default, self._tenants = config.default_tenant, config.tenants
-        # A tenant keeps the name that the scheduler knows it by, or it would be two there.
-        limits = {self._hide(name): limit for name, limit in config.tenants.items()}
-        self._decide(TenantsLimited(config.default_tenant, limits))
+        self._tell_limits()
         self._metrics.show(config)
 
-    def check_tenant(self, tenant: str, model: str, work_tokens: int) -> AdmittedRequest:
+    def check_tenant(
+        self, tenant: str, model: str, work_tokens: int, *, home: str = ""
+    ) -> AdmittedRequest:
         """Raises `ApiError` 429 if a request of at least so much work is refused whatever its
         route. To be asked before an engine renders its prompt. Its work counts until the result is
-        given to `admit` or called.
+        given to `admit` or called. `home` is the PD cluster that the request belongs to.
         """
         self._num_asked += 1
         number = self._num_asked
-        verdict = self._decide(TenantAsked(number, self._hide(tenant), model, work_tokens)).verdict
+        asked = TenantAsked(number, self._hide(tenant), model, work_tokens, home)
+        verdict = self._decide(asked).verdict
         if not verdict.admitted:
             self._refuse(tenant, verdict, None)
         # It is no work yet, whoever gives it up.
         return AdmittedRequest(number, lambda _: self._decide(AdmissionOver(number, 0)))
+
+    async def reserve(self, tenant: str, work_tokens: int) -> AdmittedRequest | None:
+        """Count a request's work for its tenant in all gateways, before `admit`. Raises `ApiError`
+        429 if the limits refuse it together. None: there is nothing to count.
+        """
+        budgets = self._budgets
+        if budgets is None or not self.is_limited(tenant):
+            return None
+        refusal = await budgets.take(tenant, work_tokens)
+        if refusal is not None:
+            self._refuse(tenant, self._verdict(refusal), None)
+        return AdmittedRequest(0, partial(budgets.give_back, tenant, work_tokens))
+
+    def _verdict(self, refusal: TenantRefusal) -> Verdict:
+        wait_s = max(refusal.retry_after_s or 0.0, self._config.min_retry_s)
+        retry_s = math.ceil(min(wait_s, self._config.max_retry_s))
+        return Verdict(False, AdmissionReason(refusal.reason.value), retry_s, refusal.numbers)
 
     def admit(
         self,
@@ -151,27 +196,34 @@ class Admission:
         *,
         work_tokens: int = 0,
         checked: AdmittedRequest | None = None,
+        pd: str = "",
+        reserved: AdmittedRequest | None = None,
     ) -> AdmittedRequest:
-        """Let a request in that would take a route with this prediction.
+        """Let a request in that would take a route with this prediction and decode in `pd`.
 
         `num_tokens` is the length of its prompt, and `work_tokens` what its tenant's limits count
-        (0: its prompt alone). `checked` is the answer of `check_tenant`, if that was asked. The
-        caller calls the result when the request is over; more calls do nothing. Raises `ApiError`
-        429, whose code is the reason; nothing is held then.
+        (0: its prompt alone). `checked` is the answer of `check_tenant`, if that was asked, and
+        `reserved` that of `reserve`, which ends with the request. The caller calls the result when
+        the request is over; more calls do nothing. Raises `ApiError` 429, whose code is the reason;
+        nothing is held then.
         """
         self._num_asked += 1
         number, work_tokens = self._num_asked, work_tokens or num_tokens
         if checked is not None:
             number = checked.number
-        asked = AdmitAsked(number, self._hide(tenant), model, num_tokens, predicted, work_tokens)
-        judged = self._decide(asked)
+        name = self._hide(tenant)
+        judged = self._decide(
+            AdmitAsked(number, name, model, num_tokens, predicted, work_tokens, pd)
+        )
         verdict = judged.verdict
         if not verdict.admitted:
+            if reserved is not None:
+                reserved(0)
             self._refuse(tenant, verdict, judged.decode_load)
         self._metrics.judged(verdict, judged.decode_load)
         self._num_admitted += 1
         self._count(tenant, +1, work_tokens)
-        return AdmittedRequest(number, partial(self._ended, number, tenant, work_tokens))
+        return AdmittedRequest(number, partial(self._ended, number, tenant, work_tokens, reserved))
 
     def overview(self) -> AdmissionOverview:
         """GET /prfaas/region: the policy, what it did, and who has something in flight."""
@@ -187,8 +239,25 @@ class Admission:
         self._refused[verdict.reason.value] += 1
         raise _error(tenant, verdict)
 
-    def _ended(self, number: int, tenant: str, work_tokens: int, used_tokens: int | None) -> None:
+    def _tell_limits(self) -> None:
+        def share(limit: TenantLimit) -> TenantLimit:
+            return limit if self._num_shares == 1 else divided(limit, self._num_shares)
+
+        # A tenant keeps the name that the scheduler knows it by, or it would be two there.
+        limits = {self._hide(name): share(limit) for name, limit in self._tenants.items()}
+        self._decide(TenantsLimited(share(self._default), limits))
+
+    def _ended(
+        self,
+        number: int,
+        tenant: str,
+        work_tokens: int,
+        reserved: AdmittedRequest | None,
+        used_tokens: int | None,
+    ) -> None:
         self._decide(AdmissionOver(number, used_tokens))
+        if reserved is not None:
+            reserved(used_tokens)
         self._count(tenant, -1, -work_tokens)
 
     def _count(self, tenant: str, requests: int, tokens: int) -> None:

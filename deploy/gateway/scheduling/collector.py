@@ -30,6 +30,7 @@ class SchedulingCollector(Collector):
     ) -> None:
         self._scheduler = scheduler
         self._links = links or (lambda: ())
+        self._num_labels = 2 if len(scheduler.live.settings.pd_clusters) > 1 else 1
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """All series with their present values."""
@@ -39,17 +40,20 @@ class SchedulingCollector(Collector):
 
     def _thresholds(self) -> Iterator[GaugeMetricFamily]:
         found = self._scheduler.thresholds_now()
+        # The series of a region with one PD cluster need not name it.
+        labels = ("cluster", "pd")[: self._num_labels]
+        ends = [(item.cluster, item.pd)[: self._num_labels] for item in found]
         yield _family(
             "threshold_tokens",
             "Prompts with more uncached tokens are meant for the cluster.",
-            ("cluster",),
-            [((item.cluster,), item.tokens) for item in found],
+            labels,
+            zip(ends, (item.tokens for item in found), strict=True),
         )
         yield _family(
             "threshold_base_tokens",
             "The same by the plan, without what the link asks for.",
-            ("cluster",),
-            [((item.cluster,), item.base_tokens) for item in found],
+            labels,
+            zip(ends, (item.base_tokens for item in found), strict=True),
         )
 
     def _learned(self) -> Iterator[GaugeMetricFamily]:

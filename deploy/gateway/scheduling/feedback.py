@@ -74,11 +74,11 @@ class Feedback:
         """An engine rendered a prompt, or its answer said how long the prompt was."""
         self.scheduler.tell(PromptCounted(model, content, num_tokens))
 
-    def arrived(self, model: str, shape: RequestShape) -> None:
-        """A request was let in."""
+    def arrived(self, model: str, shape: RequestShape, *, home: str = "") -> None:
+        """A request was let in, whose home is this PD cluster."""
         num_tokens = shape.num_prompt_tokens
         cached_tokens = min(shape.local_cached_tokens, num_tokens)
-        self.scheduler.tell(RequestArrived(model, num_tokens, cached_tokens))
+        self.scheduler.tell(RequestArrived(model, num_tokens, cached_tokens, home))
 
     def leg_begun(
         self,
@@ -89,8 +89,11 @@ class Feedback:
         predicted: Prediction,
         *,
         priority: int = 0,
+        pd: str = "",
     ) -> None:
-        """A prefill is on its way to `place`. It also teaches how large a landing is."""
+        """A prefill is on its way to `place`, to be decoded in `pd`. It also teaches how large a
+        landing is.
+        """
         landing = slot.landing
         cached_tokens = shape.prefill_cached_tokens.get(place, shape.local_cached_tokens)
         event = LegBegun(
@@ -104,6 +107,7 @@ class Feedback:
             lands_s=predicted.landed_s,
             priority=priority,
             instance=slot.instance,
+            pd=pd,
         )
         self.scheduler.tell(event)
 
@@ -126,8 +130,10 @@ class Feedback:
         """The leg landed or failed, or its result is not wanted any more."""
         self.scheduler.tell(LegOver(landing.transfer_id))
 
-    def prefilled(self, model: str, place: str, num_tokens: int, result: PrefillResult) -> None:
-        """A prefill leg ended with all of its KVCache landed."""
+    def prefilled(
+        self, model: str, place: str, num_tokens: int, result: PrefillResult, *, pd: str = ""
+    ) -> None:
+        """A prefill leg ended with all of its KVCache landed in `pd`."""
         # A prefill this short ended in one pass with another, so its own time is unknown.
         is_shared = result.service_s <= LEAST_SERVICE_S < result.prefill_s
         event = Prefilled(
@@ -138,6 +144,7 @@ class Feedback:
             cached_tokens=min(result.cached_tokens, num_tokens),
             tail_s=result.transfer_tail_s,
             seconds=None if is_shared else result.service_s or result.prefill_s,
+            pd=pd,
         )
         self.scheduler.tell(event)
 
@@ -158,14 +165,16 @@ class Feedback:
         """
         return self.scheduler.tell(DirectAnswered(instance, begun_s))
 
-    def direct_took(self, model: str, shape: RequestShape, seconds: float | None) -> None:
-        """The time from `direct_answered` for a prompt that was looked up, at an engine that was
-        not full.
+    def direct_took(
+        self, model: str, shape: RequestShape, seconds: float | None, *, pd: str = ""
+    ) -> None:
+        """The time from `direct_answered` for a prompt that was looked up, at an engine of `pd`
+        that was not full.
 
         At a full engine the time would contain the wait for a slot.
         """
         if seconds is not None:
-            self.scheduler.tell(DirectTook(model, shape, seconds))
+            self.scheduler.tell(DirectTook(model, shape, seconds, pd))
 
     def first_token(
         self,
@@ -175,12 +184,14 @@ class Feedback:
         ttft_s: float,
         *,
         was_full: bool = False,
+        pd: str = "",
     ) -> None:
         """The first byte of a stream came, by the route that was predicted.
 
-        `was_full` says whether the decode instance was full when it got the request.
+        `was_full` says whether the decode instance, which is in `pd`, was full when it got the
+        request.
         """
-        self.scheduler.ask(FirstToken(model, place, predicted, ttft_s, was_full))
+        self.scheduler.ask(FirstToken(model, place, predicted, ttft_s, was_full, pd))
 
     def ended(self, model: str, record: RequestRecord) -> None:
         """An answer ended well."""

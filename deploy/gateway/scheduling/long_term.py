@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -41,6 +41,7 @@ from scheduler.live.long_term.events import (
     LOOK_S,
     ConversionAnswered,
     ConversionEnded,
+    PdBusy,
     PeriodLook,
     PeriodOver,
     PlansAsked,
@@ -48,6 +49,7 @@ from scheduler.live.long_term.events import (
     ThresholdChange,
 )
 from scheduler.live.long_term.loop import StepReason
+from scheduler.live.long_term.model_plan import ModelPlan
 from scheduler.live.long_term.running_region import PeriodMeter, division
 from transport.tasks import start_task
 
@@ -60,16 +62,21 @@ ERROR: Final = "error"
 class PlanMetrics:
     """Metrics `prfaas_gateway_plan_*`."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, *, names_pds: bool = False) -> None:
+        """With `names_pds` thresholds and gains have the PD cluster as another label."""
         prefix = "prfaas_gateway_plan_"
+        self._names_pds = names_pds
         self.steps = Counter(
             prefix + "steps_total",
             "Steps of the long-term loop.",
             ["model", "reason"],
             registry=registry,
         )
-        self.threshold = Gauge(
-            prefix + "threshold_tokens", "t of the plan.", ["cluster"], registry=registry
+        self._threshold = Gauge(
+            prefix + "threshold_tokens",
+            "t of the plan.",
+            ["cluster", "pd"] if names_pds else ["cluster"],
+            registry=registry,
         )
         self.instances = Gauge(
             prefix + "instances",
@@ -77,12 +84,22 @@ class PlanMetrics:
             ["model", "cluster", "role"],
             registry=registry,
         )
-        self.gain = Gauge(
+        self._gain = Gauge(
             prefix + "gain_ratio",
             "Throughput of the best plan over that of the present division, less 1.",
-            ["model"],
+            ["model", "pd"] if names_pds else ["model"],
             registry=registry,
         )
+
+    def show_gain(self, model: str, pd: str, gain: float) -> None:
+        """What a model's best plan for a PD cluster gains."""
+        labels = (model, pd) if self._names_pds else (model,)
+        self._gain.labels(*labels).set(gain)
+
+    def show_threshold(self, cluster: str, pd: str, tokens: float) -> None:
+        """The plan's t of the link from a prefill cluster to a PD cluster."""
+        labels = (cluster, pd) if self._names_pds else (cluster,)
+        self._threshold.labels(*labels).set(tokens)
 
 
 class LongTermService:
@@ -92,23 +109,24 @@ class LongTermService:
         self,
         section: LongTermSection,
         scheduler: RegionScheduler,
-        roles: RoleKeeper,
+        roles: Mapping[str, RoleKeeper],
         metrics: PlanMetrics,
         *,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`roles` converts instances."""
+        """`roles` converts the instances of each PD cluster."""
         self._section = section
         self._scheduler = scheduler
         self._roles = roles
         self._metrics = metrics
         self._wall_clock = wall_clock
         self._decisions: deque[PlanDecision] = deque(maxlen=NUM_DECISIONS)
-        self._logged: dict[str, str] = {}
+        self._logged: dict[tuple[str, str], str] = {}
         self._look_failure = ""
         self._next_s: float | None = None
         self._task: asyncio.Task[None] | None = None
-        roles.on_ended(self._conversion_ended)
+        for keeper in roles.values():
+            keeper.on_ended(self._conversion_ended)
         self._show_thresholds()
 
     def start(self) -> None:
@@ -125,9 +143,21 @@ class LongTermService:
             await asyncio.gather(task, return_exceptions=True)
 
     async def step(self) -> list[PlanDecision]:
-        """End a period: decide for each model, and act if the configuration says so."""
+        """End a period: decide for each model, and act if the configuration says so. Nothing is
+        decided while another gateway leads.
+        """
         scheduler, roles = self._scheduler, self._roles
-        scheduler.ask(PeriodOver(roles.current, bool(roles.converting)))
+        first, *_ = roles.values()
+        others = {
+            name: PdBusy(keeper.current, bool(keeper.converting))
+            for name, keeper in roles.items()
+            if keeper is not first
+        }
+        # Also while it does not lead, so that means do not reach back over many periods later.
+        scheduler.ask(PeriodOver(first.current, bool(first.converting), others))
+        self._show_thresholds()
+        if not first.leads():
+            return []
         plans = scheduler.live.plans
         asked = [(plan, plan.question) for plan in plans.values() if plan.question is not None]
         # A solution may take seconds, during which requests are served. `PlansAsked` finds the
@@ -135,46 +165,58 @@ class LongTermService:
         answers = await asyncio.to_thread(lambda: [question.answer() for _, question in asked])
         for (plan, _), answer in zip(asked, answers, strict=True):
             plan.answer = answer
+        # Another one may have taken over meanwhile, whose plan holds then.
+        if not first.leads():
+            return []
         return [self._carry_out(step) for step in scheduler.tell(PlansAsked())]
 
     def overview(self) -> PlanOverview:
         """The answer to GET /prfaas/plan."""
         now_s, wall_s = self._scheduler.clock(), self._wall_clock()
-        current = self._roles.current
+        conversions = (keeper.current for keeper in self._roles.values())
         return PlanOverview(
             mode=self._section.mode,
             period_s=self._section.period_s,
             next_step_s=None if self._next_s is None else max(0.0, self._next_s - now_s),
-            thresholds=dict(self._scheduler.base_tokens()),
-            conversion="" if current is None else _told(current),
-            models=[self._model_now(model, now_s) for model in self._scheduler.live.plans],
+            thresholds=self._thresholds(),
+            conversion="; ".join(_told(item) for item in conversions if item is not None),
+            models=[self._model_now(plan, now_s) for plan in self._scheduler.live.plans.values()],
             decisions=[
                 msgspec.structs.replace(item, age_s=max(0.0, wall_s - item.at_s))
                 for item in reversed(self._decisions)
             ],
         )
 
-    def _model_now(self, model: str, now_s: float) -> ModelPlanNow:
-        plan, knowledge = self._scheduler.live.plans[model], self._scheduler.knowledge(model)
-        measured, pd = knowledge.traffic.measured(now_s), self._scheduler.reports()[0]
+    def _model_now(self, plan: ModelPlan, now_s: float) -> ModelPlanNow:
+        live, model = self._scheduler.live, plan.model
+        measured = live.traffic(model, plan.pd).measured(now_s)
         # The region now, not its mean over the period: operators compare it with what they see.
         present = PeriodMeter()
+        (pd,) = (item for item in self._scheduler.reports() if item.name == plan.pd)
         present.see([pd], {})
-        num_prefill, num_decode = division(pd, model, present.take(), self._roles.current)
-        region = plan.region
+        current = self._roles[plan.pd].current
+        num_prefill, num_decode = division(pd, model, present.take(), current)
+        region, places = plan.region, live.pd_places(plan.pd)
+        known = live.knowledge(model)
         return ModelPlanNow(
             model=model,
+            pd=plan.pd,
             num_prefill={pd.name: num_prefill},
             num_decode={pd.name: num_decode},
             traffic=None if measured is None else traffic_now(measured),
-            region=None if region is None else region_now(region, knowledge, plan.notes),
+            region=None if region is None else region_now(region, known, places, plan.notes),
             unknown=plan.unknown,
         )
 
     async def _run(self) -> None:
+        known = self._scheduler.live.members.num_changes
         while True:
             await asyncio.sleep(min(LOOK_S, self._section.period_s))
-            if self._next_s is None or self._scheduler.clock() >= self._next_s:
+            members = self._scheduler.live.members
+            # A plan for instances that are gone, or without new ones, is solved anew at once.
+            has_changed, known = members.num_changes != known, members.num_changes
+            is_over = self._next_s is None or self._scheduler.clock() >= self._next_s
+            if is_over or has_changed:
                 self._next_s = self._scheduler.clock() + self._section.period_s
                 await self._try_step()
             else:
@@ -227,7 +269,7 @@ class LongTermService:
         return [text for wish in step.conversions for text in self._convert(wish, step)]
 
     def _convert(self, wish: ConversionWish, step: PlanStep) -> list[str]:
-        start = self._roles.ask(wish)
+        start = self._roles[wish.cluster].ask(wish)
         drained = [effect.instance for effect in start.effects if isinstance(effect, Drain)]
         instance = drained[0] if drained else ""
         changes = self._scheduler.tell(ConversionAnswered(wish, instance))
@@ -246,15 +288,26 @@ class LongTermService:
         self._show_thresholds()
 
     def _show_thresholds(self) -> None:
-        for cluster, tokens in self._scheduler.base_tokens().items():
-            self._metrics.threshold.labels(cluster).set(tokens)
+        for cluster, pd in self._scheduler.pairs:
+            tokens = self._scheduler.base_tokens(pd)[cluster]
+            self._metrics.show_threshold(cluster, pd, tokens)
+
+    def _thresholds(self) -> dict[str, float]:
+        """The thresholds by prefill cluster, or by link where there are several PD clusters."""
+        is_only_pd, found = len(self._roles) == 1, {}
+        for cluster, pd in self._scheduler.pairs:
+            name = cluster if is_only_pd else f"{cluster} to {pd}"
+            found[name] = self._scheduler.base_tokens(pd)[cluster]
+        return found
 
     def _log_omissions(self, step: PlanStep) -> None:
         """Log what a plan lacks when that changes, not every few minutes."""
         told = "; ".join([f"no plan: {step.unknown}"] if step.unknown else step.notes)
-        if told != self._logged.get(step.model, ""):
-            logger.info("long-term loop, %s: %s", step.model, told or "nothing is left out")
-            self._logged[step.model] = told
+        which = step.model, step.pd
+        if told != self._logged.get(which, ""):
+            words = told or "nothing is left out"
+            logger.info("long-term loop, %s in %s: %s", step.model, step.pd, words)
+            self._logged[which] = told
 
     def _why_not(self, step: PlanStep) -> str:
         numbers = step.numbers
@@ -281,7 +334,7 @@ class LongTermService:
         self._decisions.append(found)
         self._metrics.steps.labels(found.model, found.reason).inc()
         if (gain := found.numbers.get("gain")) is not None:
-            self._metrics.gain.labels(found.model).set(gain)
+            self._metrics.show_gain(found.model, found.pd, gain)
         if found.goal is not None:
             for role, wanted in (
                 ("prefill", found.goal.num_prefill),
@@ -293,7 +346,8 @@ class LongTermService:
 
 def _in_words(changes: Iterable[ThresholdChange]) -> list[str]:
     return [
-        f"t of {change.cluster} from {change.before_tokens:.0f} to {change.tokens:.0f} tokens"
+        f"t of {change.cluster} from {change.before_tokens:.0f} to {change.tokens:.0f} tokens "
+        f"where {change.pd} decodes"
         for change in changes
     ]
 

@@ -72,7 +72,7 @@ class RegionModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of one model's plan.
+    """One step of one model's plan for the PD cluster `pd`.
 
     `at_s` is Unix time. `numbers` are what the reason rests on (requests/s for `*_rps`). `done`
     says in words what was done, or why nothing was. `notes` say what the plan leaves out.
@@ -89,13 +89,14 @@ class PlanDecision(msgspec.Struct, frozen=True, kw_only=True):
     conversions: list[str] = []
     goal: PlanGoal | None = None
     notes: list[str] = []
+    pd: str = ""
 
 
 class ModelPlanNow(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan of one served model.
+    """The plan of one served model for the PD cluster `pd`.
 
-    `num_prefill` and `num_decode` count its usable instances in the PD cluster, as they will be
-    after the conversion that runs. `unknown` says why there is no plan.
+    `num_prefill` and `num_decode` count its usable instances there, as they will be after the
+    conversion that runs. `unknown` says why there is no plan.
     """
 
     model: str
@@ -104,6 +105,7 @@ class ModelPlanNow(msgspec.Struct, frozen=True, kw_only=True):
     traffic: TrafficNow | None = None
     region: RegionModel | None = None
     unknown: str = ""
+    pd: str = ""
 
 
 class PlanOverview(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,10 +139,14 @@ def traffic_now(measured: MeasuredTraffic) -> TrafficNow:
     )
 
 
-def region_now(region: Region, knowledge: ModelKnowledge, notes: tuple[str, ...]) -> RegionModel:
-    """The region in numbers that people want to see. Learnt curves have one piece."""
+def region_now(
+    region: Region, knowledge: ModelKnowledge, places: tuple[str, str], notes: tuple[str, ...]
+) -> RegionModel:
+    """The region in numbers that people want to see. Learnt curves have one piece. `places` are
+    those of its PD cluster.
+    """
     return RegionModel(
-        clusters=[_cluster_model(cluster, knowledge) for cluster in region.clusters],
+        clusters=[_cluster_model(cluster, knowledge, places) for cluster in region.clusters],
         links=[
             LinkModel(
                 source=link.source,
@@ -175,16 +181,19 @@ def decision_now(step: PlanStep, done: list[str], at_s: float) -> PlanDecision:
         conversions=[f"{w.cluster}: {w.from_role} to {w.to_role}" for w in step.conversions],
         goal=step.goal,
         notes=list(step.notes),
+        pd=step.pd,
     )
 
 
-def _cluster_model(cluster: Cluster, knowledge: ModelKnowledge) -> ClusterModel:
+def _cluster_model(
+    cluster: Cluster, knowledge: ModelKnowledge, places: tuple[str, str]
+) -> ClusterModel:
     is_pd = isinstance(cluster, PdClusterModel)
-    learned = pd_profile(knowledge) if is_pd else knowledge.profile(cluster.name)
+    learned = pd_profile(knowledge, places) if is_pd else knowledge.profile(cluster.name)
     constant, linear, square = (float(value) for value in cluster.prefill.coefficients[0])
     return ClusterModel(
         name=cluster.name,
-        num_instances=cluster.num_instances,
+        num_instances=int(cluster.num_instances),
         prefill=(constant, linear, square),
         prefill_s=[(tokens, float(cluster.prefill(tokens))) for tokens in _SHOWN_TOKENS],
         num_seen=learned.num_seen,

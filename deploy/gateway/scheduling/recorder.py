@@ -227,10 +227,13 @@ def _num_bytes(item: bytes | Header) -> int:
 
 
 def without_texts(report: ClusterReport | None) -> ClusterReport | None:
-    """A report without parts that no decision rests on: error texts, and how prompts are cached."""
+    """A report without parts that no decision rests on: error texts, layouts in words, and how
+    prompts are cached.
+    """
     if report is None:
         return None
     instances = tuple(
-        msgspec.structs.replace(item, reason="", cache=None) for item in report.instances
+        msgspec.structs.replace(item, reason="", cache=None, layout="", weights="")
+        for item in report.instances
     )
     return msgspec.structs.replace(report, reason="", instances=instances)

@@ -1,4 +1,4 @@
-"""`GET` and `POST /v1/pd_role`: the roles of the PD cluster's instances, and orders to change them.
+"""`GET` and `POST /v1/pd_role`: the roles of PD clusters' instances, and orders to change them.
 
 Terms and protocol follow vLLM's draft (vllm-project/vllm issue 56133): role, epoch, phase,
 `expected_epoch`; the answer is 202 at once, and the operation outlives its caller. Two things
@@ -39,6 +39,8 @@ _BODY: Final = (
     " added"
 )
 _TRUE: Final = ("1", "true")
+_UNKNOWN_INSTANCE: Final = "unknown_instance"
+_UNREACHABLE: Final = "cluster_unavailable"
 
 
 class RoleOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,6 +68,7 @@ class InstanceRole(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     model: str = ""
     reason: str = ""
+    cluster: str = ""
 
 
 class RoleChangeNow(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +97,8 @@ class RolesOverview(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to GET.
 
     `busy_with` says why no conversion can begin now. If there is no `conversion` then, an instance
-    is getting its old role back, and `last` is an earlier conversion.
+    is getting its old role back, and `last` is an earlier conversion. `clusters` are all PD
+    clusters; `?cluster=NAME` asks for another one.
     """
 
     cluster: str
@@ -102,10 +106,44 @@ class RolesOverview(msgspec.Struct, frozen=True, kw_only=True):
     conversion: RoleChangeNow | None = None
     busy_with: str = ""
     last: RoleChangeEnded | None = None
+    clusters: list[str] = []
+
+
+class RegionRolePages:
+    """The answers to operators for all PD clusters, which have a conversion each at a time."""
+
+    def __init__(self, clusters: Mapping[str, RolePages]) -> None:
+        self._clusters = clusters
+
+    async def overview(self, query: Mapping[str, str]) -> RolesOverview:
+        """Answer GET /v1/pd_role, for the first cluster where none is named. Raises `ApiError`."""
+        names = list(self._clusters)
+        pages = self._clusters.get(wanted := query.get("cluster", names[0]))
+        if pages is None:
+            message = f"No PD cluster is called `{wanted[:200]}`. There are: {', '.join(names)}."
+            raise ApiError(404, "unknown_cluster", message, param="cluster")
+        return msgspec.structs.replace(await pages.overview(), clusters=names)
+
+    async def change(self, body: bytes, query: Mapping[str, str]) -> tuple[int, InstanceRole]:
+        """Answer POST /v1/pd_role in the cluster that has the instance. Raises `ApiError`."""
+        errors = []
+        for pages in self._clusters.values():
+            try:
+                return await pages.change(body, query)
+            except ApiError as error:
+                if error.code not in (_UNKNOWN_INSTANCE, _UNREACHABLE):
+                    raise
+                errors.append(error)
+        # The instance may be in a cluster whose front does not answer.
+        worst = max(errors, key=lambda error: error.status)
+        if worst.code == _UNREACHABLE:
+            raise worst
+        message = " ".join(error.message for error in errors)
+        raise ApiError(404, _UNKNOWN_INSTANCE, message, param="instance")
 
 
 class RolePages:
-    """The answers to operators about the roles that `keeper` and the cluster manage."""
+    """The answers about the roles that `keeper` and one PD cluster manage."""
 
     def __init__(self, keeper: RoleKeeper, pd: PdCluster, timeout_s: float) -> None:
         self._keeper = keeper
@@ -121,7 +159,7 @@ class RolePages:
         report = await self._report()
         return RolesOverview(
             cluster=report.name,
-            instances=[_role(item, now) for item in report.instances],
+            instances=[_role(item, now, report.name) for item in report.instances],
             conversion=None if now is None else _change(now, for_s),
             busy_with=busy_with or drained_by_others(report),
             last=None if last is None else _ended(*last),
@@ -143,7 +181,7 @@ class RolePages:
             return 200, await self._kept(instance, order)
         self._begin(report, instance, order)
         if not (order.wait or query.get("wait") in _TRUE):
-            return 202, _role(instance, self._keeper.current)
+            return 202, _role(instance, self._keeper.current, report.name)
         ended = await self._keeper.ended()
         if ended.outcome is not ConversionOutcome.CONVERTED:
             message = f"{order.instance} is {instance.role} still, and serves: {ended.detail}."
@@ -157,6 +195,9 @@ class RolePages:
         start = self._keeper.ask(wish, report, only=order.instance)
         if start.effects:
             return
+        if not self._keeper.leads():
+            message = f"{start.reason}. Give it the order."
+            raise ApiError(409, "not_leader", message)
         if self._keeper.busy_with:
             message = f"{start.reason}; one conversion at a time. Try again later."
             raise ApiError(409, "conversion_runs", message)
@@ -183,15 +224,20 @@ class RolePages:
             message = f"{self._keeper.busy_with}, to become {now.wish.to_role}; wait for its end."
             raise ApiError(409, "conversion_runs", message)
         if instance.draining:
+            if not self._keeper.leads():
+                message = f"{self._keeper.leadership.why_not}. Give it the order."
+                raise ApiError(409, "not_leader", message)
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    await self._pd.resume(instance.name)
+                    token = self._keeper.leadership.token
+                    await self._pd.resume(instance.name, leader=token)
             except (PdError, UnknownInstance, RpcError, TimeoutError) as error:
                 raise _unreachable(str(error) or "no answer in time") from error
         return await self._role_of(instance.name)
 
     async def _role_of(self, name: str) -> InstanceRole:
-        return _role(_named(await self._report(), name), self._keeper.current)
+        report = await self._report()
+        return _role(_named(report, name), self._keeper.current, report.name)
 
     async def _report(self) -> ClusterReport:
         """A report made now. The watcher's may be older than the last change."""
@@ -218,7 +264,7 @@ def _named(report: ClusterReport, name: str) -> InstanceReport:
             return instance
     names = ", ".join(item.name for item in report.instances)
     message = f"{report.name} has no instance `{name[:200]}`. There: {names}."
-    raise ApiError(404, "unknown_instance", message, param="instance")
+    raise ApiError(404, _UNKNOWN_INSTANCE, message, param="instance")
 
 
 def _check_epoch(instance: InstanceReport, order: RoleOrder, *, repeated: bool = False) -> None:
@@ -238,11 +284,11 @@ def _check_epoch(instance: InstanceReport, order: RoleOrder, *, repeated: bool =
 
 
 def _unreachable(reason: str) -> ApiError:
-    message = f"The PD cluster's front does not answer: {reason}"
-    return ApiError(503, "cluster_unavailable", message, retry_after_s=1)
+    message = f"A PD cluster's front does not answer: {reason}"
+    return ApiError(503, _UNREACHABLE, message, retry_after_s=1)
 
 
-def _role(instance: InstanceReport, now: Conversion | None) -> InstanceRole:
+def _role(instance: InstanceReport, now: Conversion | None, cluster: str) -> InstanceRole:
     phase = "ready" if instance.role_ready else "draining"
     is_changing = now is not None and now.instance == instance.name
     if now is not None and is_changing and now.phase is not ConversionPhase.DWELLING:
@@ -257,6 +303,7 @@ def _role(instance: InstanceReport, now: Conversion | None) -> InstanceRole:
         requests=instance.running,
         model=instance.model,
         reason=instance.reason,
+        cluster=cluster,
     )
 
 

@@ -1,4 +1,4 @@
-"""Converts instances of the region's PD cluster, as `scheduler.live.long_term.conversion` orders.
+"""Converts instances of a PD cluster, as `scheduler.live.long_term.conversion` orders.
 
 There is one conversion at a time. The long-term loop or an operator (role_pages.py) asks for it:
 
@@ -28,6 +28,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from deploy.gateway.scheduling.leadership import Leadership
 from local_pd.cluster import PdCluster
 from local_pd.errors import PdError, RoleRefused
 from prfaas.engines.errors import UnknownInstance
@@ -66,6 +67,24 @@ _REFUSALS: Final = (RoleRefused, UnknownInstance)
 _FAILURES: Final = (PdError, UnknownInstance, RpcError, OSError, TimeoutError)
 
 
+class RoleMetrics:
+    """Metrics of the roles in all PD clusters."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.changes = Counter(
+            "prfaas_gateway_role_changes_total",
+            "Conversions of instances that ended.",
+            ["cluster", "to", "outcome"],
+            registry=registry,
+        )
+        self.instances = Gauge(
+            "prfaas_gateway_instances",
+            "Instances of a PD cluster by the role they have.",
+            ["cluster", "role"],
+            registry=registry,
+        )
+
+
 class RoleKeeper:
     """Carries out a PD cluster's conversions, one after the other. Use it on one event loop."""
 
@@ -74,14 +93,18 @@ class RoleKeeper:
         pd: PdCluster,
         report: Callable[[], ClusterReport | None],
         config: ConversionConfig,
-        registry: CollectorRegistry,
+        metrics: RoleMetrics,
         *,
+        leadership: Leadership | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`report` gives the cluster's latest report, None while there is none or it is too old."""
+        """`report` gives the cluster's latest report, None while there is none or it is too old.
+        `leadership` says whether this gateway may convert; without one it always may.
+        """
         self._pd = pd
         self._report = report
         self._clock = clock
+        self.leadership = leadership or Leadership()
         self._converter = Converter(config)
         self._call_s = min(CALL_S, config.relabel_limit_s, config.dwell_s or CALL_S)
         self._effects: deque[Effect] = deque()
@@ -91,18 +114,7 @@ class RoleKeeper:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._last: tuple[Ended, float] | None = None
-        self._changes = Counter(
-            "prfaas_gateway_role_changes_total",
-            "Conversions of instances that ended.",
-            ["cluster", "to", "outcome"],
-            registry=registry,
-        )
-        self._instances = Gauge(
-            "prfaas_gateway_instances",
-            "Instances of the PD cluster by the role they have.",
-            ["cluster", "role"],
-            registry=registry,
-        )
+        self._metrics = metrics
 
     @property
     def current(self) -> Conversion | None:
@@ -119,6 +131,10 @@ class RoleKeeper:
     def converting(self) -> frozenset[str]:
         """The cluster while it may not convert: a conversion runs, dwells or is undone."""
         return frozenset({self._pd.name} if self.busy_with else ())
+
+    def leads(self) -> bool:
+        """Whether this gateway may convert instances now."""
+        return self.leadership.leads(self._clock())
 
     @property
     def busy_with(self) -> str:
@@ -148,6 +164,8 @@ class RoleKeeper:
         self._effects.extend(self._converter.tick(self._clock()))
         if self.busy_with:
             return Start((), self.busy_with)
+        if not self.leads():
+            return Start((), self.leadership.why_not)
         report = report or self._report()
         if report is None or wish.cluster != report.name:
             return Start((), f"no report of a PD cluster {wish.cluster}")
@@ -245,16 +263,18 @@ class RoleKeeper:
         match effect:
             case Drain(instance):
                 self._draining = asyncio.get_running_loop().create_task(
-                    self._pd.drain(instance), name=f"drain {instance}"
+                    self._pd.drain(instance, leader=self.leadership.token),
+                    name=f"drain {instance}",
                 )
                 self._draining.add_done_callback(lambda _: self._wake.set())
             case SetRole():
                 return await self._set_role(effect)
             case Resume(instance):
                 await self._stop_draining()
-                with contextlib.suppress(UnknownInstance):
+                # Refused where another gateway leads now: the instance is that one's to resume.
+                with contextlib.suppress(UnknownInstance, RoleRefused):
                     async with asyncio.timeout(self._call_s):
-                        await self._pd.resume(instance)
+                        await self._pd.resume(instance, leader=self.leadership.token)
             case Ended():
                 self._note(effect)
         return ()
@@ -264,7 +284,9 @@ class RoleKeeper:
         is_order = self._converter.current is not None
         try:
             async with asyncio.timeout(self._call_s):
-                status = await self._pd.set_role(effect.instance, effect.change)
+                status = await self._pd.set_role(
+                    effect.instance, effect.change, leader=self.leadership.token
+                )
         except _FAILURES as error:
             if is_order:
                 return self._converter.failed(effect.instance, _said(error))
@@ -288,7 +310,7 @@ class RoleKeeper:
         level = logging.INFO if is_converted else logging.WARNING
         words = (ended.instance, wish, ended.outcome, ended.detail)
         logger.log(level, "%s of %s: %s: %s", *words)
-        self._changes.labels(wish.cluster, wish.to_role, ended.outcome.value).inc()
+        self._metrics.changes.labels(wish.cluster, wish.to_role, ended.outcome.value).inc()
         self._last = ended, self._clock()
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(ended)
@@ -301,7 +323,7 @@ class RoleKeeper:
     def _count(self, report: ClusterReport) -> None:
         for role in _ROLES:
             num = sum(item.role == role for item in report.instances)
-            self._instances.labels(report.name, role).set(num)
+            self._metrics.instances.labels(report.name, role).set(num)
 
 
 def drained_by_others(report: ClusterReport, wanted: str = "") -> str:
@@ -310,7 +332,8 @@ def drained_by_others(report: ClusterReport, wanted: str = "") -> str:
     An instance other than the `wanted` one drains, for another caller or for a gateway that is
     gone.
     """
-    names = (item.name for item in report.instances if item.draining and item.name != wanted)
+    draining = (item for item in report.instances if item.draining and not item.leaving)
+    names = (item.name for item in draining if item.name != wanted)
     return next((f"{name} drains, and not for this gateway" for name in names), "")
 
 

@@ -7,10 +7,10 @@ the present. Every event passes `tell` or `ask`. It decides nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Set
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Set
+from typing import Any, Protocol, TypeVar
 
-from deploy.gateway.config import GatewayConfig
+from deploy.gateway.config import GatewayConfig, SharedUplink
 from deploy.gateway.scheduling.recorder import Recorder, without_texts
 from netmon.region_link import LinkView
 from scheduler.live.core import Event, LiveScheduler
@@ -22,11 +22,13 @@ from scheduler.live.events import (
     ThresholdsAsked,
 )
 from scheduler.live.learning.knowledge import ModelKnowledge
-from scheduler.live.settings import LiveSettings
+from scheduler.live.settings import LiveSettings, PdSettings
 from scheduler.live.snapshots import LinkPair, Reported
 from scheduler.live.thresholds import ThresholdNow
+from scheduler.planning.region_model import Uplink
 from scheduler.routing.decision import RequestShape
 from scheduler.routing.short_term import RouteDecision
+from scheduler.routing.spill import Spill
 
 R = TypeVar("R")
 
@@ -34,7 +36,7 @@ R = TypeVar("R")
 class Reports(Protocol):
     """The latest report of each cluster; `deploy.gateway.links.watcher.RegionWatcher` is one."""
 
-    def reported_pd(self) -> Reported: ...
+    def reported_pds(self) -> list[Reported]: ...
 
     def reported_prefill(self) -> list[Reported]: ...
 
@@ -58,17 +60,18 @@ class RegionScheduler:
         self._reports = reports
         self._heard: dict[str, Reported] = {}
         self._recorder: Recorder | None = None
+        self._listeners: list[Callable[[Event[Any], float], None]] = []
         self._link = link
-        self._pairs = [
-            pair
-            for name in settings.prefill_clusters
-            for pair in ((name, settings.pd), (settings.pd, name))
-        ]
+        self._pairs = [pair for name, pd in settings.pairs for pair in ((name, pd), (pd, name))]
 
     def record(self, recorder: Recorder) -> None:
         """Record every event from now on. Raises OSError."""
         recorder.start(self.live)
         self._recorder = recorder
+
+    def on_taken(self, listener: Callable[[Event[Any], float], None]) -> None:
+        """Call `listener` with every event that was taken, and its time."""
+        self._listeners.append(listener)
 
     def tell(self, event: Event[R]) -> R:
         """Hand an event over and return its answer."""
@@ -87,23 +90,31 @@ class RegionScheduler:
         *,
         excluded: Set[str] = frozenset(),
         priority: int = 0,
+        home: str = "",
     ) -> RouteDecision:
-        """Where a prompt is computed. Clusters in `excluded` are passed over."""
-        return self.ask(RouteAsked(model, shape, priority, excluded))
+        """Where a prompt is computed and decoded. Clusters in `excluded` are passed over. `home` is
+        the PD cluster that the request belongs to; "" is the first one.
+        """
+        return self.ask(RouteAsked(model, shape, priority, excluded, home))
 
     def route_early(
-        self, model: str, shape: RequestShape, *, priority: int = 0
+        self, model: str, shape: RequestShape, *, priority: int = 0, home: str = ""
     ) -> RouteDecision | None:
         """The route of a prompt that was not counted; None: count it and look it up first."""
-        return self.ask(RouteEarly(model, shape, priority))
+        return self.ask(RouteEarly(model, shape, priority, home))
 
     def thresholds_now(self) -> list[ThresholdNow]:
         """All thresholds, with links as they are now."""
         return self.ask(ThresholdsAsked())
 
-    def base_tokens(self) -> Mapping[str, float]:
-        """The plan's thresholds by prefill cluster."""
-        return self.live.thresholds.base_tokens()
+    def base_tokens(self, pd: str = "") -> Mapping[str, float]:
+        """The plan's thresholds by prefill cluster, for prompts that decode in `pd`."""
+        return self.live.thresholds.base_tokens(pd)
+
+    @property
+    def pairs(self) -> tuple[LinkPair, ...]:
+        """Each prefill cluster with each PD cluster that it has a link to."""
+        return self.live.settings.pairs
 
     def knowledge(self, model: str) -> ModelKnowledge:
         """The profiles and traffic learnt of a served model, for reading only."""
@@ -114,11 +125,11 @@ class RegionScheduler:
         return self.live.models()
 
     def reports(self) -> list[Reported]:
-        """The PD cluster's report and those of the prefill clusters."""
-        return [self._reports.reported_pd(), *self._reports.reported_prefill()]
+        """The PD clusters' reports and those of the prefill clusters."""
+        return [*self._reports.reported_pds(), *self._reports.reported_prefill()]
 
     def links(self) -> dict[LinkPair, LinkView]:
-        """The links of the PD cluster with each prefill cluster, both ways, as routing sees
+        """The links of each PD cluster with its prefill clusters, both ways, as routing sees
         them.
         """
         self._hear(self.clock())
@@ -146,18 +157,32 @@ class RegionScheduler:
         answer = self.live.take(event, now_s)
         if self._recorder is not None:
             self._recorder.note(self.live, event, answer, now_s)
+        for listener in self._listeners:
+            listener(event, now_s)
         return answer
 
 
+def pd_settings(
+    names: Iterable[str], links: Iterable[LinkPair], spill: Mapping[str, Spill]
+) -> tuple[PdSettings, ...]:
+    """What the live scheduler knows of each PD cluster: the prefill clusters that have a link to
+    it, and its rule, "overflow" where `spill` says none.
+    """
+    linked = {name: tuple(source for source, pd in links if pd == name) for name in names}
+    return tuple(PdSettings(name, linked[name], spill.get(name, "overflow")) for name in linked)
+
+
 def live_settings(
-    config: GatewayConfig, pd: str, prefill_clusters: tuple[str, ...]
+    config: GatewayConfig,
+    pd_clusters: tuple[PdSettings, ...],
+    uplinks: Iterable[SharedUplink] = (),
 ) -> LiveSettings:
     """The settings of the scheduler of these clusters, from the gateway's configuration."""
     scheduling, admission = config.scheduling, config.scheduling.admission
     long_term = scheduling.long_term
     return LiveSettings(
-        pd=pd,
-        prefill_clusters=prefill_clusters,
+        pd_clusters=pd_clusters,
+        uplinks=tuple(Uplink(item.cluster, item.way, item.rate) for item in uplinks),
         threshold_tokens=config.threshold_tokens,
         hand_off_tokens=config.hand_off_tokens,
         routing=scheduling.routing.routing(),

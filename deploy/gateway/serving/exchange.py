@@ -7,7 +7,7 @@ and counts the metrics. This file does not know how requests are routed or relay
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -15,6 +15,7 @@ from deploy.gateway.cache.cached_prompt import CachePlaces
 from deploy.gateway.cache.placement import PrefixPlacement
 from deploy.gateway.cache.region_caches import RegionCaches
 from deploy.gateway.config import TimeoutConfig
+from deploy.gateway.intake.homes import Reports
 from deploy.gateway.intake.inbound import InboundRequest, Kind
 from deploy.gateway.metrics import GatewayMetrics
 from deploy.gateway.proxy.engine import EngineAnswer, EngineHttpClient
@@ -32,6 +33,7 @@ from prfaas.jobs import PrefillResult
 from scheduler.routing.decision import Decision, Reason, RequestShape
 from scheduler.routing.prediction import Prediction
 from scheduler.routing.short_term import RouteDecision
+from scheduler.routing.spill import Spill
 from transport.grants import Granter
 
 PATHS: Final[dict[Kind, str]] = {
@@ -44,12 +46,15 @@ PATHS: Final[dict[Kind, str]] = {
 class Services:
     """What every request uses and the gateway owns.
 
-    `places` says where prompts for a model may be cached. Without `caches` nothing is known to be
-    cached, and without `placement` no cached prefix is moved. Without `granter` nothing is signed
-    for node agents.
+    `spill` has the rule of each PD cluster, and `reports` gives their last reports. `places` says
+    where prompts for a model may be cached that belong to a PD cluster. Without `caches` nothing is
+    known to be cached, and without `placement` no cached prefix is moved. Without `granter` nothing
+    is signed for node agents.
     """
 
-    pd: PdCluster
+    pds: Mapping[str, PdCluster]
+    spill: Mapping[str, Spill]
+    reports: Callable[[], Reports]
     prefill_clusters: dict[str, PrefillCluster]
     engines: EngineHttpClient
     background: Background
@@ -57,7 +62,7 @@ class Services:
     patience: ClientPatience
     scheduler: RegionScheduler
     admission: Admission
-    places: Callable[[str], CachePlaces]
+    places: Callable[[str, str], CachePlaces]
     caches: RegionCaches | None = None
     placement: PrefixPlacement | None = None
     granter: Granter | None = None
@@ -67,11 +72,10 @@ class Services:
         """Tells the scheduler how requests go."""
         return Feedback(self.scheduler)
 
-    def tell_ended(self, instance: str) -> None:
-        """Tell the PD cluster's front, in the background, that an instance is done with a
-        request.
-        """
-        self.background.spawn(self.pd.request_ended(instance), f"end at {instance}")
+    def tell_ended(self, cluster: str, instance: str) -> None:
+        """Tell a PD cluster's front, in the background, that an instance is done with a request."""
+        ended = self.pds[cluster].request_ended(instance)
+        self.background.spawn(ended, f"end at {instance}")
 
 
 @dataclass(slots=True)
@@ -108,15 +112,17 @@ class Exchange:
         """Seconds since arrival."""
         return time.monotonic() - self.started_s
 
-    def decided(self, decision: Decision) -> None:
-        """Note the route that is taken from now on."""
+    def decided(self, decision: Decision, spill: str = "") -> None:
+        """Note the route that is taken from now on, and why another PD cluster than the request's
+        home decodes, "" if none does.
+        """
         # Only the first prediction counts from arrival. It must be for a counted prompt, because an
         # estimate of the length predicts nothing.
         self.predicted = None
         is_counted = self.record.num_prompt_tokens is not None
         if isinstance(decision, RouteDecision) and is_counted and not self.record.first_route:
             self.predicted = decision.predicted
-        self.record.decided(decision)
+        self.record.decided(decision, spill)
         self.metrics.decided(decision)
 
     def counted(self, num_tokens: int, render_s: float | None = None) -> None:
@@ -124,10 +130,10 @@ class Exchange:
         self.record.num_prompt_tokens = num_tokens
         self.record.parts.render_s = render_s
 
-    def looked_up(self, pd_cluster: str, shape: RequestShape) -> None:
+    def looked_up(self, shape: RequestShape) -> None:
         """Note what the directory says is cached of the prompt."""
         self.record.looked_up(shape)
-        self.metrics.looked_up(pd_cluster, shape)
+        self.metrics.looked_up(self.record.home, shape)
 
     def moved_cache(self, move_s: float) -> None:
         """Note how long the request waited for a cached prefix of another cluster."""

@@ -8,6 +8,7 @@ stepping, and takes a core from processes that prefill or transfer on the same h
 with the first of these:
 
 - The landing is whole, or the prefill leg says so. What becomes of the leg later does not matter.
+  A leg may say that its engine keeps the KVCache for the decode engine to read; then nothing lands.
 - The prefill leg fails, or the landing does and the leg has `result_grace_s` to say why. The
   landing is given back, and the request goes to another prefill cluster or, without its KVCache,
   to the decode engine, which computes the prompt itself.
@@ -30,6 +31,8 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, TypeAlias
+
+from msgspec import structs
 
 from deploy.gateway.errors import EngineTimeout
 from deploy.gateway.grants import granted_job, reservation_grant
@@ -85,6 +88,7 @@ class Offload:
         token_ids: TokenIds,
     ) -> None:
         self._services = services
+        self._pd = services.pds[decision.pd]
         self._feedback = services.feedback
         self._timeouts = services.timeouts
         self._exchange = exchange
@@ -95,7 +99,7 @@ class Offload:
         self._cached = plan.cached
         # The decode engine recomputes the last token and samples from it, so the prefill leaves
         # it out.
-        self._prefix = token_ids[:-1]
+        self._prefix, self._last_token = token_ids[:-1], token_ids[-1:]
         self._slot: DecodeSlot | None = None
         self._is_released = False
         self._leg: _Leg | None = None
@@ -114,8 +118,8 @@ class Offload:
         if landing.state == "failed":
             self._lost(slot, await self._failure(leg, landing), try_elsewhere)
             return await self._compute_there(slot, self._decode(slot, self._inbound.body))
-        body = with_kv_transfer_params(self._inbound.body, slot.kv_transfer_params)
-        decoding = self._decode(slot, body)
+        params = self._consumer_params(slot, leg)
+        decoding = self._decode(slot, with_kv_transfer_params(self._inbound.body, params))
         # A landing that is complete cannot fail any more: the leg need not be watched.
         if landing.state == "landed":
             answer = await decoding
@@ -150,10 +154,11 @@ class Offload:
             prefer_nodes=self._cached.landing_nodes(),
             tenant=self._exchange.record.tenant,
             grant=reservation_grant(granter, len(self._prefix), digest, block_keys),
+            hands_off=self._routed.target == HAND_OFF,
         )
         try:
             async with asyncio.timeout(self._timeouts.cluster_s):
-                slot = self._slot = await self._services.pd.reserve(request)
+                slot = self._slot = await self._pd.reserve(request)
         except (TimeoutError, PdError, RpcError, OSError) as error:
             is_full = isinstance(error, NoLandingRoom)
             reason = Reason.NO_LANDING_ROOM if is_full else Reason.RESERVE_FAILED
@@ -174,6 +179,7 @@ class Offload:
             self._routed.target,
             self._routed.predicted or Prediction(),
             priority=self._inbound.priority,
+            pd=self._routed.pd,
         )
         leg = self._services.background.spawn(
             self._prefill(slot), f"prefill leg {self._exchange.request_id}"
@@ -194,11 +200,13 @@ class Offload:
             traceparent=self._exchange.headers["traceparent"],
             model=self._inbound.model,
             cached_tokens=self._cached.computing_tokens(target),
+            pd=self._routed.pd,
         )
         try:
             if target == HAND_OFF:
                 job = granted_job(self._services.granter, job)
-                result = await self._services.pd.prefill_locally(job)
+                job = structs.replace(job, last_token=self._last_token)
+                result = await self._pd.prefill_locally(job)
             else:
                 result = await self._services.prefill_clusters[target].submit(job)
         except PrefillFailed as error:
@@ -210,7 +218,9 @@ class Offload:
             logger.exception("%s: the prefill leg broke", self._exchange.request_id)
             return self._prefill_failed(PrefillFailed("engine_failed", repr(error)))
         self._exchange.prefilled(target, result, self._saved_bytes(slot))
-        self._feedback.prefilled(self._inbound.model, target, len(self._prefix), result)
+        self._feedback.prefilled(
+            self._inbound.model, target, len(self._prefix), result, pd=self._routed.pd
+        )
         return result
 
     def _prefill_failed(self, error: PrefillFailed) -> PrefillFailed:
@@ -250,7 +260,7 @@ class Offload:
     async def _landing_ended(self, slot: DecodeSlot) -> LandingReport:
         while True:
             # One question waits for at most this long, so that a front that has died is noticed.
-            report = await self._services.pd.await_landing(slot, self._timeouts.cluster_s)
+            report = await self._pd.await_landing(slot, self._timeouts.cluster_s)
             if report.state != "open":
                 return report
 
@@ -275,6 +285,20 @@ class Offload:
             self._release(slot, f"prefill failed: {error}"),
             f"release {self._exchange.request_id}",
         )
+
+    def _consumer_params(self, slot: DecodeSlot, leg: _Leg) -> dict[str, Any]:
+        """The parameters with which the decode engine loads the KVCache: from the landing, or from
+        the engine of the prefill leg, which keeps it.
+        """
+        result = leg.result() if leg.done() else None
+        if not isinstance(result, PrefillResult) or not result.kv_transfer_params:
+            return slot.kv_transfer_params
+        # Nothing will land, so the memory is for others at once.
+        self._services.background.spawn(
+            self._release(slot, f"handed over by {result.hand_off}"),
+            f"release {self._exchange.request_id}",
+        )
+        return result.kv_transfer_params
 
     async def _decode(self, slot: DecodeSlot, body: bytes) -> EngineAnswer:
         return await self._services.engines.open(
@@ -359,7 +383,7 @@ class Offload:
         self._is_released = True
         try:
             async with asyncio.timeout(self._timeouts.cluster_s):
-                await self._services.pd.release(slot, reason)
+                await self._pd.release(slot, reason)
         except (TimeoutError, PdError, RpcError, OSError) as error:
             logger.warning("%s: landing not released: %s", self._exchange.request_id, error)
 

@@ -1,7 +1,7 @@
 """Plans a request: counts its prompt, looks up what is cached of it, and asks for its route.
 
 Counting costs a round trip to an engine, and looking up one to the directory. A prompt that is
-certain to stay in the PD cluster skips both. This file does not know the client, nor how a plan is
+certain to stay in a PD cluster skips both. This file does not know the client, nor how a plan is
 carried out.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -17,7 +17,9 @@ from deploy.gateway.cache.cached_prompt import CachedPrompt
 from deploy.gateway.errors import EngineLost
 from deploy.gateway.scheduling.admission import AdmittedRequest
 from deploy.gateway.serving.exchange import Exchange, Services
+from deploy.gateway.serving.spilling import check_left, may_serve
 from kvmanager.token_ids import TokenIds, in_turns, parsing
+from local_pd.errors import PdError
 from local_pd.messages import DirectRequest, DirectTarget
 from scheduler.routing.decision import Decision, Reason, RequestShape, one_engine
 
@@ -32,6 +34,10 @@ class RequestPlan:
     shape: RequestShape
     token_ids: TokenIds | None = None
     cached: CachedPrompt = field(default_factory=CachedPrompt)
+
+    def at(self, pd: str) -> RequestPlan:
+        """The plan with what is cached in another PD cluster than the request's home."""
+        return replace(self, cached=self.cached.at(pd), shape=self.shape.at(pd))
 
 
 class NotRendered(Exception):
@@ -63,14 +69,17 @@ def check_tenant(services: Services, exchange: Exchange) -> AdmittedRequest | No
     if not shape.is_exact:
         num_tokens //= 2  # an estimate, which must refuse nothing that counting lets in
     work_tokens = inbound.work_tokens(num_tokens)
-    return services.admission.check_tenant(tenant, inbound.model, work_tokens)
+    home = exchange.record.home
+    return services.admission.check_tenant(tenant, inbound.model, work_tokens, home=home)
 
 
 async def plan_request(services: Services, exchange: Exchange) -> RequestPlan:
     """The route of a request that has just arrived."""
-    inbound = exchange.inbound
+    inbound, home = exchange.inbound, exchange.record.home
     shape = services.feedback.likely(inbound.model, inbound.shape, inbound.content)
-    early = services.scheduler.route_early(inbound.model, shape, priority=inbound.priority)
+    early = services.scheduler.route_early(
+        inbound.model, shape, home=home, priority=inbound.priority
+    )
     if early is not None:
         if inbound.token_ids is not None:
             exchange.counted(len(inbound.token_ids))
@@ -79,9 +88,9 @@ async def plan_request(services: Services, exchange: Exchange) -> RequestPlan:
         plan = await judge(services, exchange)
     except NotRendered as error:
         # The engine gets the request all the same, and words its own error.
-        return RequestPlan(one_engine(shape, error.reason), shape)
+        return RequestPlan(one_engine(shape, error.reason, home), shape)
     if plan.cached.keys is not None:
-        exchange.looked_up(services.pd.name, plan.shape)
+        exchange.looked_up(plan.shape)
         if services.placement is not None:
             services.placement.looked_up(plan.cached)
     return plan
@@ -92,7 +101,7 @@ async def judge(services: Services, exchange: Exchange) -> RequestPlan:
 
     Its prompt is counted and looked up whatever its length. Engines only get it for rendering.
     """
-    inbound = exchange.inbound
+    inbound, home = exchange.inbound, exchange.record.home
     token_ids = inbound.token_ids
     if token_ids is None:
         token_ids = await _render(services, exchange)
@@ -100,24 +109,27 @@ async def judge(services: Services, exchange: Exchange) -> RequestPlan:
         exchange.counted(len(token_ids))
     cached = CachedPrompt()
     if services.caches is not None:
-        places = services.places(inbound.model)
+        places = services.places(inbound.model, home)
         cached = await services.caches.look_up(
             places, token_ids, inbound.cache_salt or "", exchange.record.tenant
         )
     shape = cached.shape(
         msgspec.structs.replace(inbound.shape, num_prompt_tokens=len(token_ids), is_exact=True)
     )
-    decision = services.scheduler.route(inbound.model, shape, priority=inbound.priority)
+    decision = services.scheduler.route(inbound.model, shape, home=home, priority=inbound.priority)
     return RequestPlan(decision, shape, token_ids, cached)
 
 
 async def direct_target(
     services: Services,
     exchange: Exchange,
+    pd: str,
     lost: Set[str] = frozenset(),
     prefer_nodes: tuple[str, ...] = (),
 ) -> DirectTarget:
-    """An engine that can serve the request alone and is none of the instances in `lost`."""
+    """An engine of a PD cluster that can serve the request alone. It is one of the instances in
+    `lost` only if there is no other. Raises `PdError`.
+    """
     # No timeout here: an embedded front answers at once, and the client of a remote one has a
     # deadline.
     request = DirectRequest(
@@ -126,7 +138,19 @@ async def direct_target(
         exclude=tuple(sorted(lost)),
         prefer_nodes=prefer_nodes,
     )
-    return await services.pd.direct(request)
+    return await services.pds[pd].direct(request)
+
+
+async def _rendering_target(services: Services, exchange: Exchange) -> tuple[str, DirectTarget]:
+    """A PD cluster that may serve the request and an engine there. Raises `PdError`, `ApiError`."""
+    lost: set[str] = set()
+    while True:
+        pd = next(name for name in may_serve(services, exchange) if name not in lost)
+        try:
+            return pd, await direct_target(services, exchange, pd)
+        except PdError as error:
+            lost.add(pd)
+            check_left(services, exchange, lost, error)
 
 
 async def _render(services: Services, exchange: Exchange) -> TokenIds:
@@ -135,7 +159,7 @@ async def _render(services: Services, exchange: Exchange) -> TokenIds:
     The engine is the one source of truth for chat templates and tokenizers.
     """
     started_s, inbound = exchange.elapsed_s(), exchange.inbound
-    target = await direct_target(services, exchange)
+    pd, target = await _rendering_target(services, exchange)
     try:
         status, body = await services.engines.render(
             target.instance, target.engine_url, exchange.path, inbound.body, exchange.headers
@@ -146,7 +170,7 @@ async def _render(services: Services, exchange: Exchange) -> TokenIds:
         raise NotRendered(Reason.RENDER_UNAVAILABLE) from error
     # Rendering uses the engine, so the front counts it until here.
     finally:
-        services.tell_ended(target.instance)
+        services.tell_ended(pd, target.instance)
     services.feedback.counted(inbound.model, inbound.content, len(token_ids))
     exchange.counted(len(token_ids), exchange.elapsed_s() - started_s)
     return token_ids

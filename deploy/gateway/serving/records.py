@@ -62,6 +62,9 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     `is_settled` turns true when both legs are over and nothing will change any more.
     `num_prompt_tokens` is None for a prompt that was too short to be counted.
 
+    `home` is the PD cluster that the request belongs to, `cluster` the one that decodes it, and
+    `spill` why that is another one, "" where it is its home.
+
     `first_*` is the decision at arrival; the fields without a prefix are the latest one.
     `predicted_ttft_s` is what the first one was expected to take, and `predictions` has the parts
     of that for the side that was taken and for the other one ("local", "remote"). They are None and
@@ -73,6 +76,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     becomes what the landing really built on; because of it `saved_bytes` were not sent.
     `cached_tokens` is what the prefill engine found cached, and `num_prefill_attempts` how many
     instances of its cluster were tried. `decode_reason` is why the PD cluster chose the instance.
+    `hand_off` is the way of the KVCache from one engine to the other (`PrefillResult.hand_off`).
 
     `landing_wait_s` runs from the start of the prefill leg until the decode request is posted or
     the wait is given up. It covers queue, prefill and transfer, so it is no part of the TTFT beside
@@ -85,9 +89,13 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     model: str = ""
     trace_id: str = ""
     num_prompt_tokens: int | None = None
+    home: str = ""
+    cluster: str = ""
+    spill: str = ""
     first_route: str = ""
     first_target: str = ""
     first_reason: str = ""
+    first_cluster: str = ""
     route: str = ""
     target: str = ""
     reason: str = ""
@@ -110,6 +118,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     transfer_bytes: int | None = None
     transfer_s: float | None = None
     sent_share_at_prefill_end: float | None = None
+    hand_off: str = ""
     cached_tokens: int | None = None
     local_cached_tokens: int | None = None
     prefill_cached_tokens: dict[str, int] = {}
@@ -123,14 +132,15 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     parts: TtftParts = msgspec.field(default_factory=TtftParts)
     is_settled: bool = False
 
-    def decided(self, decision: Decision) -> None:
-        """Note the route that is taken now."""
+    def decided(self, decision: Decision, spill: str = "") -> None:
+        """Note the route that is taken now, and why not in the request's home."""
         # The first route stays, and so does its prediction: later ones do not begin at arrival.
         if not self.first_route:
             self.first_route, self.first_target = decision.route, decision.target
-            self.first_reason = decision.reason.value
+            self.first_reason, self.first_cluster = decision.reason.value, decision.pd
             if self.num_prompt_tokens is not None and isinstance(decision, RouteDecision):
                 self._predicted(decision)
+        self.cluster, self.spill = decision.pd, spill
         self.route = decision.route
         self.target = decision.target
         self.reason = decision.reason.value
@@ -173,6 +183,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         self.transfer_bytes = result.nbytes
         self.transfer_s = result.transfer_s
         self.sent_share_at_prefill_end = result.sent_share_at_prefill_end
+        self.hand_off = result.hand_off
         self.cached_tokens = result.cached_tokens
         self.parts.queue_s = result.queue_s
         self.parts.prefill_s = result.prefill_s

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Set
 from dataclasses import replace
 from typing import Final
 
@@ -37,7 +38,10 @@ from deploy.gateway.serving.planning import (
     direct_target,
     plan_request,
 )
-from deploy.gateway.serving.records import Outcome, RequestRecord
+from deploy.gateway.serving.record_views import log_record, response_headers
+from deploy.gateway.serving.records import Outcome
+from deploy.gateway.serving.spilling import LostPds, spill_reason
+from local_pd.errors import NoInstance, PdError
 from scheduler.live.learning.prompt_length import BYTES_PER_TOKEN
 from scheduler.routing.decision import Decision, Reason, fall_back
 from scheduler.routing.short_term import RouteDecision
@@ -58,6 +62,7 @@ class Serving:
         self._inbound = exchange.inbound
         self._tries_left = 1
         self._lost_clusters: set[str] = set()
+        self._lost_pds = LostPds(services, exchange)
         self._lost_instances: set[str] = set()
         self._end_admission: AdmittedRequest | None = None
         self._num_prompt_tokens = 0
@@ -71,7 +76,7 @@ class Serving:
             exchange.answered(answer)
             self._teach_first_token()
             # The headers say what is known now, since relaying may take long.
-            headers = _response_headers(exchange.record)
+            headers = response_headers(exchange.record)
             if answer.is_stream:
                 return await self._relay(request, answer, headers)
             return await self._whole_response(answer, headers)
@@ -91,7 +96,7 @@ class Serving:
         # Rendering costs an engine time: who may not be served gets none.
         self._end_admission = check_tenant(self._services, self._exchange)
         plan = await plan_request(self._services, self._exchange)
-        self._admit(plan)
+        await self._admit(plan)
         is_refused = False
         try:
             answer = await self._open_planned(plan)
@@ -101,26 +106,32 @@ class Serving:
             # A refusal by the engine costs no prefill, so it must not shape thresholds and roles.
             # A request that was given up, or whose engine died, is demand all the same.
             if not is_refused:
-                self._feedback.arrived(self._inbound.model, plan.shape)
+                home = self._exchange.record.home
+                self._feedback.arrived(self._inbound.model, plan.shape, home=home)
 
-    def _admit(self, plan: RequestPlan) -> None:
+    async def _admit(self, plan: RequestPlan) -> None:
         """Let the request in, or raise `ApiError` 429."""
         decision, model = plan.decision, self._inbound.model
         predicted = decision.predicted if isinstance(decision, RouteDecision) else None
         num_tokens = self._num_prompt_tokens = plan.shape.num_prompt_tokens
-        self._end_admission = self._services.admission.admit(
-            self._exchange.record.tenant,
+        admission, tenant = self._services.admission, self._exchange.record.tenant
+        work_tokens = self._inbound.work_tokens(num_tokens)
+        reserved = await admission.reserve(tenant, work_tokens)
+        self._end_admission = admission.admit(
+            tenant,
             model,
             num_tokens,
             predicted,
-            work_tokens=self._inbound.work_tokens(num_tokens),
+            pd=decision.pd,
+            work_tokens=work_tokens,
             checked=self._end_admission,
+            reserved=reserved,
         )
 
     async def _open_planned(self, plan: RequestPlan) -> EngineAnswer:
         decision = plan.decision
         while True:
-            self._exchange.decided(decision)
+            self._exchange.decided(decision, spill_reason(self._exchange, decision))
             try:
                 return await self._try(decision, plan)
             except NotOffloaded as error:
@@ -128,8 +139,10 @@ class Serving:
                 decision = fall_back(decision, error.reason)
             except PrefillLost as error:
                 self._lost_clusters.add(error.target)
-                decision = self._route(plan, self._lost_clusters)
+                decision = self._route(plan)
                 self._retried(Reason.PREFILL_FAILED)
+            except PdError as error:
+                decision = self._lost_pds.elsewhere(decision, error, lambda: self._route(plan))
             except EngineTimeout:
                 # The client has waited so long that no time is left for another try.
                 raise
@@ -142,21 +155,32 @@ class Serving:
                 self._retried(Reason.DECODE_FAILED)
 
     async def _try(self, decision: Decision, plan: RequestPlan) -> EngineAnswer:
+        planned = plan
+        plan = self._at(plan, decision.pd)
         # Here and not before: a second route may move another prefix.
         plan = await self._with_moved_cache(decision, plan)
         if plan.token_ids is None or not (
             isinstance(decision, RouteDecision) and decision.needs_landing
         ):
-            return await self._open_direct(plan)
+            return await self._open_direct(plan, decision.pd)
         offload = Offload(self._services, self._exchange, decision, plan, plan.token_ids)
         is_answered = False
         try:
-            answer = await offload.open(lambda: self._has_another_cluster(decision, plan))
+            answer = await offload.open(lambda: self._has_another_cluster(decision, planned))
             self._check_first_answer(answer)
             is_answered = True
             return answer
         finally:
             offload.close(is_answered=is_answered)
+
+    def _at(self, plan: RequestPlan, pd: str) -> RequestPlan:
+        """The plan with what is cached in the PD cluster that decodes."""
+        if pd == self._exchange.record.home:
+            return plan
+        found = plan.at(pd)
+        if plan.cached.keys is not None:
+            self._exchange.record.looked_up(found.shape)
+        return found
 
     async def _with_moved_cache(self, decision: Decision, plan: RequestPlan) -> RequestPlan:
         """The plan after the cached prefix that the route moves has come, if there is one."""
@@ -173,13 +197,16 @@ class Serving:
         """Whether a try is left and another prefill cluster would take it."""
         if self._tries_left <= 0:
             return False
-        return self._route(plan, self._lost_clusters | {decision.target}).route == "prefill_cluster"
+        return self._route(plan, {decision.target}).route == "prefill_cluster"
 
-    async def _open_direct(self, plan: RequestPlan) -> EngineAnswer:
-        """The answer of an engine that serves the request alone."""
+    async def _open_direct(self, plan: RequestPlan, pd: str) -> EngineAnswer:
+        """The answer of an engine of a PD cluster that serves the request alone."""
         services, feedback, exchange = self._services, self._feedback, self._exchange
         nodes = plan.cached.direct_nodes()
-        target = await direct_target(services, exchange, self._lost_instances, nodes)
+        target = await direct_target(services, exchange, pd, self._lost_instances, nodes)
+        if target.instance in self._lost_instances and self._lost_pds.may_leave(pd):
+            services.tell_ended(pd, target.instance)
+            raise NoInstance(f"{pd}: the only engine left has failed this request")
         # Taken before the request is sent: the engine may answer before `open` returns.
         begun_s = services.scheduler.clock()
         key = feedback.direct_begun(target.instance, plan.shape)
@@ -195,7 +222,7 @@ class Serving:
             )
             self._check_first_answer(answer)
         except BaseException:
-            self._leave(target.instance)
+            self._leave(pd, target.instance)
             raise
         finally:
             feedback.direct_over(key)
@@ -205,7 +232,7 @@ class Serving:
             # slot. Neither says how long a prefill takes.
             is_looked_up = services.caches is None or plan.cached.keys is not None
             if is_looked_up and not exchange.was_full:
-                feedback.direct_took(self._inbound.model, plan.shape, seconds)
+                feedback.direct_took(self._inbound.model, plan.shape, seconds, pd=pd)
         return answer
 
     def _check_first_answer(self, answer: EngineAnswer) -> None:
@@ -214,11 +241,14 @@ class Serving:
             answer.close()
             raise EngineLost(answer.instance, f"answered with HTTP {answer.status}")
 
-    def _route(self, plan: RequestPlan, excluded: set[str]) -> RouteDecision:
-        """The route as things are now, without the clusters in `excluded`."""
-        model, priority = self._inbound.model, self._inbound.priority
+    def _route(self, plan: RequestPlan, excluded: Set[str] = frozenset()) -> RouteDecision:
+        """The route as things are now, without the clusters that failed and those in `excluded`."""
         return self._services.scheduler.route(
-            model, plan.shape, excluded=excluded, priority=priority
+            self._inbound.model,
+            plan.shape,
+            home=self._exchange.record.home,
+            excluded=self._lost_clusters | self._lost_pds.names | excluded,
+            priority=self._inbound.priority,
         )
 
     def _retried(self, reason: Reason) -> None:
@@ -237,7 +267,12 @@ class Serving:
         # How long the client takes to send its body does not depend on the route.
         ttft_s -= record.parts.read_s or 0.0
         self._feedback.first_token(
-            self._inbound.model, record.target, predicted, ttft_s, was_full=exchange.was_full
+            self._inbound.model,
+            record.target,
+            predicted,
+            ttft_s,
+            was_full=exchange.was_full,
+            pd=record.cluster,
         )
         exchange.metrics.predicted(record.route, predicted.ttft_s, ttft_s)
 
@@ -312,7 +347,7 @@ class Serving:
             logger.error("%s failed", record.request_id, exc_info=error)
         outcome: Outcome = "refused" if answer.status == 429 else "failed"
         record.ended(outcome, status=answer.status, error=str(error) or type(error).__name__)
-        headers = {"Content-Type": JSON_TYPE, **answer.headers, **_response_headers(record)}
+        headers = {"Content-Type": JSON_TYPE, **answer.headers, **response_headers(record)}
         return web.Response(status=answer.status, body=answer.body(), headers=headers)
 
     def _over(self, answer: EngineAnswer | None) -> None:
@@ -320,14 +355,14 @@ class Serving:
         exchange = self._exchange
         if answer is not None:
             answer.close()
-            self._leave(answer.instance)
+            self._leave(exchange.record.cluster, answer.instance)
         for transfer_id in exchange.transfer_ids:
             self._feedback.answer_over(transfer_id)
         if self._end_admission is not None:
             self._end_admission(self._used_tokens(answer))
         exchange.over()
         self._feedback.ended(self._inbound.model, exchange.record)
-        _log(exchange.record)
+        log_record(exchange.record)
 
     def _used_tokens(self, answer: EngineAnswer | None) -> int | None:
         """The work that the request was; None if nobody knows how much was computed."""
@@ -354,48 +389,7 @@ class Serving:
             num_tokens = max(num_tokens, int(gate.num_bytes / BYTES_PER_TOKEN))
         return num_tokens
 
-    def _leave(self, instance: str) -> None:
+    def _leave(self, pd: str, instance: str) -> None:
         """Tell the scheduler and the PD front that `instance` is done with the request."""
         self._feedback.over(instance)
-        self._services.tell_ended(instance)
-
-
-def _response_headers(record: RequestRecord) -> dict[str, str]:
-    headers = {"x-request-id": record.request_id}
-    if record.route:
-        numbers = "".join(f"; {key}={value}" for key, value in record.numbers.items())
-        headers["x-prfaas-route"] = record.route
-        headers["x-prfaas-reason"] = record.reason + numbers
-    if record.local_cached_tokens is not None:
-        # The chosen prefill cluster counts, or else the one with most tokens.
-        by_cluster = record.prefill_cached_tokens
-        prefill_tokens = by_cluster.get(record.target, max(by_cluster.values(), default=0))
-        headers["x-prfaas-cached-tokens"] = (
-            f"local={record.local_cached_tokens}, prefill={prefill_tokens}, "
-            f"landing={record.landing_cached_tokens}"
-        )
-    if record.transfer_bytes is not None:
-        headers["x-prfaas-transfer-bytes"] = str(record.transfer_bytes)
-    if record.ttft_s is not None:
-        parts = record.parts.known().items()
-        headers["x-prfaas-ttft"] = ", ".join(f"{name}={value:.6f}" for name, value in parts)
-    return headers
-
-
-def _log(record: RequestRecord) -> None:
-    level = logging.INFO if record.outcome in ("ok", "client_gone") else logging.WARNING
-    if logger.isEnabledFor(level):
-        logger.log(
-            level,
-            "%s %s route=%s target=%s reason=%s status=%d outcome=%s ttft_s=%s total_s=%.3f %s",
-            record.request_id,
-            record.endpoint,
-            record.route,
-            record.target,
-            record.reason,
-            record.status,
-            record.outcome,
-            None if record.ttft_s is None else f"{record.ttft_s:.3f}",
-            record.total_s or 0.0,
-            record.error,
-        )
+        self._services.tell_ended(pd, instance)

@@ -25,7 +25,7 @@ class Answer:
 
     `margins` are, where logprobs were asked for, the nats by which each token beat the second best.
     `cached_tokens` is the number of cached prompt tokens in the answer's usage, None if it has
-    none.
+    none. `served` has the gateway's `x-prfaas-...` headers.
     """
 
     status: int = 0
@@ -36,6 +36,7 @@ class Answer:
     ttft_s: float = 0.0
     total_s: float = 0.0
     request_id: str = ""
+    served: dict[str, str] = field(default_factory=dict)
     error: str = ""
 
 
@@ -75,6 +76,11 @@ async def ask(
         async with session.post(url + request.endpoint, json=body) as response:
             answer.status = response.status
             answer.request_id = response.headers.get("x-request-id", "")
+            answer.served = {
+                name.lower(): value
+                for name, value in response.headers.items()
+                if name.lower().startswith("x-prfaas-")
+            }
             if response.status != 200:
                 answer.error = (await response.text())[:300]
             elif request.stream:

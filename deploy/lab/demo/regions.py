@@ -113,7 +113,7 @@ def pd_cluster_alone(spec: RegionSpec, instances: Iterable[RegionInstance]) -> R
     """The PD cluster of `spec` with these instances on its node, without links and other
     clusters.
     """
-    cluster = spec.pd_cluster
+    cluster = spec.pd_clusters[0]
     node = cluster.nodes[0].model_copy(update={"instances": tuple(instances)})
     alone = cluster.model_copy(update={"nodes": (node,)})
     return spec.model_copy(update={"clusters": (alone,), "links": ()})

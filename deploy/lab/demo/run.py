@@ -27,8 +27,9 @@ from deploy.lab.demo.tiny_models import build_model
 from deploy.lab.demo.tiny_specs import MODELS
 from deploy.lab.demo.verdict import Row, judge, judge_shares
 from deploy.region.client import ask
-from deploy.region.launch.launcher import RegionStartFailed, RunningRegion
+from deploy.region.launch.launcher import RunningRegion
 from deploy.region.launch.progress import progress_view
+from deploy.region.launch.running import RegionStartFailed
 from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.supervision.log_lines import shortened
 

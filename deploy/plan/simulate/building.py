@@ -24,13 +24,14 @@ from deploy.plan.trace import load_trace
 from kvmanager.config_files.problems import FileError, Problem, suggestion
 from scheduler.live.admission import AdmissionConfig, AdmissionPolicy
 from scheduler.live.long_term.loop import LongTermConfig
+from scheduler.planning.joint import JointRegion
 from scheduler.planning.plan import best_plan
 from scheduler.planning.region_model import Link, Region, Traffic
 from scheduler.planning.throughput import Mode
 from scheduler.replay.links import LinkChange, OtherTraffic, RateSchedule
 from scheduler.replay.model import Policy, ReplayModel, Routing, Slo
-from scheduler.replay.workload import Phase, Workload, drawn, traced
-from scheduler.routing.queue_order import OrderConfig
+from scheduler.replay.workload import Phase, Workload, at_homes, drawn, traced
+from scheduler.routing.order_config import OrderConfig
 
 HOMOGENEOUS: Final = "homogeneous"
 
@@ -42,7 +43,9 @@ class Simulation:
     file: SimulationFile
     model: ReplayModel
     capacity_rps: float
-    """The highest rate of the best plan for the file's traffic, requests/s."""
+    """The highest rate of the best plan for the file's traffic, requests/s. With homes of requests,
+    it is the rate at which the least served one is full, where all have their part of the demand.
+    """
     directory: Path
 
     def workload(self, seed: int) -> Workload:
@@ -51,7 +54,17 @@ class Simulation:
         if lengths.trace is not None:
             prompts = load_trace(self.directory / lengths.trace.file.expanduser())
             return traced(prompts, lengths.trace.block_tokens, spec.trace_speed)
-        return drawn(self._phases(), seed)
+        traffics = self._traffics()
+        works = [drawn(self._phases(*one), seed + place) for place, one in enumerate(traffics)]
+        return works[0] if len(works) == 1 else at_homes(works)
+
+    def _traffics(self) -> list[tuple[Traffic, float]]:
+        """The traffic of each home, and its part of all requests."""
+        joint = self.model.joint
+        if joint is None:
+            return [(self.model.region.traffic, 1.0)]
+        total_rps = sum(home.rate_rps for home in joint.homes)
+        return [(home.region.traffic, home.rate_rps / total_rps) for home in joint.homes]
 
     def policy(self, name: str) -> tuple[ReplayModel, Policy]:
         """The model and the policy of that name. KeyError if there is none."""
@@ -75,15 +88,15 @@ class Simulation:
         usual = ["static", "router"]
         if not self.model.region.prefill_clusters:
             usual = ["router"]
-        else:
+        elif self.model.joint is None:
             usual.append(HOMOGENEOUS)
         # Without a change of a link, an oracle knows no more than the router.
         if any(not schedule.is_constant for schedule in self.model.schedules.values()):
             usual.append("oracle")
         return [*usual, *(n for n in self.file.simulation.policies if n not in usual)]
 
-    def _phases(self) -> Iterator[Phase]:
-        spec, traffic = self.file.simulation, self.model.region.traffic
+    def _phases(self, traffic: Traffic, part: float) -> Iterator[Phase]:
+        spec = self.file.simulation
         first = PhaseSpec(at=0.0, load=spec.load, rate_rps=self._rate(spec))
         steps = [first, *sorted(spec.phases, key=lambda phase: phase.at)]
         # A phase without a load and a rate keeps the last one.
@@ -99,14 +112,17 @@ class Simulation:
                 factor = step.length_factor
                 yield Phase(
                     duration_s=until_s - step.at,
-                    rate_rps=rate,
+                    rate_rps=rate * part,
                     lengths=traffic.lengths if factor == 1 else traffic.lengths.scaled(factor),
                     output_tokens=traffic.output_tokens * step.output_factor,
                     output_sigma=spec.output_sigma,
                 )
 
     def _rate(self, spec: SimulationSpec) -> float | None:
-        return None if spec.load is not None else self.file.traffic.rate_rps
+        if spec.load is not None:
+            return None
+        joint = self.model.joint
+        return self.file.traffic.rate_rps if joint is None else _demand_rps(joint)
 
 
 def load_simulation(path: Path) -> Simulation:
@@ -116,16 +132,25 @@ def load_simulation(path: Path) -> Simulation:
     assert isinstance(file, SimulationFile)
     try:
         model = _model(file, found)
-        capacity_rps = best_plan(model.region, Mode.EXACT).system_rps(Mode.EXACT)
+        if model.joint is None:
+            capacity_rps = best_plan(model.region, Mode.EXACT).system_rps(Mode.EXACT)
+        else:
+            capacity_rps = min(model.joint.levels.values()) * _demand_rps(model.joint)
     except ValueError as error:
         raise FileError(str(path), [Problem(("simulation",), str(error))]) from error
     return Simulation(file, model, capacity_rps, path.parent)
 
 
+def _demand_rps(joint: JointRegion) -> float:
+    return sum(home.rate_rps for home in joint.homes)
+
+
 def homogeneous(model: ReplayModel) -> ReplayModel:
     """The same number of instances, all in the PD cluster."""
+    if model.joint is not None:
+        raise ValueError(f"the policy {HOMOGENEOUS} is for a region with one PD cluster")
     region, pd = model.region, model.pd
-    num = pd.num_instances + sum(cluster.num_instances for cluster in region.prefill_clusters)
+    num = pd.num_instances + sum(int(c.num_instances) for c in region.prefill_clusters)
     alone = replace(
         region, prefill_clusters=(), links=(), pd_clusters=(replace(pd, num_instances=num),)
     )
@@ -162,6 +187,8 @@ def _policy(name: str, spec: PolicySpec, model: ReplayModel, whole: SimulationSp
         routing=Routing(spec.routing),
         thresholds=thresholds,
         num_prefill=spec.num_prefill,
+        spill=spec.spill,
+        report_every_s=spec.report_every,
         order=OrderConfig() if spec.order == "shortest" else None,
         margin_s=default.margin_s if spec.margin is None else spec.margin,
         margin_share=default.margin_share if spec.margin_share is None else spec.margin_share,
@@ -186,9 +213,12 @@ def _model(file: SimulationFile, found: PlanInput) -> ReplayModel:
         blocks = {name: int(n / trace.block_tokens) for name, n in spec.cache_tokens.items()}
     return ReplayModel(
         region=region,
+        joint=found.joint,
+        lost={lost.cluster: (lost.at, lost.until) for lost in spec.lost},
         slo=Slo(ttft_s=spec.objective.ttft, tbt_s=spec.objective.tbt),
         schedules=schedules,
-        decode_steps=_decode_steps(file, region),
+        # The batches of several PD clusters may differ, so each has its plan's step time.
+        decode_steps=_decode_steps(file, region) if found.joint is None else (),
         cache_blocks=blocks,
         prefill_factors=spec.prefill_factors,
         prefill_jitter=spec.prefill_jitter,
@@ -246,13 +276,25 @@ def _problems(spec: PlanSpec) -> Iterable[Problem]:
     if whole.policy not in known_policies:
         message = f"no policy {whole.policy!r}{suggestion(whole.policy, known_policies)}"
         yield Problem(("simulation", "policy"), message)
-    if len(spec.pd_clusters) != 1:
-        yield Problem(("pd_clusters",), "a simulation needs exactly one PD cluster")
+    for i, lost in enumerate(whole.lost):
+        if lost.cluster not in names:
+            message = f"no cluster {lost.cluster!r}{suggestion(lost.cluster, names)}"
+            yield Problem(("simulation", "lost", i, "cluster"), message)
+    if spec.models:
+        message = "a simulation plays one model; links and uplinks may be given less rate instead"
+        yield Problem(("models",), message)
+    if len(spec.pd_clusters) != 1 and not spec.has_homes:
+        message = "give each PD cluster the rate_rps of the requests whose home it is"
+        yield Problem(("pd_clusters",), message)
 
 
 def _traffic_problems(spec: SimulationFile) -> Iterator[Problem]:
     whole, is_traced = spec.simulation, spec.traffic.lengths.trace is not None
-    if not is_traced and whole.load is None and spec.traffic.rate_rps is None:
+    has_rate = spec.traffic.rate_rps is not None or spec.has_homes
+    if is_traced and spec.has_homes:
+        message = "does not go with homes of requests: it does not say whose requests they are"
+        yield Problem(("traffic", "lengths", "trace"), message)
+    if not is_traced and whole.load is None and not has_rate:
         message = "is missing: give a share of the highest rate, or traffic.rate_rps"
         yield Problem(("simulation", "load"), message)
     if whole.cache_tokens and not is_traced:

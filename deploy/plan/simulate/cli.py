@@ -56,9 +56,14 @@ PlotOption = Annotated[
 
 
 @simulate_app.command("example")
-def example_command() -> None:
+def example_command(
+    sites: Annotated[
+        bool, typer.Option("--sites", help="several PD clusters, one prefill cluster is lost")
+    ] = False,
+) -> None:
     """Print a simulation file to start from: a link that slows down, every key explained."""
-    typer.echo((Path(__file__).parent / "examples" / "simulation.yaml").read_text(), nl=False)
+    name = "sites.yaml" if sites else "simulation.yaml"
+    typer.echo((Path(__file__).parent / "examples" / name).read_text(), nl=False)
 
 
 @simulate_app.command("run")
@@ -168,7 +173,9 @@ def recording_command(
 
 @simulate_app.command("study")
 def study_command(
-    name: Annotated[str, typer.Argument(help="case-study, congestion, shift, steady or overload")],
+    name: Annotated[
+        str, typer.Argument(help="case-study, congestion, shift, steady, overload or loss")
+    ],
     seed: SeedOption = 1,
     scale: Annotated[
         float, typer.Option(min=0.01, max=10, help="length of the runs; 1 is what goals are for")

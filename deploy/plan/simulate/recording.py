@@ -15,7 +15,7 @@ from typing import Any, Final
 from deploy.gateway.config import GatewayConfig, ModelConfig
 from deploy.gateway.scheduling.recorder import SUFFIX
 from deploy.gateway.scheduling.scheduler import live_settings
-from deploy.region.spec.region import RegionSpec
+from deploy.region.spec.region import RegionSpec, spill_of
 from scheduler.live.events import TenantsLimited
 from scheduler.live.settings import LiveSettings
 from scheduler.replay.recording import (
@@ -70,16 +70,17 @@ def settings_of(region: RegionSpec, path: Path) -> Resettle:
         threshold_tokens=region.gateway.threshold_tokens,
         scheduling=region.gateway.scheduling,
     )
-    own = {region.pd_cluster.name, *(cluster.name for cluster in region.prefill_clusters)}
+    own = {cluster.name for cluster in region.clusters}
 
     def resettle(recorded: LiveSettings) -> LiveSettings:
-        clusters = {recorded.pd, *recorded.prefill_clusters}
+        clusters = {*(pd.name for pd in recorded.pd_clusters), *recorded.prefill_clusters}
         if clusters != own:
             raise RecordingError(
                 f"it is of the clusters {', '.join(sorted(clusters))}; "
                 f"{path} has {', '.join(sorted(own))}"
             )
-        wanted = live_settings(config, recorded.pd, recorded.prefill_clusters)
+        pds = [replace(pd, spill=spill_of(region.cluster(pd.name))) for pd in recorded.pd_clusters]
+        wanted = live_settings(config, tuple(pds), region.uplinks)
         # The events name the recorded models, and a region file does not set `hand_off_tokens`.
         return replace(wanted, hand_off_tokens=recorded.hand_off_tokens, models=recorded.models)
 

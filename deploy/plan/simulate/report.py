@@ -11,6 +11,7 @@ from rich.table import Table
 
 from deploy.table_style import TABLE_STYLE
 from kvmanager.config_files.units import GBIT_PER_S
+from scheduler.replay.jobs import Fate
 from scheduler.replay.results import Outcome, Percentiles
 
 _ROWS: Final = (
@@ -23,6 +24,7 @@ _ROWS: Final = (
     ("lost", "lost", "{:,}"),
     ("wasted_prefill_share", "prefill time wasted", "{:.2%}"),
     ("remote_share", "share prefilled remotely", "{:.1%}"),
+    ("spilled_share", "share decoded away from home", "{:.1%}"),
     ("ttft_mean_s", "TTFT mean, s", "{:.2f}"),
     ("ttft_p50_s", "TTFT P50, s", "{:.2f}"),
     ("ttft_p90_s", "TTFT P90, s", "{:.2f}"),
@@ -72,7 +74,30 @@ def document_of(outcome: Outcome, from_s: float = 0.0) -> dict[str, Any]:
             "worst_ratio": late.worst,
         },
         "late_samples_share": late.num_late / late.num_seen if late.num_seen else None,
+        **_homes(outcome, from_s),
     }
+
+
+def _homes(outcome: Outcome, from_s: float) -> dict[str, Any]:
+    """What became of the requests of each home; nothing with one PD cluster."""
+    if len(outcome.pd_names) < 2:
+        return {}
+    jobs = [job for job in outcome.jobs if job.arrival_s >= from_s]
+    homes: list[dict[str, Any]] = []
+    for place, name in enumerate(outcome.pd_names):
+        mine = [job for job in jobs if job.home == place]
+        ttft_s = outcome.ttft_s[[job.index for job in mine if job.fate is Fate.DONE]]
+        homes.append(
+            {
+                "home": name,
+                "requests": len(mine),
+                "done": len(ttft_s),
+                "spilled": sum(job.pd != place for job in mine),
+                **_seconds("ttft", Percentiles.of(ttft_s)),
+            }
+        )
+    spilled = sum(row["spilled"] for row in homes) / max(1, len(jobs))
+    return {"spilled_share": spilled, "homes": homes}
 
 
 def series_of(outcome: Outcome) -> dict[str, list[float]]:
@@ -87,11 +112,17 @@ def print_outcomes(console: Console, documents: Mapping[str, Mapping[str, Any]])
     for name in documents:
         table.add_column(name, justify="right")
     for key, label, form in _ROWS:
-        values = [document[key] for document in documents.values()]
+        values = [document.get(key) for document in documents.values()]
         if any(_is_told(key, value) for value in values):
             table.add_row(label, *(_text(form, value) for value in values))
     console.print(table)
     for name, document in documents.items():
+        for home in document.get("homes", ()):
+            console.print(
+                f"{name}: {home['home']}: {home['requests']:,} requests, {home['spilled']:,} "
+                f"decoded elsewhere, TTFT P90 {_text('{:.2f}', home['ttft_p90_s'])} s",
+                highlight=False,
+            )
         for change in document["role_changes"]:
             console.print(
                 f"{name}: {change['at_s']:.0f} s {change['instance']} now {change['to']}",

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from deploy.plan.solve.spec import BytesPerS, CacheTokens, Name, PlanSpec, Seconds, Span
 from kvmanager.config_files.fields import Positive, Section
+from scheduler.routing.spill import Spill
 
 POLICY_NAMES: Final = ("static", "router", "oracle", "homogeneous")
 """Policies that are always there. The file may change them and add others."""
@@ -71,6 +72,12 @@ class LinkEventsSpec(Section):
     other_traffic: tuple[OtherTrafficSpec, ...] = ()
 
 
+class LostClusterSpec(SpanSpec):
+    """A cluster is lost meanwhile, with all that it has under way."""
+
+    cluster: str
+
+
 class ObjectiveSpec(Section):
     """What a request must keep to count: time to first token, mean time per further token."""
 
@@ -87,6 +94,8 @@ class PolicySpec(Section):
     order: Literal["shortest", "arrival"] = "shortest"
     threshold_tokens: CacheTokens | None = None
     num_prefill: Annotated[int, Field(ge=0)] | None = None
+    spill: Spill = "overflow"
+    """When another PD cluster than its home decodes a request."""
     margin: Span | None = None
     margin_share: Annotated[float, Field(ge=0)] | None = None
     admission: Literal["off", "predicted", "present", "at_decode"] = "off"
@@ -94,6 +103,8 @@ class PolicySpec(Section):
     max_decode_load: Positive | None = None
     rebalance_every: Span | None = None
     """The period of the long timescale. Left out: the threshold and roles stay."""
+    report_every: Span | None = None
+    """How old reports of clusters may be. Left out: routing sees clusters as they are."""
     watch: Literal["monitor", "direct"] = "monitor"
     """How changes of links are seen: by the link monitor, or as they are."""
 
@@ -110,6 +121,7 @@ class SimulationSpec(Section):
     trace_speed: Positive = 1.0
     phases: tuple[PhaseSpec, ...] = ()
     links: tuple[LinkEventsSpec, ...] = ()
+    lost: tuple[LostClusterSpec, ...] = ()
     cache_tokens: dict[Name, CacheTokens] = Field(default={})
     """The size of the prefix cache by cluster; needs a trace."""
     objective: ObjectiveSpec = ObjectiveSpec()

@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from deploy.plan.simulate.building import homogeneous
+from deploy.plan.simulate.loss_study import loss
 from deploy.plan.simulate.shift_study import shift
 from deploy.plan.simulate.study import PERIOD_S, Goal, Study, case_study_model
 from deploy.plan.solve.case_study import H20_PREFILL, KV, STEP_S, case_study_region
@@ -190,6 +191,7 @@ STUDIES: Final[dict[str, Callable[[int, float], Study]]] = {
     "shift": shift,
     "steady": steady,
     "overload": overload,
+    "loss": loss,
 }
 
 

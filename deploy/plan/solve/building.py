@@ -20,28 +20,38 @@ from deploy.plan.profile.file import (
     KvCacheSize,
     PrefillPoint,
 )
-from deploy.plan.solve.spec import PlanPdClusterSpec, PlanSpec, ProfileSpec, TraceSpec
+from deploy.plan.solve.spec import (
+    KvSpec,
+    PlanPdClusterSpec,
+    PlanSpec,
+    ProfileSpec,
+    TraceSpec,
+    TrafficSpec,
+)
 from deploy.plan.trace import load_trace
 from kvmanager.config_files.problems import FileError, KeyPath, Problem, suggestion
 from kvmanager.config_files.yaml_files import parse_yaml, read_text
 from kvmanager.hf_config import ModelKv, read_model_kv
 from scheduler.planning.curves import Curve, FittedCurve, fit_quadratic, interpolate
+from scheduler.planning.joint import JointRegion
 from scheduler.planning.lengths import EmpiricalLengths, Lengths, LogNormalLengths, mean_tokens
 from scheduler.planning.prefix_reuse import TracePrompt, cached_tokens
 from scheduler.planning.region_model import (
+    Home,
     KvSize,
     Link,
     PdClusterModel,
     PrefillClusterModel,
     Region,
     Traffic,
+    Uplink,
 )
 
 Built = TypeVar("Built")
 
 EXPECTED = (
     "a plan file is a mapping with the keys traffic, kv_cache, profiles, prefill_clusters, "
-    "pd_clusters, links, slo"
+    "pd_clusters, links, uplinks, models, slo"
 )
 
 
@@ -55,6 +65,8 @@ class PlanInput:
     """The prefill curves that were made from points, by profile name."""
     traffic_with_cache: Callable[[float], Traffic] | None
     """The trace's traffic with a prefix cache of this many tokens; None without a trace."""
+    joint: JointRegion | None = None
+    """The homes of requests, where the file has them. `region` has the first model without them."""
 
 
 def load_plan(
@@ -76,7 +88,7 @@ def load_plan(
     spec = parse_yaml(read_text(path), model, source=str(path), expected=EXPECTED, check=check)
     # `parse_yaml` calls `check` once the single values are right, so a builder exists here.
     built = builders[-1]
-    return PlanInput(spec, built.region, built.fits, built.traffic_with_cache)
+    return PlanInput(spec, built.region, built.fits, built.traffic_with_cache, built.joint)
 
 
 class _Builder:
@@ -94,22 +106,81 @@ class _Builder:
         for name, profile in spec.profiles.items():
             self._tried(("profiles", name), partial(self._read_profile, name, profile))
         self._check_names()
-        kv = self._tried(("kv_cache",), self._kv)
-        traffic = self._tried(("traffic", "lengths"), self._traffic)
-        prefill_clusters = tuple(
-            PrefillClusterModel(c.name, c.instances, curve, c.price_per_instance_hour)
+        self.joint: JointRegion | None = None
+        self._kv_sizes: dict[str, KvSize | None] = {
+            "": self._tried(("kv_cache",), partial(self._kv, spec.kv_cache))
+        }
+        self._traffics: dict[str, Traffic | None] = {
+            "": self._tried(("traffic", "lengths"), partial(self._traffic, spec.traffic))
+        }
+        for name, served in spec.models.items():
+            path: KeyPath = ("models", name)
+            kv_cache = partial(self._kv, served.kv_cache)
+            self._kv_sizes[name] = self._tried((*path, "kv_cache"), kv_cache)
+            traffic = partial(self._traffic, served.traffic)
+            self._traffics[name] = self._tried((*path, "traffic", "lengths"), traffic)
+        self._clusters: list[tuple[str, PrefillClusterModel]] = [
+            (c.model, PrefillClusterModel(c.name, c.instances, curve, c.price_per_instance_hour))
             for i, c in enumerate(spec.prefill_clusters)
             if (curve := self._prefill(c.profile, "prefill_clusters", i)) is not None
+        ]
+        pd_clusters = [self._pd_cluster(c, i) for i, c in enumerate(spec.pd_clusters)]
+        self._links = tuple(
+            Link(k.source, k.target, k.rate, k.rtt, k.price_per_gb) for k in spec.links
         )
-        pd_clusters = tuple(
-            built
-            for i, c in enumerate(spec.pd_clusters)
-            if (built := self._pd_cluster(c, i)) is not None
-        )
-        links = tuple(Link(k.source, k.target, k.rate, k.rtt, k.price_per_gb) for k in spec.links)
-        if kv is not None and traffic is not None:
-            self._check_memory(kv, traffic)
-            self.region = Region(prefill_clusters, pd_clusters, links, kv, traffic)
+        for i, cluster in enumerate(spec.pd_clusters):
+            self._check_memory(cluster, i)
+        if spec.has_homes:
+            homes = [self._home(pd, i) for i, pd in enumerate(pd_clusters)]
+            self.joint = JointRegion(
+                tuple(home for home in homes if home is not None),
+                tuple(Uplink(up.cluster, up.way, up.rate) for up in spec.uplinks),
+                spec.instances == "whole",
+            )
+        own_kv, own_traffic = self._kv_sizes[""], self._traffics[""]
+        if own_kv is not None and own_traffic is not None:
+            self.region = Region(
+                tuple(cluster for model, cluster in self._clusters if not model),
+                tuple(
+                    pd
+                    for pd, cluster in zip(pd_clusters, spec.pd_clusters, strict=True)
+                    if pd is not None and not cluster.model
+                ),
+                self._links,
+                own_kv,
+                own_traffic,
+            )
+
+    def _home(self, pd: PdClusterModel | None, index: int) -> Home | None:
+        """The home of requests in one PD cluster; None if something of it is wrong."""
+        spec = self._spec.pd_clusters[index]
+        path: KeyPath = ("pd_clusters", index)
+        if spec.model and spec.model not in self._spec.models:
+            hint = suggestion(spec.model, self._spec.models)
+            self._note((*path, "model"), f"no model named {spec.model!r}{hint}")
+            return None
+        served = self._spec.models[spec.model].traffic if spec.model else self._spec.traffic
+        traffic = self._traffics[spec.model]
+        if spec.traffic is not None:
+            served = spec.traffic
+            build = partial(self._traffic, served)
+            traffic = self._tried((*path, "traffic", "lengths"), build)
+        rate_rps = spec.rate_rps or (spec.traffic.rate_rps if spec.traffic else None)
+        if rate_rps is None and sum(c.model == spec.model for c in self._spec.pd_clusters) == 1:
+            # The demand of one home alone decides nothing.
+            rate_rps = served.rate_rps or 1.0
+        if rate_rps is None:
+            self._note(
+                (*path, "rate_rps"), "is missing: say how many requests have their home here"
+            )
+        kv = self._kv_sizes[spec.model]
+        if pd is None or kv is None or traffic is None or rate_rps is None:
+            return None
+        links = tuple(link for link in self._links if link.target == pd.name)
+        linked = {link.source for link in links}
+        sources = tuple(c for model, c in self._clusters if model == spec.model)
+        sources = tuple(c for c in sources if c.name in linked)
+        return Home(Region(sources, (pd,), links, kv, traffic), rate_rps, spec.model)
 
     def _tried(self, path: KeyPath, build: Callable[[], Built]) -> Built | None:
         """The result of `build`; None if it raises, which becomes a problem at `path`."""
@@ -195,15 +266,21 @@ class _Builder:
         spec = self._spec
         sources = {cluster.name for cluster in spec.prefill_clusters}
         targets = {cluster.name for cluster in spec.pd_clusters}
-        seen: set[str] = set()
+        seen: set[tuple[str, str]] = set()
+        kinds: dict[str, str] = {}
         for key, clusters in (
             ("prefill_clusters", spec.prefill_clusters),
             ("pd_clusters", spec.pd_clusters),
         ):
             for i, cluster in enumerate(clusters):
-                if cluster.name in seen:
+                names = cluster.name, cluster.model
+                if names in seen or kinds.setdefault(cluster.name, key) != key:
                     self._note((key, i, "name"), f"{cluster.name!r} is used twice")
-                seen.add(cluster.name)
+                seen.add(names)
+        for i, up in enumerate(spec.uplinks):
+            if up.cluster not in (sources if up.way == "egress" else targets):
+                kind = "prefill" if up.way == "egress" else "PD"
+                self._note(("uplinks", i, "cluster"), f"no {kind} cluster {up.cluster!r}")
         if not any(cluster.instances for cluster in spec.pd_clusters):
             self._note(("pd_clusters",), "no instance decodes: give one cluster at least 1")
         linked: set[tuple[str, str]] = set()
@@ -223,23 +300,24 @@ class _Builder:
                     ("prefill_clusters", i), f"{cluster.name!r} has no link: add one from it"
                 )
 
-    def _check_memory(self, kv: KvSize, traffic: Traffic) -> None:
+    def _check_memory(self, cluster: PlanPdClusterSpec, index: int) -> None:
+        kv, traffic = self._kv_sizes.get(cluster.model), self._traffics.get(cluster.model)
+        room_bytes = cluster.decode_memory
+        if kv is None or traffic is None or room_bytes is None:
+            return
         longest = traffic.lengths.max_tokens
         largest_bytes = float(kv.size(longest))
-        for i, cluster in enumerate(self._spec.pd_clusters):
-            room_bytes = cluster.decode_memory
-            # A prompt that fits into no instance would hold up the queue for ever.
-            if room_bytes is not None and room_bytes < largest_bytes:
-                self._note(
-                    ("pd_clusters", i, "decode_memory"),
-                    f"{room_bytes:.4g} bytes: the KVCache of the longest prompt, {longest:,.0f} "
-                    f"tokens, has {largest_bytes:.4g}",
-                )
+        # A prompt that fits into no instance would hold up the queue for ever.
+        if room_bytes < largest_bytes:
+            self._note(
+                ("pd_clusters", index, "decode_memory"),
+                f"{room_bytes:.4g} bytes: the KVCache of the longest prompt, {longest:,.0f} "
+                f"tokens, has {largest_bytes:.4g}",
+            )
 
     # What is served.
 
-    def _kv(self) -> KvSize:
-        kv = self._spec.kv_cache
+    def _kv(self, kv: KvSpec | None) -> KvSize:
         if kv is None:
             return self._kv_of_profiles()
         if kv.model_config_file is None:
@@ -259,8 +337,8 @@ class _Builder:
         size = sizes.pop()
         return KvSize(Curve.quadratic(size.fixed_bytes, size.bytes_per_token), size.fixed_bytes)
 
-    def _traffic(self) -> Traffic:
-        traffic, lengths = self._spec.traffic, self._spec.traffic.lengths
+    def _traffic(self, traffic: TrafficSpec) -> Traffic:
+        lengths = traffic.lengths
         if lengths.trace is not None:
             return self._traced(lengths.trace, traffic.output_tokens)
         whole: Lengths

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import textwrap
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,12 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from rich.console import Console
 
 from deploy.plan.solve.solving import Solution, binding_words, without_prefill_clusters
 from kvmanager.config_files.units import GBIT_PER_S
 from scheduler.planning.pair_search import search_pair, threshold_grid
-from scheduler.planning.plan import Plan, best_plan, is_pair
+from scheduler.planning.plan import Plan, best_plan, has_one_threshold
 from scheduler.planning.throughput import Mode
 
 if TYPE_CHECKING:
@@ -46,14 +48,19 @@ _LINK_POINTS_OF_SEVERAL = 9
 
 def write_plots(path: Path, solution: Solution) -> None:
     """Write the pictures as .png or .svg, or as one .html page with them and the numbers."""
-    with mpl.rc_context(
-        {"font.size": 9, "svg.fonttype": "none", "axes.grid": True, "legend.framealpha": 1.0}
-    ):
+    with plot_style():
         figure = draw(solution)
         if path.suffix == ".html":
             path.write_text(_page(figure, solution), encoding="utf-8")
         else:
             figure.savefig(path, dpi=130)
+
+
+def plot_style() -> AbstractContextManager[None]:
+    """The style in which the planner's pictures are drawn."""
+    return mpl.rc_context(
+        {"font.size": 9, "svg.fonttype": "none", "axes.grid": True, "legend.framealpha": 1.0}
+    )
 
 
 def draw(solution: Solution) -> Figure:
@@ -160,7 +167,7 @@ def _link_panel(axes: Axes, plan: Plan) -> None:
     region = plan.region
     today = sum(link.bytes_per_s for link in region.links)
     # With several clusters each plan takes a longer search.
-    num_points = _LINK_POINTS if is_pair(region) else _LINK_POINTS_OF_SEVERAL
+    num_points = _LINK_POINTS if has_one_threshold(region) else _LINK_POINTS_OF_SEVERAL
     factors = np.geomspace(0.01, 3, num_points)
     best, frozen = [], []
     for factor in factors:
@@ -257,20 +264,28 @@ def _tokens(value: float, _position: Any) -> str:
 
 
 def _page(figure: Figure, solution: Solution) -> str:
-    """One page that loads nothing from elsewhere."""
-    from rich.console import Console
-
+    """The pictures and the numbers."""
     from deploy.plan.solve.tables import print_solution
 
+    console = Console(record=True, width=100, file=io.StringIO())
+    print_solution(console, solution.document, {})
+    return page_of(f"<h1>Plan of a region</h1>{svg_of(figure)}", console)
+
+
+def svg_of(figure: Figure) -> str:
+    """The picture as an SVG element."""
     picture = io.StringIO()
     figure.savefig(picture, format="svg")
     svg = picture.getvalue()
-    console = Console(record=True, width=100, file=io.StringIO())
-    print_solution(console, solution.document, {})
+    # Only the element: a page cannot hold the XML declaration and doctype before it.
+    return svg[svg.index("<svg") :]
+
+
+def page_of(pictures: str, console: Console) -> str:
+    """One page of pictures and of what the console recorded. It loads nothing from elsewhere."""
     numbers = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>prfaas plan</title>'
         '<body style="font-family: sans-serif; max-width: 75em; margin: 1em auto">'
-        # Only the element: a page cannot hold the XML declaration and doctype before it.
-        f"<h1>Plan of a region</h1>{svg[svg.index('<svg') :]}{numbers}</body></html>\n"
+        f"{pictures}{numbers}</body></html>\n"
     )

@@ -22,7 +22,7 @@ from scheduler.planning.load.study import (
     study_load,
 )
 from scheduler.planning.pair_search import search_pair, threshold_grid
-from scheduler.planning.plan import Plan, best_plan, is_pair
+from scheduler.planning.plan import Plan, best_plan, has_one_threshold, is_pair
 from scheduler.planning.region_model import Region, Traffic
 from scheduler.planning.route_search import NoRouteError
 from scheduler.planning.throughput import Mode
@@ -73,7 +73,7 @@ def solve(
             "to prefill and one to decode (or `instances: shared`)"
         )
     # The paper's formulas are only for one pair of clusters.
-    paper_plan = best_plan(region, Mode.PAPER, whole=whole) if is_pair(region) else plan
+    paper_plan = best_plan(region, Mode.PAPER, whole=whole) if has_one_threshold(region) else plan
     loads = study_load(plan, LOADS, num_requests=num_requests, seed=seed)
     capacity_rps = plan.system_rps(Mode.EXACT)
     empty = plan.empty_ttft()

@@ -31,7 +31,8 @@ BytesPerS = Annotated[Positive, BeforeValidator(_rate)]
 Seconds = Annotated[NotNegative, BeforeValidator(_duration)]
 Span = Annotated[Positive, BeforeValidator(_duration)]
 CacheTokens = Annotated[NotNegative, spelled(parse_tokens)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$"
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -170,12 +171,22 @@ class PlanClusterSpec(Section):
     instances: Count
     profile: str
     price_per_instance_hour: NotNegative = 0.0
+    model: Annotated[str, Field(pattern=NAME_PATTERN + "|^$")] = ""
+    """The key in `models` of what the instances serve; "": the model of `traffic`. A cluster that
+    serves several models is given once for each.
+    """
 
 
 class PlanPdClusterSpec(PlanClusterSpec):
-    """`decode_memory` is the KVCache that one decode instance has room for, bytes."""
+    """`decode_memory` is the KVCache that one decode instance has room for, bytes.
+
+    Requests have their home in a PD cluster if `rate_rps` or `traffic` is given. `traffic` is for
+    requests of other lengths than the model's.
+    """
 
     decode_memory: Bytes | None = None
+    rate_rps: Annotated[float, Field(gt=0)] | None = None
+    traffic: TrafficSpec | None = None
 
 
 class PlanLinkSpec(Section):
@@ -186,6 +197,21 @@ class PlanLinkSpec(Section):
     rate: BytesPerS
     rtt: Seconds = 0.0
     price_per_gb: NotNegative = 0.0
+
+
+class UplinkSpec(Section):
+    """Bandwidth that all links from a cluster share (egress), or all links to it (ingress)."""
+
+    cluster: str
+    way: Literal["egress", "ingress"]
+    rate: BytesPerS
+
+
+class PlannedModelSpec(Section):
+    """A further model: its traffic, and the KVCache of its requests."""
+
+    traffic: TrafficSpec
+    kv_cache: KvSpec
 
 
 class SloSpec(Section):
@@ -207,7 +233,16 @@ class PlanSpec(Section):
     prefill_clusters: tuple[PlanClusterSpec, ...] = ()
     pd_clusters: Annotated[tuple[PlanPdClusterSpec, ...], Field(min_length=1)]
     links: tuple[PlanLinkSpec, ...] = ()
+    uplinks: tuple[UplinkSpec, ...] = ()
+    models: dict[Name, PlannedModelSpec] = Field(default={})
+    """Further models beside that of `traffic` and `kv_cache`."""
     slo: SloSpec = SloSpec()
     instances: Literal["whole", "shared"] = "whole"
     """whole: an instance prefills or decodes; shared: it may divide its time."""
     currency: str = "USD"
+
+    @property
+    def has_homes(self) -> bool:
+        """Whether requests belong to PD clusters. Otherwise any PD cluster decodes any request."""
+        own = any(pd.rate_rps or pd.traffic for pd in self.pd_clusters)
+        return own or bool(self.uplinks or self.models)

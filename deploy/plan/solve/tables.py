@@ -105,10 +105,15 @@ def print_solution(
     console.print(_loads(document["ttft_under_load"]))
     _print_cost(console, document["cost"])
     _print_goals(console, document["goals"])
+    print_fits(console, fits)
+    console.print(TOKENS_NOTE)
+
+
+def print_fits(console: Console, fits: Mapping[str, FittedCurve]) -> None:
+    """Print how far each fitted profile is from its points."""
     for name, fit in fits.items():
         worst = max(abs(float(residual)) for residual in fit.residuals)
         console.print(f"profile {escape(name)}: {fit.method}, residuals up to {worst:.1%}")
-    console.print(TOKENS_NOTE)
 
 
 def print_search(console: Console, rows: Sequence[Mapping[str, float]]) -> None:

@@ -12,15 +12,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy.command_line import JsonOption, RunDirOption, command_group, fail, print_json
+from deploy.command_line import (
+    JsonOption,
+    KeyOption,
+    RunDirOption,
+    command_group,
+    fail,
+    print_json,
+)
+from deploy.region.file_cli import FileArgument, NodeOption, SetOption, SiteOption, load_or_exit
 
 if TYPE_CHECKING:
     from deploy.region.doctor.agents import Pair
+    from deploy.region.doctor.findings import Check
     from deploy.region.doctor.probe import ProbePlan, ProbeRun, ProbeSample
 
 MAX_MIB = 8192
 
-doctor_app = command_group("Find out why something is slow, and what would help.")
+doctor_app = command_group("Find out what is wrong or slow, and what would help.")
 
 
 @doctor_app.command("link")
@@ -90,6 +99,67 @@ def link_command(
         fail(f"cannot measure: {error}", 1)
     except KeyboardInterrupt:
         fail("stopped; the probe is ended at both ends", 128 + signal.SIGINT)
+
+
+@doctor_app.command("region")
+def region_command(
+    file: FileArgument,
+    run_dir: RunDirOption = None,
+    variables: SetOption = None,
+    site: SiteOption = None,
+    node: NodeOption = None,
+    api_key: KeyOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Look at all of a region from this host, and say what to do about each thing that is wrong.
+
+    It connects to every port of the region that this host needs, shakes hands over TLS, and asks
+    agents, fronts, engines and the gateway. It looks at certificates and their dates, at keys of
+    grants, weights and layouts, versions, clocks, kernels, arenas, GPUs and NUMA nodes. Nothing is
+    changed. With --node or --site it says which part of the region this host is; else it is what
+    runs here, or a host outside. What a firewall keeps from one host another may reach: run it on
+    each.
+
+    Each line is ok, a warning (it costs speed or safety, or will be a problem) or a problem. Exit
+    status 0: no problem; 1: a problem; 2: wrong arguments.
+
+    \b
+    prfaas doctor region region.yaml
+    prfaas doctor region region.yaml --node a1 --json
+    """
+    region = load_or_exit(file, variables or [])
+    from deploy.region.doctor.region import examine
+    from deploy.region.doctor.viewpoint import find_viewpoint
+
+    view = find_viewpoint(region, site=site, node=node, run_dir=run_dir)
+    checks = asyncio.run(examine(view, api_key))
+    healthy = not any(check.level == "problem" for check in checks)
+    if as_json:
+        print_json(
+            {"region": region.name, "from": view.title, "healthy": healthy, "checks": checks}
+        )
+    else:
+        _print_checks(checks, f"region {region.name}, seen from {view.title}")
+    raise typer.Exit(0 if healthy else 1)
+
+
+def _print_checks(checks: list[Check], title: str) -> None:
+    from collections import Counter
+
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    styles = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+    console.print(title, style="bold", highlight=False)
+    for check in checks:
+        line = Text.assemble((f"{check.level:8}", styles[check.level]), f"{check.about}: ")
+        console.print(line.append(check.what), soft_wrap=True)
+        if check.fix:
+            console.print(Text(f"          → {check.fix}"), soft_wrap=True)
+    count = Counter(check.level for check in checks)
+    say = f"{count['problem']} problems, {count['warning']} warnings, {count['ok']} fine"
+    console.print(say, style="bold", highlight=False)
 
 
 async def _measure(pair: Pair, tls_dir: Path | None, plan: ProbePlan) -> ProbeRun:

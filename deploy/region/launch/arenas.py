@@ -7,7 +7,8 @@ This file knows names and directories, but not what is in an arena or which proc
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from blake3 import blake3
@@ -33,19 +34,30 @@ def arena_name(region: RegionSpec, node: NodeSpec, root: Path) -> str | None:
     return f"{region.name[:_NAME_CHARS]}-{node.name[:_NAME_CHARS]}-{digest}"
 
 
-def kept_arenas(region: RegionSpec, root: Path) -> Iterator[tuple[Path, str]]:
-    """(directory, name) of every kept arena of a region that runs in `root`."""
+def kept_arenas(
+    region: RegionSpec, root: Path, nodes: Collection[str] | None = None
+) -> Iterator[tuple[Path, str]]:
+    """(directory, name) of every kept arena of a region that runs in `root`, or of these nodes."""
     for cluster in region.clusters:
         for node in cluster.nodes:
             name = arena_name(region, node, root)
-            if name is not None:
+            if name is not None and (nodes is None or node.name in nodes):
                 yield node.agent.arena_dir, name
 
 
-def discard_arenas(region: RegionSpec, root: Path) -> list[Path]:
-    """Remove the kept arenas that no agent holds, with their indexes. Returns what was removed."""
+def discard_arenas(
+    region: RegionSpec, root: Path, nodes: Collection[str] | None = None
+) -> list[Path]:
+    """Remove the kept arenas that no agent holds, with their indexes, of all nodes or of these.
+    Returns what was removed.
+    """
     return [
         path
-        for directory, name in kept_arenas(region, root)
+        for directory, name in kept_arenas(region, root, nodes)
         for path in Arena.discard(directory, name)
     ]
+
+
+if __name__ == "__main__":
+    # DIRECTORY NAME, as units of systemd say when the region is stopped.
+    Arena.discard(Path(sys.argv[1]), sys.argv[2])

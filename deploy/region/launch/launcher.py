@@ -1,4 +1,4 @@
-"""Runs a whole region on this machine: relays, node agents, engines, gateway, all supervised.
+"""Runs a region, or a part of it, on this machine: relays, node agents, engines, fronts, gateway.
 
 It is a library (`async with RunningRegion(...) as region`) and the core of `prfaas up`. Whatever
 ends it, an error, a signal or even SIGKILL, none of its processes outlives it. It does not know
@@ -13,87 +13,69 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
 import aiohttp
 import psutil
 
-from deploy.command_line import CommandFailed
+from deploy.gateway.reload import Changes, changed_settings
 from deploy.lab.emulator.control import RelayControl
 from deploy.region.cache_identity import unlike_engines
+from deploy.region.launch.addresses import admin_url, gateway_url
 from deploy.region.launch.arenas import discard_arenas
-from deploy.region.launch.plan import (
-    STOP_ORDER,
-    Kind,
-    PlannedProcess,
-    Planner,
-    admin_url,
-    gateway_url,
-    region_text,
+from deploy.region.launch.devices import Division, divided_for, divided_here
+from deploy.region.launch.members import member_problems, resolve_again, with_members
+from deploy.region.launch.parts import Part, part_problems, whole
+from deploy.region.launch.plan import PlannedProcess, Planner
+from deploy.region.launch.ports import (
+    ResolvedRegion,
+    resolve_part,
+    resolve_ports,
+    taken_ports,
 )
-from deploy.region.launch.ports import ResolvedRegion, resolve_ports, taken_ports
-from deploy.region.launch.probes import Prober, region_trouble
+from deploy.region.launch.probes import Prober, members_view, region_trouble
+from deploy.region.launch.process_files import region_text
 from deploy.region.launch.rundir import (
     Phase,
-    ProcessRecord,
     RegionState,
     RunDirectory,
     RunLock,
     open_run_directory,
     remove_leftovers,
 )
-from deploy.region.launch.running import RunningProcess
-from deploy.region.launch.trust import make_grant_keys, region_key_of, run_credentials
+from deploy.region.launch.running import (
+    ProcessProgress,
+    RegionStartFailed,
+    RunningProcess,
+    RunningProcesses,
+)
+from deploy.region.launch.trust import engine_key_file, make_keys, run_credentials
 from deploy.region.spec.checks import check_region
-from deploy.region.spec.loading import missing_models
-from deploy.region.spec.region import RegionSpec
+from deploy.region.spec.loading import missing_models, missing_packages
+from deploy.region.spec.region import RegionSpec, gateway_process
 from kvmanager.config_files.fields import tls_files
 from kvmanager.config_files.problems import FileError, Problem
 from kvmanager.private_files import read_secret, write_private
 from prfaas.engines.access import EngineAccess
 from prfaas.engines.client import open_session
-from prfaas.engines.errors import EngineStartFailed
-from prfaas.engines.health import ProbeTiming
-from prfaas.engines.supervision.supervisor import SupervisorConfig, SupervisorEvent
+from prfaas.engines.members import LEAVE_LIMIT_S
 from transport import Credentials, Endpoint, Role
-from transport.region_key import new_key
+from transport.rpc import RpcError
+from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.deploy.region")
 
-# Relays and agents first: engines connect to their agent, and the gateway needs all of them.
-_STAGES: tuple[tuple[Kind, ...], ...] = (("relay", "agent"), ("engine",), ("gateway",))
-# Only engines load a model before they serve.
-_NO_ENGINE: Final = SupervisorConfig(
-    start_timeout_s=60.0, probes=ProbeTiming(start_interval_s=0.05)
-)
+LOOK_S: Final = 0.5
+LEFT_LIMIT_S: Final = LEAVE_LIMIT_S + 90.0
+"""The longest wait for an instance to leave its front, before its engine is stopped, seconds."""
 SETTLE_TIMEOUT_S: Final = 60.0
-"""From the gateway's start until its fronts find every instance usable."""
-
-
-class RegionStartFailed(CommandFailed):
-    """A process did not start; the message has the last lines of its log."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessProgress:
-    """The state of one process. `line` is the newest line of its log while it starts, at any
-    length.
-
-    `state` is a `ProcessState`, or "waiting" while the gateway is healthy and its engines are not.
-    """
-
-    name: str
-    kind: Kind
-    state: str
-    reason: str
-    elapsed_s: float
-    line: str = ""
+"""From the gateway's start until its fronts find every instance of this machine usable."""
 
 
 class RunningRegion:
-    """A region on this machine. `start` or enter it. After `stop` only its logs are left.
+    """A region, or a part of one, on this machine. `start` or enter it. After `stop` only its logs
+    are left.
 
     All methods belong to one event loop.
     """
@@ -103,25 +85,32 @@ class RunningRegion:
         region: RegionSpec,
         run_dir: Path,
         *,
-        on_progress: Callable[[ProcessProgress], None] | None = None,
+        part: Part | None = None,
+        on_progress: Callable[[ProcessProgress], None] = lambda progress: None,
         environment: Mapping[str, str] | None = None,
         adapt: Callable[[PlannedProcess], PlannedProcess] = lambda planned: planned,
     ) -> None:
-        """`adapt` may change the command or the environment of a process before it starts."""
+        """Without a `part` all of the region runs here. `adapt` may change the command or the
+        environment of a process before it starts.
+        """
         self._adapt = adapt
         self._wanted = region
+        self._part = part or whole(region)
         self._root = run_dir
-        self._on_progress = on_progress
         self._environment = dict(os.environ if environment is None else environment)
         self._lock: RunLock | None = None
         self._directory: RunDirectory | None = None
         self._resolved: ResolvedRegion | None = None
         self._planner: Planner | None = None
+        self._devices = Division()
         self._session: aiohttp.ClientSession | None = None
         self._prober: Prober | None = None
-        self._processes: dict[str, RunningProcess] = {}
+        self._processes = RunningProcesses(on_progress, self._write_state)
         self._phase: Phase = "starting"
         self._started_s = time.time()
+        self._reloading = asyncio.Lock()
+        self._leaving: set[asyncio.Task[None]] = set()
+        """Tasks that stop processes once their instances have left."""
 
     # -- for callers and fault tests -------------------------------------------------------------
 
@@ -129,6 +118,16 @@ class RunningRegion:
     def region(self) -> RegionSpec:
         """The specification with every port filled in. RuntimeError before `start`."""
         return self._resolved_region().region
+
+    @property
+    def part(self) -> Part:
+        """The part of the region that runs here."""
+        return self._part
+
+    @property
+    def devices(self) -> Division:
+        """The GPUs and cores of this machine that its engines have got."""
+        return self._devices
 
     @property
     def directory(self) -> RunDirectory:
@@ -139,16 +138,27 @@ class RunningRegion:
 
     @property
     def gateway_url(self) -> str:
-        """The base URL of the OpenAI API, without /v1."""
-        return gateway_url(self.region)
+        """The base URL of the OpenAI API, without /v1; "" if the gateway runs elsewhere."""
+        return next(iter(self.gateway_urls.values()), "")
+
+    @property
+    def gateway_urls(self) -> dict[str, str]:
+        """The base URLs of all gateways that run here, by their processes."""
+        region = self.region
+        return {
+            gateway_process(region, node): gateway_url(region, node) for node in self._part.gateways
+        }
 
     @property
     def processes(self) -> Sequence[RunningProcess]:
         """All processes in the order of their start."""
-        return tuple(self._processes.values())
+        return tuple(self._processes)
 
     def process(self, name: str) -> RunningProcess:
-        """A process by its name: "gateway", "agent.NODE" or an instance. KeyError if unknown."""
+        """A process by its name: "gateway", "agent.NODE", "front.CLUSTER" or an instance.
+
+        KeyError if unknown.
+        """
         return self._processes[name]
 
     def engine(self, instance: str) -> RunningProcess:
@@ -161,8 +171,8 @@ class RunningRegion:
 
     @property
     def gateway(self) -> RunningProcess:
-        """The gateway's process."""
-        return self._processes["gateway"]
+        """The process of the gateway, the first one if there are several."""
+        return next(item for item in self.processes if item.kind == "gateway")
 
     def relay(self, link: str = "", node: str = "") -> RelayControl:
         """Faults and counters of an emulated link.
@@ -192,7 +202,7 @@ class RunningRegion:
     def engine_access(self) -> EngineAccess:
         """How to ask the engines. Reads files."""
         tls = tls_files(self.region.security.tls)
-        return EngineAccess(self.directory.engine_key, tls)
+        return EngineAccess(engine_key_file(self.region, self.directory), tls)
 
     def credentials(self, role: Role) -> Credentials | None:
         """Credentials with which a process may call the region's processes as its role allows
@@ -210,14 +220,15 @@ class RunningRegion:
         await self.stop()
 
     async def start(self) -> None:
-        """Start everything. Returns when the gateway serves and every instance is usable.
+        """Start everything. Returns when all processes serve and the gateway, if it runs here, can
+        use every instance that runs here.
 
         Raises FileError (the specification, ports in use), RunDirectoryError, RegionStartFailed.
         After any exception, also a cancellation, everything is stopped again.
         """
         try:
             # In a thread: to find who has a port, all sockets of the host are read.
-            problems = await asyncio.to_thread(_problems, self._wanted)
+            problems = await asyncio.to_thread(_problems, self._wanted, self._part)
             if problems:
                 raise FileError(f"region {self._wanted.name}", problems)
             self._prepare()
@@ -229,27 +240,111 @@ class RunningRegion:
         self._write_state()
 
     async def wait_settled(self, timeout_s: float) -> None:
-        """Wait until the gateway's fronts, which probe by themselves, find every instance usable.
+        """Wait until the gateway's fronts, which probe by themselves, find the instances usable
+        that run here. Those of other hosts may start at any time.
 
         RegionStartFailed after `timeout_s`, with what they miss.
         """
         deadline_s = time.monotonic() + timeout_s
-        url, key = admin_url(self.region), self.operator_key
-        while (trouble := await region_trouble(url, key)) is not None:
-            if time.monotonic() > deadline_s:
-                raise RegionStartFailed(f"the gateway runs, but {trouble}")
-            self._report(self.gateway, trouble, state="waiting")
-            await asyncio.sleep(0.1)
-        self._report(self.gateway, self.gateway.reason)
+        key = self.operator_key
+        names = [process.name for process in self.processes if process.kind == "engine"]
+        for name, url in self._admin_urls().items():
+            gateway = self.process(name)
+            while (trouble := await region_trouble(url, key, names)) is not None:
+                if time.monotonic() > deadline_s:
+                    raise RegionStartFailed(f"the gateway runs, but {trouble}")
+                self._processes.report(gateway, trouble, state="waiting")
+                await asyncio.sleep(0.1)
+            self._processes.report(gateway, gateway.reason)
+
+    async def reload(self, wanted: RegionSpec, part: Part) -> Changes:
+        """Follow a changed file: start what is new, have it join; have what is gone leave, and stop
+        it afterwards. Returns when what is new serves, with what changed and what waits for a
+        restart. Others run on in any case.
+
+        Raises FileError, RegionStartFailed (nothing has joined then), OSError.
+        """
+        async with self._reloading:
+            return await self._reload(wanted, part)
+
+    async def _reload(self, wanted: RegionSpec, part: Part) -> Changes:
+        running, directory = self._resolved_region(), self.directory
+        # As they are written, so that equal settings are equal.
+        before, wanted = (
+            RegionSpec.model_validate_json(region_text(region)) for region in (self._wanted, wanted)
+        )
+        try:
+            after = with_members(before, wanted)
+        except ValueError as error:
+            raise FileError(f"region {wanted.name}", [Problem((), str(error))]) from error
+        changes = Changes(changed_settings(before, after), changed_settings(after, wanted))
+        if not changes.made:
+            return changes
+        problems = check_region(after) or [*member_problems(before, after, part)]
+        if problems := problems or missing_models(after, part.nodes):
+            raise FileError(f"region {wanted.name}", problems)
+        resolved = await asyncio.to_thread(resolve_again, after, running, part)
+        devices = divided_for(resolved.region, part, self._environment, self._devices)
+        planner = Planner(resolved, directory, self._environment, devices.environment)
+        planned = {item.name: item for item in planner.processes()}
+        # The files of the front and the gateway come last: what they name must serve.
+        files = planner.files() | {directory.wanted_file: region_text(after)}
+        last = {path for path in files if not path.name.startswith("agent.")}
+        _write({path: text for path, text in files.items() if path not in last})
+        new = self._supervise([i for i in planned.values() if i.name not in self._processes])
+        try:
+            await self._processes.start(new)
+        except BaseException:
+            await self._processes.discard(new)
+            raise
+        _write({path: text for path, text in files.items() if path in last})
+        self._wanted, self._resolved, self._planner = after, resolved, planner
+        self._part, self._devices = part, devices
+        gone = [item for item in self._processes if item.name not in planned]
+        if gone:
+            start_task(self._stop_gone(gone, running), "what has left the region", self._leaving)
+        self._write_state()
+        return changes
+
+    async def _stop_gone(self, gone: Sequence[RunningProcess], before: ResolvedRegion) -> None:
+        """Stop processes once the fronts have forgotten their instances."""
+        names = {item.name for item in gone if item.kind == "engine"}
+        credentials = self.credentials("operator")
+        with suppress(TimeoutError):
+            async with (
+                asyncio.timeout(LEFT_LIMIT_S),
+                members_view(
+                    before.region, before.part, lambda: self.operator_key, credentials
+                ) as known,
+            ):
+                while names & await known():  # noqa: ASYNC110 (fronts tell only who asks)
+                    await asyncio.sleep(LOOK_S)
+        assert self._planner is not None
+        wanted = {item.name for item in self._planner.processes()}
+        # The file may name some of them again by now.
+        gone = [item for item in gone if item.name not in wanted]
+        await self._processes.discard(gone)
+        nodes = {item.name.removeprefix("agent.") for item in gone if item.kind == "agent"}
+        discard_arenas(before.region, self._root, nodes)
 
     async def differences(self) -> list[str]:
-        """A sentence for each pair of engines of one name between which no KVCache is shared.
+        """A sentence for each pair of engines of one name between which no KVCache is shared. Hosts
+        may start their parts at any time, so agents elsewhere that do not answer are left out.
 
-        Raises RpcError where an agent does not answer.
+        Raises RpcError where an agent of this machine does not answer.
         """
         assert self._prober is not None
-        controls = self._agent_controls().values()
-        return unlike_engines([await self._prober.agent_status(control) for control in controls])
+        controls = self._agent_controls()
+        answers = await asyncio.gather(
+            *map(self._prober.agent_status, controls.values()), return_exceptions=True
+        )
+        replies = []
+        for node, answer in zip(controls, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                replies.append(answer)
+            elif node in self._part.nodes or not isinstance(answer, RpcError):
+                raise answer
+        return unlike_engines(replies)
 
     async def stop(self) -> None:
         """Stop everything, gateway first. Goes on to the end even if cancelled. Idempotent."""
@@ -270,70 +365,44 @@ class RunningRegion:
 
     def kill_all(self) -> None:
         """Send SIGKILL to every process now. `stop` still has to clean up."""
-        for process in self._processes.values():
-            process.kill_now()
+        self._processes.kill_all()
 
     def _prepare(self) -> None:
+        region, part = self._wanted, self._part
         # The lock before ports are chosen: two launchers in one directory must not both go on.
         self._lock = RunLock(self._root)
         directory = self._directory = open_run_directory(self._root)
-        self._resolved = resolve_ports(self._wanted)
-        self._planner = Planner(self._resolved, directory, self._environment)
-        key = region_key_of(self._wanted, directory.region_key, "operator")
-        if key is not None and key.file == directory.region_key:
-            write_private(directory.region_key, f"{new_key()}\n".encode())
-        make_grant_keys(self._wanted, directory)
-        for secret in (directory.engine_key, directory.operator_key):
-            write_private(secret, f"{new_key()}\n".encode())
-        files = self._planner.files() | {directory.wanted_file: region_text(self._wanted)}
-        for path, text in files.items():
-            write_private(path, text.encode())  # keys and passwords are among it
+        resolved = resolve_ports(region) if part.is_whole else resolve_part(region, part)
+        self._resolved = resolved
+        self._devices = divided_here(region, part, self._environment)
+        self._planner = Planner(resolved, directory, self._environment, self._devices.environment)
+        make_keys(region, directory, part)
+        files = self._planner.files() | {directory.wanted_file: region_text(region)}
+        _write(files)
 
     async def _start_all(self) -> None:
         self._session = open_session()
         access = await asyncio.to_thread(self.engine_access)
         self._prober = Prober(self._session, self.credentials("operator"), access)
         assert self._planner is not None
-        for item in self._planner.processes():
-            self._processes[item.name] = self._supervised(self._adapt(item), self._prober)
+        processes = self._supervise(self._planner.processes())
         self._write_state()
-        for kinds in _STAGES:
-            stage = [item for item in self._processes.values() if item.kind in kinds]
-            for process in stage:
-                process.start()
-            await self._wait_healthy(stage)
-        await self.wait_settled(SETTLE_TIMEOUT_S)
+        await self._processes.start(processes)
+        if self._part.has_gateway:
+            await self.wait_settled(SETTLE_TIMEOUT_S)
 
-    def _supervised(self, item: PlannedProcess, prober: Prober) -> RunningProcess:
-        supervision = SupervisorConfig() if item.kind == "engine" else _NO_ENGINE
-
-        def on_event(event: SupervisorEvent) -> None:
-            self._report(self._processes[item.name], event.reason)
-            self._write_state()
-
-        return RunningProcess(item, prober.probe(item), supervision, on_event)
-
-    async def _wait_healthy(self, stage: Sequence[RunningProcess]) -> None:
-        async def wait(process: RunningProcess) -> None:
-            def on_line(line: str) -> None:
-                self._report(process, process.reason, line)
-
-            await process.wait_healthy(process.start_timeout_s, on_line)
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for process in stage:
-                    group.create_task(wait(process))
-        except* EngineStartFailed as failures:
-            first = failures.exceptions[0]
-            raise RegionStartFailed(str(first)) from first
+    def _supervise(self, planned: Sequence[PlannedProcess]) -> list[RunningProcess]:
+        prober = self._prober
+        assert prober is not None
+        return [self._processes.add(self._adapt(item), prober.probe) for item in planned]
 
     async def _stop(self) -> None:
         self._phase = "stopping"
+        for task in self._leaving:
+            task.cancel()
+        await asyncio.gather(*self._leaving, return_exceptions=True)
         self._write_state()
-        for kind in STOP_ORDER:
-            processes = [item for item in self._processes.values() if item.kind == kind]
-            await asyncio.gather(*(process.stop() for process in processes))
+        await self._processes.stop(self.processes)
         if self._prober is not None:
             await self._prober.close()
             self._prober = None
@@ -351,32 +420,28 @@ class RunningRegion:
 
     # -- reporting --------------------------------------------------------------------------------
 
-    def _report(
-        self, process: RunningProcess, reason: str, line: str = "", *, state: str = ""
-    ) -> None:
-        if self._on_progress is not None:
-            elapsed_s = process.elapsed_s(time.monotonic())
-            state = state or str(process.state)
-            self._on_progress(
-                ProcessProgress(process.name, process.kind, state, reason, elapsed_s, line)
-            )
-
     def _write_state(self) -> None:
         directory = self._directory
         if directory is None or self._resolved is None:
             return
-        own = psutil.Process()
+        own, admin_urls = psutil.Process(), self._admin_urls()
         state = RegionState(
             region=self.region.name,
+            part=self._part.name,
             phase=self._phase,
             launcher_pid=own.pid,
             launcher_started_s=own.create_time(),
             started_s=self._started_s,
             gateway_url=self.gateway_url,
-            admin_url=admin_url(self.region),
+            admin_url=next(iter(admin_urls.values()), ""),
+            gateways=admin_urls,
             region_file=str(directory.region_file),
-            processes=tuple(_record(process) for process in self._processes.values()),
-            relays={item.name: str(directory.socket(item.name)) for item in self._resolved.relays},
+            processes=tuple(process.record for process in self._processes),
+            relays={
+                process.name: str(directory.socket(process.name))
+                for process in self._processes
+                if process.kind == "relay"
+            },
             agents=self._agent_controls(),
         )
         # A full disk must not stop a region that serves.
@@ -386,8 +451,14 @@ class RunningRegion:
     def _agent_controls(self) -> dict[str, str]:
         return {
             node.name: str(Endpoint(node.host, node.agent.control_port))
-            for cluster in self.region.clusters
-            for node in cluster.nodes
+            for node in self.region.nodes
+        }
+
+    def _admin_urls(self) -> dict[str, str]:
+        """Where the pages for operators of each gateway are that runs here, by its process."""
+        region = self.region
+        return {
+            gateway_process(region, node): admin_url(region, node) for node in self._part.gateways
         }
 
     def _resolved_region(self) -> ResolvedRegion:
@@ -396,18 +467,18 @@ class RunningRegion:
         return self._resolved
 
 
-def _problems(region: RegionSpec) -> list[Problem]:
-    return check_region(region) or missing_models(region) or taken_ports(region)
-
-
-def _record(process: RunningProcess) -> ProcessRecord:
-    return ProcessRecord(
-        name=process.name,
-        kind=process.kind,
-        state=str(process.state),
-        reason=process.reason,
-        pid=process.pid,
-        address=process.address,
-        log=str(process.log_path),
-        num_restarts=process.num_restarts,
+def _problems(region: RegionSpec, part: Part) -> list[Problem]:
+    problems = (
+        check_region(region)
+        or part_problems(region, part)
+        or missing_models(region, part.nodes) + missing_packages(region, part.nodes)
     )
+    if problems or part.is_whole:
+        return problems or taken_ports(region, part)
+    # Every host works out the ports from the file, so those of a part are fixed.
+    return taken_ports(resolve_part(region, part).region, part)
+
+
+def _write(files: Mapping[Path, str]) -> None:
+    for path, text in files.items():
+        write_private(path, text.encode())  # keys and passwords are among it

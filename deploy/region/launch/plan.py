@@ -1,4 +1,4 @@
-"""Which processes a region on one machine consists of, and the command line of each.
+"""Which processes a region, or the part of it on one host, consists of, and their command lines.
 
 Pure: it takes a resolved region, paths and an environment, and returns process descriptions. It
 does not know when they are started or whether they are healthy.
@@ -8,34 +8,52 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from blake3 import blake3
 
-from deploy.gateway.config import GatewayConfig, GatewaySection, ModelConfig, TimeoutConfig
-from deploy.gateway.file import GatewayFile, PdSource, PrefillSource
+from deploy.gateway.config import TimeoutConfig
 from deploy.lab.emulator.control import relay_argv
 from deploy.processes import module_argv, module_environment
+from deploy.region.launch.addresses import engine_tls, engine_url, front_address, gateway_url
 from deploy.region.launch.arenas import arena_name
-from deploy.region.launch.ports import RelayPlan, ResolvedRegion, advertised_address
+from deploy.region.launch.ports import (
+    RelayPlan,
+    ResolvedRegion,
+    advertised_address,
+    advertised_addresses,
+)
+from deploy.region.launch.process_files import (
+    front_file,
+    gateway_file,
+    gateway_text,
+    region_text,
+)
 from deploy.region.launch.rundir import RunDirectory
-from deploy.region.launch.trust import checks_grants, region_key_of, signs_grants
-from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionInstance, RegionSpec, role_of
+from deploy.region.launch.trust import (
+    checks_grants,
+    engine_key_file,
+    region_key_of,
+)
+from deploy.region.spec.region import (
+    ClusterSpec,
+    NodeSpec,
+    RegionInstance,
+    RegionSpec,
+    gateway_process,
+)
 from kvmanager.agent.config import AgentSection
-from kvmanager.config_files.fields import TlsSection
-from kvmanager.config_files.security import is_loopback
 from prfaas.engines.command import EngineOptions, EngineSpec
-from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.supervision.process import KILL_S, ProcessSpec
 from transport import Endpoint
 
-Kind = Literal["relay", "agent", "engine", "gateway"]
+Kind = Literal["relay", "agent", "engine", "front", "gateway"]
 
 # The gateway first, so that no request meets an engine that is gone; relays last, since agents
 # use them.
-STOP_ORDER: tuple[Kind, ...] = ("gateway", "engine", "agent", "relay")
+STOP_ORDER: tuple[Kind, ...] = ("gateway", "front", "engine", "agent", "relay")
 
 _CLOSE_S = 5.0
 _ENGINE_GRACE_S = 15.0
@@ -67,22 +85,28 @@ class PlannedProcess:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Makes the processes of one region."""
+    """Makes the processes of one part of a region."""
 
     resolved: ResolvedRegion
     directory: RunDirectory
     environment: Mapping[str, str]
+    devices: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """By instance, the variables that give its engine GPUs or cores of this machine."""
 
     def processes(self) -> list[PlannedProcess]:
         """All processes, in the order in which they should be started."""
-        region = self.resolved.region
-        nodes = [node for cluster in region.clusters for node in cluster.nodes]
+        region, part, nodes = self.resolved.region, self.resolved.part, self._nodes()
         return [
-            *(self._relay(relay) for relay in self.resolved.relays),
+            *(self._relay(relay) for relay in self.resolved.relays if relay.node in part.nodes),
             *(self._agent(node) for node in nodes),
             *(self._engine(node, item) for node in nodes for item in node.instances),
-            self._gateway(region),
+            *(self._front(region.cluster(name)) for name in part.fronts),
+            *(self._gateway(region, node) for node in part.gateways),
         ]
+
+    def _nodes(self) -> list[NodeSpec]:
+        part = self.resolved.part
+        return [node for node in self.resolved.region.nodes if node.name in part.nodes]
 
     def files(self) -> dict[Path, str]:
         """The files that the processes read. They must be written before the processes start."""
@@ -90,12 +114,25 @@ class Planner:
         region = resolved.region
         files = {
             directory.region_file: region_text(region),
-            directory.gateway_file: gateway_text(gateway_file(resolved, directory)),
         }
-        for cluster in region.clusters:
-            for node in cluster.nodes:
-                files[self._agent_file(node)] = json.dumps(self._agent_settings(node), indent=1)
+        for at in resolved.part.gateways:
+            path = directory.gateway_file_of(gateway_process(region, at))
+            files[path] = gateway_text(gateway_file(resolved, directory, at))
+        for name in resolved.part.fronts:
+            front = front_file(resolved, directory, region.cluster(name))
+            files[self._front_file(name)] = front.model_dump_json(indent=1)
+        for node in self._nodes():
+            files[self._agent_file(node)] = json.dumps(self._agent_settings(node), indent=1)
         return files
+
+    def _front_file(self, cluster: str) -> Path:
+        return self.directory.root / f"front.{cluster}.json"
+
+    def _front(self, cluster: ClusterSpec) -> PlannedProcess:
+        command = "prefill" if cluster.kind == "prefill" else "pd"
+        file = str(self._front_file(cluster.name))
+        argv = [*module_argv("deploy.cli", command), "--config", file]
+        return self._planned(f"front.{cluster.name}", "front", front_address(cluster), argv)
 
     def _relay(self, relay: RelayPlan) -> PlannedProcess:
         control = self.directory.socket(relay.name)
@@ -120,11 +157,12 @@ class Planner:
     def _agent_settings(self, node: NodeSpec) -> dict[str, object]:
         agent, security = node.agent, self.resolved.region.security
         settings: dict[str, object] = {
-            "listen": str(Endpoint(node.host, agent.data_port)),
-            "control": str(Endpoint(node.host, agent.control_port)),
+            "listen": str(Endpoint(node.data_host, agent.data_port)),
+            "control": str(Endpoint(node.bound_host, agent.control_port)),
             "socket": str(self.directory.socket(node.name)),
             "advertise": advertised_address(node),
             "send_to": self._destinations(),
+            **self._routes(node),
             "metrics_port": agent.metrics_port,
             "metrics_host": self.resolved.region.metrics_host(node),
             "metrics_key_file": None if security.metrics_key is None else str(security.metrics_key),
@@ -144,9 +182,17 @@ class Planner:
     def _destinations(self) -> list[str]:
         """The addresses at which agents receive, and the detours of links to them."""
         region = self.resolved.region
-        nodes = [node for cluster in region.clusters for node in cluster.nodes]
         detours = {address for link in region.links for address in link.endpoints.values()}
-        return sorted(detours | {advertised_address(node) for node in nodes})
+        return sorted(detours | {advertised_address(node) for node in region.nodes})
+
+    def _routes(self, node: NodeSpec) -> dict[str, object]:
+        """The addresses of hosts that have several, where the node or another one does."""
+        own = [Endpoint.parse(address).host for address in node.agent.advertised]
+        sources = own if len(own) > 1 else []
+        others = [item for item in self.resolved.region.nodes if item.name != node.name]
+        known = {item.name: advertised_addresses(item) for item in others}
+        routes = {there[0]: list(there) for there in known.values() if sources or len(there) > 1}
+        return {"routes": routes, "sources": sources} if routes else {}
 
     def _cache_settings(self, node: NodeSpec) -> dict[str, object]:
         agent, region = node.agent, self.resolved.region
@@ -185,7 +231,8 @@ class Planner:
             instance,
             self.directory.socket(node.name),
             kv_events=self._kv_events(node, instance),
-            key_file=self.directory.engine_key,
+            key_file=engine_key_file(self.resolved.region, self.directory),
+            devices=self.devices.get(instance.name, {}),
         )
         process = ProcessSpec(
             name=instance.name,
@@ -194,11 +241,14 @@ class Planner:
             env=spec.environment(self.environment),
             term_grace_s=grace_s("engine", self.resolved.region.gateway.timeouts),
         )
-        return PlannedProcess(instance.name, "engine", spec.url, process)
+        url = engine_url(self.resolved.region, node, instance)
+        return PlannedProcess(instance.name, "engine", url, process)
 
-    def _gateway(self, region: RegionSpec) -> PlannedProcess:
-        argv = [*module_argv("deploy.cli", "gateway"), "--config", str(self.directory.gateway_file)]
-        return self._planned("gateway", "gateway", gateway_url(region), argv)
+    def _gateway(self, region: RegionSpec, node: str) -> PlannedProcess:
+        name = gateway_process(region, node)
+        file = str(self.directory.gateway_file_of(name))
+        argv = [*module_argv("deploy.cli", "gateway"), "--config", file]
+        return self._planned(name, "gateway", gateway_url(region, node), argv)
 
     def _planned(self, name: str, kind: Kind, address: str, argv: list[str]) -> PlannedProcess:
         env = module_environment(self.environment)
@@ -216,13 +266,21 @@ def engine_spec(
     *,
     kv_events: str | None = None,
     key_file: Path | None = None,
+    devices: Mapping[str, str] | None = None,
 ) -> EngineSpec:
-    """How the instance's engine is started. Without a socket it is a plain engine."""
+    """How the instance's engine is started. Without a socket it is a plain engine. The file's own
+    variables win over those of `devices`.
+    """
     model = region.model_of(instance)
     options = {name: getattr(model, name) for name in EngineOptions.model_fields}
-    options |= {"args": model.args + instance.args, "env": model.env | instance.env}
+    options |= {
+        "args": model.args + instance.args,
+        "env": dict(devices or {}) | model.env | instance.env,
+    }
+    by_nixl = agent_socket is not None and instance.nixl_port
     return EngineSpec(
         **options,
+        nixl_at=str(Endpoint(node.host, instance.nixl_port)) if by_nixl else None,
         instance=instance.name,
         model=model.path,
         served_name=model.name,
@@ -235,97 +293,3 @@ def engine_spec(
         agent_socket=None if agent_socket is None else str(agent_socket),
         kv_events=kv_events,
     )
-
-
-def gateway_file(resolved: ResolvedRegion, directory: RunDirectory) -> GatewayFile:
-    """The file of the gateway's process: the clusters with their fronts embedded in it."""
-    region = resolved.region
-    gateway, pd = region.gateway, region.pd_cluster
-    return GatewayFile.of(
-        gateway=GatewayConfig(
-            **{name: getattr(gateway, name) for name in GatewaySection.model_fields},
-            models=tuple(
-                ModelConfig(name=model.name, max_model_len=model.max_model_len, root=model.path)
-                for model in region.models
-            ),
-        ),
-        api_keys_file=gateway.api_keys_file,
-        api_keys_env=gateway.api_keys_env,
-        engine_key_file=directory.engine_key,
-        operator_key_file=directory.operator_key,
-        pd=PdSource.of(name=pd.name, instances=_instances(region, pd)),
-        prefill=tuple(
-            PrefillSource.of(
-                name=cluster.name,
-                instances=_instances(region, cluster),
-                link=region.link_from(cluster.name).name,
-                endpoints=_endpoints(region, cluster),
-            )
-            for cluster in region.prefill_clusters
-        ),
-        tls=region.security.tls,
-        region_key=region_key_of(region, directory.region_key, "gateway"),
-        granting_key=signs_grants(region, directory.granting_key),
-        trusted_network=region.security.trusted_network,
-    )
-
-
-def gateway_text(file: GatewayFile) -> str:
-    """The file as the gateway reads it."""
-    # Keys stay in their file or variable: the run directory must not have a second copy.
-    return file.model_dump_json(exclude={"gateway": {"api_keys"}}, indent=1)
-
-
-def region_text(region: RegionSpec) -> str:
-    """The region as a run directory has it."""
-    return region.model_dump_json(by_alias=True, exclude_none=True, indent=1)
-
-
-def gateway_url(region: RegionSpec) -> str:
-    """Where clients on this machine find the gateway."""
-    return _local_url(Endpoint(region.gateway.host, region.gateway.port))
-
-
-def admin_url(region: RegionSpec) -> str:
-    """Where operators on this machine find the gateway's pages."""
-    admin = region.gateway.admin
-    return gateway_url(region) if admin is None else _local_url(Endpoint.parse(admin))
-
-
-def _local_url(at: Endpoint) -> str:
-    # A wildcard address is for listening only.
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(at.host, at.host)
-    return f"http://{Endpoint(host, at.port)}"
-
-
-def engine_tls(region: RegionSpec, node: NodeSpec) -> TlsSection | None:
-    """The certificates of the node's engines, which need none on loopback."""
-    return None if is_loopback(region.engine_host(node)) else region.security.tls
-
-
-def _engine_url(region: RegionSpec, node: NodeSpec, instance: RegionInstance) -> str:
-    scheme = "http" if engine_tls(region, node) is None else "https"
-    return f"{scheme}://{Endpoint(region.engine_host(node), instance.port)}"
-
-
-def _instances(region: RegionSpec, cluster: ClusterSpec) -> tuple[InstanceSpec, ...]:
-    return tuple(
-        InstanceSpec(
-            name=item.name,
-            agent=str(Endpoint(node.host, node.agent.control_port)),
-            node=node.name,
-            url=_engine_url(region, node, item),
-            model=region.model_of(item).name,
-            role=role_of(item, cluster),
-            max_concurrent=item.max_concurrent,
-            decode_slots=region.decode_slots_of(item),
-        )
-        for node in cluster.nodes
-        for item in node.instances
-    )
-
-
-def _endpoints(region: RegionSpec, cluster: ClusterSpec) -> dict[str, str]:
-    link = region.link_from(cluster.name)
-    receivers = {node.name: advertised_address(node) for node in region.cluster(link.to).nodes}
-    return {receivers[name]: endpoint for name, endpoint in link.endpoints.items()}

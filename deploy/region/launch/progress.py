@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from deploy.region.launch.launcher import ProcessProgress
+from deploy.region.launch.running import ProcessProgress
 from prfaas.engines.supervision.log_lines import shortened
 
 _STYLES = {

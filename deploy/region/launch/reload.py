@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deploy.gateway.config import load_api_keys, with_api_keys
+from deploy.gateway.api_keys import load_api_keys
+from deploy.gateway.config import with_api_keys
 from deploy.gateway.reload import Changes, changed_settings, with_live
-from deploy.region.launch.plan import gateway_file, gateway_text, region_text
+from deploy.region.launch.parts import Part, whole
 from deploy.region.launch.ports import ResolvedRegion
+from deploy.region.launch.process_files import gateway_file, gateway_text, region_text
 from deploy.region.launch.rundir import RunDirectory
-from deploy.region.spec.region import RegionSpec
+from deploy.region.spec.region import RegionSpec, gateway_process
 from kvmanager.config_files.problems import FileError, Problem
 from kvmanager.private_files import write_private
 
 
-def reload_region(root: Path, wanted: RegionSpec) -> Changes:
-    """Give the gateway of the run in `root` what changes live of `wanted`.
+def reload_region(root: Path, wanted: RegionSpec, part: Part | None = None) -> Changes:
+    """Give the gateway of the run in `root` what changes live of `wanted`. Without a `part`, all of
+    the region runs there.
 
     Raises FileError for settings that the gateway would not take, OSError.
     """
@@ -27,8 +30,15 @@ def reload_region(root: Path, wanted: RegionSpec) -> Changes:
     directory = RunDirectory(root, root / "sockets")
     before = _read(directory.wanted_file)
     after = _with_live(before, wanted)
-    resolved = ResolvedRegion(_with_live(_read(directory.region_file), wanted), relays=())
-    file = gateway_file(resolved, directory)
+    running = _with_live(_read(directory.region_file), wanted)
+    resolved = ResolvedRegion(running, relays=(), part=part or whole(running))
+    files = {
+        directory.gateway_file_of(gateway_process(running, node)): gateway_file(
+            resolved, directory, node
+        )
+        for node in resolved.part.gateways
+    }
+    file = next(iter(files.values()))
     if file.api_keys_file is not None:
         try:
             with_api_keys(file.gateway, load_api_keys(file.api_keys_file))
@@ -40,7 +50,8 @@ def reload_region(root: Path, wanted: RegionSpec) -> Changes:
     if changes.made:
         write_private(directory.wanted_file, region_text(after).encode())
         write_private(directory.region_file, region_text(resolved.region).encode())
-        write_private(directory.gateway_file, gateway_text(file).encode())
+        for path, own in files.items():
+            write_private(path, gateway_text(own).encode())
     return changes
 
 

@@ -87,7 +87,16 @@ class RegionState(msgspec.Struct, frozen=True):
     relays: dict[str, str]
     agents: dict[str, str]
     admin_url: str = ""
-    """Where the gateway's pages for operators are."""
+    """Where the gateway's pages for operators are; like `gateway_url` "" if it runs elsewhere."""
+    part: str = ""
+    """The part of the region that runs here; "" if all of it does."""
+    gateways: dict[str, str] = {}
+    """Where the pages for operators of each gateway are that runs here, by its process."""
+
+    @property
+    def title(self) -> str:
+        """The name of the region, or of its part, for people."""
+        return f"{self.region}, part {self.part}" if self.part else self.region
 
     def launcher_lives(self) -> bool:
         """Whether the process that wrote this still runs."""
@@ -128,7 +137,16 @@ class RunDirectory:
 
     @property
     def gateway_file(self) -> Path:
-        return self.root / "gateway.json"
+        """The file of a region's only gateway."""
+        return self.gateway_file_of("gateway")
+
+    def gateway_file_of(self, process: str) -> Path:
+        """The file of a gateway, by the name of its process."""
+        return self.root / f"{process}.json"
+
+    def learned_file_of(self, process: str) -> Path:
+        """The file in which that gateway keeps what it has learnt. It outlives the run."""
+        return self.root / f"{process}.learned"
 
     @property
     def region_key(self) -> Path:
@@ -288,7 +306,10 @@ def find_run(
         where = f"in {roots[0]}" if run_dir or name else f"under {base}"
         raise WhichRun(f"no region runs {where}" + (f"; {hint}" if hint else ""), 1)
     choice = "choose one with --run-dir" + (f", or {hint}" if hint else "")
-    names = (f"{state.region} at {state.gateway_url} in {root}" for root, state in runs.items())
+    names = (
+        f"{state.title}{' at ' if state.gateway_url else ''}{state.gateway_url} in {root}"
+        for root, state in runs.items()
+    )
     raise WhichRun(f"several regions run; {choice}: {', '.join(names)}", 2)
 
 

@@ -1,6 +1,7 @@
-"""One process of a running region, with the hooks that operators and fault tests use on it.
+"""The processes of a running region, with the hooks that operators and fault tests use on them.
 
-It adds names and signals to the supervisor and does not know what the process is for.
+It adds names, signals and an order of start and stop to the supervisor, and does not know what the
+processes are for.
 """
 
 from __future__ import annotations
@@ -9,11 +10,17 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from deploy.region.launch.plan import Kind, PlannedProcess
+from deploy.command_line import CommandFailed
+from deploy.region.launch.plan import STOP_ORDER, Kind, PlannedProcess
+from deploy.region.launch.rundir import ProcessRecord
+from prfaas.engines.errors import EngineStartFailed
+from prfaas.engines.health import ProbeTiming
 from prfaas.engines.supervision.supervisor import (
     Probe,
     ProcessState,
@@ -21,6 +28,33 @@ from prfaas.engines.supervision.supervisor import (
     SupervisorConfig,
     SupervisorEvent,
 )
+
+# Relays and agents first: engines connect to their agent, and the gateway needs all of them.
+_STAGES: tuple[tuple[Kind, ...], ...] = (("relay", "agent"), ("engine",), ("front",), ("gateway",))
+# Only engines load a model before they serve.
+_NO_ENGINE: Final = SupervisorConfig(
+    start_timeout_s=60.0, probes=ProbeTiming(start_interval_s=0.05)
+)
+
+
+class RegionStartFailed(CommandFailed):
+    """A process did not start; the message has the last lines of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessProgress:
+    """The state of one process. `line` is the newest line of its log while it starts, at any
+    length.
+
+    `state` is a `ProcessState`, or "waiting" while the gateway is healthy and its engines are not.
+    """
+
+    name: str
+    kind: Kind
+    state: str
+    reason: str
+    elapsed_s: float
+    line: str = ""
 
 
 class RunningProcess:
@@ -69,6 +103,20 @@ class RunningProcess:
     def log_path(self) -> Path:
         """The log with the output of all its runs."""
         return self._supervisor.spec.log_path
+
+    @property
+    def record(self) -> ProcessRecord:
+        """It in the state file."""
+        return ProcessRecord(
+            name=self.name,
+            kind=self.kind,
+            state=str(self.state),
+            reason=self.reason,
+            pid=self.pid,
+            address=self.address,
+            log=str(self.log_path),
+            num_restarts=self.num_restarts,
+        )
 
     def elapsed_s(self, now_s: float) -> float:
         """The time since it was first started, seconds."""
@@ -125,3 +173,90 @@ class RunningProcess:
         for pid in self.pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+
+class RunningProcesses:
+    """The supervised processes of a region on this machine, by name, in the order of their start.
+
+    `on_progress` gets each step of each of them; `on_change` follows a change of any state.
+    """
+
+    def __init__(
+        self, on_progress: Callable[[ProcessProgress], None], on_change: Callable[[], None]
+    ) -> None:
+        self._on_progress = on_progress
+        self._on_change = on_change
+        self._by_name: dict[str, RunningProcess] = {}
+
+    def __iter__(self) -> Iterator[RunningProcess]:
+        return iter(self._by_name.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def __getitem__(self, name: str) -> RunningProcess:
+        return self._by_name[name]
+
+    def add(
+        self, planned: PlannedProcess, probe_of: Callable[[PlannedProcess], Probe]
+    ) -> RunningProcess:
+        """Supervise a process, which `start` starts."""
+        supervision = SupervisorConfig() if planned.kind == "engine" else _NO_ENGINE
+
+        def on_event(event: SupervisorEvent) -> None:
+            self.report(self._by_name[planned.name], event.reason)
+            self._on_change()
+
+        process = RunningProcess(planned, probe_of(planned), supervision, on_event)
+        self._by_name[planned.name] = process
+        return process
+
+    async def start(self, processes: Sequence[RunningProcess]) -> None:
+        """Start them, stage by stage. Returns when all are healthy; RegionStartFailed otherwise."""
+        for kinds in _STAGES:
+            stage = [item for item in processes if item.kind in kinds]
+            for process in stage:
+                process.start()
+            await self._wait_healthy(stage)
+
+    async def stop(self, processes: Sequence[RunningProcess]) -> None:
+        """Stop them in an orderly way, kind by kind, the gateway first."""
+        for kind in STOP_ORDER:
+            await asyncio.gather(*(item.stop() for item in processes if item.kind == kind))
+
+    async def discard(self, processes: Sequence[RunningProcess]) -> None:
+        """Stop and forget them."""
+        await self.stop(processes)
+        for item in processes:
+            self._by_name.pop(item.name, None)
+        self._on_change()
+
+    def kill_all(self) -> None:
+        """Send SIGKILL to every process now."""
+        for process in self._by_name.values():
+            process.kill_now()
+
+    def report(
+        self, process: RunningProcess, reason: str, line: str = "", *, state: str = ""
+    ) -> None:
+        """Tell `on_progress` how a process stands. `state` replaces its own."""
+        elapsed_s = process.elapsed_s(time.monotonic())
+        state = state or str(process.state)
+        self._on_progress(
+            ProcessProgress(process.name, process.kind, state, reason, elapsed_s, line)
+        )
+
+    async def _wait_healthy(self, stage: Sequence[RunningProcess]) -> None:
+        async def wait(process: RunningProcess) -> None:
+            def on_line(line: str) -> None:
+                self.report(process, process.reason, line)
+
+            await process.wait_healthy(process.start_timeout_s, on_line)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for process in stage:
+                    group.create_task(wait(process))
+        except* EngineStartFailed as failures:
+            first = failures.exceptions[0]
+            raise RegionStartFailed(str(first)) from first

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ from rich.text import Text
 
 from deploy.gateway.cache.api import hit_share
 from deploy.gateway.scheduling.plan_overview import PlanOverview
+from deploy.gateway.sharing.overview import SharingOverview
 from deploy.lab.emulator.control import RelayControl, RelayError
 from deploy.lab.emulator.faults import LinkReport
 from deploy.region.cache_identity import unlike_engines
@@ -52,6 +53,8 @@ class RegionStatus(msgspec.Struct, frozen=True):
     agents: dict[str, StatusReply]
     links: dict[str, LinkReport]
     plan: PlanOverview | None = None
+    gateways: dict[str, SharingOverview] = {}
+    """What each gateway says of its sharing with others, by its process."""
 
 
 async def region_status(state: RegionState) -> RegionStatus:
@@ -59,21 +62,22 @@ async def region_status(state: RegionState) -> RegionStatus:
     lives = state.launcher_lives()
     credentials = credentials_in(state) if lives else None
     # The agents of a dead launcher are gone, and asking them would only take time.
-    agents, plan = await asyncio.gather(
-        asyncio.gather(
-            *(_agent(control, credentials) for control in (state.agents.values() if lives else ()))
-        ),
+    started = {item.name for item in state.processes} if lives else set()
+    own = {node: at for node, at in state.agents.items() if f"agent.{node}" in started}
+    agents, plan, gateways = await asyncio.gather(
+        asyncio.gather(*(_agent(control, credentials) for control in own.values())),
         _plan(state, lives),
+        _sharing(state, lives),
     )
     links = [_link(Path(path)) for path in state.relays.values()]
     return RegionStatus(
         state=state,
         launcher_lives=lives,
         use={item.name: _use(item.pid) for item in state.processes if lives and item.pid},
-        # Without a launcher no agent was asked, so the two may differ in length.
-        agents={n: s for n, s in zip(state.agents, agents, strict=False) if s is not None},
+        agents={n: s for n, s in zip(own, agents, strict=True) if s is not None},
         links={n: r for n, r in zip(state.relays, links, strict=True) if r is not None},
         plan=plan,
+        gateways=gateways,
     )
 
 
@@ -83,7 +87,7 @@ def render_status(status: RegionStatus) -> RenderableType:
     phase = state.phase if status.launcher_lives else "dead: its launcher was killed"
     style = "green" if phase == "running" else "yellow" if status.launcher_lives else "bold red"
     title = Text.assemble(
-        ("region ", "dim"), (state.region, "bold"), "  ", (phase, style), "  ", state.gateway_url
+        ("region ", "dim"), (state.title, "bold"), "  ", (phase, style), "  ", state.gateway_url
     )
     tables = [_process_table(status)]
     if status.agents:
@@ -97,12 +101,26 @@ def render_status(status: RegionStatus) -> RenderableType:
         # Edges are empty lines, and one between two tables is enough.
         table.show_edge = False
         parts += [Text(), table]
+    if sharing := list(_sharing_lines(status.gateways)):
+        parts += [Text(), *sharing]
     if omissions := list(_omissions(status.plan)):
         parts += [Text(), *map(Text, omissions)]
     if unlike := unlike_engines(status.agents.values()):
         parts += [Text(), *(Text(sentence, style="red") for sentence in unlike)]
     logs = sorted({str(Path(item.log).parent) for item in state.processes})
     return Group(*parts, Text(), Text(f"logs are in {', '.join(logs)}", style="dim"))
+
+
+def _sharing_lines(gateways: Mapping[str, SharingOverview]) -> Iterator[Text]:
+    """How each gateway works together with others, and which of them leads."""
+    for process, seen in gateways.items():
+        since = format_age(seen.for_s)
+        if seen.state == "joined":
+            others = ", ".join(peer.name for peer in seen.peers) or "none"
+            role = "it leads" if seen.leads else f"{seen.leader or 'nobody'} leads"
+            yield Text(f"{process} has shared with others ({others}) for {since}; {role}")
+        else:
+            yield Text(f"{process} has been alone for {since}: {seen.error}", style="yellow")
 
 
 def _omissions(plan: PlanOverview | None) -> Iterator[str]:
@@ -197,7 +215,7 @@ def _link_table(status: RegionStatus) -> Table:
 
 
 async def _plan(state: RegionState, lives: bool) -> PlanOverview | None:
-    if not lives:
+    if not (lives and state.gateway_url):
         return None
     try:
         key = await asyncio.to_thread(operator_key, Path(state.region_file).parent)
@@ -206,6 +224,23 @@ async def _plan(state: RegionState, lives: bool) -> PlanOverview | None:
             return await asked(url, "/prfaas/plan", PlanOverview, key=key)
     except (CannotAsk, TimeoutError):
         return None
+
+
+async def _sharing(state: RegionState, lives: bool) -> dict[str, SharingOverview]:
+    """What the gateways here say; one that does not answer, or shares nothing, is missing."""
+    if not lives:
+        return {}
+    key = await asyncio.to_thread(operator_key, Path(state.region_file).parent)
+
+    async def ask(process: str, url: str) -> tuple[str, SharingOverview] | None:
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                return process, await asked(url, "/prfaas/gateways", SharingOverview, key=key)
+        except (CannotAsk, TimeoutError):
+            return None
+
+    found = await asyncio.gather(*(ask(*each) for each in state.gateways.items()))
+    return dict(each for each in found if each is not None)
 
 
 async def _agent(control: str, credentials: Credentials | None) -> StatusReply | None:

@@ -1,12 +1,13 @@
 """Finds the keys and certificates of a run, for its processes and for commands of its user.
 
-It makes only the key pair of grants, where the region has none of its own.
+It makes only the keys that the region's file does not name.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from deploy.region.launch.parts import Part
 from deploy.region.launch.rundir import REGION_KEY, RegionState, RunDirectory
 from deploy.region.spec.region import RegionSpec
 from kvmanager.config_files.fields import tls_files
@@ -16,6 +17,7 @@ from kvmanager.private_files import write_private
 from transport import Credentials, Role
 from transport.errors import LocalError
 from transport.grants import load_private_key, load_public_keys, new_key_pair
+from transport.region_key import new_key
 
 
 def region_key_of(region: RegionSpec, made: Path, name: str) -> RegionKeySection | None:
@@ -28,6 +30,11 @@ def region_key_of(region: RegionSpec, made: Path, name: str) -> RegionKeySection
     return RegionKeySection(file=security.region_key or made, region=region.name, name=name)
 
 
+def engine_key_file(region: RegionSpec, directory: RunDirectory) -> Path:
+    """The file with the key that engines demand."""
+    return region.security.engine_key or directory.engine_key
+
+
 def signs_grants(region: RegionSpec, made: Path) -> GrantsSection | None:
     """The gateway's key of grants: the region's file, or the one `made` for its run. None where the
     network is trusted.
@@ -38,6 +45,23 @@ def signs_grants(region: RegionSpec, made: Path) -> GrantsSection | None:
 def checks_grants(region: RegionSpec, made: Path) -> GrantsSection | None:
     """The public keys with which agents check grants, as `signs_grants`."""
     return _grants(region, region.security.granting_keys or made)
+
+
+def make_keys(region: RegionSpec, directory: RunDirectory, part: Part) -> None:
+    """Make the keys of this run that the region does not name. FileError, OSError."""
+    made = []
+    key = region_key_of(region, directory.region_key, "operator")
+    if key is not None and key.file == directory.region_key:
+        made.append(directory.region_key)
+    if region.security.engine_key is None:
+        made.append(directory.engine_key)
+    if part.has_gateway:
+        made.append(directory.operator_key)
+    for path in made:
+        write_private(path, f"{new_key()}\n".encode())
+    # Other hosts do not have the private key.
+    if part.has_gateway:
+        make_grant_keys(region, directory)
 
 
 def make_grant_keys(region: RegionSpec, directory: RunDirectory) -> None:

@@ -6,6 +6,7 @@ It sees one specification and nothing else: no files, and no ports of this machi
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from deploy.gateway.config import open_listeners
@@ -15,6 +16,7 @@ from deploy.region.spec.region import (
     NodeSpec,
     RegionInstance,
     RegionSpec,
+    gateway_process,
     role_of,
 )
 from kvmanager.config_files.problems import KeyPath, Problem, suggestion
@@ -30,7 +32,9 @@ def check_region(region: RegionSpec) -> list[Problem]:
     return [
         *_check_names(region),
         *_check_clusters(region),
+        *_check_gateway(region),
         *_check_links(region),
+        *_check_uplinks(region),
         *_check_security(region),
         *_check_ports(region),
     ]
@@ -57,6 +61,7 @@ def _check_names(region: RegionSpec) -> Iterator[Problem]:
         "node": nodes,
         "instance": instances,
     }
+    gateways = {"gateway", *(gateway_process(region, node) for node in region.gateway.nodes)}
     for kind, named in kinds.items():
         seen: set[str] = set()
         for path, name in named:
@@ -66,24 +71,41 @@ def _check_names(region: RegionSpec) -> Iterator[Problem]:
             seen.add(name)
     for path, name in instances:
         # Names of processes, logs and sockets of the launcher itself.
-        if name == "gateway" or name.startswith(("agent.", "link.")):
+        if name in gateways or name.startswith(("agent.", "front.", "link.")):
             message = f"{name!r} names another process of the region; choose another name"
             yield Problem((*path, "name"), message)
 
 
 def _check_clusters(region: RegionSpec) -> Iterator[Problem]:
-    pd = [c for c, cluster in enumerate(region.clusters) if cluster.kind == "pd"]
-    if not pd:
+    if not region.pd_clusters:
         yield Problem(("clusters",), "no PD cluster; give one cluster `kind: pd`")
-    for c in pd[1:]:
-        yield Problem(("clusters", c, "kind"), "a second PD cluster; a region has exactly one")
     for c, cluster in enumerate(region.clusters):
         roles = {role_of(instance, cluster) for instance in cluster.instances}
         if cluster.kind == "pd" and roles == {"prefill"}:
             message = "no instance decodes; give one `role: decode` or `role: both`"
             yield Problem(("clusters", c), message)
+        yield from _check_hand_off(region, ("clusters", c), cluster)
+        if cluster.kind == "prefill" and cluster.spill is not None:
+            message = "no request has its home in a prefill cluster; say it of a PD cluster"
+            yield Problem(("clusters", c, "spill"), message)
     for path, cluster, node in _nodes(region):
         yield from _check_node(region, path, cluster, node)
+
+
+def _check_hand_off(region: RegionSpec, path: KeyPath, cluster: ClusterSpec) -> Iterator[Problem]:
+    at = (*path, "hand_off")
+    if cluster.kind == "prefill" and cluster.hand_off != "auto":
+        message = "instances of a prefill cluster hand over nothing; write it in the PD cluster"
+        yield Problem(at, message)
+    elif cluster.hand_off == "nixl" and len(cluster.nodes) == 1:
+        message = "nixl is for hand-offs between nodes, and there is one; leave it out"
+        yield Problem(at, message)
+    elif cluster.hand_off == "nixl":
+        for node in cluster.nodes:
+            # vLLM tells others the address that it listens on.
+            if node.bound_host != node.host:
+                message = f"nixl needs nodes that listen on their `host`; {node.name} does not"
+                yield Problem(at, message)
 
 
 def _check_node(
@@ -116,9 +138,37 @@ def _check_slots(at: KeyPath, instance: RegionInstance, model: ModelSpec) -> Ite
         yield Problem((*at, "args"), message)
 
 
+def _check_gateway(region: RegionSpec) -> Iterator[Problem]:
+    gateway, nodes = region.gateway, [node.name for node in region.nodes]
+    named: list[tuple[KeyPath, str]]
+    named = [(("gateway", "node"), name) for name in (gateway.node,) if name is not None]
+    named += [(("gateway", "nodes", n), name) for n, name in enumerate(gateway.nodes)]
+    for at, name in named:
+        if name not in nodes:
+            yield Problem(at, f"no node is called {name!r}{suggestion(name, nodes)}")
+    if gateway.node is not None and gateway.nodes:
+        yield Problem(("gateway", "nodes"), "write node for one gateway or nodes for several")
+    if len(set(gateway.nodes)) < len(gateway.nodes):
+        yield Problem(("gateway", "nodes"), "a node has one gateway; name each node once")
+    if len(gateway.nodes) > 1 and gateway.shared is None:
+        message = "several gateways need shared, the Redis server through which they work together"
+        yield Problem(("gateway", "nodes"), message)
+    for name in gateway.ports:
+        if name not in gateway.nodes:
+            yield Problem(("gateway", "ports", name), f"nodes has no {name!r}")
+    pds = [cluster.name for cluster in region.pd_clusters]
+    homes: dict[KeyPath, str] = {("homes", tenant): home for tenant, home in gateway.homes.items()}
+    if gateway.home:
+        homes["home",] = gateway.home
+    for path, home in homes.items():
+        if home not in pds:
+            message = f"no PD cluster is called {home!r}{suggestion(home, pds)}"
+            yield Problem(("gateway", *path), message)
+
+
 def _check_links(region: RegionSpec) -> Iterator[Problem]:
     kinds = {cluster.name: cluster.kind for cluster in region.clusters}
-    linked: set[str] = set()
+    linked: set[tuple[str, str]] = set()
     for k, link in enumerate(region.links):
         at: KeyPath = ("links", k)
         for key, name, kind in (("from", link.source, "prefill"), ("to", link.to, "pd")):
@@ -128,9 +178,10 @@ def _check_links(region: RegionSpec) -> Iterator[Problem]:
             elif kinds[name] != kind:
                 message = f"{name!r} is of kind {kinds[name]}; KVCache flows from prefill to pd"
                 yield Problem((*at, key), message)
-        if link.source in linked:
-            yield Problem((*at, "from"), f"a second link from {link.source!r}; remove one")
-        linked.add(link.source)
+        if (link.source, link.to) in linked:
+            message = f"a second link from {link.source!r} to {link.to!r}; remove one"
+            yield Problem((*at, "from"), message)
+        linked.add((link.source, link.to))
         if link.emulate is not None and link.endpoints:
             message = "an emulated link makes its own endpoints; remove endpoints or emulate"
             yield Problem((*at, "endpoints"), message)
@@ -142,9 +193,27 @@ def _check_links(region: RegionSpec) -> Iterator[Problem]:
         if link.emulate is not None:
             yield from _check_emulation(at, link.emulate.rate)
     for name, kind in kinds.items():
-        if kind == "prefill" and name not in linked:
-            message = f"no link from {name!r}; add `- {{from: {name}, to: NAME OF PD CLUSTER}}`"
+        if kind == "prefill" and not region.links_from(name):
+            message = f"no link from {name!r}; add `- {{from: {name}, to: NAME OF A PD CLUSTER}}`"
             yield Problem(("links",), message)
+
+
+def _check_uplinks(region: RegionSpec) -> Iterator[Problem]:
+    kinds = {cluster.name: cluster.kind for cluster in region.clusters}
+    seen: set[tuple[str, str]] = set()
+    for u, uplink in enumerate(region.uplinks):
+        at: KeyPath = ("uplinks", u)
+        ways = {"prefill": "egress", "pd": "ingress"}
+        if uplink.cluster not in kinds:
+            message = f"no cluster is called {uplink.cluster!r}{suggestion(uplink.cluster, kinds)}"
+            yield Problem((*at, "cluster"), message)
+        elif uplink.way != (way := ways[kinds[uplink.cluster]]):
+            message = f"KVCache flows from prefill to pd: write {way} for {uplink.cluster}"
+            yield Problem((*at, "way"), message)
+        if (uplink.cluster, uplink.way) in seen:
+            message = f"a second {uplink.way} of {uplink.cluster!r}; remove one"
+            yield Problem((*at, "cluster"), message)
+        seen.add((uplink.cluster, uplink.way))
 
 
 def _check_emulation(at: KeyPath, rate: str) -> Iterator[Problem]:
@@ -173,11 +242,14 @@ def _check_security(region: RegionSpec) -> Iterator[Problem]:
     if gateway.api_keys_file is not None and gateway.api_keys_env is not None:
         message = "api_keys_file is given too; keep one of the two"
         yield Problem(("gateway", "api_keys_env"), message)
-    try:
-        url = gateway.directory.url
-        check_redis("url", url, trusted_network=security.trusted_network)
-    except ValueError as error:
-        yield Problem(("gateway", "directory", "url"), str(error))
+    urls = {("directory", "url"): gateway.directory.url}
+    if gateway.shared is not None:
+        urls["shared", "redis"] = gateway.shared.redis
+    for (section, name), url in urls.items():
+        try:
+            check_redis(name, url, trusted_network=security.trusted_network)
+        except ValueError as error:
+            yield Problem(("gateway", section, name), str(error))
     has_keys = bool(gateway.api_keys_file or gateway.api_keys_env)
     if not (has_keys or security.trusted_network):
         mend = "give api_keys_file or api_keys_env, or set security.trusted_network"
@@ -189,32 +261,61 @@ def _check_security(region: RegionSpec) -> Iterator[Problem]:
     if gateway.shared_caches and not has_keys:
         message = "tenants are API keys; give api_keys_file or api_keys_env; without, all share"
         yield Problem(("gateway", "shared_caches"), message)
-    for name in ("operators", "priority_tenants"):
+    for name in ("operators", "priority_tenants", "homes"):
         if getattr(gateway, name) and not has_keys:
             message = f"{name} are names of API keys; give api_keys_file or api_keys_env"
             yield Problem(("gateway", name), message)
 
 
 def _check_ports(region: RegionSpec) -> Iterator[Problem]:
-    taken: dict[tuple[str, int], str] = {}
-    for path, host, port in fixed_ports(region):
-        where = Problem(path, "").where
-        if port and (host, port) in taken:
-            message = f"port {port} is taken by {taken[host, port]}; choose another, or 0 for any"
-            yield Problem(path, message)
-        taken.setdefault((host, port), where)
+    taken: dict[tuple[str, str, int], str] = {}
+    for item in fixed_ports(region):
+        # Loopback of two hosts are two networks.
+        key = (item.machine, item.host, item.port)
+        where = Problem(item.path, "").where
+        if item.port and key in taken:
+            message = f"port {item.port} is taken by {taken[key]}; choose another, or 0 for any"
+            yield Problem(item.path, message)
+        taken.setdefault(key, where)
 
 
-def fixed_ports(region: RegionSpec) -> Iterator[tuple[KeyPath, str, int]]:
-    """Every port of the region with its path and host; port 0 where any port will do."""
-    yield ("gateway", "port"), region.gateway.host, region.gateway.port
-    if region.gateway.admin is not None:
-        admin = Endpoint.parse(region.gateway.admin)
-        yield ("gateway", "admin"), admin.host, admin.port
-    for path, _, node in _nodes(region):
-        for key in ("data_port", "control_port"):
-            yield (*path, "agent", key), node.host, getattr(node.agent, key)
-        at = region.metrics_host(node)
-        yield (*path, "agent", "metrics_port"), at, node.agent.metrics_port
+@dataclass(frozen=True, slots=True)
+class FixedPort:
+    """A port that a process of the region listens on; 0 where any will do. `owner` is a node, a
+    cluster (its front), or "" (the gateway); `machine` is the address of their host.
+    """
+
+    path: KeyPath
+    owner: str
+    machine: str
+    host: str
+    port: int
+
+
+def fixed_ports(region: RegionSpec) -> Iterator[FixedPort]:
+    """Every port of the region."""
+    gateway = region.gateway
+    if not gateway.nodes:  # else it is only where `ports` of several gateways begin
+        yield FixedPort(("gateway", "port"), "", gateway.host, gateway.host, gateway.port)
+    for name, port in gateway.ports.items():
+        owner = gateway_process(region, name)
+        machine = next((node.host for node in region.nodes if node.name == name), gateway.host)
+        yield FixedPort(("gateway", "ports", name), owner, machine, gateway.host, port)
+    if gateway.admin is not None:
+        admin = Endpoint.parse(gateway.admin)
+        yield FixedPort(("gateway", "admin"), "", admin.host, admin.host, admin.port)
+    for c, cluster in enumerate(region.clusters):
+        first = cluster.nodes[0]
+        path: KeyPath = ("clusters", c, "front_port")
+        yield FixedPort(path, cluster.name, first.host, first.bound_host, cluster.front_port)
+    for path, cluster, node in _nodes(region):
+        for key, bound in region.agent_hosts(node).items():
+            port = getattr(node.agent, key)
+            yield FixedPort((*path, "agent", key), node.name, node.host, bound, port)
+        engine_host = region.engine_host(node)
         for i, instance in enumerate(node.instances):
-            yield (*path, "instances", i, "port"), region.engine_host(node), instance.port
+            at = (*path, "instances", i, "port")
+            yield FixedPort(at, node.name, node.host, engine_host, instance.port)
+            if cluster.hand_off == "nixl":
+                at = (*path, "instances", i, "nixl_port")
+                yield FixedPort(at, node.name, node.host, node.bound_host, instance.nixl_port)

@@ -5,7 +5,8 @@ Paths in the file are relative to the file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from deploy.region.spec.checks import check_region
@@ -55,10 +56,12 @@ def _absolute(region: RegionSpec, directory: Path) -> RegionSpec:
     gateway, security = region.gateway, region.security
     if gateway.api_keys_file is not None:
         gateway = gateway.model_copy(update={"api_keys_file": full(gateway.api_keys_file)})
+    if gateway.state is not None:
+        gateway = gateway.model_copy(update={"state": full(gateway.state)})
     if gateway.recorder is not None:
         recorder = gateway.recorder.model_copy(update={"dir": full(gateway.recorder.dir)})
         gateway = gateway.model_copy(update={"recorder": recorder})
-    for name in ("region_key", "granting_key", "granting_keys", "metrics_key"):
+    for name in ("region_key", "engine_key", "granting_key", "granting_keys", "metrics_key"):
         if (path := getattr(security, name)) is not None:
             security = security.model_copy(update={name: full(path)})
     if security.tls is not None:
@@ -79,13 +82,37 @@ def _with_full_ssd_dirs(cluster: ClusterSpec, full: Callable[[Path], Path]) -> C
     return cluster.model_copy(update={"nodes": tuple(nodes)})
 
 
-def missing_models(region: RegionSpec) -> list[Problem]:
-    """The models whose path is a directory that this machine does not have."""
+def missing_packages(region: RegionSpec, nodes: Collection[str] | None = None) -> list[Problem]:
+    """The packages that the engines here, or those of `nodes`, import and this Python lacks. The
+    engines run on it.
+    """
+    return [
+        Problem(
+            ("clusters", index, "hand_off"),
+            "nixl needs the Python package nixl here, where the engines run: pip install nixl",
+        )
+        for index, cluster in enumerate(region.clusters)
+        if cluster.hand_off == "nixl"
+        and (nodes is None or any(node.name in nodes for node in cluster.nodes))
+        and find_spec("nixl") is None
+    ]
+
+
+def missing_models(region: RegionSpec, nodes: Collection[str] | None = None) -> list[Problem]:
+    """The models whose path is a directory that this machine does not have. With `nodes`, those
+    that these nodes serve.
+    """
+    served = {
+        region.model_of(instance).name
+        for node in region.nodes
+        if nodes is None or node.name in nodes
+        for instance in node.instances
+    }
     return [
         Problem(
             ("models", index, "path"),
             f"there is no {model.path} here; a relative path starts at the region file's directory",
         )
         for index, model in enumerate(region.models)
-        if Path(model.path).is_absolute() and not Path(model.path).is_dir()
+        if model.name in served and Path(model.path).is_absolute() and not Path(model.path).is_dir()
     ]

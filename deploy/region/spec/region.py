@@ -11,13 +11,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from deploy.gateway.config import ApiKeysSection, GatewaySection
+from deploy.gateway.api_keys import ApiKeysSection
+from deploy.gateway.config import GatewaySection, SharedUplink
 from kvmanager.agent.config import AgentSection
-from kvmanager.config_files.fields import Address, Port, Section, TlsSection
+from kvmanager.config_files.fields import Address, Addresses, Port, Section, TlsSection
 from kvmanager.config_files.security import is_loopback
 from kvmanager.config_files.units import parse_duration, parse_rate
+from local_pd.handoff import HandOffWay
 from prfaas.engines.command import EngineOptions
 from prfaas.engines.instance import DEFAULT_DECODE_SLOTS, DEFAULT_MAX_CONCURRENT
+from scheduler.routing.spill import Spill
 
 ClusterKind = Literal["prefill", "pd"]
 InstanceRole = Literal["prefill", "decode", "both"]
@@ -64,6 +67,10 @@ class RegionInstance(Section):
     """The name of the model that it serves. It may be left out if there is only one."""
     port: Port = 0
     """The port of its OpenAI server, which only the region's processes may use; 0: any free one."""
+    nixl_port: Port = 0
+    """The port at which NixlConnectors of other engines ask for its memory, in a cluster with
+    `hand_off: nixl`; 0: any free one.
+    """
     max_concurrent: Annotated[int, Field(ge=1)] = DEFAULT_MAX_CONCURRENT
     """How many prefill jobs it gets at a time. vLLM batches them."""
     decode_slots: Annotated[int, Field(ge=1)] | None = None
@@ -73,7 +80,10 @@ class RegionInstance(Section):
     args: tuple[str, ...] = ()
     """Further vLLM options of this instance. They win over those of the model."""
     env: dict[str, str] = Field(default={})
-    """Added to the environment of this engine, after that of the model."""
+    """Added to the environment of this engine, after that of the model. Without
+    CUDA_VISIBLE_DEVICES, or VLLM_CPU_OMP_THREADS_BIND for an engine on the CPU, `prfaas up` divides
+    the GPUs and cores of the host among its engines.
+    """
 
 
 class AgentSpec(AgentSection):
@@ -89,8 +99,18 @@ class AgentSpec(AgentSection):
     """
     keep_arena: bool = True
     """Whether what is cached outlives the agent, until `prfaas down`."""
-    advertise: Address | None = None
-    """The host:port that senders connect to. Left out: the node's host and data_port."""
+    advertise: Addresses | None = None
+    """The host:port that senders connect to, or a list for a host with several addresses: the
+    connections of a link are spread over them, and leave from the sender's own address at the same
+    place in its list. The first is the one by which the agent is known. With a list the data port
+    listens on all addresses, unless the node has `listen`. Left out: the node's host and data_port.
+    """
+
+    @property
+    def advertised(self) -> tuple[str, ...]:
+        """All addresses of `advertise`; none where it is left out."""
+        found = self.advertise or ()
+        return (found,) if isinstance(found, str) else found
 
 
 class NodeSpec(Section):
@@ -99,15 +119,29 @@ class NodeSpec(Section):
     name: Name
     """The name of the node; no other node of the region may have it."""
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """The address at which the others reach it."""
+    """The address at which the others, and its own processes, reach it."""
+    listen: Annotated[str, Field(min_length=1)] | None = None
+    """The address that its processes listen on, where that is another one: behind NAT, or in a
+    container. Left out: `host`.
+    """
     agent: AgentSpec = AgentSpec()
     """Its node agent."""
     instances: Annotated[tuple[RegionInstance, ...], Field(min_length=1)]
     """Its engines."""
 
+    @property
+    def bound_host(self) -> str:
+        return self.listen or self.host
+
+    @property
+    def data_host(self) -> str:
+        """The address that its data port listens on."""
+        several = len(self.agent.advertised) > 1
+        return self.listen or ("0.0.0.0" if several else self.host)
+
 
 class ClusterSpec(Section):
-    """A prefill cluster or the local PD cluster."""
+    """A prefill cluster or a local PD cluster."""
 
     name: Name
     """The name of the cluster; no other cluster of the region may have it."""
@@ -115,6 +149,22 @@ class ClusterSpec(Section):
     """prefill: it only prefills. pd: it prefills and decodes."""
     nodes: Annotated[tuple[NodeSpec, ...], Field(min_length=1)]
     """Its hosts."""
+    spill: Spill | None = None
+    """In a PD cluster: when another one may decode requests whose home it is. never: it never does.
+    overflow (if this is left out): when this one cannot serve a request, would refuse it, or would
+    be clearly later than the other. nearest: also when it is a little later; of the clusters that
+    are about as soon, the nearest decodes.
+    """
+    front_port: Port = 0
+    """The gRPC port of its front on its first node, where the gateway runs in another cluster and
+    every host starts its own part; 0: 7200, or the next free one.
+    """
+    hand_off: HandOffWay = "auto"
+    """How KVCache gets from a prefill to a decode instance of a PD cluster. auto: within a node
+    through the arena that both share, between nodes through prfaas' transport. transport: through
+    that within nodes, too. nixl: between nodes by vLLM's NixlConnector, over RDMA where there is
+    some; it neither encrypts nor authenticates, and engines need the Python package nixl.
+    """
 
     @property
     def instances(self) -> tuple[RegionInstance, ...]:
@@ -133,12 +183,12 @@ class EmulationSpec(Section):
 
 
 class LinkSpec(Section):
-    """How a prefill cluster reaches the PD cluster."""
+    """How a prefill cluster reaches a PD cluster."""
 
     source: Annotated[Name, Field(alias="from")]
     """The name of a prefill cluster."""
     to: Name
-    """The name of the PD cluster."""
+    """The name of a PD cluster. A prefill cluster may have links to several."""
     endpoints: dict[Name, Address] = Field(default={})
     """The address that senders of `from` connect to, by receiving node, where it is not the address
     that the node's agent advertises (NAT, a tunnel).
@@ -154,6 +204,19 @@ class LinkSpec(Section):
 class GatewaySpec(GatewaySection, ApiKeysSection):
     """The only entry endpoint of the region."""
 
+    node: Name | None = None
+    """The node on whose host it runs, where every host starts its own part. Left out: the first
+    node of the first PD cluster.
+    """
+    nodes: tuple[Name, ...] = ()
+    """The nodes on whose hosts gateways run, instead of `node`, if there are several. They need
+    `shared`.
+    """
+    ports: dict[Name, Port] = Field(default={})
+    """The port of each of several gateways, by its node. Left out: `port`, and for others on the
+    same host the next free one.
+    """
+
 
 class SecuritySpec(Section):
     """How processes trust each other: `tls`, the region's key, or the statement that everybody on
@@ -166,9 +229,13 @@ class SecuritySpec(Section):
     """
     region_key: Path | None = None
     """File of the region's key (docs/security.md). Left out: `prfaas up` makes one for its run."""
+    engine_key: Path | None = None
+    """File with the key that engines demand, the same on every host. Left out: `prfaas up` makes
+    one for its run.
+    """
     granting_key: Path | None = None
-    """File of the private key with which the gateway signs grants (docs/security.md); needs
-    `granting_keys`. Left out: `prfaas up` makes a pair for its run.
+    """File of the private key with which the gateway signs grants (docs/security.md), on its host
+    only; needs `granting_keys`. Left out: `prfaas up` makes a pair for its run.
     """
     granting_keys: Path | None = None
     """File of the public keys with which agents check grants, that of `granting_key` among them."""
@@ -190,19 +257,39 @@ class RegionSpec(Section):
     models: Annotated[tuple[ModelSpec, ...], Field(min_length=1)]
     """The models that it serves."""
     clusters: Annotated[tuple[ClusterSpec, ...], Field(min_length=1)]
-    """Prefill clusters, and one PD cluster."""
+    """Prefill clusters and PD clusters, at least one of these."""
     links: tuple[LinkSpec, ...] = ()
-    """The links from each prefill cluster to the PD cluster."""
+    """The links from prefill clusters to the PD clusters that they prefill for."""
+    uplinks: tuple[SharedUplink, ...] = ()
+    """Bandwidth that all links from a prefill cluster share, or all links to a PD cluster. The
+    long-term loop plans with no more.
+    """
     security: SecuritySpec = SecuritySpec()
     """How the processes of the region trust each other."""
 
     @property
-    def pd_cluster(self) -> ClusterSpec:
-        return next(cluster for cluster in self.clusters if cluster.kind == "pd")
+    def pd_clusters(self) -> tuple[ClusterSpec, ...]:
+        return tuple(cluster for cluster in self.clusters if cluster.kind == "pd")
 
     @property
     def prefill_clusters(self) -> tuple[ClusterSpec, ...]:
         return tuple(cluster for cluster in self.clusters if cluster.kind == "prefill")
+
+    @property
+    def nodes(self) -> tuple[NodeSpec, ...]:
+        return tuple(node for cluster in self.clusters for node in cluster.nodes)
+
+    @property
+    def gateway_nodes(self) -> tuple[NodeSpec, ...]:
+        """The nodes on whose hosts gateways run. StopIteration for an unknown name."""
+        gateway = self.gateway
+        names = gateway.nodes or (gateway.node or self.pd_clusters[0].nodes[0].name,)
+        return tuple(next(node for node in self.nodes if node.name == name) for name in names)
+
+    @property
+    def gateway_node(self) -> NodeSpec:
+        """The first of `gateway_nodes`."""
+        return self.gateway_nodes[0]
 
     def cluster(self, name: str) -> ClusterSpec:
         """The cluster of this name. KeyError if there is none."""
@@ -211,12 +298,16 @@ class RegionSpec(Section):
                 return cluster
         raise KeyError(name)
 
-    def link_from(self, cluster: str) -> LinkSpec:
-        """The link of a prefill cluster to the PD cluster. KeyError if there is none."""
-        for link in self.links:
-            if link.source == cluster:
-                return link
-        raise KeyError(cluster)
+    def home_at(self, node: str) -> str:
+        """The PD cluster of requests that name none, at the gateway of a node: the one that the
+        file says, else the one that has the node, else the first.
+        """
+        beside = (c.name for c in self.pd_clusters if node in {item.name for item in c.nodes})
+        return self.gateway.home or next(beside, self.pd_clusters[0].name)
+
+    def links_from(self, cluster: str) -> tuple[LinkSpec, ...]:
+        """The links of a prefill cluster to PD clusters."""
+        return tuple(link for link in self.links if link.source == cluster)
 
     def model_of(self, instance: RegionInstance) -> ModelSpec:
         """The model that an instance serves. KeyError for an unknown name."""
@@ -238,13 +329,21 @@ class RegionSpec(Section):
         network with TLS, or where it is trusted; all processes of `prfaas up` are on one host.
         """
         is_safe = self.security.tls is not None or self.security.trusted_network
-        return node.host if is_safe or is_loopback(node.host) else "127.0.0.1"
+        return node.bound_host if is_safe or is_loopback(node.bound_host) else "127.0.0.1"
 
     def metrics_host(self, node: NodeSpec) -> str:
         """The address of the metrics of the node's agent, which name models and tenants."""
         security = self.security
         is_guarded = security.metrics_key is not None or security.trusted_network
-        return node.host if is_guarded or is_loopback(node.host) else "127.0.0.1"
+        return node.bound_host if is_guarded or is_loopback(node.bound_host) else "127.0.0.1"
+
+    def agent_hosts(self, node: NodeSpec) -> dict[str, str]:
+        """The addresses that the node's agent listens on, by the settings of their ports."""
+        return {
+            "data_port": node.data_host,
+            "control_port": node.bound_host,
+            "metrics_port": self.metrics_host(node),
+        }
 
     def caches(self, node: NodeSpec) -> bool:
         """Whether the node has a prefix cache: a model there wants one, and there is room for
@@ -255,9 +354,19 @@ class RegionSpec(Section):
         )
 
 
+def gateway_process(region: RegionSpec, node: str) -> str:
+    """The name of the process of a gateway, which runs on the host of this node."""
+    return f"gateway.{node}" if len(region.gateway.nodes) > 1 else "gateway"
+
+
 def role_of(instance: RegionInstance, cluster: ClusterSpec) -> InstanceRole:
     """The instance's role, or the one that its kind of cluster implies."""
     return instance.role or ("prefill" if cluster.kind == "prefill" else "both")
+
+
+def spill_of(cluster: ClusterSpec) -> Spill:
+    """The rule of a PD cluster for the requests whose home it is."""
+    return cluster.spill or "overflow"
 
 
 def region_schema() -> dict[str, Any]:

@@ -148,7 +148,8 @@ class CacheMover:
         move.lease_until_s = max(move.lease_until_s, self._clock_s() + granted_s)
         if wait_s:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(move.over.wait(), min(wait_s, granted_s))
+                async with asyncio.timeout(min(wait_s, granted_s)):
+                    await move.over.wait()
         self._note_progress(transfer_id, move)
         return CacheMoveStatusReply(
             state=move.state,

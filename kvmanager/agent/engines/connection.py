@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from kvmanager.agent.engines.protocol import (
-    PROTOCOL_VERSION,
+    PROTOCOL_VERSIONS,
     AgentMessage,
     CacheFound,
     CacheSlots,
@@ -41,6 +41,7 @@ from kvmanager.agent.engines.protocol import (
 from kvmanager.arena import Arena, ArenaError
 from kvmanager.private_files import check_peer
 from transport.backoff import Backoff
+from transport.versions import NoCommonVersion, Versions
 
 logger = logging.getLogger("prfaas.kvmanager.engine_client")
 
@@ -224,7 +225,7 @@ class AgentConnection:
             self._deliver(early)
             while not self._closing:
                 self._deliver(self._pump(connection, decoder, timeout_s=None))
-        except (OSError, ProtocolError, ArenaError, _Lost) as error:
+        except (OSError, ProtocolError, ArenaError, NoCommonVersion, _Lost) as error:
             self._tell_trouble(f"{type(error).__name__.strip('_')}: {error}")
         finally:
             with self._lock:
@@ -255,8 +256,7 @@ class AgentConnection:
             raise _Lost(f"the agent refuses this engine: {welcome.reason}")
         if not isinstance(welcome, Welcome):
             raise _Lost(f"the agent began with {type(welcome).__name__}")
-        if welcome.version != PROTOCOL_VERSION:
-            raise _Lost(f"the agent speaks version {welcome.version}, we {PROTOCOL_VERSION}")
+        PROTOCOL_VERSIONS.common(Versions(welcome.version, welcome.version), "agent")
         arena = self._mapped = self._map(welcome)
         with self._lock:
             self._socket = connection

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvmanager.agent.engines.protocol import PROTOCOL_VERSION, EngineHello
+from kvmanager.agent.engines.protocol import EngineHello, agreed_version
 from kvmanager.agent.messages import CacheModel, EngineStatus
 from kvmanager.layout import KVLayout, LayoutError
 from kvmanager.pool.shape import CacheShape
 from kvmanager.transfers.records import BadRequest, EnginePeer
+from transport.versions import NoCommonVersion
 
 
 class EngineNotServed(Exception):
@@ -30,7 +31,9 @@ class _Instance:
     tp_size: int
     shape: CacheShape
     namespace: bytes = b""
-    conn_ids: set[int] = field(default_factory=set)
+    pids: dict[int, int] = field(default_factory=dict)
+    """The process of each connection."""
+    engine: str = ""
 
     @property
     def cache(self) -> CacheModel | None:
@@ -48,10 +51,10 @@ class InstanceBook:
 
     def join(self, conn_id: int, hello: EngineHello) -> EnginePeer:
         """Enter a connection. Raises EngineNotServed."""
-        if hello.version != PROTOCOL_VERSION:
-            raise EngineNotServed(
-                f"the engine speaks version {hello.version}, this agent {PROTOCOL_VERSION}"
-            )
+        try:
+            agreed_version(hello)
+        except NoCommonVersion as error:
+            raise EngineNotServed(str(error)) from error
         if hello.tp_rank >= hello.tp_size:
             raise EngineNotServed(f"tp_rank {hello.tp_rank} of tp_size {hello.tp_size}")
         try:
@@ -74,7 +77,8 @@ class InstanceBook:
                 f"{instance.layout.describe()}, this connection has {layout.describe()}"
             )
         instance.namespace = instance.namespace or hello.namespace
-        instance.conn_ids.add(conn_id)
+        instance.pids[conn_id] = hello.pid
+        instance.engine = instance.engine or hello.engine
         return EnginePeer(
             conn_id, hello.instance, hello.role, hello.tp_rank, hello.tp_size, fingerprint
         )
@@ -108,8 +112,8 @@ class InstanceBook:
     def leave(self, peer: EnginePeer) -> None:
         """Forget a connection that joined."""
         instance = self._instances[peer.instance]
-        instance.conn_ids.discard(peer.conn_id)
-        if not instance.conn_ids:
+        instance.pids.pop(peer.conn_id, None)
+        if not instance.pids:
             del self._instances[peer.instance]
 
     def layout(self, fingerprint: bytes | None) -> tuple[bytes, KVLayout]:
@@ -130,7 +134,7 @@ class InstanceBook:
         return [
             EngineStatus(
                 name,
-                len(instance.conn_ids),
+                len(instance.pids),
                 instance.tp_size,
                 instance.layout.describe(),
                 instance.fingerprint.hex(),
@@ -138,6 +142,14 @@ class InstanceBook:
                 instance.layout.block_bytes,
                 instance.layout.model_id,
                 instance.layout.weights,
+                instance.engine,
             )
             for name, instance in sorted(self._instances.items())
         ]
+
+    def processes(self) -> dict[str, set[int]]:
+        """The processes of each instance, without those that this PID namespace does not see."""
+        return {
+            name: {pid for pid in instance.pids.values() if pid > 0}
+            for name, instance in sorted(self._instances.items())
+        }

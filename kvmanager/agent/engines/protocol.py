@@ -4,10 +4,11 @@ It does not know sockets, threads or what a message causes.
 
 A frame is a little-endian u32 length and that many bytes of msgpack. They hold one message: a map
 whose "type" names it. Unknown fields are ignored. Unknown types, and values outside their bounds,
-raise `ProtocolError`. Every id is the 16 raw bytes of a transfer id. The same id may name a landing
-and an outbox of one agent, when a prefill is handed over inside a host. An outbox may be opened
-again under its id for another try. So every message about an outbox has the `attempt`, which is
-above 0, rises with every opening, and is never used again, even when the agent restarts.
+raise `ProtocolError`; so a new type is sent only to a side that speaks the version which has it.
+Every id is the 16 raw bytes of a transfer id. The same id may name a landing and an outbox of one
+agent, when a prefill is handed over inside a host. An outbox may be opened again under its id for
+another try. So every message about an outbox has the `attempt`, which is above 0, rises with every
+opening, and is never used again, even when the agent restarts.
 
 Rules for touching memory and giving it back:
 
@@ -41,9 +42,11 @@ import msgspec
 
 from kvmanager.hashing import KEY_BYTES
 from kvmanager.pool.placement import StatePlacement
+from transport.versions import Versions
 
-PROTOCOL_VERSION: Final = 3
-"""1: first version. 2: the prefix cache. 3: messages about an outbox have the attempt."""
+PROTOCOL_VERSIONS: Final = Versions(oldest=3, newest=3)
+"""1: first version. 2: the prefix cache. 3: messages about an outbox have the attempt; 0.1.0."""
+PROTOCOL_VERSION: Final = PROTOCOL_VERSIONS.newest
 
 MAX_FRAME_BYTES: Final = 4 << 20
 MAX_RANGES_PER_READY: Final = 8192
@@ -73,7 +76,8 @@ class ProtocolError(Exception):
 
 
 class EngineHello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first message of an engine, with its identity. `layout` is `KVLayout.encode()`.
+    """The first message of an engine, with its identity. `layout` is `KVLayout.encode()`, `engine`
+    the program with its version.
 
     `namespace` goes into the roots of its cache keys (`kvmanager.hashing.root_key`); empty: this
     engine does not use the prefix cache.
@@ -87,6 +91,10 @@ class EngineHello(msgspec.Struct, frozen=True, tag="hello"):
     tp_size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)] = 1
     namespace: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
     version: int = PROTOCOL_VERSION
+    """The newest version that the engine speaks."""
+    oldest_version: int = 0
+    """The oldest one. 0, as engines of 0.1.0 say: no other than `version`."""
+    engine: Annotated[str, msgspec.Meta(max_length=200)] = ""
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
@@ -201,6 +209,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     last_attempt: int = 0
     grace_s: float = 0.0
     version: int = PROTOCOL_VERSION
+    """The newest version that both sides speak, which is used from now on."""
 
 
 class HelloRefused(msgspec.Struct, frozen=True, tag="refused"):
@@ -256,6 +265,12 @@ AgentMessage = Welcome | HelloRefused | Landed | FailureNotice | CacheFound | Ca
 _encoder = msgspec.msgpack.Encoder()
 _engine_decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
 _agent_decoder: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentMessage)
+
+
+def agreed_version(hello: EngineHello) -> int:
+    """The version to speak with this engine. Raises NoCommonVersion."""
+    theirs = Versions(hello.oldest_version or hello.version, hello.version)
+    return PROTOCOL_VERSIONS.common(theirs, "engine")
 
 
 def encode_frame(message: EngineMessage | AgentMessage) -> bytes:

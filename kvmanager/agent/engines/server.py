@@ -17,6 +17,8 @@ from collections import deque
 from pathlib import Path
 from typing import Final, Protocol, cast
 
+from msgspec import structs
+
 from kvmanager.agent.engines.protocol import (
     AgentMessage,
     CacheMessage,
@@ -151,13 +153,14 @@ class _EngineConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._hello_timer: asyncio.TimerHandle | None = None
         self._welcomed = False
+        self._pid = 0
         self._pidfd = -1
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports behave like asyncio.Transport without deriving from it.
         self._transport = cast(asyncio.Transport, transport)
         connection = transport.get_extra_info("socket")
-        self._pidfd = _open_pidfd(connection)
+        self._pid, self._pidfd = _process_of(connection)
         try:
             check_peer(connection)
         except OSError as error:  # an engine of ours would see the same from its end
@@ -251,6 +254,8 @@ class _EngineConnection(asyncio.Protocol):
     def _greet(self, hello: EngineHello) -> None:
         if self._hello_timer is not None:
             self._hello_timer.cancel()
+        # An engine in a container of its own knows another number of its process.
+        hello = structs.replace(hello, pid=self._pid)
         answer = self._server.handler.hello(self.conn_id, hello)
         if isinstance(answer, HelloRefused):
             self._refuse(answer.reason)
@@ -290,15 +295,16 @@ class _ExitWatch:
         self._server.handler.process_gone(self._conn_id)
 
 
-def _open_pidfd(connection: socket.socket) -> int:
-    """A descriptor that shows when the peer process ends (pidfd_open(2)), or -1 where there is
-    none. Unlike a pid it cannot come to mean another process.
+def _process_of(connection: socket.socket) -> tuple[int, int]:
+    """The peer process, or 0, and a descriptor that shows when it ends (pidfd_open(2)), or -1.
+    Unlike a pid the descriptor cannot come to mean another process.
     """
+    pid = 0
     try:
         pid, _ = peer_process(connection)
-        return os.pidfd_open(pid) if pid > 0 else -1
+        return pid, os.pidfd_open(pid) if pid > 0 else -1
     except OSError:
-        return -1
+        return pid, -1
 
 
 def _listen(path: Path) -> socket.socket:

@@ -7,6 +7,7 @@ routes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,6 +33,20 @@ class _Measured:
     seconds: float
     rtt_s: float
     at_s: float
+
+
+class MeasuredMoves(msgspec.Struct, frozen=True, array_like=True):
+    """The measurement of moves between two clusters; 0 bytes: there is none. `failed_age_s` is the
+    time since one failed.
+    """
+
+    source: str
+    target: str
+    nbytes: float = 0.0
+    seconds: float = 0.0
+    rtt_s: float = 0.0
+    age_s: float = 0.0
+    failed_age_s: float | None = None
 
 
 class CacheMoveLedger:
@@ -67,6 +82,29 @@ class CacheMoveLedger:
             )
         if failed:
             self._failed_s[pair] = now_s
+
+    def state(self, now_s: float) -> list[MeasuredMoves]:
+        """The argument of `restore`: all measurements, without the moves that are under way."""
+        found = []
+        for pair in sorted(self._measured.keys() | self._failed_s.keys()):
+            seen = self._measured.get(pair) or _Measured(0.0, 0.0, 0.0, now_s)
+            failed_s = self._failed_s.get(pair)
+            failed_age_s = None if failed_s is None else now_s - failed_s
+            age_s = now_s - seen.at_s
+            found.append(
+                MeasuredMoves(*pair, seen.nbytes, seen.seconds, seen.rtt_s, age_s, failed_age_s)
+            )
+        return found
+
+    def restore(self, state: Iterable[MeasuredMoves], now_s: float) -> None:
+        """Take over what moves measured."""
+        for kept in state:
+            pair = kept.source, kept.target
+            if kept.nbytes > 0 and kept.seconds > 0:
+                at_s = now_s - kept.age_s
+                self._measured[pair] = _Measured(kept.nbytes, kept.seconds, kept.rtt_s, at_s)
+            if kept.failed_age_s is not None:
+                self._failed_s[pair] = now_s - kept.failed_age_s
 
     def moving(self) -> frozenset[Pair]:
         """The pairs of clusters between which a prefix is under way."""

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from scheduler.live.learning.learned_profile import MIN_SEEN, LearnedProfile
-from scheduler.live.learning.measured_traffic import TrafficMeter
-from scheduler.live.learning.prompt_length import LengthEstimator
+import msgspec
+
+from scheduler.live.learning.learned_profile import MIN_SEEN, LearnedProfile, ProfileState
+from scheduler.live.learning.measured_traffic import TrafficMeter, TrafficState
+from scheduler.live.learning.prompt_length import LengthEstimator, LengthsState
 from scheduler.routing.prediction import OverheadMeter, Prediction
 from scheduler.routing.profiles import KvProfile, PrefillProfile
 
@@ -30,6 +32,38 @@ bad moment made look slow would never be tried again.
 """
 
 
+class MeanState(msgspec.Struct, frozen=True, array_like=True):
+    """An average, and the number of values that it rests on."""
+
+    num_seen: int
+    value: float | None
+
+
+class PlaceState(msgspec.Struct, frozen=True, array_like=True):
+    """The knowledge of one place. An age is None for something that has not happened."""
+
+    profile: ProfileState | None
+    overheads: list[float]
+    overhead_age_s: float | None
+    tried_age_s: float | None
+    errors: list[float]
+
+
+class KnowledgeState(msgspec.Struct, frozen=True, array_like=True):
+    """The knowledge of one model, as it is kept and sent. `sizes` are the tokens and bytes of
+    landings.
+    """
+
+    traffic: TrafficState
+    lengths: LengthsState
+    places: dict[str, PlaceState]
+    sizes: list[tuple[int, int]]
+    decode: MeanState
+    step: MeanState
+    homes: dict[str, TrafficState] = {}
+    """The traffic of each home, where there are several."""
+
+
 class Mean:
     """An exponential average. Its first `1 / gain` values weigh alike; None before the first."""
 
@@ -37,6 +71,14 @@ class Mean:
         self._gain = gain
         self._num_seen = 0
         self.value: float | None = None
+
+    def state(self) -> MeanState:
+        """The argument of `restore`."""
+        return MeanState(self._num_seen, self.value)
+
+    def restore(self, state: MeanState) -> None:
+        """Go on from a state."""
+        self._num_seen, self.value = state.num_seen, state.value
 
     def observe(self, value: float) -> None:
         """Add a value. Values that are not finite are ignored."""
@@ -58,6 +100,11 @@ class KvMeter:
         self.profile: KvProfile | None = None
         """None before a landing was reserved. With one length only, all bytes count as per token.
         """
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Tokens and bytes of the latest landings, the oldest first."""
+        return list(self._sizes)
 
     def observe(self, sent_tokens: int, nbytes: int) -> None:
         """A landing of `nbytes` for `sent_tokens`, without the tokens that were there before."""
@@ -98,6 +145,7 @@ class ModelKnowledge:
 
     def __init__(self) -> None:
         self.traffic = TrafficMeter()
+        self._homes: dict[str, TrafficMeter] = {}
         self.lengths = LengthEstimator()
         self._profiles: dict[str, LearnedProfile] = {}
         self._overheads: dict[str, _Overhead] = {}
@@ -106,6 +154,62 @@ class ModelKnowledge:
         self._kv = KvMeter()
         self._decode = Mean()
         self._step = Mean()
+
+    @classmethod
+    def restored(cls, state: KnowledgeState, now_s: float) -> ModelKnowledge:
+        """The knowledge that `state` was made of, which then was as old as its ages say."""
+        found = cls()
+        found.traffic = TrafficMeter.restored(state.traffic, now_s)
+        for home, prompts in state.homes.items():
+            found.traffic_of(home).restore_prompts(prompts, now_s)
+        found.lengths = LengthEstimator.restored(state.lengths)
+        for place, kept in state.places.items():
+            if kept.profile is not None:
+                found._profiles[place] = LearnedProfile.restored(kept.profile)
+            if kept.overhead_age_s is not None:
+                meter = OverheadMeter()
+                meter.restore(kept.overheads)
+                found._overheads[place] = _Overhead(meter, now_s - kept.overhead_age_s)
+            if kept.tried_age_s is not None:
+                found._tried_s[place] = now_s - kept.tried_age_s
+            if kept.errors:
+                found._errors[place] = deque(kept.errors, maxlen=NUM_ERRORS)
+        for size in state.sizes:
+            found._kv.observe(*size)
+        found._decode.restore(state.decode)
+        found._step.restore(state.step)
+        return found
+
+    def state(self, now_s: float) -> KnowledgeState:
+        """The argument of `restored`. It has ages, since another process has another clock."""
+        places = self._profiles.keys() | self._overheads.keys() | self._tried_s.keys()
+        return KnowledgeState(
+            self.traffic.state(now_s),
+            self.lengths.state(),
+            {place: self._place_state(place, now_s) for place in sorted(places)},
+            self._kv.sizes,
+            self._decode.state(),
+            self._step.state(),
+            {home: traffic.state(now_s) for home, traffic in self._homes.items()},
+        )
+
+    def _place_state(self, place: str, now_s: float) -> PlaceState:
+        profile, overhead = self._profiles.get(place), self._overheads.get(place)
+        tried_s = self._tried_s.get(place)
+        return PlaceState(
+            None if profile is None else profile.state(),
+            [] if overhead is None else overhead.meter.latest,
+            None if overhead is None else now_s - overhead.at_s,
+            None if tried_s is None else now_s - tried_s,
+            list(self._errors.get(place, ())),
+        )
+
+    def traffic_of(self, home: str) -> TrafficMeter:
+        """The requests of one home, where the region has several."""
+        found = self._homes.get(home)
+        if found is None:
+            found = self._homes[home] = self.traffic.part()
+        return found
 
     def profile(self, place: str) -> LearnedProfile:
         """What was learnt at this place itself."""

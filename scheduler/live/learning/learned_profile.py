@@ -27,6 +27,7 @@ import statistics
 from collections import deque
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from scheduler.planning.lengths import Floats
@@ -69,6 +70,20 @@ _KEPT: Final = _ACTIVE[:, :, None] * _ACTIVE[:, None, :]
 _OTHERS: Final = np.eye(4) * (1 - _ACTIVE)[:, None, :]
 
 
+class ProfileState(msgspec.Struct, frozen=True, array_like=True):
+    """A learned profile as it is kept and sent. `prefills` are those that are remembered, the
+    oldest first: a row of the fit, and seconds. `found` are the coefficients of the fit.
+    """
+
+    prior: PrefillProfile | None
+    profile: PrefillProfile
+    num_seen: int
+    found: tuple[float, float, float, float]
+    prefills: list[tuple[float, float, float, float, float]]
+    first: list[tuple[int, int, float]]
+    errors: list[float]
+
+
 class LearnedProfile:
     """T(n) of one place."""
 
@@ -88,6 +103,33 @@ class LearnedProfile:
         self._found = np.array([1.0, 0.0, 0.0, 0.0])
         self._first: list[tuple[int, int, float]] = []
         self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
+
+    @classmethod
+    def restored(cls, state: ProfileState) -> LearnedProfile:
+        """The profile that `state` was made of: it predicts and learns as that would."""
+        found = cls(state.prior)
+        for *row, seconds in state.prefills[-found._memory :]:
+            found._remember(tuple(row), seconds)
+        found._profile, found._num_seen = state.profile, state.num_seen
+        found._found = np.array(state.found)
+        found._first = list(state.first)
+        found._errors.extend(state.errors)
+        return found
+
+    def state(self) -> ProfileState:
+        """The argument of `restored`."""
+        kept = slice(max(0, self._end - self._memory), self._end)
+        rows = np.column_stack((self._rows[kept], self._seconds[kept]))
+        s, a, b, q = self._found.tolist()
+        return ProfileState(
+            self._prior,
+            self._profile,
+            self._num_seen,
+            (s, a, b, q),
+            [(row[0], row[1], row[2], row[3], row[4]) for row in rows.tolist()],
+            list(self._first),
+            list(self._errors),
+        )
 
     @property
     def profile(self) -> PrefillProfile:

@@ -6,8 +6,8 @@ Kolmogorov-Smirnov test at the best cut between old and new), everything before 
 Constant traffic thus gets long windows and little noise, and a shift is seen within minutes.
 
 Prompts and outputs are followed apart, because the length of an output is known only at its end and
-either may change alone. Time is an argument; if it goes back, it stands still. This file knows no
-clusters, no queues and no plan.
+either may change alone. Time is an argument. What is told late counts for its own slice. This file
+knows no clusters, no queues and no plan.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from scheduler.planning.lengths import EmpiricalLengths, Floats
@@ -88,12 +89,62 @@ class MeasuredTraffic:
         )
 
 
+class SliceState(msgspec.Struct, frozen=True, array_like=True):
+    """One slice of time: its requests by bin, and the sums of their values."""
+
+    counts: dict[int, int]
+    sums: list[float]
+
+
+class ChannelState(msgspec.Struct, frozen=True, array_like=True):
+    """The window of one quantity. `age_s` is the time since its newest slice began, `began_age_s`
+    since the first request. `slices` has the newest first.
+    """
+
+    age_s: float
+    began_age_s: float
+    slices: list[SliceState]
+
+
+class TrafficState(msgspec.Struct, frozen=True, array_like=True):
+    """Measured traffic as it is kept and sent; None where nothing has been counted."""
+
+    uncached: ChannelState | None
+    output: ChannelState | None
+
+
 class TrafficMeter:
     """Counts requests as they come and go."""
 
     def __init__(self) -> None:
         self._uncached = _Channel(num_extra=1)
         self._output = _Channel(num_extra=0)
+
+    def part(self) -> TrafficMeter:
+        """A meter of some of these requests. It counts their prompts, and takes their answers to be
+        as long as those of all.
+        """
+        found = TrafficMeter()
+        found._output = self._output
+        return found
+
+    @classmethod
+    def restored(cls, state: TrafficState, now_s: float) -> TrafficMeter:
+        """The meter that `state` was made of, to within a slice of time."""
+        found = cls()
+        for channel, kept in ((found._uncached, state.uncached), (found._output, state.output)):
+            if kept is not None:
+                channel.restore(kept, now_s)
+        return found
+
+    def restore_prompts(self, state: TrafficState, now_s: float) -> None:
+        """Take over the prompts of a state, for a `part`: its answers are those of all."""
+        if state.uncached is not None:
+            self._uncached.restore(state.uncached, now_s)
+
+    def state(self, now_s: float) -> TrafficState:
+        """The argument of `restored`."""
+        return TrafficState(self._uncached.state(now_s), self._output.state(now_s))
 
     def arrived(self, prompt_tokens: int, cached_tokens: int, now_s: float) -> None:
         """A request came. At least one token of it is always computed."""
@@ -155,7 +206,10 @@ class _Channel:
 
     def add(self, value: int, now_s: float, extra: int = 0) -> None:
         self._advance(now_s)
-        row = (self._newest or 0) % len(self._sums)
+        newest = self._newest or 0
+        # Another gateway may tell late. What is older than the window counts for its oldest slice.
+        current = min(newest, max(int(now_s // SLICE_S), newest - self._num_used + 1))
+        row = current % len(self._sums)
         at = min(int(math.log2(value) * BINS_PER_OCTAVE), NUM_BINS - 1)
         self._counts[row, at] += 1
         sums = self._sums[row]
@@ -163,6 +217,29 @@ class _Channel:
         sums[1] += value * value
         if len(sums) > 2:
             sums[2] += extra
+
+    def state(self, now_s: float) -> ChannelState | None:
+        """The argument of `restore`; None if nothing was counted."""
+        if self._newest is None:
+            return None
+        slices = []
+        for ago in range(self._num_used):
+            row = (self._newest - ago) % NUM_SLICES
+            full = np.flatnonzero(self._counts[row]).tolist()
+            counts = {at: int(self._counts[row, at]) for at in full}
+            slices.append(SliceState(counts, self._sums[row].tolist()))
+        return ChannelState(now_s - self._newest * SLICE_S, now_s - self._began_s, slices)
+
+    def restore(self, state: ChannelState, now_s: float) -> None:
+        """Take over the window of a state. ValueError if it is that of another quantity."""
+        newest = self._newest = round((now_s - state.age_s) / SLICE_S)
+        self._num_used = min(len(state.slices), NUM_SLICES)
+        self._began_s = now_s - state.began_age_s
+        for ago, kept in enumerate(state.slices[:NUM_SLICES]):
+            row = (newest - ago) % NUM_SLICES
+            self._sums[row] = kept.sums
+            for at, num in kept.counts.items():
+                self._counts[row, at] = num
 
     def seen(self, now_s: float) -> _Seen | None:
         """The window since its clearest change; None if it is empty."""

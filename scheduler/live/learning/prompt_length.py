@@ -14,6 +14,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
 
+import msgspec
+
 
 class Media(StrEnum):
     """What a prompt may have besides text. `EMBEDS` is counted in base64 bytes, the others in
@@ -61,6 +63,16 @@ class PromptContent:
     media: Mapping[Media, int] = field(default_factory=lambda: MappingProxyType({}))
 
 
+class LengthsState(msgspec.Struct, frozen=True, array_like=True):
+    """The counts of a `LengthEstimator`: bytes and tokens of text, and units and tokens of each
+    kind of media.
+    """
+
+    text_bytes: float
+    text_tokens: float
+    media: dict[Media, tuple[float, float]]
+
+
 class LengthEstimator:
     """Estimates the tokens of one model's prompts. It learns from lengths that engines reported."""
 
@@ -69,6 +81,20 @@ class LengthEstimator:
         self._text_tokens = 0.0
         self._units = dict[Media, float]()
         self._unit_tokens = dict[Media, float]()
+
+    @classmethod
+    def restored(cls, state: LengthsState) -> LengthEstimator:
+        """The estimator that `state` was made of."""
+        found = cls()
+        found._text_bytes, found._text_tokens = state.text_bytes, state.text_tokens
+        found._units = {kind: units for kind, (units, _) in state.media.items()}
+        found._unit_tokens = {kind: tokens for kind, (_, tokens) in state.media.items()}
+        return found
+
+    def state(self) -> LengthsState:
+        """The argument of `restored`."""
+        media = {kind: (units, self._unit_tokens[kind]) for kind, units in self._units.items()}
+        return LengthsState(self._text_bytes, self._text_tokens, media)
 
     @property
     def is_known(self) -> bool:

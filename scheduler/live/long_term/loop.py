@@ -48,7 +48,8 @@ from scheduler.live.learning.measured_traffic import MeasuredTraffic
 from scheduler.live.long_term.conversion import DWELL_S, ConversionWish
 from scheduler.planning.allocation import Allocation, measured_region
 from scheduler.planning.division_search import Bounds, Division, best_at, best_within, thresholds_of
-from scheduler.planning.plan import Plan, is_pair, threshold_plan
+from scheduler.planning.joint import JointRegion
+from scheduler.planning.plan import Plan, has_one_threshold, threshold_plan
 from scheduler.planning.region_model import Region
 from scheduler.planning.route_search import NoRouteError
 from scheduler.planning.throughput import Mode
@@ -140,9 +141,10 @@ class LongTermQuestion:
     """What are the best threshold and division of one region for the next period?
 
     `region` is as configured and learnt. `current` has all PD clusters of `region`; its instances
-    serve `model`. `changed` says for each PD cluster when a conversion was last asked of it or
-    ended, and by how much it changed N_p (0 if it failed). `adopted` is the routing that the
-    present thresholds stand for, where one threshold does not describe it.
+    serve `model`. Where several PD clusters share prefill clusters or links, `joint` divides these.
+    `changed` says for each PD cluster when a conversion was last asked of it or ended, and by how
+    much it changed N_p (0 if it failed). `adopted` is the routing that the present thresholds stand
+    for, where one threshold does not describe it.
     """
 
     model: str
@@ -153,6 +155,8 @@ class LongTermQuestion:
     changed: Mapping[str, tuple[float, int]]
     adopted: Plan | None
     now_s: float
+    joint: JointRegion | None = None
+    """All PD clusters of the region that are planned for now. None: `region` is all there is."""
 
     def answer(self) -> LongTermDecision:
         """Decide. Takes milliseconds to seconds, and may be called in any thread."""
@@ -161,15 +165,22 @@ class LongTermQuestion:
             numbers = {"requests": num_requests, "min_requests": self.config.min_requests}
             return self._unchanged(StepReason.TOO_FEW_REQUESTS, numbers)
         try:
-            return self._decide(self.measured)
+            return self._with_share()._decide(self.measured)
         except NoRouteError:
             return self._unchanged(StepReason.NO_ROUTE, {"requests": num_requests})
+
+    def _with_share(self) -> LongTermQuestion:
+        """The same question for what the PD cluster may use of what it shares with others."""
+        if self.joint is None:
+            return self
+        key = self.model, self.region.pd_clusters[0].name
+        return replace(self, region=self.joint.shares[key], joint=None)
 
     def _decide(self, measured: MeasuredTraffic) -> LongTermDecision:
         current = self.current
         model = self._modelled(measured)
         present = best_at(model, [current.num_prefill])
-        best = best_within(model, _bounds(current))
+        best = best_within(model, bounds_of(current))
         kept = self._kept(model) or present
         division = self._next(best)
         after = best_at(model, [division]) if division != current.num_prefill else present
@@ -289,10 +300,12 @@ class LongTermQuestion:
         mean.
         """
         current = self.current
-        if is_pair(model):
-            if not model.prefill_clusters or not current.thresholds:
+        if has_one_threshold(model):
+            sources = [c.name for c in model.prefill_clusters if c.num_instances]
+            if not sources or not current.thresholds:
                 return None
-            tokens = current.thresholds[model.prefill_clusters[0].name]
+            # Clusters that the last plan sent nothing to have the longest prompt as threshold.
+            tokens = min(current.thresholds[name] for name in sources)
             return threshold_plan(model, tokens, current.num_prefill[model.pd_clusters[0].name])
         try:
             kept = self.adopted and self.adopted.kept_in(model)
@@ -306,7 +319,7 @@ class LongTermQuestion:
         return LongTermDecision(reason, tokens, tokens, numbers=MappingProxyType(dict(numbers)))
 
 
-def _bounds(current: Allocation) -> Bounds:
+def bounds_of(current: Allocation) -> Bounds:
     """The least and the most N_p: every cluster keeps one instance of each role that it has."""
     found = {}
     for name, num_prefill in current.num_prefill.items():

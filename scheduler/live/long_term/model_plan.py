@@ -1,4 +1,4 @@
-"""The plan that one served model follows, from one period to the next.
+"""The plan that one served model follows in one PD cluster, from one period to the next.
 
 Every period poses a question, and the threshold and conversions follow the answer. A threshold for
 a division that is still to come waits until the conversion to it has ended well. A wish is carried
@@ -18,6 +18,7 @@ from scheduler.live.long_term.conversion import ConversionWish
 from scheduler.live.long_term.loop import LongTermConfig, LongTermDecision, LongTermQuestion
 from scheduler.live.long_term.running_region import Modelled, NotModelled
 from scheduler.planning.division_search import thresholds_of
+from scheduler.planning.joint import JointRegion
 from scheduler.planning.plan import Plan
 from scheduler.planning.region_model import Region
 from scheduler.planning.throughput import Mode
@@ -65,9 +66,12 @@ def sends_of(plan: Plan) -> dict[str, float]:
 
 
 class ModelPlan:
-    """The plan of one model. Each period calls `ask`, `decide`, then `answered` for each wish."""
+    """The plan of one model in one PD cluster. Each period calls `ask`, `decide`, then `answered`
+    for each wish.
+    """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, pd: str = "") -> None:
+        self.pd = pd
         self.region: Region | None = None
         """The region as last planned; None if it was not, for the reason in `unknown`."""
         self.unknown = "no period is over yet"
@@ -79,10 +83,10 @@ class ModelPlan:
         """The answer to `question`, where the caller has computed it already."""
         self.converts = ""
         """The instance whose conversion is the last step of this plan; "" for none."""
-        self._model = model
+        self.model = model
         self._after: ThresholdPlan | None = None
         """The thresholds for when `converts` has its new role."""
-        self._changed: dict[str, tuple[float, int]] = {}
+        self.changed: dict[str, tuple[float, int]] = {}
         """When and how each PD cluster was last converted, as in `LongTermQuestion.changed`."""
         self._adopted: Plan | None = None
 
@@ -92,22 +96,24 @@ class ModelPlan:
         measured: MeasuredTraffic | None,
         config: LongTermConfig,
         now_s: float,
+        joint: JointRegion | None = None,
     ) -> None:
-        """Pose the question for a period that is over."""
+        """Pose the question for a period that is over. `joint` divides what PD clusters share."""
         self.question = self.answer = None
         if isinstance(modelled, NotModelled):
             self.region, self.unknown, self.notes = None, modelled.reason, ()
             return
         self.region, self.unknown, self.notes = modelled.region, "", modelled.notes
         self.question = LongTermQuestion(
-            model=self._model,
+            model=self.model,
             config=config,
             region=modelled.region,
             measured=measured,
             current=modelled.current,
-            changed=dict(self._changed),
+            changed=dict(self.changed),
             adopted=self._adopted,
             now_s=now_s,
+            joint=joint,
         )
 
     def decide(self) -> LongTermDecision | None:
@@ -119,7 +125,7 @@ class ModelPlan:
         self._adopted = decision.adopted or self._adopted
         # Dwelling counts from the wish, so that a wish that hangs is not repeated meanwhile.
         for wish in decision.conversions:
-            self._changed[wish.cluster] = question.now_s, _way(wish)
+            self.changed[wish.cluster] = question.now_s, _way(wish)
         return decision
 
     def to_set(self) -> ThresholdPlan | None:
@@ -156,7 +162,7 @@ class ModelPlan:
 
         The new division is there, or the old one is again.
         """
-        self._changed[wish.cluster] = now_s, _way(wish) if is_converted else 0
+        self.changed[wish.cluster] = now_s, _way(wish) if is_converted else 0
         if instance != self.converts:
             return None
         # After a failure the thresholds in force are those for the old division already.

@@ -75,7 +75,8 @@ class PeriodMeter:
     """Makes the means of a period from samples at even intervals."""
 
     def __init__(self) -> None:
-        self._once_measured: set[LinkPair] = set()
+        self.filled: set[LinkPair] = set()
+        """Links whose rate was known once."""
         self._clear()
 
     def see(self, reports: Iterable[Reported], links: Mapping[LinkPair, LinkView]) -> None:
@@ -111,7 +112,7 @@ class PeriodMeter:
             self._floors.setdefault(pair, []).append(rate)
         else:
             self._rates.setdefault(pair, []).append(rate)
-            self._once_measured.add(pair)
+            self.filled.add(pair)
 
     def _is_forgotten(self, pair: LinkPair, link: LinkView) -> bool:
         """Whether a rate was known and is too old now.
@@ -119,7 +120,7 @@ class PeriodMeter:
         Such a link stays in the plan. Otherwise a link that no prompt is long enough for would
         never be used again.
         """
-        return link.state is LinkCondition.CLEAR and pair in self._once_measured
+        return link.state is LinkCondition.CLEAR and pair in self.filled
 
     def _rate(self, pair: LinkPair) -> float | None:
         """The mean rate, where a floor counts as at least the highest measured rate.
@@ -147,8 +148,10 @@ class PeriodMeter:
 class RegionFacts:
     """All that the model of the region is made from.
 
-    `traffic` is None before the first request has ended. `conversion` is what the PD cluster is
-    busy with. `other_models` are served beside `model`, by instances of their own.
+    `traffic` is that of the requests whose home is `pd`, None before the first one has ended.
+    `conversion` is what the PD cluster is busy with. `other_models` are served beside `model`, by
+    instances of their own. `pd_places` are the places of a hand-off and of one engine there, as
+    `LiveScheduler.place` names them.
     """
 
     model: str
@@ -161,6 +164,7 @@ class RegionFacts:
     conversion: Conversion | None = None
     converting: frozenset[str] = frozenset()
     other_models: Set[str] = frozenset()
+    pd_places: tuple[str, str] = (HAND_OFF, ONE_ENGINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,13 +226,15 @@ def division(
     return num_prefill, len(roles) - num_prefill
 
 
-def pd_profile(knowledge: ModelKnowledge) -> LearnedProfile:
-    """Prefill times in the PD cluster.
+def pd_profile(
+    knowledge: ModelKnowledge, places: tuple[str, str] = (HAND_OFF, ONE_ENGINE)
+) -> LearnedProfile:
+    """Prefill times in a PD cluster, by the places of a hand-off and of one engine there.
 
     Its engines are alike. So until some instances prefill for others, the times of those that serve
     requests whole hold for all.
     """
-    own, whole = knowledge.profile(HAND_OFF), knowledge.profile(ONE_ENGINE)
+    own, whole = (knowledge.profile(place) for place in places)
     return own if own.is_known or not whole.is_known else whole
 
 
@@ -274,7 +280,7 @@ def _pd_cluster(facts: RegionFacts, missing: list[str], notes: list[str]) -> PdC
         )
         missing += notes
         return None
-    learned = pd_profile(known)
+    learned = pd_profile(known, facts.pd_places)
     if not learned.is_known:
         missing.append(_unknown_profile(name, learned))
     slots = [item.decode_slots for item, role in counted if role != "prefill"]

@@ -7,14 +7,8 @@ from typing import Any
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from deploy.gateway.config import (
-    ApiKey,
-    GatewayConfig,
-    is_named,
-    load_api_keys,
-    parse_api_keys,
-    with_api_keys,
-)
+from deploy.gateway.api_keys import ApiKey, is_named, load_api_keys, parse_api_keys
+from deploy.gateway.config import GatewayConfig, with_api_keys
 from deploy.gateway.errors import ApiError
 from deploy.gateway.intake.auth import KeyRing
 

@@ -1,7 +1,7 @@
 """What /prfaas/cache answers, from what agents and the directory say."""
 
 from deploy.gateway.cache.api import KeyNames, explanation, hot_prefixes, node_caches
-from deploy.gateway.cache.cached_prompt import CachedPrompt, CachePlaces, prompt_keys
+from deploy.gateway.cache.cached_prompt import CachedPrompt, CachePlaces, PdNodes, prompt_keys
 from kvmanager.agent.messages import (
     CacheModel,
     CacheStatus,
@@ -116,6 +116,21 @@ async def test_an_explanation_says_what_each_route_would_take() -> None:
     assert far.sent_bytes == 100 * 680 + 100 * 128 + 5000
     assert told.nodes[0].engine.usable_tokens == 640
     assert told.nodes[1].together.kv_tokens == 320
+
+
+def test_an_explanation_is_of_the_cluster_that_decodes_and_its_links() -> None:
+    places = CachePlaces(
+        pd_cluster="home",
+        model=MODEL,
+        prefill_nodes={"far": {"a": "a:1"}, "near": {"b": "b:1"}},
+        other_pds={"north": PdNodes({"c": "c:1"}, {})},
+    )
+    shape = RequestShape(num_prompt_tokens=10)
+    decision = Decision("local", "one_engine", Reason.BELOW_THRESHOLD, pd="north")
+    cached = CachedPrompt(places=places).at("north")
+    told = explanation("tiny", shape, cached, decision, NAMES, home="home", linked={"near"})
+    assert (told.home, told.cluster) == ("home", "north")
+    assert [work.target for work in told.routes] == ["north", "near"]
 
 
 def test_an_explanation_says_why_nothing_is_known() -> None:

@@ -10,7 +10,7 @@ from kvmanager.directory.messages import Hit, NodeCoverage, NodeName
 from kvmanager.hashing import block_keys, join_keys, root_key
 from kvmanager.token_ids import TokenIds
 from scheduler.reports import ClusterReport, InstanceReport
-from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, RequestShape
+from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, PdCached, RequestShape
 
 NAMESPACE = "ab" * 16
 MODEL = CacheModel(NAMESPACE, 64, [(0, 6400, 0), (1, 999, 128), (2, 5000, 0)])
@@ -115,6 +115,32 @@ async def test_a_shape_takes_what_is_known() -> None:
     assert dict(told.prefill_cached_tokens) == {"far": 320, "near": 0}
     assert dict(told.sendable_tokens) == {"home": 128, "far": 320}
     assert (await cached()).shape(shape) == shape
+
+
+async def test_what_other_pd_clusters_hold_counts_for_prompts_that_decode_there() -> None:
+    reports = [
+        report(name, instance(f"{name}-d", "decode", cache=MODEL), instance(f"{name}-p", "prefill"))
+        for name in ("home", "north", "south")
+    ]
+    places = places_of(reports[0], {}, "tiny", other_pds=reports[1:])
+    keys = await prompt_keys(MODEL, TokenIds.of(range(1000)), "")
+    found = coverage("home", "home-d", 1, 1), coverage("north", "north-d", usable=3, kv=5)
+    known = CachedPrompt(keys, places, found)
+    told = known.shape(RequestShape(num_prompt_tokens=1000))
+    assert (told.local_cached_tokens, told.landing_cached_tokens) == (64, 64)
+    assert dict(told.cached_in_pds) == {"north": PdCached(3 * 64, 5 * 64)}
+    north = known.at("north")
+    assert (north.local_tokens, north.landing_nodes()) == (3 * 64, ("north-d:1",))
+    assert north.computing(HAND_OFF) == ("north", {"north-p": "north-p:1"})
+    assert north.at("home").places == places
+    assert known.at("unheard of") == known
+
+
+def test_the_cache_of_a_home_that_does_not_report_is_known_from_others() -> None:
+    north = report("north", instance("d", "decode", cache=MODEL))
+    places = places_of(None, {}, "tiny", other_pds=[None, north])
+    assert (places.pd_cluster, places.model, dict(places.decode_nodes)) == ("", MODEL, {})
+    assert dict(places.at("north").decode_nodes) == {"d": "d:1"}
 
 
 async def test_what_a_landing_holds_is_saved_without_windows_and_states() -> None:

@@ -8,18 +8,20 @@ import pytest
 import yaml
 from pydantic import SecretStr, ValidationError
 
-from deploy.gateway.config import ApiKey, GatewayConfig
+from deploy.gateway.api_keys import ApiKey
+from deploy.gateway.config import GatewayConfig
 from deploy.gateway.file import (
     GatewayFile,
     agent_clients,
     build_caches,
     build_clusters,
+    build_region,
     load_gateway_file,
 )
 from kvmanager.config_files.problems import FileError
 from prfaas.embedded import EmbeddedPrefillCluster
 from prfaas.queue_values import QueueConfig
-from scheduler.routing.queue_order import LengthBucket, OrderConfig
+from scheduler.routing.order_config import LengthBucket, OrderConfig
 
 
 def test_configuration_errors_name_the_key() -> None:
@@ -73,6 +75,33 @@ def test_a_gateway_file_is_read_with_its_keys(tmp_path: Path) -> None:
     assert load_gateway_file(path, {}).gateway.api_keys == (api_key("c", "acme"),)
 
 
+SEVERAL = {
+    "pd": [
+        {"name": "home", "front": "127.0.0.1:7301"},
+        {"name": "north", "front": "127.0.0.1:7303", "spill": "never"},
+    ],
+    "prefill": [
+        {"name": "far", "front": "127.0.0.1:7302", "link": "wide"},
+        {"name": "near", "front": "127.0.0.1:7304", "link": {"north": "near-to-north"}},
+    ],
+}
+
+
+async def test_a_gateway_file_may_have_several_pd_clusters(tmp_path: Path) -> None:
+    gateway = {"models": [{"name": "tiny"}], "home": "north", "homes": {"ann": "home"}}
+    path = write(tmp_path, minimal(**SEVERAL, gateway=gateway, api_keys_env="KEYS"))
+    loaded = load_gateway_file(path, {"KEYS": "ann=a"})
+    assert [source.spill for source in loaded.pd] == ["overflow", "never"]
+    assert list(loaded.links()) == [
+        ("far", "home", "wide"),
+        ("far", "north", "wide"),
+        ("near", "north", "near-to-north"),
+    ]
+    clusters = build_clusters(loaded)
+    assert [front.name for front in clusters.pds] == ["home", "north"]
+    await clusters.close()
+
+
 async def test_the_order_of_queues_reaches_embedded_fronts(tmp_path: Path) -> None:
     instance = {"name": "p0", "url": "http://127.0.0.1:8100", "agent": "127.0.0.1:7101"}
     path = write(
@@ -85,7 +114,7 @@ async def test_the_order_of_queues_reaches_embedded_fronts(tmp_path: Path) -> No
             prefill=[{"name": "far", "instances": [instance], "max_queued": 7}],
         ),
     )
-    front = build_clusters(load_gateway_file(path, {})).prefill["far"]._cluster
+    front = build_clusters(load_gateway_file(path, {})).prefill["far"].cluster
     assert isinstance(front, EmbeddedPrefillCluster)
     assert front._config.queue == QueueConfig(
         max_queued=7,
@@ -141,7 +170,7 @@ def test_limits_of_a_tenant_without_a_key_are_a_mistake(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"pd": {"name": "home"}}, "pd (line "),
+        ({"pd": {"name": "home"}}, "pd[0] (line "),
         (
             {"pd": {"name": "home", "front": "x:1", "instances": [{"name": "d", "agent": "a"}]}},
             "pd",
@@ -155,6 +184,21 @@ def test_limits_of_a_tenant_without_a_key_are_a_mistake(
         ({"api_keys_env": "A", "api_keys_file": "b"}, "not both"),
         ({"api_keys_file": "no/such/file"}, "no/such/file"),
         ({"prefill": [{"name": "f", "front": "x:1"}, {"name": "f", "front": "x:2"}]}, "same name"),
+        ({"prefill": [{"name": "home", "front": "x:1"}]}, "same name"),
+        ({"pd": []}, "at least 1 item"),
+        (
+            {"prefill": [{"name": "f", "front": "x:1", "link": {"hime": "l"}}]},
+            "f has no PD cluster 'hime' to send to; did you mean 'home'?",
+        ),
+        ({"prefill": [{"name": "f", "front": "x:1", "link": {}}]}, "f has no link"),
+        (
+            {"gateway": {"models": [{"name": "tiny"}], "home": "hime"}},
+            "no PD cluster is called 'hime'; did you mean 'home'?",
+        ),
+        (
+            {"gateway": {"models": [{"name": "tiny"}], "homes": {"ann": "home"}}},
+            "gateway.homes: no API key has the name 'ann'",
+        ),
     ],
 )
 def test_mistakes_in_a_gateway_file_are_named(
@@ -195,3 +239,22 @@ def test_a_wrong_url_of_a_directory_is_named() -> None:
     )
     with pytest.raises(FileError, match=r"gateway\.directory\.url"):
         build_caches(file, agent_clients(file))
+
+
+def test_what_gateways_share_is_in_the_server_that_is_named() -> None:
+    models = [{"name": "tiny"}]
+    there = {"kind": "redis", "url": "redis://127.0.0.1:1/0"}
+    assert build_region(GatewayFile.model_validate(minimal(gateway={"models": models}))) is None
+    own = {"models": models, "shared": {"redis": "redis://127.0.0.1:2/0"}}
+    same = {"models": models, "shared": {}, "directory": there}
+    for gateway, port in ((own, 2), (same, 1)):
+        region = build_region(GatewayFile.model_validate(minimal(gateway=gateway)))
+        assert region is not None
+        assert region.redis.connection_pool.connection_kwargs["port"] == port
+    wrong = {"models": models, "shared": {"redis": "nowhere"}}
+    with pytest.raises(FileError, match=r"gateway\.shared\.redis"):
+        build_region(GatewayFile.model_validate(minimal(gateway=wrong)))
+    far = {"models": models, "shared": {"redis": "redis://:secret@far"}}
+    with pytest.raises(ValidationError, match="write rediss://") as caught:
+        GatewayFile.model_validate(minimal(gateway=far))
+    assert "secret" not in str(caught.value.errors(include_input=False))

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 from link_cases import path_report
+from msgspec import structs
 
 from deploy.gateway.links.region_links import SAME_S, RegionLinks
 from kvmanager.agent.links.messages import LinkFeed, SendLinkProbeReply, WatchLinks
@@ -148,12 +149,15 @@ async def test_nodes_that_are_reported_no_more_are_forgotten(region: Region) -> 
     region.say("b:1")
     region.say("a:1", path_report("tunnel:9"))
     await region.until(lambda: links.now("far", "home").num_paths == 1)
-    await links.watch(report("far"))  # says nothing
+    await links.watch(structs.replace(report("far"), heard=False))  # says nothing
     assert len(links.overview().paths) == 1
     region.agents["a:2"] = LinkSpeaker("a2:7100")
     await links.watch(report("far", a2="a:2"))
     assert links.overview().paths == []
     assert region.agents["a:1"].num_closed == 1
+    await region.until(lambda: len(region.agents["a:2"].asked) > 0)
+    await links.watch(report("far"))
+    assert region.agents["a:2"].num_closed == 1
 
 
 async def test_a_probe_that_is_asked_for_is_sent_once(region: Region) -> None:

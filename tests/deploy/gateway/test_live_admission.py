@@ -15,6 +15,7 @@ from deploy.gateway.scheduling.config import AdmissionSection, SchedulingConfig
 from deploy.gateway.scheduling.scheduler import live_settings
 from scheduler.live.core import LiveScheduler
 from scheduler.live.learning.knowledge import ModelKnowledge
+from scheduler.live.settings import PdSettings
 from scheduler.routing.prediction import Prediction
 from scheduler.routing.views import DecodeView
 
@@ -30,11 +31,11 @@ class FixedLoad(LiveScheduler):
     def __init__(self, section: AdmissionSection) -> None:
         scheduling = SchedulingConfig(admission=section)
         config = GatewayConfig(models=(ModelConfig(name="m"),), scheduling=scheduling)
-        super().__init__(live_settings(config, "pd", ()))
+        super().__init__(live_settings(config, (PdSettings("pd"),)))
         self.decode = IDLE
         self.kv_bytes = 0.0
 
-    def decode_side(self, model: str, now_s: float) -> DecodeView:
+    def decode_side(self, model: str, now_s: float, pd: str = "") -> DecodeView:
         return self.decode
 
     def knowledge(self, model: str) -> ModelKnowledge:

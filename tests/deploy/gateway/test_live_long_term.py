@@ -61,7 +61,7 @@ def make(live: LiveRegion, metrics: Metrics) -> Make:
         region.scheduler.live.settings = replace(
             settings, long_term=checked.loop(), follows_plans=checked.mode == "act"
         )
-        roles: Any = region.roles
+        roles: Any = {"near": region.roles}
         return Service(
             checked,
             region.scheduler,

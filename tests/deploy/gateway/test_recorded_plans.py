@@ -39,7 +39,7 @@ class Flight:
         self.region = LiveRegion()
         self._rng = random.Random(1)
         teach(self.region.knowledge, 600, now_s=self.region.now_s, output_tokens=128)
-        roles: Any = self.region.roles
+        roles: Any = {"near": self.region.roles}
         metrics = PlanMetrics(CollectorRegistry())
         self.service = LongTermService(LongTermSection(), self.region.scheduler, roles, metrics)
         self.recorder = Recorder(RecorderSection(dir=directory), CollectorRegistry())

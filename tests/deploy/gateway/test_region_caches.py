@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec import structs
+
 from deploy.gateway.cache.cached_prompt import CachePlaces
 from deploy.gateway.cache.region_caches import RegionCaches
 from kvmanager.agent.messages import CacheModel
@@ -103,9 +105,13 @@ async def test_a_front_that_cannot_be_asked_takes_no_node_away() -> None:
     directory = Directory()
     caches = RegionCaches(directory, no_agent, directory.follow)
     await caches.watch(report("home", b1="x:1"))
-    await caches.watch(report("home"))
+    await caches.watch(structs.replace(report("home"), heard=False))
     assert caches.targets == {NodeName("home", "b1"): "x:1"}
     assert len(directory.followed) == 1
+    # One that answers and has no instance left takes them away.
+    await caches.watch(report("home"))
+    assert not caches.targets
+    assert not directory.followed[-1]
 
 
 async def test_nodes_of_older_fronts_are_not_known() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from deploy.gateway.config import GatewayConfig, parse_api_keys, with_api_keys
+from deploy.gateway.api_keys import parse_api_keys
+from deploy.gateway.config import GatewayConfig, with_api_keys
 from deploy.gateway.reload import LIVE, LIVE_ADMISSION, changed_settings, with_live
 
 KEYS = parse_api_keys("acme=one,ops=two", "test")

@@ -10,7 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from role_cluster import FakeCluster, drained
 
-from deploy.gateway.scheduling.roles import RoleKeeper
+from deploy.gateway.scheduling.leadership import Leadership
+from deploy.gateway.scheduling.roles import RoleKeeper, RoleMetrics
 from local_pd.errors import FrontUnreachable, NoInstance, RoleRefused
 from scheduler.live.long_term.conversion import (
     ConversionConfig,
@@ -28,14 +29,14 @@ CONFIG = ConversionConfig(drain_limit_s=100, relabel_limit_s=30, dwell_s=50)
 class Rig:
     """A keeper that is stepped by hand, its cluster and its clock."""
 
-    def __init__(self) -> None:
-        self.pd = FakeCluster(d0="decode", d1="decode", p0="prefill")
+    def __init__(self, pd: FakeCluster | None = None) -> None:
+        self.pd = pd or FakeCluster(d0="decode", d1="decode", p0="prefill")
         self.now_s = 0.0
         self.registry = CollectorRegistry()
         self.ends: list[Ended] = []
-        pd: Any = self.pd
+        cluster: Any = self.pd
         self.keeper = RoleKeeper(
-            pd, self.pd.latest, CONFIG, self.registry, clock=lambda: self.now_s
+            cluster, self.pd.latest, CONFIG, RoleMetrics(self.registry), clock=lambda: self.now_s
         )
         self.keeper.on_ended(self.ends.append)
 
@@ -231,3 +232,39 @@ async def test_it_runs_by_itself_and_outlives_listeners_and_reports_that_fail(ri
     async with asyncio.timeout(5):
         assert (await rig.keeper.ended()).outcome is ConversionOutcome.CONVERTED
     assert rig.pd.instances["d0"].role == "prefill"
+
+
+async def test_a_frozen_leader_does_no_harm_when_it_wakes() -> None:
+    old = Rig()
+    new = Rig(old.pd)
+    for rig in (old, new):
+        rig.keeper.leadership = Leadership(is_shared=True)
+    old.keeper.leadership.granted(7, 5.0, "old")
+    await old.until_draining()
+    # Frozen here. Its lease ends, and the front gives the instance work again.
+    new.now_s = 70.0
+    old.pd.instances["d0"].draining = False
+    new.keeper.leadership.granted(8, 75.0, "new")
+    assert new.keeper.ask(TO_PREFILL, only="d0").effects
+    await new.steps()
+    assert old.pd.instances["d0"].draining
+    # It wakes, and hears that its drain is over.
+    old.now_s = 71.0
+    drained(old.pd, "d0")
+    assert not old.keeper.leads()
+    await old.steps(5)
+    await new.steps(5)
+    assert [end.outcome for end in old.ends] == [ConversionOutcome.FAILED]
+    assert (old.pd.instances["d0"].role, old.pd.instances["d0"].epoch) == ("prefill", 1)
+    assert not old.pd.instances["d0"].draining
+    await old.keeper.close()
+    await new.keeper.close()
+
+
+async def test_who_does_not_lead_converts_nothing(rig: Rig) -> None:
+    rig.keeper.leadership = Leadership(is_shared=True)
+    rig.keeper.leadership.taken("other")
+    start = rig.keeper.ask(TO_PREFILL)
+    assert not start.effects
+    assert start.reason == "the gateway other leads the region and converts instances"
+    assert rig.pd.calls == []

@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 from role_cluster import FakeCluster, drained
 
 from deploy.gateway.errors import ApiError
-from deploy.gateway.scheduling.role_pages import InstanceRole, RolePages
-from deploy.gateway.scheduling.roles import RoleKeeper
+from deploy.gateway.scheduling.role_pages import InstanceRole, RegionRolePages, RolePages
+from deploy.gateway.scheduling.roles import RoleKeeper, RoleMetrics
 from local_pd.errors import FrontUnreachable
 from scheduler.live.long_term.conversion import ConversionConfig
 
@@ -25,7 +25,7 @@ class Rig:
         self.pd = FakeCluster(d0="decode", d1="decode", p0="prefill", b0="both")
         pd: Any = self.pd
         config = ConversionConfig(dwell_s=60)
-        self.keeper = RoleKeeper(pd, self.pd.latest, config, CollectorRegistry())
+        self.keeper = RoleKeeper(pd, self.pd.latest, config, RoleMetrics(CollectorRegistry()))
         self.pages = RolePages(self.keeper, pd, timeout_s=5)
 
     async def order(self, query: str = "", **body: object) -> tuple[int, InstanceRole]:
@@ -67,6 +67,52 @@ async def test_an_order_is_taken_and_its_course_shown(rig: Rig) -> None:
     assert shown.last is not None
     assert (shown.last.instance, shown.last.outcome) == ("d1", "converted")
     assert (await rig.order(instance="d1", role="prefill", expected_epoch=0))[0] == 200
+
+
+class Region:
+    """The pages of two PD clusters whose fronts answer."""
+
+    def __init__(self) -> None:
+        self.home, self.north = FakeCluster(d0="decode"), FakeCluster(d1="decode", d2="decode")
+        self.north.name = "north"
+        metrics, config = RoleMetrics(CollectorRegistry()), ConversionConfig()
+        pages = {}
+        for pd in (self.home, self.north):
+            front: Any = pd
+            keeper = RoleKeeper(front, pd.latest, config, metrics)
+            pages[pd.name] = RolePages(keeper, front, timeout_s=5)
+        self.pages = RegionRolePages(pages)
+
+    async def order(self, **body: object) -> tuple[int, InstanceRole]:
+        return await self.pages.change(json.dumps(body).encode(), {})
+
+    async def refused(self, instance: str) -> ApiError:
+        with pytest.raises(ApiError) as caught:
+            await self.order(instance=instance, role="prefill")
+        return caught.value
+
+
+async def test_an_order_is_for_the_cluster_that_has_the_instance() -> None:
+    region = Region()
+    status, role = await region.order(instance="d1", role="prefill")
+    assert (status, role.cluster, role.phase) == (202, "north", "draining")
+    shown = await region.pages.overview({})
+    assert (shown.cluster, shown.clusters, shown.conversion) == ("home", ["home", "north"], None)
+    shown = await region.pages.overview({"cluster": "north"})
+    assert shown.conversion is not None
+    assert [item.cluster for item in shown.instances] == ["north", "north"]
+
+
+async def test_an_instance_that_nobody_has_is_not_looked_for_where_no_front_answers() -> None:
+    region = Region()
+    error = await region.refused("d9")
+    assert (error.status, error.code) == (404, "unknown_instance")
+    assert "home has no instance `d9`" in error.message
+    assert "north has no instance `d9`" in error.message
+    region.home.is_silent = True
+    error = await region.refused("d9")
+    assert (error.status, error.code) == (503, "cluster_unavailable")
+    assert (await region.order(instance="d1", role="prefill"))[1].cluster == "north"
 
 
 @pytest.mark.parametrize("how", ["query", "body"])

@@ -102,14 +102,14 @@ def record(**fields: Any) -> RequestRecord:
 def test_a_leg_is_under_way_until_it_is_over() -> None:
     case = Case()
     landing = case.begin(prefill_cached_tokens={"far": 600}, local_cached_tokens=900)
-    (leg,) = case.scheduler.live.ledger.landing(MODEL)
+    (leg,) = case.scheduler.live.ledger.landing(MODEL, "home")
     assert (leg.place, leg.num_tokens, leg.uncached_tokens) == ("far", 1000, 400)
     assert (leg.begun_s, leg.lands_at_s, leg.kv_bytes) == (100.0, 103.0, 512_000)
     assert leg.instance == "d0"
     assert case.known.kv is not None
     assert case.known.kv.token_bytes == pytest.approx(512)
     case.feedback.leg_over(landing)
-    assert case.scheduler.live.ledger.landing(MODEL) == []
+    assert case.scheduler.live.ledger.landing(MODEL, "home") == []
     assert case.scheduler.live.ledger.is_over("t")
 
 

@@ -49,20 +49,20 @@ async def test_views_follow_the_reports_and_grow_stale() -> None:
     far.instances = (instance(), instance("other"), instance(draining=True))
     now_s = 100.0
     config = GatewayConfig(models=(ModelConfig(name="tiny"),))
-    pd: Any = home
+    pds: Any = [home]
     clusters: Any = {"far": far}
-    watcher = RegionWatcher(config, pd, clusters, clock=lambda: now_s)
+    watcher = RegionWatcher(config, pds, clusters, clock=lambda: now_s)
     assert not watcher.is_healthy()
     await watcher.start()
     await watcher.close()
     assert watcher.is_healthy()
-    home_seen, (far_seen,) = watcher.reported_pd(), watcher.reported_prefill()
+    (home_seen,), (far_seen,) = watcher.reported_pds(), watcher.reported_prefill()
     assert (home_seen.name, far_seen.name, far_seen.at_s) == ("home", "far", now_s)
     assert far_seen.report is not None
     assert far_seen.report.instances == far.instances
     now_s += config.report_stale_s + 1
     assert not watcher.is_healthy()
-    assert watcher.reported_pd().report is None
+    assert watcher.reported_pds()[0].report is None
     assert watcher.prefill_reports() == {"far": None}
 
 
@@ -80,16 +80,16 @@ def test_instances_whose_kvcache_nobody_can_use_get_no_prompts() -> None:
         instance(role="prefill", layout_fingerprint="c"),
     )
     fine = cluster(instance(layout_fingerprint="a"), instance("other", layout_fingerprint="b"))
-    assert without_incompatible(fine, home) is fine
+    assert without_incompatible(fine, [home]) is fine
     for unknown in (cluster(instance()), cluster(instance("new", layout_fingerprint="x")), None):
-        assert without_incompatible(unknown, home) is unknown
-    assert without_incompatible(fine, None) is fine
-    mixed = without_incompatible(cluster(*fine.instances, instance(layout_fingerprint="b")), home)
+        assert without_incompatible(unknown, [home]) is unknown
+    assert without_incompatible(fine, [None]) is fine
+    mixed = without_incompatible(cluster(*fine.instances, instance(layout_fingerprint="b")), [home])
     assert mixed is not None
     assert [item.healthy for item in mixed.instances] == [True, True, False]
     assert [item.compatible for item in mixed.instances] == [True, True, False]
     assert mixed.healthy
-    swapped = without_incompatible(cluster(instance(layout_fingerprint="c")), home)
+    swapped = without_incompatible(cluster(instance(layout_fingerprint="c")), [home])
     assert swapped is not None
     assert not swapped.healthy
     assert swapped.reason == swapped.instances[0].reason == INCOMPATIBLE
@@ -100,9 +100,9 @@ async def test_a_front_that_raises_is_not_healthy() -> None:
     home.instances = (instance(role="both"),)
     far.error = RuntimeError("bug")
     config = GatewayConfig(models=(ModelConfig(name="tiny"),))
-    pd: Any = home
+    pds: Any = [home]
     clusters: Any = {"far": far}
-    watcher = RegionWatcher(config, pd, clusters)
+    watcher = RegionWatcher(config, pds, clusters)
     await watcher.start()
     await watcher.close()
     assert watcher.is_healthy()
@@ -141,9 +141,9 @@ async def test_a_report_counts_from_when_it_was_asked_for() -> None:
         return await Front.report(home)
 
     home.report = slow  # type: ignore[method-assign]
-    pd: Any = home
+    pds: Any = [home]
     config = GatewayConfig(models=(ModelConfig(name="tiny"),))
-    watcher = RegionWatcher(config, pd, {}, clock=lambda: now_s)
+    watcher = RegionWatcher(config, pds, {}, clock=lambda: now_s)
     await watcher.start()
     await watcher.close()
-    assert watcher.reported_pd().at_s == 100.0
+    assert watcher.reported_pds()[0].at_s == 100.0

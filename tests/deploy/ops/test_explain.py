@@ -16,6 +16,7 @@ from deploy.gateway.serving.records import Outcome, RequestRecord, TtftParts
 from deploy.ops.explain_view import (
     OUTCOMES,
     REASONS,
+    SPILLS,
     placement_words,
     print_records,
     reason_words,
@@ -27,6 +28,7 @@ from prfaas.jobs import PrefillResult
 from scheduler.routing.decision import Decision, Reason
 from scheduler.routing.prediction import Prediction
 from scheduler.routing.short_term import RouteDecision
+from scheduler.routing.spill import PdReason
 
 run = CliRunner().invoke
 
@@ -45,8 +47,8 @@ ROUTE = RouteDecision(
         "link_backlog_bytes": 3e6,
         "local_ttft_s": float("inf"),
     },
-    LOCAL,
-    REMOTE,
+    local=LOCAL,
+    remote=REMOTE,
 )
 RESULT = PrefillResult(
     instance="far-0",
@@ -157,6 +159,17 @@ def test_a_second_try_is_told_and_not_compared() -> None:
     assert ttft_error(moved) is None
 
 
+def test_the_pd_cluster_and_why_it_is_not_the_home_are_said() -> None:
+    assert row(shown(record(home="north", cluster="north")), "home") == ["PD", "cluster", "north"]
+    spilled = record(home="north", cluster="south", spill="home_unable")
+    assert {*SPILLS, PdReason.HOME} == set(PdReason)
+    text = shown(spilled)
+    assert "PD cluster south: no engine of its home could serve it" in text
+    assert "the predictions are of the route first taken" in text
+    assert ttft_error(spilled) is None
+    assert "because I say so" in shown(record(cluster="a", spill="because I say so"))
+
+
 def test_an_answer_in_one_piece_has_no_first_token() -> None:
     whole = record(ttft_s=None)
     whole.first_byte(9.0, is_stream=False)
@@ -186,7 +199,7 @@ def test_a_prompt_that_was_not_counted_was_not_predicted() -> None:
     short = RequestRecord(request_id="r", started_s=1000.0, endpoint="completion")
     numbers = {"prompt_tokens_about": 9, "prefill_s": 0.1}
     short.decided(
-        RouteDecision("local", "one_engine", Reason.BELOW_THRESHOLD, numbers, LOCAL, None)
+        RouteDecision("local", "one_engine", Reason.BELOW_THRESHOLD, numbers, local=LOCAL)
     )
     short.first_byte(0.5, is_stream=True)
     text = shown(short)

@@ -6,6 +6,7 @@ import json
 import time
 from typing import Any
 
+import msgspec
 import pytest
 from fake_gateway import FakeGateway
 from typer.testing import CliRunner
@@ -88,6 +89,24 @@ def test_roles_and_changes_are_listed(answers: Any) -> None:
     answers(shown)
     status, text = run("ls", "--json")
     assert json.loads(text)["instances"][1]["role"] == "decode"
+
+
+def test_every_pd_cluster_has_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def ask(url: str, path: str, kind: object, *, key: str = "") -> RolesOverview:
+        asked.append(path)
+        name = "north" if path.endswith("cluster=north") else "home"
+        shown = overview(instance("decode", 0))
+        return msgspec.structs.replace(shown, cluster=name, clusters=["home", "north"])
+
+    monkeypatch.setattr(client, "ask", ask)
+    status, text = run("ls")
+    assert status == 0
+    assert asked == ["/v1/pd_role", "/v1/pd_role?cluster=north"]
+    assert text.index("home") < text.index("north")
+    status, text = run("ls", "--json")
+    assert [json.loads(line)["cluster"] for line in text.splitlines()] == ["home", "north"]
 
 
 def test_an_order_is_waited_for(answers: Any) -> None:

@@ -158,7 +158,7 @@ def test_other_mistakes(tmp_path: Path) -> None:
     assert "not a trace line" in run("study", "overload", "--trace", path, status=2)
     whole = document()
     whole["pd_clusters"] = whole["pd_clusters"] * 2
-    assert "exactly one PD cluster" in run(written(tmp_path, whole), status=2)
+    assert "whose home it is" in run(written(tmp_path, whole), status=2)
     crowded = changed(tmp_path, policy="all", policies={"all": {"num_prefill": 8}})
     assert "all 8 instances of home-site prefill" in run(crowded, status=2)
 
@@ -183,3 +183,30 @@ def test_the_command_is_part_of_prfaas() -> None:
     text = CliRunner().invoke(app, ["simulate", "--help"]).output
     assert "virtual time" in text
     assert "study" in text
+
+
+def test_several_pd_clusters_are_played_with_their_homes(tmp_path: Path) -> None:
+    path = tmp_path / "sites.yaml"
+    whole = yaml.safe_load(run("example", "--sites"))
+    whole["simulation"] |= {
+        "duration": "3min",
+        "lost": [{"cluster": "north", "at": "1min", "until": "2min"}],
+    }
+    path.write_text(yaml.safe_dump(whole))
+    found = json.loads(run(path, "--policy", "router", "--policy", "at-home", "--json"))
+    router, at_home = found["policies"]["router"], found["policies"]["at-home"]
+    assert [row["home"] for row in router["homes"]] == ["east", "west"]
+    assert sum(row["requests"] for row in router["homes"]) == router["requests"]
+    assert at_home["spilled_share"] == 0
+    assert (router["lost"], at_home["lost"]) == (0, 0)
+    assert "decoded elsewhere" in " ".join(run(path, "--compare").split())
+    whole["simulation"]["lost"][0]["cluster"] = "nort"
+    assert "did you mean 'north'" in run(written(tmp_path, whole), status=2)
+
+
+def test_a_loss_is_followed(tmp_path: Path) -> None:
+    text = run("study", "loss", "--scale", "0.3", "--json")
+    study = json.loads(text)
+    assert {goal["met"] for goal in study["goals"]} == {True}
+    by_spill = {(row["lost"], row["spill"]): row for row in study["rows"]}
+    assert by_spill["east", "overflow"]["good_share"] > by_spill["east", "never"]["good_share"]

@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 
 from deploy.region.spec.checks import check_region
-from deploy.region.spec.loading import load_region, missing_models, parse_region
-from deploy.region.spec.region import RegionSpec, region_schema, role_of
+from deploy.region.spec.loading import (
+    load_region,
+    missing_models,
+    missing_packages,
+    parse_region,
+)
+from deploy.region.spec.region import RegionInstance, RegionSpec, region_schema, role_of
 from kvmanager.config_files.problems import FileError
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "region" / "examples" / "demo.yaml"
@@ -31,11 +36,11 @@ def problems_of(text: str) -> dict[str, str]:
 
 def test_the_example_is_right() -> None:
     region = load_region(EXAMPLE, VARIABLES)
-    assert region.pd_cluster.name == "pd-b"
+    assert region.pd_clusters[0].name == "pd-b"
     assert [cluster.name for cluster in region.prefill_clusters] == ["prefill-a"]
     assert region.models[0].path == "/models/tiny"
     assert region.models[0].dtype == "auto"
-    link = region.link_from("prefill-a")
+    (link,) = region.links_from("prefill-a")
     assert link.name == "prefill-a-to-pd-b"
     assert link.emulate is not None
     assert link.emulate.rtt == "20ms"
@@ -52,7 +57,17 @@ def test_the_example_is_right() -> None:
         ("rate: 1Gbit", "rate: 1kbit", "links[0].emulate.rate", "at least 1Mbit"),
         ("kind: pd", "kind: dp", "clusters[1].kind", "'prefill' or 'pd'"),
         ("kind: pd", "kind: prefill", "clusters", "no PD cluster"),
-        ("kind: prefill", "kind: pd", "clusters[1].kind", "exactly one"),
+        ("kind: prefill", "kind: prefill\n    spill: never",
+         "clusters[0].spill", "of a PD cluster"),
+        ("kind: pd", "kind: pd\n    spill: always", "clusters[1].spill", "'never', 'overflow'"),
+        ("links:", "uplinks: [{cluster: pd-b, way: egress, rate: 1Gbit}]\nlinks:",
+         "uplinks[0].way", "write ingress for pd-b"),
+        ("links:", "uplinks: [{cluster: pd-c, way: ingress, rate: 1Gbit}]\nlinks:",
+         "uplinks[0].cluster", "did you mean 'pd-b'"),
+        ("port: 8000", "port: 8000\n  home: pd-c", "gateway.home", "did you mean 'pd-b'"),
+        ("port: 8000", "port: 8000\n  homes: {acme: prefill-a}",
+         "gateway.homes.acme", "known here: pd-b"),
+        ("port: 8000", "port: 8000\n  homes: {acme: pd-b}", "gateway.homes", "give api_keys_file"),
         ("port: 8000", "port: 80000", "gateway.port", "80000: Input should be less"),
         ("from: prefill-a", "from: prefil-a", "links[0].from", "did you mean 'prefill-a'"),
         ("to: pd-b", "to: prefill-a", "links[0].to", "flows from prefill to pd"),
@@ -60,9 +75,16 @@ def test_the_example_is_right() -> None:
         ("name: b1-decode", "name: b1 d", "clusters[1].nodes[0].instances[1].name", "use letters"),
         ("name: b1-decode", "name: gateway", "clusters[1].nodes[0].instances[1].name", "another"),
         ("role: decode", "role: prefill", "clusters[1]", "no instance decodes"),
+        ("kind: prefill", "kind: prefill\n    hand_off: nixl", "clusters[0].hand_off",
+         "write it in the PD cluster"),
+        ("kind: pd", "kind: pd\n    hand_off: nixl", "clusters[1].hand_off", "there is one"),
+        ("kind: pd", "kind: pd\n    hand_off: rdma", "clusters[1].hand_off", "nixl"),
         ("landing_gib: 0.75", "landing_gib: 2", "clusters[1].nodes[0].agent.landing_gib", "arena"),
         ("port: 8000", "port: 8000\n  directory: {kind: redis, url: 'redis://:secret@far:6379'}",
          "gateway.directory.url", "far is another host and redis:// is not encrypted"),
+        ("port: 8000", "port: 8000\n  shared: {redis: 'redis://:secret@far:6379'}",
+         "gateway.shared.redis", "far is another host and redis:// is not encrypted"),
+        ("port: 8000", "port: 8000\n  shared: {}", "gateway", "shared needs redis"),
         ("port: 8000", "port: 8000\n  host: 0.0.0.0", "gateway.host", "give api_keys_file"),
         ("links:", "security: {region_key: k, tls: {cert: c, key: k, ca: a}}\nlinks:",
          "security.region_key", "remove it or `tls`"),
@@ -87,6 +109,8 @@ def test_the_example_is_right() -> None:
          "gateway.max_body_bytes", "such as 16MiB"),
         ("arena_gib: 0.5", "arena_gib: 0.5, advertise: here",
          "clusters[0].nodes[0].agent.advertise", "host:port"),
+        ("arena_gib: 0.5", "arena_gib: 0.5, advertise: ['h:1', here]",
+         "clusters[0].nodes[0].agent.advertise", "'here' is not host:port"),
         ("arena_gib: 0.5", "arena_gib: 0.5, transport: {speed: 1}",
          "clusters[0].nodes[0].agent.transport.speed", "num_connections"),
         ("arena_gib: 0.5", "arena_gib: 0.5, cache_gib: 0.6",
@@ -128,10 +152,16 @@ def test_errors_name_path_and_fix(old: str, new: str, where: str, message: str) 
 def test_decode_slots_fit_into_a_step() -> None:
     stepped = with_change("max_num_batched_tokens: 1024", "max_num_batched_tokens: 64")
     region = parse_region(stepped, VARIABLES)
-    assert [region.decode_slots_of(item) for item in region.pd_cluster.instances] == [64, 64]
+    assert [region.decode_slots_of(item) for item in region.pd_clusters[0].instances] == [64, 64]
     problems = problems_of(stepped.replace("role: decode", "role: decode, decode_slots: 65"))
     message = problems["clusters[1].nodes[0].instances[1].decode_slots"]
     assert message.startswith("65 is more than max_num_batched_tokens of demo, 64")
+
+
+def test_two_links_between_the_same_clusters_are_a_mistake() -> None:
+    link = "  - from: prefill-a\n    to: pd-b\n"
+    problems = problems_of(EXAMPLE.read_text().rstrip() + "\n" + link)
+    assert "a second link from 'prefill-a' to 'pd-b'" in problems["links[1].from"]
 
 
 def test_a_missing_link_is_asked_for() -> None:
@@ -191,7 +221,7 @@ def test_broken_files_are_explained(tmp_path: Path) -> None:
 
 def test_a_region_without_prefill_cluster_is_allowed() -> None:
     region = parse_region(EXAMPLE.read_text(), VARIABLES)
-    alone = region.model_copy(update={"clusters": (region.pd_cluster,), "links": ()})
+    alone = region.model_copy(update={"clusters": region.pd_clusters, "links": ()})
     assert check_region(alone) == []
 
 
@@ -228,6 +258,37 @@ def test_quantities_may_have_units() -> None:
     assert (agent.arena_gib, agent.transport.idle_timeout_s) == (0.5, 20.0)
     assert region.gateway.threshold_tokens == 8000
     assert RegionSpec.model_validate_json(region.model_dump_json(by_alias=True)) == region
+
+
+def test_nixl_is_asked_for_where_its_engines_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    region = load_region(EXAMPLE, VARIABLES)
+    assert missing_packages(region) == []
+    prefill, pd = region.clusters
+    pd = pd.model_copy(update={"hand_off": "nixl"})
+    region = region.model_copy(update={"clusters": (prefill, pd)})
+    monkeypatch.setattr("deploy.region.spec.loading.find_spec", lambda name: None)
+    (problem,) = missing_packages(region, ["b1"])
+    assert problem.where == "clusters[1].hand_off"
+    assert "pip install nixl" in problem.message
+    assert missing_packages(region, ["a1"]) == []
+    monkeypatch.setattr("deploy.region.spec.loading.find_spec", lambda name: name)
+    assert missing_packages(region) == []
+
+
+def test_nixl_needs_nodes_that_are_reached_where_they_listen() -> None:
+    prefill, pd = load_region(EXAMPLE, VARIABLES).clusters
+    (node,) = pd.nodes
+    other = node.model_copy(
+        update={
+            "name": "b2",
+            "listen": "0.0.0.0",
+            "instances": (RegionInstance(name="b2-decode", role="decode"),),
+        }
+    )
+    pd = pd.model_copy(update={"nodes": (node, other), "hand_off": "nixl"})
+    region = load_region(EXAMPLE, VARIABLES).model_copy(update={"clusters": (prefill, pd)})
+    (problem,) = [item for item in check_region(region) if "hand_off" in item.where]
+    assert "b2 does not" in problem.message
 
 
 def test_a_model_that_is_not_here_is_named(tmp_path: Path) -> None:

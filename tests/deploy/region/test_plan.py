@@ -10,8 +10,10 @@ import yaml
 
 from deploy.gateway.config import TimeoutConfig
 from deploy.gateway.file import GatewayFile
-from deploy.region.launch.plan import Planner, gateway_file, gateway_url, stop_limit_s
+from deploy.region.launch.addresses import gateway_url
+from deploy.region.launch.plan import Planner, stop_limit_s
 from deploy.region.launch.ports import resolve_ports
+from deploy.region.launch.process_files import gateway_file
 from deploy.region.launch.rundir import RunDirectory
 from deploy.region.spec.checks import fixed_ports
 from deploy.region.spec.loading import parse_region
@@ -46,6 +48,35 @@ def test_every_port_is_chosen_once(region: RegionSpec) -> None:
     assert all(port % 2 == 0 and 0 < port < 32768 for port in ports)
 
 
+def test_engines_of_a_cluster_with_nixl_have_its_connector_and_ours(region: RegionSpec) -> None:
+    prefill, pd = region.clusters
+    pd = pd.model_copy(update={"hand_off": "nixl"})
+    made = planner(region.model_copy(update={"clusters": (prefill, pd)}))
+    resolved = made.resolved.region
+    engines = {item.name: item.process for item in made.processes() if item.kind == "engine"}
+    ports = set()
+    for cluster in resolved.clusters:
+        for instance in cluster.instances:
+            process = engines[instance.name]
+            argv = list(process.argv)
+            config = json.loads(argv[argv.index("--kv-transfer-config") + 1])
+            if cluster.kind == "prefill":
+                assert config["kv_connector"] == "PrfaasConnector"
+                assert "VLLM_NIXL_SIDE_CHANNEL_PORT" not in process.env
+                continue
+            assert (config["kv_connector"], config["kv_role"]) == ("MultiConnector", "kv_both")
+            assert config["kv_load_failure_policy"] == "recompute"
+            nixl, ours = config["kv_connector_extra_config"]["connectors"]
+            assert nixl["kv_connector"] == "NixlConnector"
+            assert ours["kv_connector_extra_config"]["instance"] == instance.name
+            assert process.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
+            assert process.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == str(instance.nixl_port)
+            ports.add(instance.nixl_port)
+    assert len(ports) == 2
+    assert 0 not in ports
+    assert gateway_file(made.resolved, made.directory).pd[0].hand_off == "nixl"
+
+
 def test_no_free_port_is_an_error(region: RegionSpec) -> None:
     with pytest.raises(OSError, match="no free port on 127"):
         resolve_ports(region, is_free=lambda _host, _port: False)
@@ -54,7 +85,7 @@ def test_no_free_port_is_an_error(region: RegionSpec) -> None:
 def test_an_emulated_link_becomes_a_relay_and_its_endpoint(region: RegionSpec) -> None:
     resolved = resolve_ports(region, is_free=lambda _host, _port: True)
     (relay,) = resolved.relays
-    (node,) = resolved.region.pd_cluster.nodes
+    (node,) = resolved.region.pd_clusters[0].nodes
     assert relay.name == "link.prefill-a-to-pd-b.b1"
     assert relay.target == f"127.0.0.1:{node.agent.data_port}"
     (link,) = resolved.region.links
@@ -87,14 +118,73 @@ def test_the_gateway_is_told_clusters_and_links(region: RegionSpec) -> None:
     file = GatewayFile.model_validate(yaml.safe_load(text))
     assert file == gateway_file(plan.resolved, plan.directory)
     assert file.gateway.threshold_tokens == 512
-    assert [item.role for item in file.pd.instances] == ["prefill", "decode"]
-    assert {item.decode_slots for item in file.pd.instances} == {256}
+    assert [item.role for item in file.pd[0].instances] == ["prefill", "decode"]
+    assert {item.decode_slots for item in file.pd[0].instances} == {256}
     (source,) = file.prefill
     (relay,) = plan.resolved.relays
     assert source.endpoints == {relay.target: relay.listen}
-    assert source.link == "prefill-a-to-pd-b"
+    assert source.link == {"pd-b": "prefill-a-to-pd-b"}
+    assert file.gateway.home == "pd-b"
     assert "SecretStr" not in text
     assert gateway_url(plan.resolved.region) == "http://127.0.0.1:8000"
+
+
+SEVERAL = """
+models: [{name: m, path: org/m}]
+gateway: {node: c1}
+clusters:
+  - {name: a, kind: prefill, nodes: [{name: a1, host: 10.0.0.1, instances: [{name: a1-p}]}]}
+  - {name: b, kind: prefill, nodes: [{name: b1, host: 10.0.0.2, instances: [{name: b1-p}]}]}
+  - name: c
+    kind: pd
+    spill: nearest
+    nodes: [{name: c1, host: 10.0.0.3, instances: [{name: c1-d}]}]
+  - {name: d, kind: pd, nodes: [{name: d1, host: 10.0.0.4, instances: [{name: d1-d}]}]}
+uplinks: [{cluster: a, way: egress, rate: 1Gbit}]
+links:
+  - {from: a, to: c, emulate: {rate: 1Gbit}}
+  - {from: a, to: d, endpoints: {d1: "tunnel:9"}}
+  - {from: b, to: d}
+"""
+
+
+def test_a_region_may_have_several_pd_clusters_and_any_links_to_them() -> None:
+    region = parse_region(SEVERAL, {})
+    plan = planner(region)
+    file = gateway_file(plan.resolved, plan.directory)
+    assert [(source.name, source.spill) for source in file.pd] == [
+        ("c", "nearest"),
+        ("d", "overflow"),
+    ]
+    assert list(file.links()) == [("a", "c", "a-to-c"), ("a", "d", "a-to-d"), ("b", "d", "b-to-d")]
+    (relay,) = plan.resolved.relays
+    assert relay.name == "link.a-to-c.c1"
+    d1 = next(node for node in plan.resolved.region.nodes if node.name == "d1")
+    assert file.prefill[0].endpoints == {
+        relay.target: relay.listen,
+        f"10.0.0.4:{d1.agent.data_port}": "tunnel:9",
+    }
+    assert file.prefill[1].endpoints == {}
+    (uplink,) = file.uplinks
+    assert (uplink.cluster, uplink.way, uplink.rate) == ("a", "egress", 125e6)
+    again = GatewayFile.model_validate_json(file.model_dump_json())
+    assert again.uplinks == file.uplinks
+
+
+@pytest.mark.parametrize(
+    ("gateway", "home"),
+    [
+        ("{}", "c"),
+        ("{node: c1}", "c"),
+        ("{node: d1}", "d"),
+        ("{node: a1}", "c"),
+        ("{home: d}", "d"),
+    ],
+)
+def test_the_home_of_a_region_is_said_or_where_its_gateway_runs(gateway: str, home: str) -> None:
+    region = parse_region(SEVERAL.replace("{node: c1}", gateway), {})
+    plan = planner(region)
+    assert gateway_file(plan.resolved, plan.directory).gateway.home == home
 
 
 def test_agents_are_told_what_they_understand(region: RegionSpec) -> None:
@@ -162,7 +252,7 @@ def test_metrics_leave_loopback_only_with_a_key_or_on_a_trusted_network() -> Non
         )
         assert (b1.metrics_host, b1.metrics_key_file) == (host, key)
         assert (a1.metrics_host, a1.metrics_key_file) == ("127.0.0.1", key)
-        metrics = {at for path, at, _ in fixed_ports(region) if path[-1] == "metrics_port"}
+        metrics = {item.host for item in fixed_ports(region) if item.path[-1] == "metrics_port"}
         assert metrics == {"127.0.0.1", host}
 
 
@@ -191,7 +281,7 @@ def test_cache_settings_reach_agent_engines_and_gateway() -> None:
     assert len(set(config.kv_events.values())) == 2
     file = gateway_file(plan.resolved, plan.directory)
     assert file.gateway.directory.target == "10.0.0.5:7400"
-    assert [item.node for item in file.pd.instances] == ["b1", "b1"]
+    assert [item.node for item in file.pd[0].instances] == ["b1", "b1"]
 
 
 def test_without_prefix_caching_agents_have_no_cache() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from deploy.gateway.file import load_gateway_file
-from deploy.region.launch.plan import Planner, region_text
+from deploy.region.launch.plan import Planner
 from deploy.region.launch.ports import resolve_ports
+from deploy.region.launch.process_files import region_text
 from deploy.region.launch.reload import reload_region
 from deploy.region.launch.rundir import RunDirectory
 from deploy.region.spec.loading import load_region

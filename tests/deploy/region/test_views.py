@@ -12,9 +12,9 @@ from rich.text import Text
 
 from deploy.gateway.scheduling.plan_overview import ModelPlanNow, PlanOverview, RegionModel
 from deploy.lab.emulator.faults import DirectionReport, LinkReport
-from deploy.region.launch.launcher import ProcessProgress
 from deploy.region.launch.progress import LineView, TableView, line_view, progress_view
 from deploy.region.launch.rundir import ProcessRecord, RegionState
+from deploy.region.launch.running import ProcessProgress
 from deploy.region.launch.status import ProcessUse, RegionStatus, render_status
 from kvmanager.agent.messages import CacheStatus, EngineStatus, StatusReply
 

@@ -90,7 +90,7 @@ async def test_the_pd_cluster_computes_with_the_prefill_clusters_cache(
                 threshold_tokens=100,
                 report_interval_s=0.05,
             ),
-            pd,
+            [pd],
             {"far": prefill},
             caches=RegionCaches(directory, AgentClient, directory.follow),
         )

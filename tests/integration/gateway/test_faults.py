@@ -274,8 +274,9 @@ async def test_no_engine_at_all_is_503(region: Any) -> None:
     assert headers["retry-after"] == "1"
     assert json.loads(answer)["error"]["code"] == "no_engine_available"
     await asyncio.sleep(0.1)
-    async with region.session.get(region.url + "/health") as response:
-        assert response.status == 503
+    for path, expected in (("/health", 503), ("/readyz", 503), ("/livez", 200)):
+        async with region.session.get(region.url + path) as response:
+            assert response.status == expected, path
 
 
 async def test_a_silent_engine_is_504_and_not_tried_again(open_region: Any) -> None:

@@ -51,7 +51,7 @@ async def test_known_keys_are_let_in(open_region: Any) -> None:
         for header in ("Bearer one", "bearer two"):
             status, _, _ = await region.post(SHORT, headers={"Authorization": header})
             assert status == 200
-        for path in ("/health", "/version"):
+        for path in ("/health", "/version", "/livez", "/readyz"):
             async with region.session.get(region.url + path) as response:
                 assert response.status == 200
 
@@ -352,8 +352,9 @@ async def test_draining_lets_the_running_end(region: Any) -> None:
     assert status == 503
     assert headers["retry-after"]
     assert error_of(answer)["code"] == "shutting_down"
-    async with region.session.get(region.url + "/health") as response:
-        assert response.status == 503
+    for path, expected in (("/health", 503), ("/readyz", 503), ("/livez", 200)):
+        async with region.session.get(region.url + path) as response:
+            assert response.status == expected, path
     assert not draining.done()
     region.engine.first_token.set()
     status, _, answer = await running

@@ -12,8 +12,9 @@ import pytest
 from front_doubles import FakeAgent, FakeEngine
 from prometheus_client import CollectorRegistry
 
+from deploy.gateway.api_keys import ApiKey
 from deploy.gateway.app import Gateway
-from deploy.gateway.config import ApiKey, GatewayConfig, ModelConfig
+from deploy.gateway.config import GatewayConfig, ModelConfig
 from deploy.gateway.scheduling.config import LongTermSection, SchedulingConfig
 from deploy.gateway.server import start_server
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
@@ -87,7 +88,7 @@ async def rig() -> AsyncIterator[Rig]:
             report_interval_s=0.02,
             scheduling=SchedulingConfig(long_term=LongTermSection(dwell_s=0, mode="off")),
         )
-        runner = await start_server(Gateway(config, pd, {}))
+        runner = await start_server(Gateway(config, [pd], {}))
         stack.push_async_callback(runner.cleanup)
         host, port = runner.addresses[0][:2]
         made.url = f"http://{host}:{port}"

@@ -149,7 +149,9 @@ async def whole(tmp_path: Path, lone_engine: Any) -> AsyncIterator[Whole]:
         config = GatewayConfig(
             port=0, models=(ModelConfig(name="tiny"),), threshold_tokens=100, report_interval_s=0.05
         )
-        made.gateway = Gateway(config, made.pd, {"far": prefill}, {"far": "far-to-home"})
+        made.gateway = Gateway(
+            config, [made.pd], {"far": prefill}, {("far", "home"): "far-to-home"}
+        )
         runner = await start_server(made.gateway)
         stack.push_async_callback(runner.cleanup)
         host, port = runner.addresses[0][:2]

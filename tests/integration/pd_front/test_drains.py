@@ -181,3 +181,18 @@ async def test_a_front_that_knows_no_roles_refuses_them_for_good() -> None:
         await front.set_role("d0", RoleChange("prefill", 1))
     await front.close()
     await server.stop(0.0)
+
+
+async def test_orders_of_a_former_leader_are_refused(rig: PdRig) -> None:
+    await rig.front.set_role("d0", RoleChange("prefill", 1), leader=7)
+    for late in (0, 6):
+        with pytest.raises(RoleRefused, match=f"another gateway leads since .*7, not {late}"):
+            await rig.front.set_role("d0", RoleChange("decode", 2), leader=late)
+        with pytest.raises((RoleRefused, NoInstance), match="another gateway leads"):
+            await rig.front.drain("d1", leader=late)
+        with pytest.raises(RoleRefused, match="another gateway leads"):
+            await rig.front.resume("d1", leader=late)
+    assert not rig.embedded._instances.by_name["d1"].draining
+    await rig.front.set_role("d0", RoleChange("decode", 2), leader=8)
+    with pytest.raises(RoleRefused, match="another gateway leads"):
+        await rig.front.set_role("d0", RoleChange("prefill", 3), leader=7)

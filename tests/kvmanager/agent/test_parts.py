@@ -13,6 +13,7 @@ from kvmanager.agent.engines.instances import EngineNotServed, InstanceBook, Unk
 from kvmanager.agent.engines.protocol import EngineHello
 from kvmanager.agent.reports import landing_report, outbox_report
 from kvmanager.agent.sender_admission import SenderAdmission
+from kvmanager.agent.transfer_io import OutboxProgress
 from kvmanager.arena import Arena, ArenaSpace
 from kvmanager.config_files.problems import FileError
 from kvmanager.pool.placement import StatePlacement
@@ -231,6 +232,35 @@ class TestSenderAdmission:
             admission.accept(TID, token, fingerprint, 100)
         arena.close()
 
+    def test_an_engine_here_is_checked_like_a_sender_and_comes_alone(self, tmp_path: Path) -> None:
+        arena = Arena.create(tmp_path, 1, 4096)
+        space = ArenaSpace(arena, [(0, 1)], 100)
+        refused: list[str] = []
+        admission = SenderAdmission(News(), lambda call, *args: call(*args), refused.append)
+        token, fingerprint = os.urandom(32), os.urandom(32)
+        admission.admit(TID, token, fingerprint, space)
+        for arguments in (
+            (bytes(15) + b"x", token, fingerprint, 100),
+            (TID, bytes(32), fingerprint, 100),
+            (TID, token, bytes(32), 100),
+            (TID, token, fingerprint, 99),
+        ):
+            with pytest.raises(Refused):
+                admission.take(*arguments)
+        admission.take(TID, token, fingerprint, 100)
+        for enter in (admission.take, admission.accept):
+            with pytest.raises(Refused, match="no landing"):
+                enter(TID, token, fingerprint, 100)
+        admission.admit(TID, token, fingerprint, space)
+        admission.accept(TID, token, fingerprint, 100)
+        with pytest.raises(Refused, match="already"):
+            admission.take(TID, token, fingerprint, 100)
+        assert refused == [
+            *("no_landing", "bad_token", "bad_layout", "bad_size"),
+            *("no_landing", "no_landing", "busy"),
+        ]
+        arena.close()
+
 
 def progress(sent: int, completed_s: float | None) -> TransferProgress:
     return TransferProgress(TransferState.OPEN, 100, 90, sent, 80, 5, 1.0, 2.0, completed_s, 4)
@@ -241,7 +271,7 @@ class TestReports:
         return OutboxRecord(OutboxSpec(TID, 100, 3, bytes(32), 9.0), [], 1.0, 10.0)
 
     def test_open_outbox_has_no_durations_yet(self) -> None:
-        report = outbox_report(self.outbox(), progress(85, None), None)
+        report = outbox_report(self.outbox(), OutboxProgress(progress(85, None), None))
         assert (report.state, report.sent_bytes, report.acked_bytes) == ("open", 85, 80)
         assert report.sent_bytes_at_prefill_end == 0
         assert report.opened_to_complete_s == report.prefill_end_to_complete_s == 0
@@ -249,7 +279,7 @@ class TestReports:
     def test_complete_outbox(self) -> None:
         outbox = self.outbox()
         outbox.state, outbox.prefill_end_s = State.COMPLETE, 3.0
-        report = outbox_report(outbox, progress(100, 4.5), 70)
+        report = outbox_report(outbox, OutboxProgress(progress(100, 4.5), 70))
         assert report.sent_bytes_at_prefill_end == 70
         assert report.prefill_end_to_complete_s == 1.5
         assert report.opened_to_complete_s == 3.5
@@ -258,7 +288,7 @@ class TestReports:
     def test_complete_before_the_prefill_ended_means_everything_was_sent(self) -> None:
         outbox = self.outbox()
         outbox.state = State.COMPLETE
-        report = outbox_report(outbox, progress(100, 4.5), None)
+        report = outbox_report(outbox, OutboxProgress(progress(100, 4.5), None))
         assert report.sent_bytes_at_prefill_end == 100
         assert report.prefill_end_to_complete_s == 0
 

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from agent_process import SMALL_LAYOUT
 from vllm.config import KVTransferConfig
 
-from kvmanager.vllm_connector.connector import instance_name
+from kvmanager.vllm_connector.connector import _hello, instance_name
 
 
 def config_of(instance: str = "", dp_rank: int = 0) -> Any:
@@ -42,3 +43,9 @@ def test_the_processes_of_an_engine_agree_wherever_they_run(
 
 def test_two_engines_without_a_configured_name_have_different_ones() -> None:
     assert instance_name(config_of()) != instance_name(config_of())
+
+
+def test_an_engine_says_which_vllm_it_is_however_that_was_installed() -> None:
+    """The build for CPUs is a package of another name."""
+    said = _hello("p0", "scheduler", SMALL_LAYOUT, 0, b"").engine
+    assert said.startswith("vllm 0.")

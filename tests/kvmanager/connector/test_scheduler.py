@@ -475,6 +475,20 @@ def test_a_landing_that_is_lost_before_its_load_leaves_the_cache_to_be_asked() -
     assert side.get_num_new_matched_tokens(consumer, 0) == (64, True)
 
 
+def test_what_another_connector_loads_is_neither_looked_up_nor_cached() -> None:
+    client = CachingClient(4)
+    side = scheduler_side(client)
+    taken = request("consumer", 65)
+    taken.kv_transfer_params = {"do_remote_prefill": True, "remote_block_ids": [[1]]}
+    side.on_new_request(taken)
+    assert client.handles == []
+    assert side.get_num_new_matched_tokens(taken, 0) == (0, False)
+    side.update_state_after_alloc(taken, ALLOCATED, 0)
+    finish_load(side)
+    assert step(side, {"r1": (64, 1)}).stores == []
+    side.request_finished(taken, aborted=False)
+
+
 def test_a_producer_uses_the_prefix_cache_too() -> None:
     client = CachingClient(4)
     side = scheduler_side(client)

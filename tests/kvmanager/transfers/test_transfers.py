@@ -18,6 +18,7 @@ from transfer_cases import (
     used,
 )
 
+from kvmanager.agent.hand_offs import ArenaHandOffs
 from kvmanager.transfers.blocks import BlockAllocator
 from kvmanager.transfers.holds import PROMOTION, TRANSPORT, Kind
 from kvmanager.transfers.records import (
@@ -228,15 +229,21 @@ class TableMachine(RuleBasedStateMachine):
         self.lost: list[int] = []
         self.to_drop: list[bytes] = []
         self.sending: set[bytes] = set()
+        self.hand_offs = ArenaHandOffs(self, lambda: self.now_s)
         self.ended: set[tuple[Kind, bytes]] = set()
 
     def perform(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case DropLanding(transfer_id):
+                case DropLanding(transfer_id, reason):
+                    self.hand_offs.landing_over(transfer_id, reason)
                     self.to_drop.append(transfer_id)
+                case CancelOutbox(transfer_id, reason) if transfer_id in self.hand_offs:
+                    self.hand_offs.cancel(transfer_id, reason)
                 case CancelOutbox(transfer_id):
                     assert transfer_id in self.sending, "cancel of what the sender does not have"
+                case ForwardReady(transfer_id, ranges) if transfer_id in self.hand_offs:
+                    self.hand_offs.ranges_ready(transfer_id, ranges)
                 case ForwardReady(transfer_id, ranges):
                     assert transfer_id in self.sending
                     assert all(o >= 0 and n > 0 and o + n <= 25 for o, n in ranges)
@@ -245,6 +252,26 @@ class TableMachine(RuleBasedStateMachine):
                 case OutcomeKnown(key):
                     assert key not in self.ended, "ended twice"
                     self.ended.add(key)
+
+    # What a hand-off inside the agent says of both ends.
+
+    def landing_accepted(self, transfer_id: bytes) -> None:
+        self.table.landings.accepted(transfer_id)
+
+    def landing_complete(self, transfer_id: bytes) -> None:
+        self.perform(self.table.landings.complete(transfer_id, self.now_s))
+        landing = self.table.landings.records[transfer_id]
+        assert landing.state in (State.LANDED, State.CLAIMED)
+        assert self.table.outboxes.records[transfer_id].is_filled
+
+    def landing_failed(self, transfer_id: bytes, reason: str) -> None:
+        self.perform(self.table.landings.failed(transfer_id, reason, self.now_s))
+
+    def landing_dropped(self, transfer_id: bytes) -> None:
+        raise AssertionError("only the receiver drops landings")
+
+    def outbox_ended(self, transfer_id: bytes, error: str | None) -> None:
+        self.perform(self.table.outboxes.ended(transfer_id, error, self.now_s))
 
     def pick(self, number: int) -> int | None:
         return self.connected[number % len(self.connected)] if self.connected else None
@@ -285,7 +312,25 @@ class TableMachine(RuleBasedStateMachine):
             return
         self.ended.discard((Kind.OUTBOX, transfer_id))
         assert transfer_id not in self.sending
+        self.hand_offs.forget(transfer_id)
         self.sending.add(transfer_id)
+
+    @rule(transfer_id=ids, lease_s=st.sampled_from([1.0, 5.0, 100.0]))
+    def hand_off(self, transfer_id: bytes, lease_s: float) -> None:
+        """Open an outbox on the landing's memory, as far as no sender was admitted to it."""
+        landing = self.table.landings.records.get(transfer_id)
+        if landing is None or landing.state is not State.RESERVED:
+            return
+        num_free = self.table.holds.num_blocks(Kind.OUTBOX)
+        try:
+            spec = outbox_spec(transfer_id, lease_s=lease_s)
+            outbox = self.table.outboxes.open(spec, self.now_s, landing)
+        except BadRequest:
+            return
+        assert self.table.holds.num_blocks(Kind.OUTBOX) == num_free, "it has no memory of its own"
+        assert outbox.runs == landing.runs
+        self.ended.discard((Kind.OUTBOX, transfer_id))
+        self.hand_offs.begin(outbox)
 
     @rule(transfer_id=ids)
     def cancel(self, transfer_id: bytes) -> None:
@@ -297,6 +342,9 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(transfer_id=ids)
     def landed(self, transfer_id: bytes) -> None:
+        outbox = self.table.outboxes.records.get(transfer_id)
+        if outbox is not None and outbox.fills_landing and outbox.state is State.OPEN:
+            return  # its engine was let in as the sender, so nobody else can be
         self.perform(self.table.landings.complete(transfer_id, self.now_s))
 
     @rule(transfer_id=ids)
@@ -360,9 +408,28 @@ class TableMachine(RuleBasedStateMachine):
                 alive = end.state in MOVES and end.state is not State.CLAIMED
                 assert not alive or end.lease_until_s > self.now_s
 
+    @rule(transfer_id=ids, number=conns)
+    def engine_fills(self, transfer_id: bytes, number: int) -> None:
+        """All that is left, by a worker that may fill it."""
+        conn_id = self.pick(number)
+        outbox = self.table.outboxes.records.get(transfer_id)
+        if conn_id is not None and outbox is not None:
+            outboxes = self.table.outboxes
+            self.perform(
+                outboxes.ranges_ready(conn_id, transfer_id, outbox.attempt, [(0, 25)], self.now_s)
+            )
+
     @invariant()
     def rules_hold(self) -> None:
         self.table.check_invariants()
+        for transfer_id, outbox in self.table.outboxes.records.items():
+            landing = self.table.landings.records.get(transfer_id)
+            if outbox.fills_landing and outbox.state is State.OPEN:
+                assert landing is not None
+                assert landing.state is State.RECEIVING, "one end outlives the other"
+            # An engine that may still write keeps the blocks from everybody else.
+            if outbox.fills_landing and self.table.holds.holders(outbox.key):
+                assert (Kind.LANDING, transfer_id) in self.table.holds
 
     def teardown(self) -> None:
         """When everybody has done their duty and gone, every block is back."""

@@ -49,7 +49,7 @@ def test_a_good_file(tmp_path: Path) -> None:
     [
         ("name: [", "front.yaml"),
         ("- 1", "(top level): a front's file is a mapping"),
-        ("name: east\ninstances: []", "instances (line 2): Tuple should have at least 1 item"),
+        ("name: east\ninstances: []", "(top level): write instances, or discover"),
         (GOOD + "max_queue: 3\n", "max_queue (line 10): unknown key"),
         (GOOD.replace("role: prefill", "role: cook"), "instances[0].role (line 5)"),
         (GOOD.replace('url: "http://127.0.0.1:8100", ', ""), "p0 needs `url` or `engine`"),

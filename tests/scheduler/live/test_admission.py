@@ -118,6 +118,10 @@ def test_memory_can_be_what_is_full() -> None:
     assert (found.admitted, found.reason) == (False, AdmissionReason.DECODE_MEMORY)
     assert found.numbers["kv_bytes"] == pytest.approx(600)
     assert verdict(view, request=replace(request, kv_bytes=50.0)).admitted
+    # Each of the two that still decode then holds next to nothing: the wait is until both end.
+    tiny = replace(FULL, kv_bytes=1e-300, kv_total_bytes=1.0)
+    found = verdict(tiny, request=replace(request, kv_bytes=1e12))
+    assert (found.reason, found.retry_after_s) == (AdmissionReason.DECODE_MEMORY, 5)
 
 
 def test_a_first_token_that_waits_too_long_is_refused_with_the_wait() -> None:

@@ -55,7 +55,7 @@ def admitted(scheduler: RegionScheduler, *, kv_bytes: float = 0.0) -> str:
 
 
 def leg(number: int, **fields: Any) -> PrefillLeg:
-    values: dict[str, Any] = {"begun_s": 90.0, "lands_at_s": 95.0, "model": MODEL}
+    values: dict[str, Any] = {"begun_s": 90.0, "lands_at_s": 95.0, "model": MODEL, "pd": "home"}
     return PrefillLeg(
         place="far",
         num_tokens=1000,

@@ -70,7 +70,7 @@ def test_what_ended_is_forgotten_after_a_while() -> None:
         True,
         False,
     ]
-    assert len(ledger._ended) == KEEP_ENDED_S + 1
+    assert len(ledger._all.ended) == KEEP_ENDED_S + 1
     assert len(ledger) == 0
 
 
@@ -119,7 +119,7 @@ def test_an_answer_may_be_over_before_its_leg() -> None:
     assert ledger.kv_change_since("m", 0.0) == 0.0
     ledger.leg_begun("b", leg())
     ledger.leg_over("b", 2.0 + KEEP_ENDED_S + 1)
-    assert ledger._answered_s == {}
+    assert ledger._all.answered_s == {}
 
 
 def test_prompts_of_one_engine_are_over_once() -> None:

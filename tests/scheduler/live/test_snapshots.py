@@ -32,6 +32,7 @@ def leg(begun_s: float, tokens: int = 1000, place: str = "far", **fields: Any) -
         "lands_at_s": begun_s + 2.0,
         "uncached_tokens": tokens,
         "model": MODEL,
+        "pd": "home",
     }
     return PrefillLeg(place=place, num_tokens=tokens, begun_s=begun_s, **(values | fields))
 

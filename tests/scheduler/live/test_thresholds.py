@@ -12,7 +12,8 @@ CONGESTED = LinkView(state=LinkCondition.CONGESTED, available_bytes_per_s=1e8)
 
 
 def thresholds(*names: str) -> Thresholds:
-    return Thresholds(names or ("far",), 1000, ThresholdConfig(congested_factor=2.0, return_s=10.0))
+    config = ThresholdConfig(congested_factor=2.0, return_s=10.0)
+    return Thresholds({"home": names or ("far",)}, 1000, config)
 
 
 def test_before_a_look_the_base_holds_and_nothing_is_said() -> None:

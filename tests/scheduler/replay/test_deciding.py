@@ -16,7 +16,6 @@ from scheduler.live.admission import AdmissionConfig
 from scheduler.live.core import Event, LiveScheduler
 from scheduler.live.feedback import Prefilled
 from scheduler.live.long_term.loop import LongTermConfig
-from scheduler.live.long_term.model_plan import ThresholdPlan
 from scheduler.planning.plan import best_plan
 from scheduler.planning.throughput import Mode
 from scheduler.replay.deciding import Decider
@@ -27,7 +26,7 @@ from scheduler.replay.model import Policy, ReplayModel
 from scheduler.replay.prefill import PrefillStation
 from scheduler.replay.recording import Entry, Played, entry_frame, frames_in, play
 from scheduler.replay.results import Outcome
-from scheduler.replay.station_views import Parts, StationViews
+from scheduler.replay.station_views import Parts, PdParts, StationViews
 from scheduler.replay.workload import Phase, drawn
 from scheduler.routing.decision import HAND_OFF
 from scheduler.routing.profiles import PrefillProfile
@@ -84,7 +83,8 @@ def recorded() -> Recorded:
         return answer
 
     def looking(views: Any, *asked: Any) -> Any:
-        pool = views._parts.pool
+        (pd,) = views._parts.pds
+        pool = pd.pool
         seen.extend((pool.slots_total, pool.num_running, range(len(pool.waiting))))
         return decode_side(views, *asked)
 
@@ -108,11 +108,13 @@ def recorded() -> Recorded:
 class SeenAgain:
     """A station and a pool that look as they did, question by question."""
 
+    is_lost = False
+
     def __init__(self, name: str, profile: PrefillProfile, seen: deque[Any]) -> None:
         self.name, self.profile = name, profile
         self._seen = seen
 
-    def queued_s(self, uncached_tokens: int, now_s: float) -> float:
+    def queued_s(self, uncached_tokens: int, now_s: float, pd: int) -> float:
         found: float = self._seen.popleft()
         return found
 
@@ -132,8 +134,10 @@ def scheduler_that_sees(seen: deque[Any]) -> LiveScheduler:
     model = shaky_model()
     clusters = (model.pd, *model.region.prefill_clusters)
     stations: Any = [SeenAgain(c.name, PrefillProfile.of(c.prefill), seen) for c in clusters]
-    parts = Parts(stations, stations[0], None, ())
-    return Decider(parts, model, POLICY, ThresholdPlan({}, {})).live
+    # Links are in the recording, and are not looked at again.
+    watch: Any = None
+    parts = Parts([PdParts(stations[0], stations[0])], stations[1:], None, {(1, 0): watch})
+    return Decider(parts, model, POLICY, {}).live
 
 
 def test_every_decision_of_a_replay_is_the_live_schedulers_and_comes_out_the_same_again() -> None:

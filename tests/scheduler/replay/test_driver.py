@@ -25,11 +25,12 @@ from scheduler.planning.plan import Plan, best_plan
 from scheduler.planning.prefix_reuse import TracePrompt
 from scheduler.planning.region_model import Region
 from scheduler.planning.throughput import Mode
-from scheduler.replay.driver import replay, starting_plan
+from scheduler.replay.driver import replay
 from scheduler.replay.jobs import Fate
 from scheduler.replay.links import LinkChange, RateSchedule
 from scheduler.replay.model import Policy, ReplayModel, Routing, Slo
 from scheduler.replay.results import Outcome
+from scheduler.replay.starting import starting_plan
 from scheduler.replay.workload import Phase, Workload, drawn, traced
 
 LINK = "h200 to h20"

@@ -20,8 +20,8 @@ from scheduler.replay.links import LinkChange, OtherTraffic, RateSchedule, Repla
 from scheduler.replay.prefill import PrefillStation
 from scheduler.replay.watching import DirectLink, ForeseenLink, MonitoredLink
 from scheduler.replay.workload import Phase, Workload, drawn, traced
+from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.profiles import PrefillProfile
-from scheduler.routing.queue_order import OrderConfig
 
 # ---- schedules
 
@@ -112,7 +112,7 @@ def test_what_is_given_up_is_not_sent_and_the_rest_comes_sooner() -> None:
     link.change(0.0, 0.0, 50.0)
     second = link.emitted_bytes
     assert (link.landed_s(first), link.landed_s(second)) == (10.0, 15.0)
-    link.skip(2.0, 80.0)
+    link.skip(2.0, first, 100.0)
     assert link.landed_s(second) == pytest.approx(7.0)
     link.advance(20.0)
     assert link.sent_bytes == pytest.approx(70)
@@ -317,3 +317,19 @@ def test_a_trace_is_played_faster() -> None:
     assert work.block_ids == [[1], [1, 2]]
     with pytest.raises(ValueError, match="speed is 0"):
         traced(prompts, 64, 0)
+
+
+def test_a_station_starts_the_jobs_of_pd_clusters_in_turn() -> None:
+    profile = PrefillProfile((0.0,), ((0.0, 1e-3, 0.0),))
+    station = PrefillStation("far", profile, 1, OrderConfig())
+    jobs = [Job(index, 0.0, 1000, 1, home) for index, home in enumerate((0, 0, 0, 0, 1))]
+    for job in jobs:
+        job.believed_s = 1.0
+        station.push(job)
+    assert [station.queued_s(10**6, 0.0, pd) for pd in (0, 1)] == [5.0, 3.0]
+    started = []
+    while (found := station.start(0.0)) is not None:
+        instance, job = found
+        started.append(job.index)
+        station.finish(instance)
+    assert started == [0, 4, 1, 2, 3]

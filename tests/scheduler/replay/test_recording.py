@@ -50,7 +50,7 @@ from scheduler.live.long_term.events import (
     PeriodOver,
     PlansAsked,
 )
-from scheduler.live.settings import LiveSettings, RoutingPolicy
+from scheduler.live.settings import LiveSettings, PdSettings, RoutingPolicy
 from scheduler.live.tenants import TenantLimit
 from scheduler.replay.recording import (
     Gap,
@@ -69,8 +69,7 @@ from scheduler.routing.prediction import Prediction
 
 MODEL = "tiny"
 SETTINGS = LiveSettings(
-    pd="home",
-    prefill_clusters=("far",),
+    pd_clusters=(PdSettings("home", ("far",)),),
     threshold_tokens=1000,
     hand_off_tokens=256,
     default_tenant=TenantLimit(max_requests=2),
@@ -256,3 +255,10 @@ def test_a_state_that_is_no_scheduler_is_refused(
     assert capsys.readouterr().out == ""
     with pytest.raises(RecordingError, match="format 9"):
         scheduler_of(msgspec.structs.replace(header, format=9))
+
+
+def test_a_recording_of_another_release_names_the_release_that_plays_it() -> None:
+    header = ["Header", 2, "0.1.0", 0.0, {"pd": "home"}, b""]
+    body = msgspec.msgpack.encode(header)
+    with pytest.raises(RecordingError, match=r"format 2, written by prfaas 0\.1\.0: play it with"):
+        list(frames_in(io.BytesIO(len(body).to_bytes(4, "little") + body)))

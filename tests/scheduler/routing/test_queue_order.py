@@ -3,13 +3,15 @@
 import math
 import random
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scheduling_cases import untimed
 
-from scheduler.routing.queue_order import LengthBucket, OrderConfig, QueueOrder, WaitingJob
+from scheduler.routing.order_config import LengthBucket, OrderConfig
+from scheduler.routing.queue_order import MAX_KNOWN_PDS, QueueOrder, WaitingJob
 
 SMALL = OrderConfig(
     buckets=(LengthBucket(100, 0.5), LengthBucket(1000, 0.3), LengthBucket(math.inf, 0.2)),
@@ -210,3 +212,85 @@ def test_a_long_job_starts_under_a_steady_stream_of_short_ones() -> None:
     # Due at 110 s. The urgent ones that came in the first 80 s are due before that, and twice as
     # many came as could start.
     assert now_s == pytest.approx(160, abs=3)
+
+
+def of(pd: str, key: str, tokens: int, **fields: Any) -> WaitingJob[str]:
+    return WaitingJob(
+        key, **({"priority": 0, "submitted_s": 0.0} | fields), uncached_tokens=tokens, pd=pd
+    )
+
+
+def test_a_burst_of_one_pd_cluster_does_not_starve_another() -> None:
+    order = order_of(*(of("a", f"a{i}", 100, priority=0) for i in range(50)))
+    order.started("a0")
+    for i in range(3):
+        order.add(of("b", f"b{i}", 100, priority=1, submitted_s=40.0))
+    # Every job of `a` is due, and none of `b`.
+    keys = drained(order, 41.0)
+    assert [keys.index(f"b{i}") for i in range(3)] == [0, 2, 4]
+
+
+def test_pd_clusters_share_by_tokens_and_not_by_jobs() -> None:
+    order = order_of(
+        *(of("a", f"a{i}", 90) for i in range(30)), of("b", "b0", 900), of("b", "b1", 900)
+    )
+    keys = drained(order, 0.0)
+    assert keys.index("b1") - keys.index("b0") == pytest.approx(10, abs=1)
+
+
+def test_a_pd_cluster_cannot_save_up_its_share() -> None:
+    order = order_of(*(of("a", f"a{i}", 100) for i in range(20)))
+    for i in range(10):
+        order.started(f"a{i}")
+    for i in range(10):
+        order.add(of("b", f"b{i}", 100))
+    keys = drained(order, 0.0)
+    assert [key[0] for key in keys[:6]].count("b") == pytest.approx(3, abs=1)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.integers(0, 2000)), min_size=1
+    ),
+    st.integers(0, 2),
+)
+def test_while_two_pd_clusters_wait_they_get_the_same(
+    drawn: list[tuple[str, int, int]], num_before: int
+) -> None:
+    order: QueueOrder[int] = QueueOrder(SMALL)
+    for key, (pd, priority, tokens) in enumerate(drawn):
+        order.add(WaitingJob(key, priority, tokens, 0.0, pd))
+    left = {pd: sum(name == pd for name, *_ in drawn) for pd in "abc"}
+    got = dict.fromkeys("abc", 0)
+    both = {"a", "b"} <= {pd for pd, *_ in drawn}
+    while both and left["a"] and left["b"]:
+        found = order.next(0.0)
+        assert found is not None
+        order.started(found.key)
+        order.check_invariants()
+        left[found.pd] -= 1
+        got[found.pd] += max(1, found.uncached_tokens)
+        assert abs(got["a"] - got["b"]) <= 2000
+
+
+def test_pd_clusters_that_are_gone_do_not_pile_up() -> None:
+    order = order_of(of("waiting", "w", 100))
+    for number in range(3 * MAX_KNOWN_PDS):
+        order.add(of(f"pd{number}", f"j{number}", 100))
+        order.started(f"j{number}")
+    assert len(order._orders) <= MAX_KNOWN_PDS
+    assert drained(order, 0.0) == ["w"]
+
+
+def test_what_waits_for_others_counts_until_the_turn_comes() -> None:
+    order = order_of(
+        *(of("a", f"a{i}", 100) for i in range(10)), *(of("b", f"b{i}", 50) for i in range(10))
+    )
+    new = of("b", "new", 90)
+    ahead = [job.key for job in order.ahead_of(new, 0.0)]
+    assert {key for key in ahead if key[0] == "b"} == {f"b{i}" for i in range(10)}
+    # 500 tokens of its own PD cluster go first, and as many of the other one.
+    assert sum(key[0] == "a" for key in ahead) == pytest.approx(5, abs=1)
+    order.add(new)
+    keys = drained(order, 0.0)
+    assert set(keys[: keys.index("new")]) == set(ahead)

@@ -12,7 +12,7 @@ from rich.text import Text
 from deploy.lab.demo import run
 from deploy.lab.demo.run import DemoOptions, run_demo, status_line
 from deploy.lab.demo.verdict import Row
-from deploy.region.launch.launcher import RegionStartFailed
+from deploy.region.launch.running import RegionStartFailed
 from prfaas.engines.errors import EngineStartFailed
 
 LOG_LINE = "[/] non-default args: " + "[red]x=1, " * 400

@@ -1,0 +1,1 @@
+"""Instances that join and leave the region's clusters."""

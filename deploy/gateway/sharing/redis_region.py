@@ -1,0 +1,203 @@
+"""The keys that the gateways of one region have in Redis, and the scripts that change them.
+
+Keys, under `prfaas:gw1:REGION:`
+
+    beats     hash: gateway -> when it was last heard of (Redis's clock, ms)
+    works     hash: gateway -> its `Beat`: its name, and what it has under way
+    leader    "GATEWAY TOKEN" of the gateway that leads, for as long as its lease lasts
+    token     the highest number that a leader had
+    plan      the `SharedPlan` of the leader
+    learned   the `SharedState`: what the region has learnt, for gateways that start
+    seen      stream of `Observations`, in the order in which gateways told them
+    b:TENANT  hash: what a tenant has left, and what each gateway has of it in flight (`budgets`)
+
+Everything expires or is bounded. Redis must be one server and not a cluster, because a script reads
+several keys. It holds counts, lengths and names of tenants and instances, never a prompt.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+from redis.asyncio import Redis
+
+from kvmanager.directory.redis_client import connect
+from scheduler.live.sharing.events import Observed
+from scheduler.live.sharing.learned_state import LearnedState, PlanState
+from scheduler.live.sharing.peer_work import Work
+from scheduler.replay.recording import plain
+
+FORMAT: Final = 1
+"""Part of every name, so that programs that keep it differently do not meet."""
+TIMEOUT_S: Final = 1.0
+"""How long an answer of Redis is waited for, seconds."""
+GONE_S: Final = 3.0
+"""A gateway that was not heard of for so long is gone, seconds."""
+LEASE_S: Final = 5.0
+"""How long a gateway leads after it was last heard of, seconds."""
+MAX_BATCHES: Final = 20_000
+"""How many batches of observations are kept for gateways that are cut off for a while."""
+READ_BATCHES: Final = 200
+KEPT_S: Final = 7 * 24 * 3600
+"""How long the plan and what was learnt are kept without any gateway, seconds."""
+
+# KEYS: beats, works, leader, token, plan. ARGV: gateway, gone ms, beat, lease ms, whether it would
+# lead, the plan or "". -> time ms, [gateway, beat, ...] of the others, plan, who leads, its token.
+_BEAT_SCRIPT: Final = """
+local time = redis.call('TIME')
+local now, me = time[1] * 1000 + math.floor(time[2] / 1000), ARGV[1]
+redis.call('HSET', KEYS[1], me, string.format('%.0f', now))
+redis.call('HSET', KEYS[2], me, ARGV[3])
+local beats, others = redis.call('HGETALL', KEYS[1]), {}
+for i = 1, #beats, 2 do
+  if tonumber(beats[i + 1]) + ARGV[2] < now then
+    redis.call('HDEL', KEYS[1], beats[i])
+    redis.call('HDEL', KEYS[2], beats[i])
+  elseif beats[i] ~= me then
+    others[#others + 1] = beats[i]
+    others[#others + 1] = redis.call('HGET', KEYS[2], beats[i]) or ''
+  end
+end
+local leader, token = '', '0'
+local held = redis.call('GET', KEYS[3])
+if held then leader, token = string.match(held, '^(%S+) (%d+)$') end
+if leader == me and ARGV[5] == '1' then
+  redis.call('PEXPIRE', KEYS[3], ARGV[4])
+elseif leader == me then
+  redis.call('DEL', KEYS[3])
+  leader = ''
+elseif not held and ARGV[5] == '1' then
+  -- Not below the time in ms: a server that lost its data must not give out old numbers again.
+  local last = tonumber(redis.call('GET', KEYS[4]) or '0')
+  token = string.format('%.0f', math.max(last, now) + 1)
+  redis.call('SET', KEYS[4], token)
+  redis.call('SET', KEYS[3], me .. ' ' .. token, 'PX', ARGV[4])
+  leader = me
+end
+if leader == me and ARGV[6] ~= '' then redis.call('SET', KEYS[5], ARGV[6], 'EX', ARGV[7]) end
+return {string.format('%.0f', now), others, redis.call('GET', KEYS[5]) or '', leader, token}
+"""
+
+# KEYS: beats, works, leader. ARGV: gateway.
+_LEAVE_SCRIPT: Final = """
+redis.call('HDEL', KEYS[1], ARGV[1])
+redis.call('HDEL', KEYS[2], ARGV[1])
+local held = redis.call('GET', KEYS[3])
+if held and string.match(held, '^%S+') == ARGV[1] then redis.call('DEL', KEYS[3]) end
+"""
+
+
+_encoder: Final = msgspec.msgpack.Encoder(enc_hook=plain)
+
+
+class Beat(msgspec.Struct, frozen=True, array_like=True):
+    """A gateway says a few times a second that it lives: its name for operators, and its work."""
+
+    name: str
+    work: Work
+
+
+class SharedPlan(msgspec.Struct, frozen=True, array_like=True):
+    """The plan of a leader. `number` goes up with each change of it."""
+
+    token: int
+    number: int
+    plan: PlanState
+
+
+class SharedState(msgspec.Struct, frozen=True, array_like=True):
+    """What was learnt: of which models, when it was kept (Redis's clock, ms), and the last batch of
+    the stream that is part of it.
+    """
+
+    about: str
+    made_ms: int
+    position: bytes
+    state: LearnedState
+
+
+class Observations(msgspec.Struct, frozen=True, array_like=True):
+    """A batch of the observations of a gateway, from number `first` on."""
+
+    gateway: str
+    first: int
+    observed: list[Observed]
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """The answer to a beat: Redis's time, the others' beats, the leader's plan, and who leads."""
+
+    time_ms: int
+    others: dict[str, bytes]
+    plan: bytes
+    leader: str
+    token: int
+
+
+class RegionInRedis:
+    """The keys of one region, as gateway `me` uses them. Raises RedisError and OSError."""
+
+    def __init__(self, redis: Redis, region: str, me: str) -> None:
+        self.redis = redis
+        self.me = me
+        self._prefix = f"prfaas:gw{FORMAT}:{region}:"
+
+    def key(self, name: str) -> str:
+        """The whole name of a key."""
+        return self._prefix + name
+
+    async def beat(self, beat: bytes, *, would_lead: bool, plan: bytes) -> Heard:
+        """Say that this gateway lives, and hear of the others. Takes or renews the lease if it
+        would lead, and keeps its plan if it does.
+        """
+        keys = [self.key(name) for name in ("beats", "works", "leader", "token", "plan")]
+        arguments: list[Any] = [self.me, int(1000 * GONE_S), beat, int(1000 * LEASE_S)]
+        arguments += [int(would_lead), plan, KEPT_S]
+        answer: Any = await self.redis.eval(_BEAT_SCRIPT, len(keys), *keys, *arguments)
+        time_ms, others, kept, leader, token = answer
+        beats = {name.decode(): said for name, said in _pairs(others)}
+        return Heard(int(time_ms), beats, kept, leader.decode(), int(token))
+
+    async def leave(self) -> None:
+        """Say that this gateway ends, so that nobody waits for it."""
+        keys = [self.key(name) for name in ("beats", "works", "leader")]
+        await self.redis.eval(_LEAVE_SCRIPT, len(keys), *keys, self.me)
+
+    async def tell(self, batch: Observations) -> None:
+        """Append a batch of own observations."""
+        fields: Any = {"b": _encoder.encode(batch)}
+        await self.redis.xadd(self.key("seen"), fields, maxlen=MAX_BATCHES, approximate=True)
+
+    async def hear(self, position: bytes) -> list[tuple[bytes, bytes]]:
+        """The next batches after `position`, with theirs; empty at the end of the stream."""
+        answer: Any = await self.redis.xread({self.key("seen"): position}, count=READ_BATCHES)
+        if not answer:
+            return []
+        ((_, batches),) = answer.items() if isinstance(answer, dict) else answer
+        return [(at, fields[b"b"]) for at, fields in batches]
+
+    async def keep(self, state: SharedState) -> None:
+        """Keep what was learnt."""
+        await self.redis.set(self.key("learned"), msgspec.msgpack.encode(state), ex=KEPT_S)
+
+    async def kept(self) -> bytes | None:
+        """The encoded `SharedState` that was kept; None if there is none."""
+        found: Any = await self.redis.get(self.key("learned"))
+        return found if isinstance(found, bytes) else None
+
+
+def region_at(url: str, region: str) -> RegionInRedis:
+    """The keys of a region in the server at `url`, for a gateway that starts. It has a new name
+    there, so that work of an earlier gateway does not count as its own. ValueError: no such URL.
+    """
+    return RegionInRedis(connect(url, timeout_s=TIMEOUT_S), region, secrets.token_hex(8))
+
+
+def _pairs(items: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """The pairs of a list that Redis sends instead of a mapping."""
+    return list(zip(items[::2], items[1::2], strict=True))

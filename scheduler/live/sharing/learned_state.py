@@ -1,0 +1,144 @@
+"""The state that a live scheduler has learnt, as a value for a file or another gateway.
+
+It holds ages instead of times, because another process has another clock. It does not hold what is
+under way: requests, legs and reports end with their gateway, or are heard again. Pure; this file
+does not know where states are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from netmon.region_link import LinkRate
+from scheduler.live.core import Event, LiveScheduler
+from scheduler.live.learning.cache_moves import MeasuredMoves
+from scheduler.live.learning.knowledge import KnowledgeState, ModelKnowledge
+
+VERSION: Final = 1
+"""A state of another version is not read: its fields may mean something else."""
+
+
+class PlannedThreshold(msgspec.Struct, frozen=True, array_like=True):
+    """The plan's threshold of the link from a prefill cluster to a PD cluster, and what the plan
+    sends over it, bytes/s.
+    """
+
+    cluster: str
+    pd: str
+    tokens: float
+    bytes_per_s: float
+
+
+class ConversionAge(msgspec.Struct, frozen=True, array_like=True):
+    """When a PD cluster was last converted for a model, and by how much that changed N_p."""
+
+    model: str
+    cluster: str
+    age_s: float
+    way: int
+
+
+class PlanState(msgspec.Struct, frozen=True, array_like=True):
+    """The thresholds that the long-term loop has set, and the conversions since which it dwells.
+    It began from a threshold of `configured_tokens`.
+    """
+
+    configured_tokens: float
+    thresholds: list[PlannedThreshold]
+    conversions: list[ConversionAge]
+
+
+class LearnedState(msgspec.Struct, frozen=True, array_like=True):
+    """Everything that one gateway has learnt.
+
+    `filled_links` are links whose rate was once known. `links` are the rates that are remembered.
+    `spent` are the levels of the token buckets of tenants that are not full. `heard` says how many
+    observations of each gateway the rest contains.
+    """
+
+    models: dict[str, KnowledgeState]
+    moves: list[MeasuredMoves]
+    plan: PlanState
+    spent: dict[str, float]
+    filled_links: list[tuple[str, str]]
+    links: list[LinkRate]
+    heard: dict[str, int]
+
+
+class StateRestored(Event[None], frozen=True):
+    """The scheduler goes on from a state that was made `age_s` ago."""
+
+    state: LearnedState
+    age_s: float = 0.0
+
+    def apply(self, live: LiveScheduler, now_s: float) -> None:
+        """The state replaces what was learnt before. Unknown clusters and models are left
+        out. ValueError for a state that contradicts itself; nothing is changed then.
+        """
+        state, made_s = self.state, now_s - self.age_s
+        models = {
+            name: ModelKnowledge.restored(kept, made_s) for name, kept in state.models.items()
+        }
+        live.replace_knowledge(models)
+        live.moves.restore(state.moves, made_s)
+        live.period.filled |= set(state.filled_links)
+        live.tenants.restore(state.spent, made_s)
+        # The numbers belong to the state: what was heard before it has given way.
+        live.heard = dict(state.heard)
+        adopt_plan(live, state.plan, made_s)
+
+
+class PlanHeard(Event[None], frozen=True):
+    """The gateway that leads has set a plan, `age_s` ago."""
+
+    plan: PlanState
+    age_s: float = 0.0
+
+    def apply(self, live: LiveScheduler, now_s: float) -> None:
+        """This gateway has the same thresholds, and dwells as long if it comes to lead."""
+        adopt_plan(live, self.plan, now_s - self.age_s)
+
+
+def learned_state(
+    live: LiveScheduler, now_s: float, links: Iterable[LinkRate] = ()
+) -> LearnedState:
+    """Everything that `live` has learnt. `links` are rates that are remembered outside of it."""
+    return LearnedState(
+        models={name: known.state(now_s) for name, known in live.models().items()},
+        moves=live.moves.state(now_s),
+        plan=plan_state(live, now_s),
+        spent=live.tenants.state(now_s),
+        filled_links=sorted(live.period.filled),
+        links=list(links),
+        heard=dict(live.heard),
+    )
+
+
+def plan_state(live: LiveScheduler, now_s: float) -> PlanState:
+    """The plan that `live` follows now."""
+    return PlanState(
+        live.settings.threshold_tokens,
+        [PlannedThreshold(*planned) for planned in live.thresholds.planned()],
+        [
+            ConversionAge(model, cluster, now_s - at_s, way)
+            for (model, _), plan in live.plans.items()
+            for cluster, (at_s, way) in plan.changed.items()
+        ],
+    )
+
+
+def adopt_plan(live: LiveScheduler, plan: PlanState, made_s: float) -> None:
+    """Let `live` go on with a plan that another gateway had at `made_s`."""
+    known = set(live.settings.pairs)
+    # An operator who sets another threshold means it, whatever was planned from the one before.
+    is_for_this = plan.configured_tokens == live.settings.threshold_tokens
+    for kept in plan.thresholds:
+        if is_for_this and (kept.cluster, kept.pd) in known:
+            live.thresholds.set_base(kept.cluster, kept.tokens, kept.bytes_per_s, pd=kept.pd)
+    for conversion in plan.conversions:
+        followed = live.plans.get((conversion.model, conversion.cluster))
+        if followed is not None:
+            followed.changed[conversion.cluster] = made_s - conversion.age_s, conversion.way

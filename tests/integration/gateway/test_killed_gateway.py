@@ -1,0 +1,148 @@
+"""One of two gateways is killed under load: its own streams end, and nothing else."""
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+from gateway_region import Region
+from redis_server import RedisServer
+
+pytestmark = pytest.mark.slow
+
+RUN = "import typer; from deploy.gateway.cli import gateway_command as c; typer.run(c)"
+BODY = {"model": "tiny", "prompt": "x" * 120, "stream": True}
+LIMIT_S = 90
+
+
+def write(folder: Path, engine_url: str, server: RedisServer, name: str) -> Path:
+    instance = {"name": "d0", "url": engine_url, "agent": "127.0.0.1:1", "model": "tiny"}
+    shared = {"redis": server.url, "region": "r", "name": name}
+    content = {
+        "gateway": {"models": [{"name": "tiny"}], "shared": shared},
+        "pd": {"name": "home", "instances": [instance]},
+        "log_dir": str(folder),
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+class Process:
+    def __init__(self, process: asyncio.subprocess.Process, url: str) -> None:
+        self.process = process
+        self.url = url
+
+
+@asynccontextmanager
+async def started(path: Path) -> AsyncIterator[Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", RUN, "--config", str(path), "--port", "0"),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        ready = json.loads(await asyncio.wait_for(process.stdout.readline(), LIMIT_S))
+        yield Process(process, ready["url"])
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def page(region: Region, gateway: Process) -> Any:
+    async with region.session.get(gateway.url + "/prfaas/gateways") as response:
+        return await response.json()
+
+
+async def until(region: Region, gateway: Process, **wanted: Any) -> Any:
+    """Wait until the gateway's page has these values."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            found = await page(region, gateway)
+            if all(found[name] == value for name, value in wanted.items()):
+                return found
+            await asyncio.sleep(0.05)
+
+
+class Streams:
+    """Streams through one gateway, one after the other."""
+
+    def __init__(self, region: Region, gateway: Process) -> None:
+        self.region = region
+        self.gateway = gateway
+        self.num_whole = 0
+        self.broken: list[str] = []
+        self.is_over = False
+
+    async def run(self) -> None:
+        while not self.is_over:
+            try:
+                url = self.gateway.url + "/v1/completions"
+                async with self.region.session.post(url, json=BODY) as response:
+                    answer = await response.read()
+                is_whole = response.status == 200 and answer.endswith(b"data: [DONE]\n\n")
+            except aiohttp.ClientError as error:
+                self.broken.append(repr(error))
+                return
+            if is_whole:
+                self.num_whole += 1
+            else:
+                self.broken.append(f"{response.status}: {answer[-100:]!r}")
+
+
+async def test_a_killed_gateway_takes_only_its_own_streams(region: Region, tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as server:
+        paths = [write(tmp_path, region.engine.url, server, name) for name in ("g0", "g1")]
+        async with started(paths[0]) as one, started(paths[1]) as two:
+            for gateway in (one, two):
+                seen = await until(region, gateway, state="joined")
+            leader = one if (await page(region, one))["leads"] else two
+            other = two if leader is one else one
+            streams = [Streams(region, gateway) for gateway in (leader, leader, other, other)]
+            tasks = [asyncio.create_task(item.run()) for item in streams]
+            async with asyncio.timeout(LIMIT_S):
+                while not all(item.num_whole >= 5 for item in streams):
+                    await asyncio.sleep(0.02)
+            token = (await page(region, leader))["token"]
+            leader.process.send_signal(signal.SIGKILL)
+            await asyncio.wait_for(asyncio.gather(*tasks[:2]), LIMIT_S)
+            # The other one goes on, hears that it is alone, and takes over.
+            seen = await until(region, other, leads=True, peers=[])
+            assert seen["token"] > token
+            assert seen["state"] == "joined"
+            done = [item.num_whole for item in streams[2:]]
+            async with asyncio.timeout(LIMIT_S):
+                while not all(
+                    item.num_whole >= num + 5 for item, num in zip(streams[2:], done, strict=True)
+                ):
+                    await asyncio.sleep(0.02)
+            for item in streams:
+                item.is_over = True
+            await asyncio.wait_for(asyncio.gather(*tasks), LIMIT_S)
+            assert [len(item.broken) for item in streams] == [1, 1, 0, 0]
+
+
+async def test_a_frozen_leader_learns_that_another_one_leads(
+    region: Region, tmp_path: Path
+) -> None:
+    with RedisServer(tmp_path) as server:
+        paths = [write(tmp_path, region.engine.url, server, name) for name in ("g0", "g1")]
+        async with started(paths[0]) as one, started(paths[1]) as two:
+            for gateway in (one, two):
+                await until(region, gateway, state="joined")
+            is_first = (await page(region, one))["leads"]
+            leader, other = (one, two) if is_first else (two, one)
+            leader.process.send_signal(signal.SIGSTOP)
+            seen = await until(region, other, leads=True)
+            leader.process.send_signal(signal.SIGCONT)
+            after = await until(region, leader, leads=False, leader=seen["name"])
+            assert after["token"] < seen["token"]
+            await until(region, leader, state="joined")

@@ -1,0 +1,134 @@
+"""Every message may grow: who does not know a field ignores it, and a field may be missing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec import inspect
+
+from tests.upgrade.messages import breaks, message_types, schemas
+from tests.upgrade.mixed_region import NEW, unpack_previous
+from transport.grants import Grant, Granted
+
+TYPES = {found.__name__: found for found in message_types()}
+FILE = Path(__file__).with_name("messages.json")
+PREVIOUS = json.loads(FILE.read_text())
+NOW = schemas()
+STRICT = {Grant, Granted}
+"""A field that an agent does not know may be one more condition, so it refuses the grant."""
+
+
+def example(kind: inspect.Type) -> Any:
+    """A plain value of this type, as it is encoded, with nothing that may be left out."""
+    match kind:
+        case inspect.StructType(cls=cls):
+            return least(cls)
+        case inspect.DataclassType(fields=parts):
+            return {part.encode_name: example(part.type) for part in parts if part.required}
+        case inspect.IntType(ge=ge, gt=gt):
+            return ge if ge is not None else 0 if gt is None else gt + 1
+        case inspect.FloatType():
+            return 0.5
+        case inspect.StrType(min_length=length):
+            return "a" * (length or 0)
+        case inspect.BytesType(min_length=length):
+            return b"a" * (length or 0)
+        case inspect.BoolType():
+            return True
+        case inspect.NoneType():
+            return None
+        case inspect.LiteralType(values=values):
+            return values[0]
+        case inspect.EnumType(cls=cls):
+            return next(iter(cls)).value
+        case inspect.ListType() | inspect.VarTupleType():
+            return []
+        case inspect.TupleType(item_types=items):
+            return [example(item) for item in items]
+        case inspect.DictType():
+            return {}
+        case inspect.UnionType(types=types):
+            return example(types[0])
+        case _:
+            raise NotImplementedError(str(kind))
+
+
+def fields(cls: type[msgspec.Struct]) -> dict[str, inspect.Field]:
+    found = inspect.type_info(cls)
+    assert isinstance(found, inspect.StructType)
+    return {field.encode_name: field for field in found.fields}
+
+
+def least(cls: type[msgspec.Struct]) -> dict[str, Any] | list[Any]:
+    """The fields that a message of this type must have."""
+    config = cls.__struct_config__
+    needed = {name: example(field.type) for name, field in fields(cls).items() if field.required}
+    if config.array_like:
+        return list(needed.values())
+    return ({} if config.tag is None else {config.tag_field: config.tag}) | needed
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_message_may_have_a_field_more_or_less(name: str) -> None:
+    cls = TYPES[name]
+    message = least(cls)
+
+    def read(sent: Any) -> Any:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=cls)
+
+    short = read(message)
+    assert isinstance(short, cls)
+    if isinstance(message, list):
+        return
+    if cls in STRICT:
+        with pytest.raises(msgspec.ValidationError, match="unknown field"):
+            read(message | {"of the future": 1})
+    else:
+        assert read(message | {"of the future": {"a": [1]}}) == short
+    # A release that knows all of them, and one that knows one less.
+    whole = {key: example(field.type) for key, field in fields(cls).items()} | message
+    read(whole)
+    for key in whole.keys() - message.keys():
+        read({other: value for other, value in whole.items() if other != key})
+
+
+@pytest.mark.parametrize("name", PREVIOUS)
+def test_a_message_of_the_release_before_is_understood_and_understands(name: str) -> None:
+    assert name in NOW, "the release before this one sends it"
+    assert not breaks(PREVIOUS[name], NOW[name])
+
+
+def test_what_breaks_a_message_is_found() -> None:
+    number, text = {"type": "integer"}, {"type": "string"}
+    old = {"properties": {"a": number, "b": number}, "required": ["a"]}
+    assert not breaks(old, old)
+    assert not breaks(old, {"properties": {"a": number, "c": text}, "required": ["a"]})
+    for properties, required, words in (
+        ({"b": number}, [], "a is gone, and was needed"),
+        ({"a": number, "b": text}, ["a"], "b has another type"),
+        ({"a": number, "b": number}, ["a", "b"], "b is needed now"),
+        ({"a": number, "c": text}, ["a", "c"], "c is new, and needed"),
+    ):
+        (found,) = breaks(old, {"properties": properties, "required": required})
+        assert found.startswith(words)
+    (found,) = breaks(old, old | {"additionalProperties": False})
+    assert found.startswith("it has another shape")
+
+
+@pytest.mark.upgrade
+def test_the_messages_of_the_release_before_are_those_in_the_file(tmp_path: Path) -> None:
+    tree = unpack_previous(tmp_path / "tree")
+    told = subprocess.run(
+        [sys.executable, "-P", str(NEW / "tests" / "upgrade" / "messages.py")],
+        cwd=tree,
+        env={"PYTHONPATH": str(tree)},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    assert json.loads(told.stdout) == PREVIOUS
