@@ -31,8 +31,8 @@ RUNS = ("healthy", "running")
 
 @dataclass
 class Sites:
-    """The hosts, what runs on them, and who asks. `files` has the region's file as it is after
-    `JOINING` has joined, and after the host of the second prefill cluster has left.
+    """The hosts, what runs on them, and who asks. `files` has the region's file as it is first, and
+    after `JOINING` has joined.
     """
 
     machines: Mapping[str, Host]
@@ -133,13 +133,12 @@ async def _join(sites: Sites, phase: Phase) -> None:
 
 
 async def _leave(sites: Sites, _phase: Phase) -> None:
-    leaving = PREFILL["prefill-b"]
-    write_file(sites.parts.values(), sites.files["left"])
-    # Its part has nothing left to run, and ends by itself once it has drained.
-    launcher = sites.parts[leaving].launcher
+    write_file(sites.parts.values(), sites.files["first"])
+    # The file names its node no more, so its part ends by itself once it has no work.
+    launcher = sites.parts[JOINING].launcher
     assert launcher is not None
     await asyncio.to_thread(launcher.wait, PATIENCE_S)
-    sites.machines[leaving].power_off()
+    sites.machines[JOINING].power_off()
 
 
 def acts() -> list[Act]:

@@ -36,11 +36,8 @@ def region_file(
     redis_url: str,
     *,
     joined: bool = False,
-    left: bool = False,
 ) -> dict[str, Any]:
-    """The region file, before and after the host `JOINING` joins and the second prefill host
-    leaves.
-    """
+    """The region file, without and with the host `JOINING`."""
 
     def node(name: str, role: str) -> dict[str, Any]:
         return {
@@ -56,8 +53,6 @@ def region_file(
         clusters.append(
             {"name": cluster, "kind": "prefill", "nodes": [node(n, "prefill") for n in names]}
         )
-    if left:
-        clusters.pop()
     for cluster, name in PD.items():
         clusters.append(
             {"name": cluster, "kind": "pd", "spill": "overflow", "nodes": [node(name, "both")]}

@@ -142,7 +142,7 @@ async def run(arguments: argparse.Namespace, folder: Path, console: Console) -> 
         addresses = {name: machine.address for name, machine in machines.items()}
         made = folder / "made"
         of = partial(region_file, model, path, addresses, redis_url(addresses[OUTSIDE], made, KEY))
-        files = {"first": of(), "joined": of(joined=True), "left": of(joined=True, left=True)}
+        files = {"first": of(), "joined": of(joined=True)}
         parts = region_hosts(folder, machines, files["joined"])
         redis = Redis(machines[OUTSIDE], made, KEY)
         client = Client(

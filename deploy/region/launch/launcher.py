@@ -308,7 +308,23 @@ class RunningRegion:
 
     async def _stop_gone(self, gone: Sequence[RunningProcess], before: ResolvedRegion) -> None:
         """Stop processes once the fronts have forgotten their instances."""
-        names = {item.name for item in gone if item.kind == "engine"}
+        await self._forgotten({item.name for item in gone if item.kind == "engine"}, before)
+        assert self._planner is not None
+        wanted = {item.name for item in self._planner.processes()}
+        # The file may name some of them again by now.
+        gone = [item for item in gone if item.name not in wanted]
+        await self._processes.discard(gone)
+        nodes = {item.name.removeprefix("agent.") for item in gone if item.kind == "agent"}
+        discard_arenas(before.region, self._root, nodes)
+
+    async def part_left(self) -> None:
+        """Wait until no front gives work to this part, whose nodes the region's file names no more:
+        until they have forgotten its instances, but at most `LEFT_LIMIT_S`.
+        """
+        names = {item.name for item in self._processes if item.kind == "engine"}
+        await self._forgotten(names, self._resolved_region())
+
+    async def _forgotten(self, names: set[str], before: ResolvedRegion) -> None:
         credentials = self.credentials("operator")
         with suppress(TimeoutError):
             async with (
@@ -319,13 +335,6 @@ class RunningRegion:
             ):
                 while names & await known():  # noqa: ASYNC110 (fronts tell only who asks)
                     await asyncio.sleep(LOOK_S)
-        assert self._planner is not None
-        wanted = {item.name for item in self._planner.processes()}
-        # The file may name some of them again by now.
-        gone = [item for item in gone if item.name not in wanted]
-        await self._processes.discard(gone)
-        nodes = {item.name.removeprefix("agent.") for item in gone if item.kind == "agent"}
-        discard_arenas(before.region, self._root, nodes)
 
     async def differences(self) -> list[str]:
         """A sentence for each pair of engines of one name between which no KVCache is shared. Hosts

@@ -46,6 +46,11 @@ class Part:
     def is_whole(self) -> bool:
         return not self.name
 
+    @property
+    def may_leave(self) -> bool:
+        """Whether it may leave a region that runs: nothing else needs a process of it."""
+        return not (self.is_whole or self.fronts or self.gateways)
+
 
 def whole(region: RegionSpec) -> Part:
     """The region on one machine."""

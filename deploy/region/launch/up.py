@@ -18,7 +18,7 @@ from rich.console import Console
 
 from deploy.command_line import CommandFailed
 from deploy.region.launch.launcher import RunningRegion
-from deploy.region.launch.parts import Part
+from deploy.region.launch.parts import Part, UnknownPart
 from deploy.region.launch.progress import ProgressView, line_view, progress_view
 from deploy.region.launch.running import ProcessProgress
 from deploy.region.spec.region import RegionSpec
@@ -78,7 +78,7 @@ async def keep_up(
             return False
         shown = later
         _announce(running, console, as_json, await _differences(running))
-        following = start_task(_follow(file, load, running, again), "the region's file")
+        following = start_task(_follow(file, load, running, again, stop), "the region's file")
         async with served():
             await stop.wait()
         if not as_json:
@@ -96,18 +96,23 @@ async def _follow(
     load: Callable[[], tuple[RegionSpec, Part]],
     running: RunningRegion,
     again: asyncio.Event,
+    stop: asyncio.Event,
 ) -> None:
-    """Have the region follow its file until cancelled. What cannot be followed is logged."""
+    """Have the region follow its file until cancelled. What cannot be followed is logged. A part
+    whose node the file names no more stops, once it has no work.
+    """
     wanted: tuple[RegionSpec, Part] | None = None
     changed = asyncio.Event()
 
-    def loaded() -> tuple[RegionSpec, Part]:
+    def loaded() -> tuple[RegionSpec, Part] | None:
         try:
             return load()
         except (FileError, CommandFailed, OSError) as error:
+            if isinstance(error, UnknownPart) and running.part.may_leave:
+                return None
             raise LocalError("region_file", f"the region stays as it is: {error}") from error
 
-    def use(found: tuple[RegionSpec, Part]) -> None:
+    def use(found: tuple[RegionSpec, Part] | None) -> None:
         nonlocal wanted
         wanted = found
         changed.set()
@@ -117,7 +122,11 @@ async def _follow(
         while True:
             await changed.wait()
             changed.clear()
-            assert wanted is not None
+            if wanted is None:
+                logger.info("%s has left the region's file: it stops", running.part.name)
+                await running.part_left()
+                stop.set()
+                continue
             try:
                 changes = await running.reload(*wanted)
             except (FileError, CommandFailed, OSError) as error:
