@@ -101,18 +101,18 @@ async def _follow(
     """Have the region follow its file until cancelled. What cannot be followed is logged. A part
     whose node the file names no more stops, once it has no work.
     """
-    wanted: tuple[RegionSpec, Part] | None = None
+    wanted: tuple[RegionSpec, Part] | tuple[()] = ()
     changed = asyncio.Event()
 
-    def loaded() -> tuple[RegionSpec, Part] | None:
+    def loaded() -> tuple[RegionSpec, Part] | tuple[()]:
         try:
             return load()
         except (FileError, CommandFailed, OSError) as error:
             if isinstance(error, UnknownPart) and running.part.may_leave:
-                return None
+                return ()
             raise LocalError("region_file", f"the region stays as it is: {error}") from error
 
-    def use(found: tuple[RegionSpec, Part] | None) -> None:
+    def use(found: tuple[RegionSpec, Part] | tuple[()]) -> None:
         nonlocal wanted
         wanted = found
         changed.set()
@@ -122,7 +122,7 @@ async def _follow(
         while True:
             await changed.wait()
             changed.clear()
-            if wanted is None:
+            if not wanted:
                 logger.info("%s has left the region's file: it stops", running.part.name)
                 await running.part_left()
                 stop.set()
