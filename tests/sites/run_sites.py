@@ -169,6 +169,9 @@ async def run(arguments: argparse.Namespace, folder: Path, console: Console) -> 
                     f"{len(phase.wrong)} wrong, {phase.num_remote} remote, {phase.seconds:.0f} s",
                 )
         finally:
+            # What a host runs is no child of ours: only `nsenter` would end with its number.
+            for machine in machines.values():
+                machine.power_off()
             for part in parts.values():
                 part.close()
             redis.stop()
