@@ -25,7 +25,7 @@ import msgspec
 
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
-from scheduler.live.decode_side import is_full, num_free_slots
+from scheduler.live.decode_side import is_full
 from scheduler.live.learning.cache_moves import CacheMoveLedger
 from scheduler.live.learning.knowledge import ModelKnowledge
 from scheduler.live.learning.measured_traffic import TrafficMeter
@@ -39,13 +39,13 @@ from scheduler.live.snapshots import (
     NO_LINK_KNOWN,
     LinkPair,
     PendingRequest,
+    ReportDigest,
     Reported,
     SnapshotMaker,
 )
 from scheduler.live.spilling import Distances, Tried, Try, spilled
 from scheduler.live.tenants import TenantLedger, TenantLimit
 from scheduler.live.thresholds import Thresholds
-from scheduler.reports import ClusterReport
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape, one_engine_reason
 from scheduler.routing.profiles import KvProfile
 from scheduler.routing.short_term import RouteConfig, RouteDecision, route
@@ -359,7 +359,12 @@ class ReportedViews:
     """The region according to the latest reports, the links, the ledger and what was learnt."""
 
     def __init__(self) -> None:
-        self._free_slots: dict[tuple[str, str], tuple[ClusterReport | None, int | None]] = {}
+        # By cluster and model, and only of the latest report of each cluster.
+        self._digests: dict[str, tuple[Reported, dict[str, ReportDigest]]] = {}
+
+    def __reduce__(self) -> tuple[type[ReportedViews], tuple[()]]:
+        # Digests follow from the rest of the scheduler's state, so recordings do without them.
+        return ReportedViews, ()
 
     def snapshot(
         self,
@@ -370,24 +375,29 @@ class ReportedViews:
         pd: PdSettings,
     ) -> RegionSnapshot:
         """The region at `now_s`, with older reports brought up to date."""
-        reports = [live.reports[name] for name in pd.prefill_clusters]
-        return self._maker(live, model, request).make(live.reports[pd.name], reports, now_s)
+        sources = [self._digest(live, model, name) for name in pd.prefill_clusters]
+        home = self._digest(live, model, pd.name)
+        return self._maker(live, model, request).make(home, sources, now_s)
 
     def decode_side(
         self, live: LiveScheduler, model: str, now_s: float, pd: PdSettings
     ) -> DecodeView:
         """The decoding instances as reported, with what they were given since."""
-        return self._maker(live, model).decode_side(live.reports[pd.name], now_s)
+        return self._maker(live, model).decode_side(self._digest(live, model, pd.name), now_s)
 
     def num_free_slots(self, live: LiveScheduler, model: str, pd: PdSettings) -> int | None:
         """The free decode slots of the last report."""
-        report = live.reports[pd.name].report
-        # Counted once for each report, since every spill asks for it.
-        known = self._free_slots.get((pd.name, model))
-        if known is None or known[0] is not report:
-            num_free = None if report is None else num_free_slots(report.instances, model)
-            known = self._free_slots[pd.name, model] = report, num_free
-        return known[1]
+        return self._digest(live, model, pd.name).decoding.num_free
+
+    def _digest(self, live: LiveScheduler, model: str, cluster: str) -> ReportDigest:
+        source = live.reports[cluster]
+        kept = self._digests.get(cluster)
+        if kept is None or kept[0] is not source:
+            kept = self._digests[cluster] = source, {}
+        found = kept[1].get(model)
+        if found is None:
+            found = kept[1][model] = ReportDigest(source, model)
+        return found
 
     def _maker(
         self, live: LiveScheduler, model: str, request: PendingRequest | None = None

@@ -8,7 +8,8 @@ This file knows no links and no prefill clusters, and not what is decided.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from scheduler.live.learning.knowledge import ModelKnowledge
@@ -26,52 +27,81 @@ to prefill, because a step computes only so many tokens. While more is in use, t
 """
 
 
-def decoding(instances: Sequence[InstanceReport], model: str) -> list[InstanceReport]:
-    """The instances of a PD cluster that decode for a model."""
-    return [item for item in instances if item.role != "prefill" and serves(item, model)]
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """The instances of a PD cluster that decode for one model, as the report of `at_s` has them.
+
+    `num_requests` are all that they have. The engines were read at `looked_at_s`.
+    """
+
+    at_s: float
+    names: frozenset[str]
+    slots_total: int
+    num_requests: int
+    kv_bytes: float
+    kv_total_bytes: float | None
+    looked_at_s: float
+    landing: LandingRoom | None
+    """None if a node does not say what room it has."""
+
+    @property
+    def num_free(self) -> int | None:
+        """How many more requests they would decode at once; None if there are none."""
+        return max(0, self.slots_total - self.num_requests) if self.names else None
+
+
+@dataclass(frozen=True, slots=True)
+class LandingRoom:
+    """The room for landings by node, and the most that landings may take there, bytes.
+
+    `nodes` gives the node of each instance of the cluster, since models share nodes. All were read
+    at `looked_at_s`.
+    """
+
+    room_bytes: Mapping[str, float]
+    cap_bytes: Mapping[str, float]
+    nodes: Mapping[str, str]
+    looked_at_s: float
+
+
+def decoding(instances: Sequence[InstanceReport], at_s: float, model: str) -> Decoding:
+    """Those of a PD cluster's instances that decode for a model."""
+    found = [item for item in instances if item.role != "prefill" and serves(item, model)]
+    kv_bytes, kv_total_bytes = _kv_memory(found)
+    return Decoding(
+        at_s=at_s,
+        names=frozenset(item.name for item in found),
+        slots_total=sum(_num_slots(item) for item in found),
+        num_requests=sum(item.running for item in found),
+        kv_bytes=kv_bytes,
+        kv_total_bytes=kv_total_bytes,
+        looked_at_s=_looked_at_s(found, at_s),
+        landing=_landing_room(found, instances, _looked_at_s(instances, at_s)),
+    )
 
 
 def decode_view(
-    instances: Sequence[InstanceReport],
-    at_s: float,
-    now_s: float,
-    *,
-    pd: str,
-    model: str,
-    known: ModelKnowledge,
-    ledger: Ledger,
+    reported: Decoding, now_s: float, *, pd: str, model: str, known: ModelKnowledge, ledger: Ledger
 ) -> DecodeView:
-    """The instances of `pd` that decode for a model as one pool. They were reported at `at_s`."""
+    """The instances of `pd` that decode for a model as one pool."""
     landing = ledger.landing(model, pd)
-    slots = sum(_num_slots(item) for item in instances)
-    num_requests = sum(item.running for item in instances)
-    num_requests += ledger.change_since({item.name for item in instances}, at_s)
+    slots = reported.slots_total
+    num_requests = reported.num_requests + ledger.change_since(reported.names, reported.at_s)
     # Their number includes requests that still wait for their landings.
     num_decoding = max(0, num_requests - len(landing))
-    kv_bytes, kv_total_bytes = _kv_memory(instances)
-    looked_at_s = _looked_at_s(instances, at_s)
+    kv_change_bytes = ledger.kv_change_since(model, reported.looked_at_s, pd)
     return DecodeView(
         slots_total=slots,
         slots_used=min(num_decoding, slots),
         num_waiting=max(0, num_decoding - slots),
         decode_s=known.decode_s,
         step_s=known.step_s or 0.0,
-        landing_s=tuple(sorted(max(0.0, leg.lands_at_s - now_s) for leg in landing)),
-        landing_kv_bytes=sum(leg.kv_bytes for leg in landing),
+        landing_s=tuple(sorted([max(0.0, leg.lands_at_s - now_s) for leg in landing])),
+        landing_kv_bytes=sum([leg.kv_bytes for leg in landing]),
         # Engines have taken in and released KVCache since the front read their metrics.
-        kv_bytes=max(0.0, kv_bytes + ledger.kv_change_since(model, looked_at_s, pd)),
-        kv_total_bytes=kv_total_bytes,
+        kv_bytes=max(0.0, reported.kv_bytes + kv_change_bytes),
+        kv_total_bytes=reported.kv_total_bytes,
     )
-
-
-def num_free_slots(instances: Sequence[InstanceReport], model: str) -> int | None:
-    """How many more requests these instances would decode at once, as reported; None if none of
-    them decodes for the model.
-    """
-    found = decoding(instances, model)
-    if not found:
-        return None
-    return max(0, sum(_num_slots(item) - item.running for item in found))
 
 
 def is_full(item: InstanceReport, num_requests: int) -> bool:
@@ -84,18 +114,32 @@ def is_full(item: InstanceReport, num_requests: int) -> bool:
     return num_requests >= _num_slots(item)
 
 
-def landing_room_bytes(
-    instances: Sequence[InstanceReport], at_s: float, *, pd: str, model: str, ledger: Ledger
-) -> float | None:
+def landing_room_bytes(reported: Decoding, *, pd: str, ledger: Ledger) -> float | None:
     """The largest landing for a model that fits now, bytes; None if a node does not say.
 
     A landing lies on the node of the instance that will decode it, so the node with most room
-    counts. `instances` are all of the cluster `pd`, reported at `at_s`, since models share nodes.
+    counts.
     """
-    change = ledger.landing_change(at_s, _looked_at_s(instances, at_s), pd)
+    landing = reported.landing
+    if landing is None or not landing.room_bytes:
+        return None
+    room = dict(landing.room_bytes)
+    change = ledger.landing_change(reported.at_s, landing.looked_at_s, pd)
+    for instance, nbytes in change.items():
+        node = landing.nodes.get(instance)
+        if node in room:
+            room[node] -= nbytes
+    cap = landing.cap_bytes
+    # The report may already contain what was given back, so that it would count twice.
+    return max(0.0, *[min(nbytes, cap[node]) for node, nbytes in room.items()])
+
+
+def _landing_room(
+    decoding: Sequence[InstanceReport], instances: Sequence[InstanceReport], looked_at_s: float
+) -> LandingRoom | None:
     room: dict[str, float] = {}
     cap: dict[str, float] = {}
-    for item in decoding(instances, model):
+    for item in decoding:
         # Until the node has said what is free, all that landings may take counts as free.
         nbytes = item.landing_room_bytes
         if nbytes is None:
@@ -104,11 +148,7 @@ def landing_room_bytes(
             return None
         room[_node(item)] = nbytes
         cap[_node(item)] = item.landing_cap_bytes or math.inf
-    for item in instances:
-        if _node(item) in room:
-            room[_node(item)] -= change.get(item.name, 0.0)
-    # The report may already contain what was given back, so that it would count twice.
-    return max(0.0, *(min(room[node], cap[node]) for node in room)) if room else None
+    return LandingRoom(room, cap, {item.name: _node(item) for item in instances}, looked_at_s)
 
 
 def _looked_at_s(instances: Sequence[InstanceReport], at_s: float) -> float:

@@ -11,7 +11,7 @@ Pure; time is an argument. It does not know profiles, so not how long anything w
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, KeysView, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
 
@@ -79,6 +79,7 @@ class Ledger:
         self._direct_at: dict[str, list[DirectPrompt]] = {}
         self._num_direct = 0
         self._last_end_s: dict[tuple[str, str], float] = {}
+        self._versions: dict[str, int] = {}
         self._changes: dict[str, deque[tuple[float, int]]] = {}  # time, requests, by instance
         self._changed: deque[tuple[float, str]] = deque()  # time, instance, of all changes
         self.requests: dict[str, int] = {}
@@ -116,6 +117,12 @@ class Ledger:
 
     # ---- legs
 
+    def version(self, place: str) -> int:
+        """A number that grows whenever something about the prefills of a place changes here, so
+        that what was worked out from them must be worked out again.
+        """
+        return self._versions.get(place, 0)
+
     def leg_begun(self, transfer_id: str, leg: PrefillLeg) -> None:
         """A landing is reserved, and the job is on its way."""
         for legs in (self._all, self._of_pd(leg.pd)):
@@ -124,6 +131,7 @@ class Ledger:
             legs.answered_s.pop(transfer_id, None)
             legs.under_way[transfer_id] = leg
         self._unreported.setdefault(leg.place, {})[transfer_id] = leg
+        self._touch(leg.place)
 
     def leg_over(self, transfer_id: str, now_s: float) -> None:
         """The leg neither waits nor runs any more. Calling it again changes nothing."""
@@ -132,18 +140,24 @@ class Ledger:
                 del legs.under_way[transfer_id]
                 legs.ended[transfer_id] = now_s, leg
             self._unreported[leg.place].pop(transfer_id, None)
+            self._touch(leg.place)
         self._forget(now_s)
 
     def is_over(self, transfer_id: str) -> bool:
         """Whether the leg was ours and has ended. A report that still has it is older."""
         return transfer_id in self._all.ended
 
-    def leg_reported(self, transfer_id: str) -> None:
-        """A report has this job. A later report without it means that the job is over at its
-        place.
+    def over(self, transfer_ids: KeysView[str]) -> Set[str]:
+        """Those legs that were ours and have ended."""
+        return self._all.ended.keys() & transfer_ids
+
+    def legs_reported(self, place: str, transfer_ids: Set[str]) -> None:
+        """The report of a place has these jobs. A later report without one of them means that it is
+        over at its place.
         """
-        if (leg := self._all.under_way.get(transfer_id)) is not None:
-            self._unreported[leg.place].pop(transfer_id, None)
+        legs = self._unreported.get(place, {})
+        for transfer_id in legs.keys() & transfer_ids:
+            del legs[transfer_id]
 
     def unreported(self, place: str, since_s: float) -> Iterator[tuple[str, PrefillLeg]]:
         """Legs to a place that no report has had, with their ids, begun at `since_s` or later."""
@@ -272,9 +286,11 @@ class Ledger:
         # that it comes last again: the first ones are the oldest, and those are forgotten.
         known = self._last_end_s.pop((place, instance), at_s)
         self._last_end_s[place, instance] = max(known, at_s)
+        self._touch(place)
         oldest = next(iter(self._last_end_s))
         while at_s - self._last_end_s[oldest] > KEEP_LAST_END_S:
             del self._last_end_s[oldest]
+            self._touch(oldest[0])
             oldest = next(iter(self._last_end_s))
 
     def last_ends(self) -> Iterator[tuple[tuple[str, str], float]]:
@@ -283,12 +299,17 @@ class Ledger:
 
     def alone_s(self, place: str, instance: str, begun_s: float, now_s: float) -> float:
         """How much of the time since `begun_s` no earlier prefill took, as far as is known."""
-        last_s = self._last_end_s.get((place, instance), begun_s)
-        return max(0.0, now_s - max(begun_s, last_s))
+        return max(0.0, now_s - self.alone_since_s(place, instance, begun_s))
+
+    def alone_since_s(self, place: str, instance: str, begun_s: float) -> float:
+        """When a prefill that was begun at `begun_s` got the instance for itself."""
+        return max(begun_s, self._last_end_s.get((place, instance), begun_s))
 
     def forget(self, instances: Set[str]) -> None:
         """Forget the last prefills of instances that have left."""
-        self._last_end_s = {k: v for k, v in self._last_end_s.items() if k[1] not in instances}
+        for place, instance in [key for key in self._last_end_s if key[1] in instances]:
+            del self._last_end_s[place, instance]
+            self._touch(place)
 
     def __len__(self) -> int:
         return len(self._all.under_way) + len(self._direct)
@@ -305,6 +326,9 @@ class Ledger:
         self.requests[instance] = self.requests.get(instance, 0) + num_requests
         if not self.requests[instance]:
             del self.requests[instance]
+
+    def _touch(self, place: str) -> None:
+        self._versions[place] = self._versions.get(place, 0) + 1
 
     def _forget(self, now_s: float) -> None:
         while self._all.ended:

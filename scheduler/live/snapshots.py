@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from functools import cached_property
+from typing import Final
 
 import msgspec
 
 from netmon.region_link import LinkView
-from scheduler.live.decode_side import decode_view, decoding, landing_room_bytes
+from scheduler.live.decode_side import Decoding, decode_view, decoding, landing_room_bytes
 from scheduler.live.learning.cache_moves import CacheMoveLedger
 from scheduler.live.learning.knowledge import ModelKnowledge
-from scheduler.live.ledger import DirectPrompt, Ledger, PrefillLeg
+from scheduler.live.ledger import DirectPrompt, Ledger
+from scheduler.live.place_work import PlaceWork
 from scheduler.live.thresholds import Thresholds
-from scheduler.reports import ClusterReport, InstanceReport, JobReport, serves
+from scheduler.reports import ClusterReport, InstanceReport, serves
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, RequestShape
 from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.profiles import PrefillProfile
-from scheduler.routing.queue_order import QueueOrder, WaitingJob, priority_class
-from scheduler.routing.views import ClusterView, DecodeView, InstanceView, RegionSnapshot
+from scheduler.routing.views import ClusterView, DecodeView, RegionSnapshot
 
 ON_THE_WAY_S: Final = 1.0
 """How long before a report was asked for an unreported job may have begun and still count, seconds
@@ -60,16 +61,50 @@ class Reported:
     at_s: float
 
 
-class _Job(NamedTuple):
-    """The present state of a prefill: on `instance` for `for_s`, or waiting ("") for that long."""
+class ReportDigest:
+    """What is worked out once of a cluster's report for one model, each part when it is first
+    needed.
+    """
 
-    instance: str
-    model: str
-    uncached_tokens: int
-    for_s: float
-    prefill_s: float
-    priority: int = 0
-    pd: str = ""
+    def __init__(self, source: Reported, model: str) -> None:
+        self.source, self.model = source, model
+        self._work: PlaceWork | None = None
+
+    @property
+    def instances(self) -> tuple[InstanceReport, ...]:
+        """All instances of the cluster."""
+        return () if self.source.report is None else self.source.report.instances
+
+    @cached_property
+    def decoding(self) -> Decoding:
+        """The instances that decode."""
+        return decoding(self.instances, self.source.at_s, self.model)
+
+    @cached_property
+    def handing_off(self) -> list[InstanceReport]:
+        """The instances of a PD cluster that prefill for others."""
+        return [item for item in self.instances if item.role == "prefill"]
+
+    @cached_property
+    def whole(self) -> list[InstanceReport]:
+        """The instances that serve a request whole."""
+        serving = [item for item in self.instances if serves(item, self.model)]
+        # Prefill instances serve whole requests only where no other instance can.
+        return [item for item in serving if item.role != "prefill"] or serving
+
+    def work(
+        self, place: str, instances: Sequence[InstanceReport], first_pd: str, order: OrderConfig
+    ) -> PlaceWork:
+        """The prefills of the cluster, which `instances` compute."""
+        work, report = self._work, self.source.report
+        assert report is not None
+        # An operator may change the order between two reports.
+        if work is None or work.order != order:
+            at_s, model = self.source.at_s, self.model
+            work = self._work = PlaceWork(
+                report, at_s, instances, place=place, model=model, first_pd=first_pd, order=order
+            )
+        return work
 
 
 class PendingRequest(msgspec.Struct, frozen=True):
@@ -108,67 +143,71 @@ class SnapshotMaker:
     """
 
     def make(
-        self, pd: Reported, prefill_clusters: Sequence[Reported], now_s: float
+        self, pd: ReportDigest, prefill_clusters: Sequence[ReportDigest], now_s: float
     ) -> RegionSnapshot:
         """The region at `now_s`."""
+        name = pd.source.name
         return RegionSnapshot(
             taken_s=now_s,
             local=self._hand_off(pd, now_s),
             engines=self._engines(pd, now_s),
             decode=self.decode_side(pd, now_s),
-            landing_room_bytes=self._landing_room_bytes(pd),
+            # Only this gateway's own landings are added. Those of others are in the next report.
+            landing_room_bytes=landing_room_bytes(pd.decoding, pd=name, ledger=self.ledger),
             prefill_clusters=tuple(
-                self._prefill_cluster(source, pd.name, now_s) for source in prefill_clusters
+                [self._prefill_cluster(digest, name, now_s) for digest in prefill_clusters]
             ),
             moving=self.moves.moving(),
             failed_moves=self.moves.failed_lately(now_s),
         )
 
-    def decode_side(self, pd: Reported, now_s: float) -> DecodeView:
+    def decode_side(self, pd: ReportDigest, now_s: float) -> DecodeView:
         """The instances of the PD cluster that decode for the model."""
-        instances = () if pd.report is None else pd.report.instances
         return decode_view(
-            decoding(instances, self.model),
-            pd.at_s,
+            pd.decoding,
             now_s,
-            pd=pd.name,
+            pd=pd.source.name,
             model=self.model,
             known=self.knowledge,
             ledger=self.ledger,
         )
 
-    def _prefill_cluster(self, source: Reported, pd: str, now_s: float) -> ClusterView:
-        name, report = source.name, source.report
+    def _prefill_cluster(self, digest: ReportDigest, pd: str, now_s: float) -> ClusterView:
+        name, report = digest.source.name, digest.source.report
         link, profile = self.link(name, pd), self.knowledge.prefill(name)
         threshold = self.thresholds.update(name, link, now_s, pd=pd)
+        plan_threshold = self.thresholds.plan_tokens(name, pd)
         if report is None:
             return ClusterView(
                 name=name,
                 prefill=profile,
-                instances=(),
                 is_healthy=False,
                 link=link,
                 threshold_tokens=threshold,
-                plan_threshold_tokens=self.thresholds.plan_tokens(name, pd),
+                plan_threshold_tokens=plan_threshold,
             )
-        jobs = self._jobs(source, name, profile, now_s, rtt_s=link.rtt_s)
-        waiting = [job for job in jobs if not job.instance]
-        ahead = self._before_request(name, pd, self._ahead(report, jobs), now_s)
-        instances = self._instances(report.instances, name, jobs, now_s)
+        work = digest.work(name, report.instances, self.first_pd, self.order)
+        work.follow(self.ledger, profile, digest.source.at_s - link.rtt_s - ON_THE_WAY_S)
         return ClusterView(
             name=name,
             prefill=profile,
-            instances=instances,
-            is_healthy=report.healthy and any(item.is_usable for item in instances),
-            # Jobs that a free instance will take at once do not fill the queue.
-            num_queued=max(0, len(waiting) - self._num_places(report, len(jobs) - len(waiting))),
+            free_s=work.free_s(now_s),
+            is_healthy=report.healthy and work.is_usable,
+            num_queued=work.num_queued,
             max_queued=report.max_queued or None,
-            queued_s=sum(job.prefill_s for job in ahead),
-            link=self._filled(link, [job for job in jobs if (job.pd or self.first_pd) == pd]),
+            queued_s=self._queued_s(work, name, pd, now_s),
+            link=self._filled(link, work.emitted_tokens_per_s(pd)),
             links_in=self._links_in(name, report.instances, now_s),
             threshold_tokens=threshold,
-            plan_threshold_tokens=self.thresholds.plan_tokens(name, pd),
+            plan_threshold_tokens=plan_threshold,
         )
+
+    def _queued_s(self, work: PlaceWork, cluster: str, pd: str, now_s: float) -> float:
+        """The work in the queue of a prefill cluster that starts before the request."""
+        if self.request is None:
+            return work.queued_s
+        uncached_tokens = self.request.shape.prefill_uncached_tokens(cluster)
+        return work.ahead_s(self.request.priority, uncached_tokens, pd, now_s)
 
     def _links_in(
         self, name: str, instances: Iterable[InstanceReport], now_s: float
@@ -176,174 +215,76 @@ class SnapshotMaker:
         """The links over which cached prefixes come to these instances; none without a node
         agent.
         """
-        if not any(item.node for item in instances):
-            return {}
         # Without a request, any cluster might send something.
         sources = None if self.request is None else self.request.shape.sendable_tokens
+        if sources is not None and not sources:
+            return {}
+        if not any(item.node for item in instances):
+            return {}
         return self.links_in(name, now_s, sources)
 
-    def _num_places(self, report: ClusterReport, num_running: int) -> int:
-        """How many more jobs the instances would take at once."""
-        serving = [item for item in report.instances if serves(item, self.model)]
-        return max(0, sum(item.max_concurrent for item in serving) - num_running)
-
-    def _hand_off(self, pd: Reported, now_s: float) -> ClusterView:
+    def _hand_off(self, pd: ReportDigest, now_s: float) -> ClusterView:
         """The instances of the PD cluster that prefill for others.
 
         They have no common queue: a job that finds all of them full is refused.
         """
-        place = self.place(HAND_OFF, pd.name)
-        profile, report = self.knowledge.prefill(place), pd.report
+        name, report = pd.source.name, pd.source.report
+        place = self.place(HAND_OFF, name)
+        profile = self.knowledge.prefill(place)
         if report is None:
-            return ClusterView(name=pd.name, prefill=profile, instances=(), is_healthy=False)
-        jobs = self._jobs(pd, place, profile, now_s)
-        own = [item for item in report.instances if item.role == "prefill"]
-        instances = self._instances(own, place, jobs, now_s)
-        ahead = self._ahead(report, jobs)
-        room = sum(item.max_concurrent for item in own if serves(item, self.model))
+            return ClusterView(name=name, prefill=profile, is_healthy=False)
+        work = pd.work(place, pd.handing_off, self.first_pd, self.order)
+        work.follow(self.ledger, profile, pd.source.at_s - ON_THE_WAY_S)
         return ClusterView(
-            name=pd.name,
+            name=name,
             prefill=profile,
-            instances=instances,
-            is_healthy=report.healthy and any(item.is_usable for item in instances),
-            num_queued=len(jobs),
-            max_queued=room,
-            links_in=self._links_in(pd.name, own, now_s),
-            queued_s=sum(job.prefill_s for job in ahead),
+            free_s=work.free_s(now_s),
+            is_healthy=report.healthy and work.is_usable,
+            num_queued=work.num_jobs,
+            max_queued=work.num_places,
+            links_in=self._links_in(name, pd.handing_off, now_s),
+            queued_s=work.queued_s,
         )
 
-    def _engines(self, pd: Reported, now_s: float) -> ClusterView:
+    def _engines(self, pd: ReportDigest, now_s: float) -> ClusterView:
         """The instances that serve a request whole."""
-        profile, report = self.knowledge.prefill(self.place(ONE_ENGINE, pd.name)), pd.report
+        name, report = pd.source.name, pd.source.report
+        profile = self.knowledge.prefill(self.place(ONE_ENGINE, name))
         if report is None:
-            return ClusterView(name=pd.name, prefill=profile, instances=(), is_healthy=False)
-        serving = [item for item in report.instances if serves(item, self.model)]
-        # Prefill instances serve whole requests only where no other instance can.
-        whole = [item for item in serving if item.role != "prefill"] or serving
+            return ClusterView(name=name, prefill=profile, is_healthy=False)
         direct = self.ledger.direct()
-        instances = tuple(
-            self._engine(item, direct.get(item.name, ()), profile, now_s) for item in whole
-        )
+        free_s = [
+            self._engine_s(item.name, direct[item.name], profile, now_s)
+            if item.name in direct
+            else 0.0
+            for item in pd.whole
+        ]
         return ClusterView(
-            name=pd.name,
+            name=name,
             prefill=profile,
-            instances=instances,
+            free_s=tuple(sorted(free_s)),
             is_healthy=report.healthy,
-            links_in=self._links_in(pd.name, whole, now_s),
+            links_in=self._links_in(name, pd.whole, now_s),
         )
 
-    def _engine(
-        self,
-        item: InstanceReport,
-        given: Sequence[DirectPrompt],
-        profile: PrefillProfile,
-        now_s: float,
-    ) -> InstanceView:
-        left: list[DirectPrompt] = []
+    def _engine_s(
+        self, instance: str, given: Sequence[DirectPrompt], profile: PrefillProfile, now_s: float
+    ) -> float:
+        """When an engine has computed the prompts that it was given."""
+        num_left = 0
         ahead_s = 0.0
         for prompt in given:
             cached_tokens = prompt.num_tokens - prompt.uncached_tokens
             prefill_s = profile.prefill_s(prompt.num_tokens, cached_tokens)
-            spent_s = self.ledger.alone_s(ONE_ENGINE, item.name, prompt.begun_s, now_s)
+            spent_s = self.ledger.alone_s(ONE_ENGINE, instance, prompt.begun_s, now_s)
             if spent_s > LATE_FACTOR * (ahead_s + prefill_s) + LATE_S:
                 continue
             # However late the first prompt is, the later ones are still to be computed.
-            ahead_s += max(0.0, prefill_s - spent_s) if not left else prefill_s
-            left.append(prompt)
-        return InstanceView(
-            name=item.name,
-            node=item.node,
-            running_s=ahead_s,
-            num_requests=item.running,
-        )
+            ahead_s += max(0.0, prefill_s - spent_s) if not num_left else prefill_s
+            num_left += 1
+        return ahead_s
 
-    def _instances(
-        self, items: Sequence[InstanceReport], place: str, jobs: Iterable[_Job], now_s: float
-    ) -> tuple[InstanceView, ...]:
-        by_instance: dict[str, list[_Job]] = {}
-        for job in jobs:
-            by_instance.setdefault(job.instance, []).append(job)
-        return tuple(
-            self._instance(item, place, by_instance.get(item.name, ()), now_s) for item in items
-        )
-
-    def _instance(
-        self, item: InstanceReport, place: str, jobs: Sequence[_Job], now_s: float
-    ) -> InstanceView:
-        running_s = 0.0
-        if jobs:
-            first = max(jobs, key=_age_s)
-            spent_s = self.ledger.alone_s(place, item.name, now_s - first.for_s, now_s)
-            # However late the first job is, the later ones are still to be computed.
-            running_s = sum(job.prefill_s for job in jobs) - min(spent_s, first.prefill_s)
-        return InstanceView(
-            name=item.name,
-            node=item.node,
-            is_usable=serves(item, self.model) and item.role_ready,
-            running_s=max(0.0, running_s),
-            num_requests=item.running,
-        )
-
-    def _ahead(self, report: ClusterReport, jobs: Iterable[_Job]) -> list[_Job]:
-        """The jobs that wait for the same instances as a request for this model."""
-        # Jobs of a model with instances of its own wait for those.
-        others = {item.model for item in report.instances} - {"", self.model}
-        return [job for job in jobs if not job.instance and job.model not in others]
-
-    def _before_request(
-        self, cluster: str, pd: str, waiting: list[_Job], now_s: float
-    ) -> list[_Job]:
-        """The waiting jobs of a prefill cluster that start before the request, if `pd` decodes
-        it.
-        """
-        if self.request is None or not waiting:
-            return waiting
-        order: QueueOrder[int] = QueueOrder(self.order)
-        for key, job in enumerate(waiting):
-            priority, submitted_s = priority_class(job.priority), now_s - job.for_s
-            owner = job.pd or self.first_pd
-            order.add(WaitingJob(key, priority, job.uncached_tokens, submitted_s, owner))
-        uncached_tokens = self.request.shape.prefill_uncached_tokens(cluster)
-        new = WaitingJob(-1, priority_class(self.request.priority), uncached_tokens, now_s, pd)
-        return [waiting[job.key] for job in order.ahead_of(new, now_s)]
-
-    def _jobs(
-        self,
-        source: Reported,
-        place: str,
-        profile: PrefillProfile,
-        now_s: float,
-        *,
-        rtt_s: float = 0.0,
-    ) -> list[_Job]:
-        """The cluster's present jobs. Jobs that no report has yet count as waiting."""
-        assert source.report is not None
-        since_s = max(0.0, now_s - source.at_s)
-        reported = {job.transfer_id: job for job in source.report.jobs}
-        jobs = [
-            _Job(
-                job.instance,
-                job.model,
-                job.uncached_tokens,
-                job.for_s + since_s,
-                _prefill_s(job, profile),
-                job.priority,
-                job.pd,
-            )
-            for transfer_id, job in reported.items()
-            if not self.ledger.is_over(transfer_id)
-        ]
-        # A reported leg never counts as unreported again: a later report without it means its end.
-        for transfer_id in reported:
-            self.ledger.leg_reported(transfer_id)
-        for _, leg in self.ledger.unreported(place, source.at_s - rtt_s - ON_THE_WAY_S):
-            age_s, prefill_s = now_s - leg.begun_s, _prefill_s(leg, profile)
-            jobs.append(
-                _Job("", leg.model, leg.uncached_tokens, age_s, prefill_s, leg.priority, leg.pd)
-            )
-        return jobs
-
-    def _filled(self, link: LinkView, jobs: Iterable[_Job]) -> LinkView:
+    def _filled(self, link: LinkView, emitted_tokens_per_s: float) -> LinkView:
         """The link with what running prefills will go on to emit.
 
         A link that nobody has filled is not known to be too slow for that: a backlog would have
@@ -352,30 +293,5 @@ class SnapshotMaker:
         kv = self.knowledge.kv
         if kv is None or link.is_floor:
             return link
-        # Prefills of one instance run one after the other, so only the oldest of each emits now.
-        heads: dict[str, _Job] = {}
-        for job in jobs:
-            head = heads.get(job.instance)
-            if job.instance and (head is None or job.for_s > head.for_s):
-                heads[job.instance] = job
-        rate = sum(
-            kv.token_part_bytes(job.uncached_tokens) / max(job.prefill_s, 1e-3)
-            for job in heads.values()
-        )
+        rate = kv.token_bytes * emitted_tokens_per_s
         return msgspec.structs.replace(link, inflow_bytes_per_s=rate)
-
-    def _landing_room_bytes(self, pd: Reported) -> float | None:
-        if pd.report is None:
-            return None
-        # Only this gateway's own landings are added. Those of others are in the next report.
-        return landing_room_bytes(
-            pd.report.instances, pd.at_s, pd=pd.name, model=self.model, ledger=self.ledger
-        )
-
-
-def _prefill_s(job: JobReport | PrefillLeg, profile: PrefillProfile) -> float:
-    return profile.prefill_s(job.num_tokens, job.num_tokens - job.uncached_tokens)
-
-
-def _age_s(job: _Job) -> float:
-    return job.for_s

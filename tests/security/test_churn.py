@@ -79,7 +79,7 @@ def ledger(draw: random.Random) -> Steps:
             leg = PrefillLeg("a", 100, 100, now_s, now_s + 1, 1e6, "m", 0, instance)
             core.begun(instance, now_s)
             core.leg_begun(name, leg)
-            core.leg_reported(name)
+            core.legs_reported("a", {name})
             core.direct_over(core.direct_begun(DirectPrompt(instance, 9, 9, now_s)))
             core.prefill_ended("a", instance, now_s + draw.random())
             core.leg_over(name, now_s + 2)

@@ -33,12 +33,13 @@ def test_a_leg_that_a_report_had_is_for_reports_to_count() -> None:
     ledger = Ledger()
     for name in ("a", "b"):
         ledger.leg_begun(name, leg())
-    for name in ("a", "a", "somebody else's"):
-        ledger.leg_reported(name)
+    for _ in range(2):
+        ledger.legs_reported("far", {"a", "somebody else's"})
+    ledger.legs_reported("near", {"b"})
     assert unreported(ledger, "far", 0.0) == ["b"]
     assert len(ledger.landing("")) == 2
     ledger.leg_over("a", 1.0)
-    ledger.leg_reported("a")  # in a report that is older than its end
+    ledger.legs_reported("far", {"a"})  # in a report that is older than its end
     ledger.leg_begun("a", leg())
     assert unreported(ledger, "far", 0.0) == ["b", "a"]
 

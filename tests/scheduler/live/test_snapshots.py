@@ -55,8 +55,7 @@ def test_reported_jobs_are_work_by_the_learnt_profile() -> None:
         max_queued=8,
     )
     far = far_of(taught(region))
-    (p0,) = far.instances
-    assert p0.running_s == pytest.approx(2.0, rel=0.01)
+    assert far.free_s == (pytest.approx(2.0, rel=0.01),)
     assert (far.queued_s, far.num_queued) == (pytest.approx(0.5, rel=0.01), 1)
 
 
@@ -72,14 +71,14 @@ def test_jobs_grow_older_than_their_report() -> None:
     region.far = report("far", instance("p0"), jobs=(job("a", 3000, 1.0, instance="p0"),))
     scheduler = taught(region)
     region.now_s += 0.5
-    assert far_of(scheduler).instances[0].running_s == pytest.approx(1.5, rel=0.01)
+    assert far_of(scheduler).free_s[0] == pytest.approx(1.5, rel=0.01)
 
 
 def test_a_job_that_is_late_leaves_the_others_their_time() -> None:
     region = Region()
     jobs = (job("a", 1000, 30.0, instance="p0"), job("b", 2000, 29.0, instance="p0"))
     region.far = report("far", instance("p0"), jobs=jobs)
-    assert far_of(taught(region)).instances[0].running_s == pytest.approx(2.0, rel=0.01)
+    assert far_of(taught(region)).free_s[0] == pytest.approx(2.0, rel=0.01)
 
 
 def test_a_prefill_counts_from_the_end_of_the_one_before() -> None:
@@ -87,7 +86,7 @@ def test_a_prefill_counts_from_the_end_of_the_one_before() -> None:
     region.far = report("far", instance("p0"), jobs=(job("a", 3000, 10.0, instance="p0"),))
     scheduler = taught(region)
     scheduler.live.ledger.prefill_ended("far", "p0", region.now_s - 1.0)
-    assert far_of(scheduler).instances[0].running_s == pytest.approx(2.0, rel=0.01)
+    assert far_of(scheduler).free_s[0] == pytest.approx(2.0, rel=0.01)
 
 
 def test_legs_count_once_whether_they_are_reported_or_not() -> None:
@@ -98,7 +97,7 @@ def test_legs_count_once_whether_they_are_reported_or_not() -> None:
     assert far_of(scheduler).queued_s == seconds(1.0)
     region.far = report("far", instance("p0"), jobs=(job("a", instance="p0"),), max_queued=8)
     far = far_of(scheduler)
-    assert (far.queued_s, far.instances[0].running_s) == (0, seconds(1.0 - 0.2))
+    assert (far.queued_s, far.free_s[0]) == (0, seconds(1.0 - 0.2))
 
 
 def test_a_leg_that_a_later_report_does_not_have_any_more_is_over_there() -> None:
@@ -106,11 +105,11 @@ def test_a_leg_that_a_later_report_does_not_have_any_more_is_over_there() -> Non
     region.far = report("far", instance("p0"), jobs=(job("a", instance="p0"),))
     scheduler = taught(region)
     scheduler.live.ledger.leg_begun("a", leg(region.at_s - 0.1))
-    assert far_of(scheduler).instances[0].running_s == seconds(1.0)
+    assert far_of(scheduler).free_s[0] == seconds(1.0)
     region.far = report("far", instance("p0"))
     region.at_s = region.now_s = region.now_s + 0.5
     far = far_of(scheduler)
-    assert (far.queued_s, far.instances[0].running_s) == (0, 0)
+    assert (far.queued_s, far.free_s[0]) == (0, 0)
 
 
 @pytest.mark.parametrize("sent_ago_s", [0.2, 1.0, 1.02])
@@ -149,7 +148,7 @@ def test_a_leg_that_ended_since_the_report_is_no_work() -> None:
     scheduler = taught(region)
     scheduler.live.ledger.leg_begun("a", leg(region.at_s - 1.0))
     scheduler.live.ledger.leg_over("a", region.now_s)
-    assert far_of(scheduler).instances[0].running_s == 0
+    assert far_of(scheduler).free_s[0] == 0
 
 
 def test_legs_of_another_place_are_not_ours() -> None:
@@ -184,7 +183,7 @@ def test_instances_that_cannot_serve_are_not_usable(fields: dict[str, Any]) -> N
     region = Region()
     region.far = report("far", instance("p0", **fields))
     far = far_of(taught(region))
-    assert not far.instances[0].is_usable
+    assert far.free_s == ()
     assert not far.is_healthy
 
 
@@ -193,7 +192,7 @@ def test_without_a_report_a_cluster_is_not_healthy_and_keeps_its_threshold() -> 
     region.far = region.home = None
     seen = snapshot(taught(region))
     (far,) = seen.prefill_clusters
-    assert (far.is_healthy, far.instances, far.threshold_tokens) == (False, (), 1000)
+    assert (far.is_healthy, far.free_s, far.threshold_tokens) == (False, (), 1000)
     assert not seen.local.is_healthy
     assert seen.decode.slots_total == 0
     assert seen.engines is not None
@@ -235,7 +234,7 @@ def test_the_hand_off_is_those_instances_that_prefill_for_others() -> None:
     teach(scheduler, HAND_OFF, S_PER_TOKEN)
     scheduler.live.ledger.leg_begun("b", leg(region.at_s, 500, HAND_OFF))
     local = snapshot(scheduler, MODEL).local
-    assert [item.name for item in local.instances] == ["p9"]
+    assert local.free_s == (seconds(3.0),)
     assert (local.num_queued, local.max_queued, local.queued_s) == (2, 2, seconds(0.5))
     assert not local.takes_jobs
 
@@ -248,9 +247,7 @@ def test_engines_have_the_prompts_that_were_given_to_them() -> None:
         scheduler.live.ledger.direct_begun(DirectPrompt("d0", 2000, 1500, begun_s))
     engines = snapshot(scheduler, MODEL).engines
     assert engines is not None
-    (d0,) = engines.instances
-    assert d0.name == "d0"
-    assert d0.running_s == pytest.approx(2 * 1.5 - 1.0, rel=0.02)
+    assert engines.free_s == (pytest.approx(2 * 1.5 - 1.0, rel=0.02),)
 
 
 def test_a_prompt_whose_answer_is_very_late_is_taken_for_computed() -> None:
@@ -260,15 +257,18 @@ def test_a_prompt_whose_answer_is_very_late_is_taken_for_computed() -> None:
         scheduler.live.ledger.direct_begun(DirectPrompt("d0", 2000, 2000, begun_s))
     engines = snapshot(scheduler, MODEL).engines
     assert engines is not None
-    assert engines.instances[0].running_s == pytest.approx(1.5, rel=0.02)
+    assert engines.free_s[0] == pytest.approx(1.5, rel=0.02)
 
 
 def test_where_all_prefill_one_of_them_serves_whole_requests() -> None:
     region = Region()
     region.home = report("home", instance("p9", "prefill"))
-    engines = snapshot(Region.scheduler(region)).engines
+    scheduler = region.scheduler()
+    scheduler.live.ledger.direct_begun(DirectPrompt("p9", 2000, 2000, region.now_s))
+    engines = snapshot(scheduler, MODEL).engines
     assert engines is not None
-    assert [item.name for item in engines.instances] == ["p9"]
+    assert len(engines.free_s) == 1
+    assert engines.free_s[0] > 0
 
 
 def test_decode_slots_and_who_will_want_them() -> None:

@@ -1,0 +1,220 @@
+"""The prefills of one place: the jobs of its latest report, and the legs sent there since.
+
+To go through every job and instance for every request would take most of a routing decision. So a
+`PlaceWork` is made once for each report and model. After that it changes only where the ledger has
+changed, and the time of day enters last, in `free_s`. All that it keeps follows from the report,
+the ledger and the profile. It may be forgotten at any time: the next one gives the same numbers.
+
+Pure; time is an argument. This file knows no links and decides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from scheduler.live.ledger import Ledger, PrefillLeg
+from scheduler.reports import ClusterReport, InstanceReport, JobReport, serves
+from scheduler.routing.order_config import OrderConfig
+from scheduler.routing.profiles import PrefillProfile
+from scheduler.routing.queue_order import QueueOrder, WaitingJob, priority_class
+
+_LEAST_PREFILL_S: Final = 1e-3
+"""What a prefill takes at least where its length is divided by its time."""
+
+
+class _Running(NamedTuple):
+    """The prefills of an instance: what all of them take, what the oldest takes, and its begin."""
+
+    instance: str
+    total_s: float
+    first_s: float
+    begun_s: float
+
+
+class PlaceWork:
+    """The prefills of one place, as a request for one model finds them. Single-threaded.
+
+    Legs that no report has yet count as waiting. Call `follow` before anything is asked.
+    """
+
+    def __init__(
+        self,
+        report: ClusterReport,
+        at_s: float,
+        instances: Sequence[InstanceReport],
+        *,
+        place: str,
+        model: str,
+        first_pd: str,
+        order: OrderConfig,
+    ) -> None:
+        """`report` was asked for at `at_s`. `instances` are those of it that prefill here.
+
+        Jobs that name no PD cluster belong to `first_pd`: their gateway knows only one.
+        """
+        self.order = order
+        self._place, self._at_s, self._first_pd = place, at_s, first_pd
+        self._usable = [i.name for i in instances if serves(i, model) and i.role_ready]
+        self.num_places = sum(i.max_concurrent for i in instances if serves(i, model))
+        """How many jobs the instances run at once."""
+        # Jobs of a model with instances of its own wait for those.
+        self._others = {item.model for item in report.instances} - {"", model}
+        self._jobs = {job.transfer_id: job for job in report.jobs}
+        self._reported = frozenset(self._jobs)
+        self._legs: dict[str, PrefillLeg] = {}
+        self._prefill_s: dict[str, float] = {}
+        # The jobs that wait for the same instances as a request for this model.
+        self._waiting: set[str] = set()
+        self._queue: QueueOrder[str] = QueueOrder(order)
+        self._num_running = 0
+        self._running: list[_Running] = []
+        self._alone_since_s: list[float] = []
+        self._emitted: dict[str, float] = {}
+        self._followed: tuple[int, float] | None = None
+        self._profile: PrefillProfile | None = None
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether an instance may be given jobs."""
+        return bool(self._usable)
+
+    @property
+    def num_jobs(self) -> int:
+        """The jobs that run or wait, for all models."""
+        return len(self._jobs) + len(self._legs)
+
+    @property
+    def num_queued(self) -> int:
+        """The jobs that wait, without those that free instances will take at once."""
+        num_free = max(0, self.num_places - self._num_running)
+        return max(0, self.num_jobs - self._num_running - num_free)
+
+    @property
+    def queued_s(self) -> float:
+        """What the jobs take together that wait for the instances of the model."""
+        return math.fsum([self._prefill_s[name] for name in self._waiting])
+
+    def follow(self, ledger: Ledger, profile: PrefillProfile, since_s: float) -> None:
+        """Take over what the ledger knows now. Unreported legs count if begun at `since_s` or
+        later. `profile` turns work into seconds.
+        """
+        is_first = self._profile is None
+        has_new_times = profile != self._profile
+        followed = ledger.version(self._place), since_s
+        if followed == self._followed and not has_new_times:
+            return
+        self._followed, self._profile = followed, profile
+        over = ledger.over(self._jobs.keys())
+        has_ended = any(self._jobs[name].instance for name in over)
+        self._remove(over)
+        if is_first:
+            self._add(self._jobs)
+        self._follow_legs(ledger, since_s)
+        if has_new_times and not is_first:
+            work: dict[str, JobReport | PrefillLeg] = {**self._jobs, **self._legs}
+            self._prefill_s = {name: self._seconds(item) for name, item in work.items()}
+        if has_new_times or has_ended:
+            self._run()
+        self._alone_since_s = [
+            ledger.alone_since_s(self._place, one.instance, one.begun_s) for one in self._running
+        ]
+
+    def free_s(self, now_s: float) -> tuple[float, ...]:
+        """The times until each usable instance has finished what it runs, ascending."""
+        found = [0.0] * (len(self._usable) - len(self._running))
+        for (_, total_s, first_s, _), since_s in zip(
+            self._running, self._alone_since_s, strict=True
+        ):
+            # However late the first job is, the later ones are still to be computed.
+            found.append(total_s - min(max(0.0, now_s - since_s), first_s))
+        found.sort()
+        return tuple(found)
+
+    def ahead_s(self, priority: int, uncached_tokens: int, pd: str, now_s: float) -> float:
+        """What the jobs take that start before a request that comes now, if `pd` decodes it."""
+        if not self._waiting:
+            return 0.0
+        new = WaitingJob("", priority_class(priority), uncached_tokens, now_s, pd)
+        # The exact sum does not depend on the order in which jobs came and went.
+        return math.fsum([self._prefill_s[job.key] for job in self._queue.ahead_of(new, now_s)])
+
+    def emitted_tokens_per_s(self, pd: str) -> float:
+        """How fast running prefills emit the KVCache that `pd` decodes, in tokens."""
+        return self._emitted.get(pd, 0.0)
+
+    def _remove(self, names: Iterable[str]) -> None:
+        """Forget jobs and legs that are over."""
+        for name in names:
+            self._jobs.pop(name, None)
+            self._legs.pop(name, None)
+            self._prefill_s.pop(name, None)
+            if name in self._waiting:
+                self._waiting.remove(name)
+                self._queue.remove(name)
+
+    def _follow_legs(self, ledger: Ledger, since_s: float) -> None:
+        # A reported leg never counts as unreported again: a later report without it means its end.
+        ledger.legs_reported(self._place, self._reported)
+        legs = dict(ledger.unreported(self._place, since_s))
+        self._remove([name for name, leg in self._legs.items() if legs.get(name) is not leg])
+        new = {name: leg for name, leg in legs.items() if name not in self._legs}
+        self._legs |= new
+        self._add(new)
+
+    def _add(self, items: Mapping[str, JobReport | PrefillLeg]) -> None:
+        """Time jobs and legs, and let those wait that do not run."""
+        for name, item in items.items():
+            self._prefill_s[name] = self._seconds(item)
+            if isinstance(item, PrefillLeg):
+                submitted_s = item.begun_s
+            elif item.instance:
+                continue
+            else:
+                submitted_s = self._at_s - item.for_s
+            if item.model in self._others:
+                continue
+            owner, priority = item.pd or self._first_pd, priority_class(item.priority)
+            self._waiting.add(name)
+            self._queue.add(WaitingJob(name, priority, item.uncached_tokens, submitted_s, owner))
+
+    def _run(self) -> None:
+        """Work out what instances run."""
+        by_instance: dict[str, list[JobReport]] = {}
+        for job in self._jobs.values():
+            if job.instance:
+                by_instance.setdefault(job.instance, []).append(job)
+        self._num_running = sum(map(len, by_instance.values()))
+        self._emitted = self._emission(by_instance.values())
+        self._running = []
+        for name in self._usable:
+            if jobs := by_instance.get(name):
+                first = max(jobs, key=_age_s)
+                total_s = sum(self._prefill_s[job.transfer_id] for job in jobs)
+                first_s, begun_s = self._prefill_s[first.transfer_id], self._at_s - first.for_s
+                self._running.append(_Running(name, total_s, first_s, begun_s))
+
+    def _emission(self, instances: Iterable[Sequence[JobReport]]) -> dict[str, float]:
+        """Tokens/s of KVCache by the PD cluster that decodes."""
+        rates: dict[str, float] = {}
+        for jobs in instances:
+            # An instance runs prefills one after the other, so only the oldest for each PD cluster
+            # emits now.
+            heads: dict[str, JobReport] = {}
+            for job in jobs:
+                pd = job.pd or self._first_pd
+                if pd not in heads or job.for_s > heads[pd].for_s:
+                    heads[pd] = job
+            for pd, job in heads.items():
+                seconds = max(self._prefill_s[job.transfer_id], _LEAST_PREFILL_S)
+                rates[pd] = rates.get(pd, 0.0) + job.uncached_tokens / seconds
+        return rates
+
+    def _seconds(self, job: JobReport | PrefillLeg) -> float:
+        assert self._profile is not None
+        return self._profile.prefill_s(job.num_tokens, job.num_tokens - job.uncached_tokens)
+
+
+def _age_s(job: JobReport) -> float:
+    return job.for_s
