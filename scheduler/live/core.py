@@ -330,13 +330,12 @@ class LiveScheduler:
         pairs = [(name, target) for name in names if name != target]
         return {pair[0]: self.moves.completed(self.link(*pair), pair, now_s) for pair in pairs}
 
-    def _overheads(self, known: ModelKnowledge, pd: str, now_s: float) -> Mapping[str, float]:
+    def _overheads(
+        self, known: ModelKnowledge, pd: PdSettings, now_s: float
+    ) -> Mapping[str, float]:
         """The overheads of all targets where `pd` decodes."""
-        found = known.overheads(now_s)
-        if pd == self._pds[""].name:
-            return found
-        own = {target: found.get(self.place(target, pd), 0.0) for target in (HAND_OFF, ONE_ENGINE)}
-        return {**found, **own}
+        targets = (*pd.prefill_clusters, HAND_OFF, ONE_ENGINE)
+        return {t: known.overhead_s(self.place(t, pd.name), now_s) for t in targets}
 
     def _config(self, model: str, now_s: float, pd: str) -> RouteConfig:
         routing, known = self.settings.routing, self.knowledge(model)
@@ -350,7 +349,7 @@ class LiveScheduler:
             hand_off_tokens=self.settings.hand_off_tokens,
             max_link_age_s=routing.max_link_age_s,
             max_tail_s=routing.max_tail_s,
-            overhead_s=self._overheads(known, pd, now_s),
+            overhead_s=self._overheads(known, self.pd(pd), now_s),
             is_known=is_known and kv is not None,
         )
 

@@ -7,14 +7,14 @@ that promise most: those with free decode slots first, then the nearest. Pure; t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
 from scheduler.live.admission import AdmissionRequest, admit
 from scheduler.live.settings import PdSettings
-from scheduler.live.snapshots import LinkPair, PendingRequest
+from scheduler.live.snapshots import PendingRequest
 from scheduler.routing.candidates import RouteConfig, whole_prediction
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE
 from scheduler.routing.prediction import Prediction
@@ -35,17 +35,21 @@ class Distances:
     """The round trips between PD clusters, as far as links know them."""
 
     def __init__(self) -> None:
-        self._known: dict[LinkPair, tuple[float, float]] = {}
+        self._known: dict[str, tuple[float, dict[str, float]]] = {}
 
-    def rtt_s(self, live: LiveScheduler, home: str, other: str, now_s: float) -> float:
-        """The round trip between two PD clusters: that of a link between them or, without one, over
-        the nearest prefill cluster that has links to both; 0 where neither is known.
+    def nearest(self, live: LiveScheduler, home: str, now_s: float) -> dict[str, float]:
+        """The round trips from a PD cluster to each other one, by name, the nearest first.
+
+        A round trip is that of a link between the two or, without one, over the nearest prefill
+        cluster that has links to both; 0 where neither is known.
         """
-        at_s, rtt_s = self._known.get((home, other), (-RTT_KEPT_S, 0.0))
+        at_s, found = self._known.get(home, (-RTT_KEPT_S, {}))
         if now_s - at_s >= RTT_KEPT_S:
-            rtt_s = _rtt_s(live, home, other)
-            self._known[home, other] = now_s, rtt_s
-        return rtt_s
+            names = [pd.name for pd in live.settings.pd_clusters if pd.name != home]
+            rtts_s = sorted((_rtt_s(live, home, name), name) for name in names)
+            found = {name: rtt_s for rtt_s, name in rtts_s}
+            self._known[home] = now_s, found
+        return found
 
 
 class Tried(NamedTuple):
@@ -87,8 +91,9 @@ def spilled(
         return at_home
     request, tries = at_home.request, {home.name: at_home}
     offers = []
-    for pd in _others(live, model, home.name, now_s, excluded):
-        rtt_s = live.distances.rtt_s(live, home.name, pd.name, now_s)
+    nearest = live.distances.nearest(live, home.name, now_s)
+    for pd in _others(live, model, nearest, excluded):
+        rtt_s = nearest[pd.name]
         # To look at a cluster takes long, and its prefill alone may take too long to be sooner.
         least_s = rtt_s + _least_s(live, model, pd, at_home)
         if own.is_able and least_s + rule.lead_s(own) >= own.ttft_s:
@@ -106,18 +111,24 @@ def spilled(
 
 
 def _others(
-    live: LiveScheduler, model: str, home: str, now_s: float, excluded: Set[str]
+    live: LiveScheduler, model: str, nearest: Iterable[str], excluded: Set[str]
 ) -> list[PdSettings]:
-    """The PD clusters to ask besides the home, the most promising first."""
-    found = []
-    for pd in live.settings.pd_clusters:
-        if pd.name == home or pd.name in excluded:
+    """The PD clusters to ask besides the home, the most promising first. `nearest` are their
+    names.
+    """
+    free: list[PdSettings] = []
+    full: list[PdSettings] = []
+    for name in nearest:
+        if name in excluded:
             continue
+        pd = live.pd(name)
         num_free = live.num_free_slots(model, pd)
         if num_free is not None:
-            rtt_s = live.distances.rtt_s(live, home, pd.name, now_s)
-            found.append((num_free <= 0, rtt_s, pd.name, pd))
-    return [pd for *_, pd in sorted(found, key=lambda item: item[:3])[:NUM_OTHERS]]
+            (free if num_free > 0 else full).append(pd)
+        # Those with free slots go first, so that the farther ones need not be looked at.
+        if len(free) == NUM_OTHERS:
+            break
+    return [*free, *full][:NUM_OTHERS]
 
 
 def _least_s(live: LiveScheduler, model: str, pd: PdSettings, at_home: Tried) -> float:

@@ -194,7 +194,13 @@ class QueueOrder(Generic[KeyT]):
         # Another PD cluster starts jobs until its count has passed the one at which `job` starts.
         for pd, order in self._orders.items():
             started_tokens = order.started_tokens
-            for other in order.in_order(now_s) if order is not own else ():
+            if order is own or (started_tokens, pd) > (turn, job.pd):
+                continue
+            # The order matters only if not all of them start before `job`.
+            if started_tokens + order.waiting_tokens <= turn:
+                yield from order.jobs()
+                continue
+            for other in order.in_order(now_s):
                 if (started_tokens, pd) > (turn, job.pd):
                     break
                 started_tokens += _tokens(other)
@@ -225,6 +231,7 @@ class _PdOrder(Generic[KeyT]):
         self._config = config
         self.started_tokens = 0
         """Uncached tokens of its jobs that were started."""
+        self.waiting_tokens = 0
         self._places: dict[KeyT, _Place[KeyT]] = {}
         self._lanes: dict[tuple[int, int], _Lane[KeyT]] = {}
         self._level: dict[int, float] = {}
@@ -245,6 +252,7 @@ class _PdOrder(Generic[KeyT]):
     def add(self, job: WaitingJob[KeyT]) -> None:
         """Let a job wait."""
         self._num_added += 1
+        self.waiting_tokens += _tokens(job)
         place = _Place(self.rank_s(job), self._num_added, job)
         self._places[job.key] = place
         lane = self._lane(job)
@@ -256,6 +264,7 @@ class _PdOrder(Generic[KeyT]):
     def remove(self, key: KeyT) -> None:
         """Forget a job that will not start."""
         place = self._places.pop(key)
+        self.waiting_tokens -= _tokens(place.job)
         places = self._lane(place.job).places
         del places[bisect_left(places, place)]
 
@@ -319,6 +328,10 @@ class _PdOrder(Generic[KeyT]):
                 budget -= place.job.uncached_tokens
                 yield place.job
 
+    def jobs(self) -> Iterator[WaitingJob[KeyT]]:
+        """All jobs, in no particular order."""
+        return (place.job for place in self._places.values())
+
     def in_order(self, now_s: float) -> Iterator[WaitingJob[KeyT]]:
         """All jobs, about in the order in which they will start: those that are due, then by class
         and rank.
@@ -336,6 +349,7 @@ class _PdOrder(Generic[KeyT]):
         """Assert what must hold between any two calls. Tests use it."""
         inside = [place for lane in self._lanes.values() for place in lane.places]
         assert len(inside) == len(self._places)
+        assert self.waiting_tokens == sum(_tokens(place.job) for place in inside)
         for (priority, bucket), lane in self._lanes.items():
             assert lane.places == sorted(lane.places)
             for place in lane.places:

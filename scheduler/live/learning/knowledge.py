@@ -278,16 +278,10 @@ class ModelKnowledge:
         return self._step.value
 
     def overhead_s(self, place: str, now_s: float) -> float:
-        """How much longer TTFTs take there than predicted."""
-        return self.overheads(now_s).get(place, 0.0)
-
-    def overheads(self, now_s: float) -> dict[str, float]:
-        """`overhead_s` of all places with a recent observation."""
-        return {
-            place: found.meter.seconds
-            for place, found in self._overheads.items()
-            if now_s - found.at_s <= OVERHEAD_KEPT_S
-        }
+        """How much longer TTFTs take there than predicted; 0 without a recent observation."""
+        found = self._overheads.get(place)
+        is_recent = found is not None and now_s - found.at_s <= OVERHEAD_KEPT_S
+        return found.meter.seconds if found is not None and is_recent else 0.0
 
     def error(self, place: str) -> float | None:
         """Median of |predicted / measured - 1| of the latest TTFTs; None before the first."""

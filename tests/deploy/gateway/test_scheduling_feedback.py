@@ -202,7 +202,7 @@ def test_what_waiting_cost_is_no_overhead_of_its_place(queue_s: float, was_full:
     waited = Prediction(queue_s=queue_s, prefill_s=1.0)
     for _ in range(3):
         case.feedback.first_token(MODEL, "far", waited, 31.0, was_full=was_full)
-    assert case.known.overheads(100.0) == {}
+    assert case.known.overhead_s("far", 100.0) == 0
     for _ in range(3):
         case.feedback.first_token(MODEL, "far", Prediction(prefill_s=1.0), 1.25)
     assert case.known.overhead_s("far", 100.0) == pytest.approx(0.25)
@@ -355,7 +355,7 @@ def test_what_a_link_costs_in_bad_times_is_no_overhead(state: LinkCondition) -> 
     for _ in range(3):
         case.feedback.first_token(MODEL, "far", Prediction(prefill_s=1.0), 5.0)
     assert case.known.error("far") == pytest.approx(0.8)
-    assert case.known.overheads(100.0) == {}
+    assert case.known.overhead_s("far", 100.0) == 0
     case.region.links["far", "home"] = FAST_LINK
     for _ in range(3):
         case.feedback.first_token(MODEL, "far", Prediction(prefill_s=1.0), 1.25)

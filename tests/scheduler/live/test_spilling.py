@@ -212,11 +212,12 @@ def test_pd_clusters_learn_apart() -> None:
 
 def test_round_trips_are_those_of_links() -> None:
     sites = Sites()
-    assert sites.live.distances.rtt_s(sites.live, "a", "b", NOW_S) == pytest.approx(0.06)
-    assert sites.live.distances.rtt_s(sites.live, "a", "c", NOW_S) == 0
+    nearest = sites.live.distances.nearest(sites.live, "a", NOW_S)
+    assert list(nearest) == ["c", "b"]
+    assert nearest == {"c": 0, "b": pytest.approx(0.06)}
     later_s = NOW_S + 60
     sites.live.take(LinkHeard("a", "b", LinkView(rtt_s=0.03)), later_s)
-    assert sites.live.distances.rtt_s(sites.live, "a", "b", later_s) == 0.03
+    assert sites.live.distances.nearest(sites.live, "a", later_s)["b"] == 0.03
 
 
 def test_names_of_pd_clusters_differ() -> None:

@@ -145,7 +145,6 @@ def test_before_anything_was_seen_there_is_a_guess() -> None:
     assert known.prefill(ONE_ENGINE) == GUESS
     assert (known.kv, known.decode_s, known.step_s, known.error("far")) == (None, None, None, None)
     assert known.overhead_s("far", 1.0) == 0.0
-    assert known.overheads(1.0) == {}
 
 
 def test_first_tokens_teach_overhead_and_error() -> None:
@@ -153,7 +152,8 @@ def test_first_tokens_teach_overhead_and_error() -> None:
     for _ in range(20):
         overhead_s = known.overhead_s("far", 1.0)
         known.answered("far", Prediction(prefill_s=1.0, overhead_s=overhead_s), 1.25, 1.0)
-    assert known.overheads(1.0) == {"far": pytest.approx(0.25)}
+    assert known.overhead_s("far", 1.0) == pytest.approx(0.25)
+    assert known.overhead_s("near", 1.0) == 0
     error = known.error("far")
     assert error is not None
     assert error < 1e-9
@@ -165,7 +165,7 @@ def test_an_error_of_a_borrowed_profile_is_no_overhead() -> None:
     for number in range(1, MIN_SEEN + 1):
         known.profile("near").observe(1000, 0, 3.0)
         known.answered("near", Prediction(prefill_s=1.0), 3.0, float(number))
-        assert known.overheads(float(number)) == {}
+        assert known.overhead_s("near", float(number)) == 0
     assert known.error("near") is not None
     known.profile("near").observe(1000, 0, 3.0)
     for _ in range(3):
