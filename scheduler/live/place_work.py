@@ -70,7 +70,9 @@ class PlaceWork:
         self._queue: QueueOrder[str] = QueueOrder(order)
         self._num_running = 0
         self._running: list[_Running] = []
-        self._alone_since_s: list[float] = []
+        # Of each busy instance: the seconds of all it runs, those of its oldest prefill, and when
+        # that one got the instance for itself.
+        self._busy: list[tuple[float, float, float]] = []
         self._emitted: dict[str, float] = {}
         self._followed: tuple[int, float] | None = None
         self._profile: PrefillProfile | None = None
@@ -101,7 +103,7 @@ class PlaceWork:
         later. `profile` turns work into seconds.
         """
         is_first = self._profile is None
-        has_new_times = profile != self._profile
+        has_new_times = profile is not self._profile and profile != self._profile
         followed = ledger.version(self._place), since_s
         if followed == self._followed and not has_new_times:
             return
@@ -117,18 +119,21 @@ class PlaceWork:
             self._prefill_s = {name: self._seconds(item) for name, item in work.items()}
         if has_new_times or has_ended:
             self._run()
-        self._alone_since_s = [
-            ledger.alone_since_s(self._place, one.instance, one.begun_s) for one in self._running
+        self._busy = [
+            (one.total_s, one.first_s, ledger.alone_since_s(self._place, one.instance, one.begun_s))
+            for one in self._running
         ]
 
     def free_s(self, now_s: float) -> tuple[float, ...]:
         """The times until each usable instance has finished what it runs, ascending."""
-        found = [0.0] * (len(self._usable) - len(self._running))
-        for (_, total_s, first_s, _), since_s in zip(
-            self._running, self._alone_since_s, strict=True
-        ):
-            # However late the first job is, the later ones are still to be computed.
-            found.append(total_s - min(max(0.0, now_s - since_s), first_s))
+        found = [0.0] * (len(self._usable) - len(self._busy))
+        # However late the first job is, the later ones are still to be computed.
+        found += [
+            total_s - (spent_s if spent_s < first_s else first_s)
+            if (spent_s := now_s - since_s) > 0
+            else total_s
+            for total_s, first_s, since_s in self._busy
+        ]
         found.sort()
         return tuple(found)
 

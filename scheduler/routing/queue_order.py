@@ -249,6 +249,10 @@ class _PdOrder(Generic[KeyT]):
         """Rule 2: from this time on, only jobs that were due earlier go before it."""
         return self.rank_s(job) + self._config.patience_s * (job.priority + 1)
 
+    def _due_s(self, place: _Place[KeyT]) -> float:
+        # A place knows its rank, and each look at the queue asks for many.
+        return place.rank_s + self._config.patience_s * (place.job.priority + 1)
+
     def add(self, job: WaitingJob[KeyT]) -> None:
         """Let a job wait."""
         self._num_added += 1
@@ -284,9 +288,9 @@ class _PdOrder(Generic[KeyT]):
         heads = [(lane, place) for lane in self._lanes.values() if (place := lane.first(may_start))]
         if not heads:
             return None
-        due = [place for _, place in heads if self.due_s(place.job) <= now_s]
+        due = [place for _, place in heads if self._due_s(place) <= now_s]
         if due:
-            return min(due, key=lambda place: (self.due_s(place.job), place.order)).job
+            return min(due, key=lambda place: (self._due_s(place), place.order)).job
         _, place = min(heads, key=lambda head: (head[0].priority, head[0].served, head[0].bucket))
         return place.job
 
@@ -323,7 +327,7 @@ class _PdOrder(Generic[KeyT]):
             if lane.priority == job.priority:
                 budget = tokens * lane.share / self._config.buckets[mine].share
             for place in lane.places:
-                if budget <= 0 and not self.due_s(place.job) <= min(now_s, due_s):
+                if budget <= 0 and not self._due_s(place) <= min(now_s, due_s):
                     break
                 budget -= place.job.uncached_tokens
                 yield place.job
@@ -338,7 +342,7 @@ class _PdOrder(Generic[KeyT]):
         """
 
         def turn(place: _Place[KeyT]) -> tuple[int, float, int]:
-            due_s = self.due_s(place.job)
+            due_s = self._due_s(place)
             if due_s <= now_s:
                 return -1, due_s, place.order
             return place.job.priority, place.rank_s, place.order
