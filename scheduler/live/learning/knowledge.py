@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import median
 from typing import Final
 
@@ -30,6 +31,10 @@ OVERHEAD_KEPT_S: Final = 300.0
 """How long an overhead is believed after its last observation, seconds. Otherwise a place that a
 bad moment made look slow would never be tried again.
 """
+
+
+# Routes ask for it for each place that is not known yet, over all places.
+_num_seen: Final = attrgetter("num_seen")
 
 
 class MeanState(msgspec.Struct, frozen=True, array_like=True):
@@ -227,7 +232,7 @@ class ModelKnowledge:
         own = self.profile(place)
         if own.is_known:
             return own.profile
-        most = max(self._profiles.values(), key=lambda learned: learned.num_seen)
+        most = max(self._profiles.values(), key=_num_seen)
         if most.is_known or not own.num_seen:
             return own.scaled(most.profile)
         return own.profile

@@ -99,7 +99,8 @@ class LearnedProfile:
         self._seconds = np.empty(2 * memory)
         self._weights = np.exp2(np.arange(1 - memory, 1) / _HALF_LIFE)
         self._end = 0
-        self._num_seen = 0
+        self.num_seen = 0
+        """How many prefills taught something."""
         self._found = np.array([1.0, 0.0, 0.0, 0.0])
         self._first: list[tuple[int, int, float]] = []
         self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
@@ -110,7 +111,7 @@ class LearnedProfile:
         found = cls(state.prior)
         for *row, seconds in state.prefills[-found._memory :]:
             found._remember(tuple(row), seconds)
-        found._profile, found._num_seen = state.profile, state.num_seen
+        found._profile, found.num_seen = state.profile, state.num_seen
         found._found = np.array(state.found)
         found._first = list(state.first)
         found._errors.extend(state.errors)
@@ -124,7 +125,7 @@ class LearnedProfile:
         return ProfileState(
             self._prior,
             self._profile,
-            self._num_seen,
+            self.num_seen,
             (s, a, b, q),
             [(row[0], row[1], row[2], row[3], row[4]) for row in rows.tolist()],
             list(self._first),
@@ -137,14 +138,9 @@ class LearnedProfile:
         return self._profile
 
     @property
-    def num_seen(self) -> int:
-        """How many prefills taught something."""
-        return self._num_seen
-
-    @property
     def is_known(self) -> bool:
         """Whether the estimate rests on something: a prior, or enough prefills."""
-        return self._prior is not None or self._num_seen >= MIN_SEEN
+        return self._prior is not None or self.num_seen >= MIN_SEEN
 
     @property
     def error(self) -> float | None:
@@ -167,9 +163,9 @@ class LearnedProfile:
             error = abs(self._profile.prefill_s(num_tokens, cached) / seconds - 1)
             self._errors.append(error)
         self._remember(self._row(num_tokens, cached), seconds)
-        if self._num_seen < MIN_SEEN:
+        if self.num_seen < MIN_SEEN:
             self._first.append((num_tokens, cached, seconds))
-        self._num_seen += 1
+        self.num_seen += 1
         # A prefill that took as long as predicted changes nothing, and a fit takes time.
         if error > _SAME:
             self._learn()
@@ -212,7 +208,7 @@ class LearnedProfile:
         start = max(0, self._end - self._memory)
         rows, seconds = self._rows[start : self._end], self._seconds[start : self._end]
         weights = self._weights[len(self._weights) - len(seconds) :]
-        if self._prior is None and self._num_seen <= MIN_SEEN:
+        if self._prior is None and self.num_seen <= MIN_SEEN:
             # A guess may be off by any factor, and an engine's first prefill often is a stall. Of
             # two prefills the faster one is believed.
             scale = statistics.median_low((seconds / rows[:, 0]).tolist())
