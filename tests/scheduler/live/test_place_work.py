@@ -100,10 +100,10 @@ class Sites:
                 self.live.take(ended, self.now_s)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_scheduler_without_digests_decides_the_same_to_the_last_bit(seed: int) -> None:
     sites = Sites(seed)
-    for _ in range(80):
+    for _ in range(50):
         sites.step()
         shape = RequestShape(num_prompt_tokens=sites.draw.randrange(300, 40_000))
         home = sites.draw.choice("ab")
