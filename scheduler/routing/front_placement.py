@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from scheduler.routing.instance_choice import choose_instance
-from scheduler.routing.views import InstanceView
+from scheduler.routing.instance_choice import InstanceView, choose_instance
 
 _SAID: Final = {
     "cached_tokens": "cached_tokens",

@@ -12,17 +12,37 @@ Pure. It knows no queue order, no links and no bytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from scheduler.routing.views import InstanceView
+import msgspec
 
 # Above 1, since compute that a cache hit saves is also saved for the requests behind this one.
 MATCH_WEIGHT: Final = 1.25
 _NO_HITS: Mapping[str, int] = MappingProxyType({})
+
+
+class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine that may be given the request. `node` is another name by which its cached prefixes
+    may be known.
+
+    `running_s` is the time until it has finished the prefills it runs, when a new one could begin.
+    """
+
+    name: str
+    node: str = ""
+    running_s: float = 0.0
+    num_requests: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("running_s", "num_requests"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value!r}; it must be finite and not negative")
 
 
 class ChoiceReason(StrEnum):
@@ -39,7 +59,7 @@ class ChoiceReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen instance (None: none is usable) and why."""
+    """The chosen instance (None: there is none) and why."""
 
     instance: str | None
     reason: ChoiceReason
@@ -51,7 +71,7 @@ class Choice:
 
 
 class _Scored(NamedTuple):
-    """One usable instance with the values that decide its rank."""
+    """One instance with the values that decide its rank."""
 
     name: str
     score: float
@@ -80,28 +100,24 @@ def choose_instance(
     fewest requests, then by name, so that the same input gives the same choice.
     """
     best = holder = _NOBODY
-    num_usable = 0
     whole_s = max(prefill_s, 1e-9)
     for instance in instances:
-        if not instance.is_usable:
-            continue
-        num_usable += 1
         hit = min(_hit(hits, instance), num_tokens) if hits else 0
         wait_s = instance.running_s
         score = MATCH_WEIGHT * hit / max(1, num_tokens) - wait_s / whole_s
         found = _Scored(instance.name, score, instance.num_requests, hit, wait_s)
-        if num_usable == 1 or found.rank < best.rank:
+        if best is _NOBODY or found.rank < best.rank:
             best = found
         if hit and (hit, -wait_s) > (holder.hit, -holder.wait_s):
             holder = found
-    if not num_usable:
-        return Choice(None, ChoiceReason.NO_INSTANCE, numbers={"instances": len(instances)})
+    if not instances:
+        return Choice(None, ChoiceReason.NO_INSTANCE)
     best_hit, longest = best.hit, holder.hit
     numbers: dict[str, int | float] = {
         "score": best.score,
         "cached_tokens": best_hit,
         "wait_s": best.wait_s,
-        "instances": num_usable,
+        "instances": len(instances),
     }
     if longest <= best_hit:
         reason = ChoiceReason.CACHED if best_hit else ChoiceReason.LEAST_LOADED

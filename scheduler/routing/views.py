@@ -1,4 +1,4 @@
-"""A region at one moment as the scheduler's decisions see it: instances, clusters.
+"""A region at one moment as the scheduler's decisions see it: its clusters.
 
 Shells fill these values from reports and measurements. Work is given in predicted seconds of one
 instance. This file knows neither how anything was measured nor what is decided from it.
@@ -14,23 +14,6 @@ import msgspec
 
 from netmon.region_link import LinkView
 from scheduler.routing.profiles import PrefillProfile
-
-
-class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine. `node` is another name by which its cached prefixes may be known.
-
-    `running_s` is the time until it has finished the prefills it runs, when a new one could begin.
-    """
-
-    name: str
-    node: str = ""
-    is_usable: bool = True
-    running_s: float = 0.0
-    num_requests: int = 0
-
-    def __post_init__(self) -> None:
-        _check("running_s", self.running_s)
-        _check("num_requests", self.num_requests)
 
 
 class DecodeView(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,16 +66,17 @@ class DecodeView(msgspec.Struct, frozen=True, kw_only=True):
 class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     """A prefill cluster, or the prefill side of the PD cluster.
 
-    `instances` may be left out where `free_s` is given. `queued_s` is the work in the common queue
-    ahead of a new request. `link` leads to the PD cluster; it is None inside of it. `links_in` lead
-    here from the clusters whose cached prefixes can be received, by their names. Prompts with more
-    than `threshold_tokens` uncached tokens are meant for this cluster. `plan_threshold_tokens` is
-    the threshold while the link is well, None where the two are not told apart.
+    `free_s` are the times until each usable instance has finished what it has, ascending.
+    `queued_s` is the work in the common queue ahead of a new request. `link` leads to the PD
+    cluster; it is None inside of it. `links_in` lead here from the clusters whose cached prefixes
+    can be received, by their names. Prompts with more than `threshold_tokens` uncached tokens are
+    meant for this cluster. `plan_threshold_tokens` is the threshold while the link is well, None
+    where the two are not told apart.
     """
 
     name: str
     prefill: PrefillProfile
-    instances: tuple[InstanceView, ...] = ()
+    free_s: tuple[float, ...] = ()
     is_healthy: bool = True
     num_queued: int = 0
     max_queued: int | None = None
@@ -101,22 +85,20 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     links_in: Mapping[str, LinkView] = MappingProxyType({})
     threshold_tokens: float = 0.0
     plan_threshold_tokens: float | None = None
-    free_s: tuple[float, ...] = ()
-    """The times until each usable instance has finished what it has, ascending. Computed once from
-    `instances`, where there are any, because every route needs it.
-    """
 
     def __post_init__(self) -> None:
-        if not (
+        free_s = self.free_s
+        if (
             self.num_queued >= 0
             and 0 <= self.queued_s < math.inf
             and 0 <= self.threshold_tokens < math.inf
+            and (not free_s or 0 <= free_s[0] <= free_s[-1] < math.inf)
         ):
-            for name in ("num_queued", "queued_s", "threshold_tokens"):
-                _check(name, getattr(self, name))
-        if self.instances:
-            found = sorted(item.running_s for item in self.instances if item.is_usable)
-            msgspec.structs.force_setattr(self, "free_s", tuple(found))
+            return
+        for name in ("num_queued", "queued_s", "threshold_tokens"):
+            _check(name, getattr(self, name))
+        for item_s in free_s:
+            _check("free_s", item_s)
 
     @property
     def takes_jobs(self) -> bool:

@@ -25,12 +25,12 @@ from deploy.plan.solve.case_study import H20_PREFILL, H200_PREFILL, KV
 from netmon.region_link import LinkView
 from scheduler.live.admission import AdmissionConfig, AdmissionRequest, admit
 from scheduler.routing.decision import RequestShape
-from scheduler.routing.instance_choice import choose_instance
+from scheduler.routing.instance_choice import InstanceView, choose_instance
 from scheduler.routing.prediction import Prediction
 from scheduler.routing.profiles import KvProfile, PrefillProfile
 from scheduler.routing.queue_order import QueueOrder, WaitingJob
 from scheduler.routing.short_term import RouteConfig, route
-from scheduler.routing.views import ClusterView, DecodeView, InstanceView, RegionSnapshot
+from scheduler.routing.views import ClusterView, DecodeView, RegionSnapshot
 
 NUM_PROMPTS: Final = 500
 GOAL_US: Final = 50.0
@@ -42,10 +42,7 @@ def cluster(name: str, num_instances: int, draw: random.Random, *, is_local: boo
     return ClusterView(
         name=name,
         prefill=PrefillProfile.of(H20_PREFILL if is_local else H200_PREFILL),
-        instances=tuple(
-            InstanceView(name=f"{name}-{i}", running_s=draw.uniform(0, 5), num_requests=1)
-            for i in range(num_instances)
-        ),
+        free_s=tuple(sorted(draw.uniform(0, 5) for _ in range(num_instances))),
         num_queued=8,
         queued_s=draw.uniform(10, 40),
         link=None if is_local else LinkView(available_bytes_per_s=12.5e9, backlog_bytes=1e8),
@@ -98,7 +95,10 @@ def decisions(num_clusters: int, num_instances: int) -> dict[str, Callable[[], o
             for _ in range(NUM_PROMPTS)
         ]
     )
-    instances = snapshot.local.instances
+    instances = [
+        InstanceView(name=f"pd-{i}", running_s=running_s, num_requests=1)
+        for i, running_s in enumerate(snapshot.local.free_s)
+    ]
     hits = {instances[0].name: 8192}
     request = AdmissionRequest(Prediction(queue_s=3.0, prefill_s=4.0), 5e8)
     order = waiting_order(draw)

@@ -13,7 +13,7 @@ from netmon.region_link import LinkView
 from scheduler.routing.candidates import RouteConfig
 from scheduler.routing.decision import RequestShape
 from scheduler.routing.profiles import KvProfile, PrefillProfile
-from scheduler.routing.views import ClusterView, DecodeView, InstanceView, RegionSnapshot
+from scheduler.routing.views import ClusterView, DecodeView, RegionSnapshot
 
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """Examples take milliseconds; a limit would measure what else the machine does."""
@@ -26,20 +26,11 @@ IDLE_DECODE = DecodeView(slots_total=20, decode_s=10.0, step_s=0.025)
 GOOD_LINK = LinkView(available_bytes_per_s=1e9)
 
 
-def instances(
-    *running_s: float, name: str = "engine", is_usable: bool = True
-) -> tuple[InstanceView, ...]:
-    return tuple(
-        InstanceView(name=f"{name}-{i}", running_s=left_s, is_usable=is_usable)
-        for i, left_s in enumerate(running_s)
-    )
-
-
 def far(name: str = "far", link: LinkView | None = GOOD_LINK, **fields: object) -> ClusterView:
     """A prefill cluster of two idle instances, t at 10,000 tokens."""
     given: dict[str, object] = {
         "prefill": FAST,
-        "instances": instances(0.0, 0.0, name=name),
+        "free_s": (0.0, 0.0),
         "threshold_tokens": 10_000,
     }
     return ClusterView(name=name, link=link, **(given | fields))  # type: ignore[arg-type]
@@ -47,7 +38,7 @@ def far(name: str = "far", link: LinkView | None = GOOD_LINK, **fields: object) 
 
 def near(**fields: object) -> ClusterView:
     """The PD cluster's prefill instances: two, idle."""
-    given: dict[str, object] = {"prefill": SLOW, "instances": instances(0.0, 0.0, name="pd")}
+    given: dict[str, object] = {"prefill": SLOW, "free_s": (0.0, 0.0)}
     return ClusterView(name="pd", **(given | fields))  # type: ignore[arg-type]
 
 
@@ -90,16 +81,7 @@ links = st.builds(
 
 _PAIRS = st.sampled_from([("x", "pd"), ("pd", "x"), ("y", "pd"), ("x", "y")])
 
-many_instances = st.lists(
-    st.builds(
-        InstanceView,
-        name=st.sampled_from(["a", "b", "c"]),
-        is_usable=st.booleans(),
-        running_s=seconds,
-        num_requests=st.integers(0, 9),
-    ),
-    max_size=4,
-).map(tuple)
+_free_times = st.lists(seconds, max_size=4).map(lambda found: tuple(sorted(found)))
 
 
 @st.composite
@@ -124,7 +106,7 @@ def clusters(draw: st.DrawFn, name: str, *, is_far: bool) -> ClusterView:
     return ClusterView(
         name=name,
         prefill=draw(st.sampled_from([FAST, SLOW])),
-        instances=draw(many_instances),
+        free_s=draw(_free_times),
         is_healthy=draw(st.booleans()),
         num_queued=draw(st.integers(0, 5)),
         max_queued=draw(st.one_of(st.none(), st.integers(0, 5))),

@@ -6,12 +6,33 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduling_cases import instances, many_instances, untimed
+from scheduling_cases import seconds, untimed
 
-from scheduler.routing.instance_choice import MATCH_WEIGHT, Choice, ChoiceReason, choose_instance
-from scheduler.routing.views import InstanceView
+from scheduler.routing.instance_choice import (
+    MATCH_WEIGHT,
+    Choice,
+    ChoiceReason,
+    InstanceView,
+    choose_instance,
+)
 
 TOKENS, PREFILL_S = 10_000, 4.0
+
+many_instances = st.lists(
+    st.builds(
+        InstanceView,
+        name=st.sampled_from(["a", "b", "c"]),
+        running_s=seconds,
+        num_requests=st.integers(0, 9),
+    ),
+    max_size=4,
+).map(tuple)
+
+
+def instances(*running_s: float) -> tuple[InstanceView, ...]:
+    return tuple(
+        InstanceView(name=f"engine-{i}", running_s=left_s) for i, left_s in enumerate(running_s)
+    )
 
 
 def test_without_hits_the_least_loaded_takes_it() -> None:
@@ -59,10 +80,7 @@ def test_ties_go_to_the_fewest_requests_then_by_name() -> None:
 
 
 def test_nobody_is_there() -> None:
-    views = instances(0.0, is_usable=False)
-    assert choose_instance(views, TOKENS, PREFILL_S) == Choice(
-        None, ChoiceReason.NO_INSTANCE, numbers={"instances": 1}
-    )
+    assert choose_instance((), TOKENS, PREFILL_S) == Choice(None, ChoiceReason.NO_INSTANCE)
 
 
 @untimed
@@ -72,15 +90,14 @@ def test_nobody_is_there() -> None:
     st.floats(0, 100),
     st.dictionaries(st.sampled_from(["a", "b", "d"]), st.integers(0, 10**6)),
 )
-def test_whatever_is_chosen_is_usable_and_no_other_beats_it(
+def test_no_other_beats_what_is_chosen(
     views: tuple[InstanceView, ...], num_tokens: int, prefill_s: float, hits: dict[str, int]
 ) -> None:
     found = choose_instance(views, num_tokens, prefill_s, hits)
-    usable = [view for view in views if view.is_usable]
-    assert (found.instance is None) == (not usable)
+    assert (found.instance is None) == (not views)
     if found.instance is None:
         return
-    for other in usable:
+    for other in views:
         share = min(hits.get(other.name, 0), num_tokens) / max(1, num_tokens)
         score = MATCH_WEIGHT * share - other.running_s / max(prefill_s, 1e-9)
         # The same sum in another order: its last digit may differ.

@@ -13,7 +13,6 @@ from scheduling_cases import (
     clusters,
     decode_views,
     far,
-    instances,
     near,
     seconds,
     untimed,
@@ -33,7 +32,7 @@ from scheduler.routing.prediction import (
     transfer_tail_s,
 )
 from scheduler.routing.profiles import KvProfile, PrefillProfile
-from scheduler.routing.views import ClusterView, DecodeView, InstanceView, RegionSnapshot
+from scheduler.routing.views import ClusterView, DecodeView, RegionSnapshot
 
 CLOSE = 1 + 1e-9
 """What sums in another order may differ by."""
@@ -89,12 +88,6 @@ def test_queued_work_is_poured_over_the_instances(
     assert queue_wait_s(queued_s, free_s) == pytest.approx(expected_s)
 
 
-def test_only_usable_instances_count() -> None:
-    usable = instances(4.0, name="a")
-    cluster = near(instances=usable + instances(0.0, name="b", is_usable=False))
-    assert cluster.free_s == (4.0,)
-
-
 def test_a_fast_link_leaves_the_fixed_bytes_and_a_slow_one_most() -> None:
     task = PrefillTask(1000, token_bytes=1e9, fixed_bytes=1e8)
     fast = LinkView(available_bytes_per_s=1e9, rtt_s=0.1)
@@ -137,7 +130,7 @@ def test_decodes_of_unknown_age_are_spread_evenly() -> None:
 
 
 def test_the_parts_add_up() -> None:
-    cluster = far(queued_s=3.0, instances=instances(1.0, 1.0), link=GOOD_LINK)
+    cluster = far(queued_s=3.0, free_s=(1.0, 1.0), link=GOOD_LINK)
     task = PrefillTask(10_000, 2000, token_bytes=1e7, fixed_bytes=1e6, move_s=4.0)
     found = predict(task, cluster, IDLE_DECODE, 0.25)
     assert found == Prediction(2.5, 1.5, pytest.approx(1.3), 0.001, 0.0, 0.025, 0.25)
@@ -181,11 +174,11 @@ def test_more_work_ahead_never_shortens_a_prediction(
     before_s = ttft_s(task, cluster, decode)
     queued = replace(cluster, queued_s=cluster.queued_s + more_s)
     assert ttft_s(task, queued, decode) * CLOSE >= before_s
-    busier: list[InstanceView] = list(cluster.instances)
+    busier = list(cluster.free_s)
     if busier:
-        at = which % len(busier)
-        busier[at] = replace(busier[at], running_s=busier[at].running_s + more_s)
-        assert ttft_s(task, replace(cluster, instances=tuple(busier)), decode) * CLOSE >= before_s
+        busier[which % len(busier)] += more_s
+        later = replace(cluster, free_s=tuple(sorted(busier)))
+        assert ttft_s(task, later, decode) * CLOSE >= before_s
     slower = replace(cluster, prefill=cluster.prefill.corrected(1 + more_s / 100))
     assert ttft_s(task, slower, decode) * CLOSE >= before_s
     if cluster.link is not None:
@@ -237,8 +230,9 @@ def test_views_refuse_what_cannot_be() -> None:
         LinkView(backlog_bytes=-1.0)
     with pytest.raises(ValueError, match="available_bytes_per_s is nan"):
         LinkView(available_bytes_per_s=math.nan)
-    with pytest.raises(ValueError, match="running_s is -1"):
-        InstanceView(name="a", running_s=-1)
+    for free_s in ((-1.0, 0.0), (0.0, math.inf)):
+        with pytest.raises(ValueError, match=r"free_s is (-1\.0|inf)"):
+            near(free_s=free_s)
     with pytest.raises(ValueError, match="one name: far, far"):
         RegionSnapshot(taken_s=0, local=near(), decode=IDLE_DECODE, prefill_clusters=(far(), far()))
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from msgspec.structs import replace
-from scheduling_cases import CONFIG, GOOD_LINK, far, instances, near, prompt, region
+from scheduling_cases import CONFIG, GOOD_LINK, far, near, prompt, region
 
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
@@ -312,7 +312,7 @@ def test_cached_tokens_beyond_the_prompt_do_not_count() -> None:
     [
         {"is_healthy": False},
         {"num_queued": 1, "max_queued": 1},
-        {"instances": instances(0.0, is_usable=False)},
+        {"free_s": ()},
     ],
 )
 def test_prefill_instances_that_cannot_be_used_leave_it_to_one_engine(

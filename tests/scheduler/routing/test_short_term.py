@@ -11,7 +11,6 @@ from scheduling_cases import (
     CONFIG,
     GOOD_LINK,
     far,
-    instances,
     near,
     prompt,
     region,
@@ -26,7 +25,7 @@ from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShap
 from scheduler.routing.short_term import RouteDecision, route
 from scheduler.routing.views import ClusterView, DecodeView, RegionSnapshot
 
-BUSY = instances(30.0, 30.0)
+BUSY = (30.0, 30.0)
 SCARCE = replace(GOOD_LINK, available_bytes_per_s=2e7)
 
 
@@ -79,7 +78,7 @@ def test_what_one_engine_must_serve_whole() -> None:
     [
         ((), Reason.NO_PREFILL_CLUSTER),
         ((far(is_healthy=False),), Reason.PREFILL_UNHEALTHY),
-        ((far(instances=instances(0.0, is_usable=False)),), Reason.PREFILL_UNHEALTHY),
+        ((far(free_s=()),), Reason.PREFILL_UNHEALTHY),
         ((far(num_queued=4, max_queued=4),), Reason.PREFILL_QUEUE_FULL),
         ((far(link=None),), Reason.LINK_STALE),
         ((far(link=replace(GOOD_LINK, age_s=5.1)),), Reason.LINK_STALE),
@@ -116,7 +115,7 @@ def test_without_landing_room_one_engine_serves_it() -> None:
     [
         (near(), Reason.NO_LANDING_ROOM),
         (near(is_healthy=False), None),
-        (near(instances=()), None),
+        (near(free_s=()), None),
         (near(num_queued=1, max_queued=1), None),
     ],
 )
@@ -140,7 +139,7 @@ def test_a_cluster_that_failed_the_request_is_passed_over() -> None:
 
 
 def test_the_cluster_that_is_predicted_first_takes_it() -> None:
-    view = region(far("a", queued_s=3.0), far("b"), far("c", instances=BUSY))
+    view = region(far("a", queued_s=3.0), far("b"), far("c", free_s=BUSY))
     assert routed(20_000, view).target == "b"
     warm = region(*(replace(c, link=SCARCE) for c in view.prefill_clusters))
     hits = {"c": 19_000, "a": 18_000}
@@ -148,24 +147,24 @@ def test_the_cluster_that_is_predicted_first_takes_it() -> None:
 
 
 def test_a_long_prompt_comes_home_when_the_prefill_cluster_is_clearly_later() -> None:
-    found = routed(20_000, region(far(instances=BUSY)))
+    found = routed(20_000, region(far(free_s=BUSY)))
     assert (found.route, found.reason) == ("local", Reason.LOCAL_SOONER)
     assert found.numbers["remote_ttft_s"] > 30
-    slightly = routed(20_000, region(far(instances=instances(3.0, 3.0))))
+    slightly = routed(20_000, region(far(free_s=(3.0, 3.0))))
     assert slightly.reason is Reason.ABOVE_THRESHOLD
 
 
 def test_a_short_prompt_leaves_when_home_is_clearly_later() -> None:
-    busy = near(instances=BUSY)
+    busy = near(free_s=BUSY)
     found = routed(9000, region(far(), local=busy))
     assert (found.route, found.reason) == ("prefill_cluster", Reason.REMOTE_SOONER)
-    slightly = routed(9000, region(far(), local=near(instances=instances(0.5, 0.5))))
+    slightly = routed(9000, region(far(), local=near(free_s=(0.5, 0.5))))
     assert slightly.reason is Reason.BELOW_THRESHOLD
 
 
 def test_nothing_more_is_pressed_into_a_link_whose_rate_nobody_knows() -> None:
     unknown = replace(GOOD_LINK, available_bytes_per_s=None)
-    found = routed(9000, region(far(link=unknown), local=near(instances=BUSY)))
+    found = routed(9000, region(far(link=unknown), local=near(free_s=BUSY)))
     assert (found.route, found.reason) == ("local", Reason.BELOW_THRESHOLD)
     assert found.remote is not None
 
@@ -173,16 +172,16 @@ def test_nothing_more_is_pressed_into_a_link_whose_rate_nobody_knows() -> None:
 @pytest.mark.parametrize("state", [LinkCondition.RISING, LinkCondition.CONGESTED])
 def test_a_busy_link_is_used_as_far_as_its_backlog_lets_it_pay(state: LinkCondition) -> None:
     short = replace(GOOD_LINK, state=state, backlog_bytes=1e8)
-    found = routed(9000, region(far(link=short), local=near(instances=BUSY)))
+    found = routed(9000, region(far(link=short), local=near(free_s=BUSY)))
     assert (found.route, found.reason) == ("prefill_cluster", Reason.REMOTE_SOONER)
     long = replace(GOOD_LINK, state=state, backlog_bytes=1e11)
-    found = routed(9000, region(far(link=long), local=near(instances=BUSY)))
+    found = routed(9000, region(far(link=long), local=near(free_s=BUSY)))
     assert found.route == "local"
 
 
 def test_what_would_land_far_too_late_is_not_sent() -> None:
     waiting = replace(GOOD_LINK, backlog_bytes=1e11)
-    found = routed(20_000, region(far(link=waiting), local=near(instances=instances(1e6))))
+    found = routed(20_000, region(far(link=waiting), local=near(free_s=(1e6,))))
     assert (found.route, found.reason) == ("local", Reason.LINK_BUSY)
 
 
@@ -193,18 +192,18 @@ def test_a_link_that_became_slow_brings_long_prompts_home() -> None:
 
 
 def test_without_prefill_instances_one_engine_serves_it() -> None:
-    view = region(local=near(instances=()), engines=near(instances=instances(1.0)))
+    view = region(local=near(free_s=()), engines=near(free_s=(1.0,)))
     found = routed(5000, view)
     assert found.target == ONE_ENGINE
     assert found.local is not None
     assert found.local.queue_s == 1.0
-    nobody = routed(5000, region(local=near(instances=())))
+    nobody = routed(5000, region(local=near(free_s=())))
     assert nobody.local is not None
     assert nobody.local.ttft_s == math.inf
 
 
 def test_a_place_that_cannot_serve_is_left_for_any_that_can() -> None:
-    found = routed(5000, region(far(), local=near(instances=())))
+    found = routed(5000, region(far(), local=near(free_s=())))
     assert (found.target, found.reason) == ("far", Reason.REMOTE_SOONER)
 
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 from msgspec.structs import replace
-from scheduling_cases import CONFIG, GOOD_LINK, far, instances, near, prompt, region
+from scheduling_cases import CONFIG, GOOD_LINK, far, near, prompt, region
 
 from netmon.estimate import LinkCondition
 from scheduler.routing.candidates import RouteConfig
@@ -144,7 +144,7 @@ def test_a_side_that_never_ends_is_not_left_for_another_that_never_ends() -> Non
 
 def test_any_time_at_all_is_sooner_than_never() -> None:
     config = dataclasses.replace(CONFIG, kv=NO_BYTES, margin_s=0.0, margin_share=0.0)
-    away = region(far(prefill=lasting(1e9)), local=near(instances=()))
+    away = region(far(prefill=lasting(1e9)), local=near(free_s=()))
     assert routed(5000, away, config=config).reason is Reason.REMOTE_SOONER
 
 
@@ -152,7 +152,7 @@ def test_kvcache_may_land_exactly_as_late_as_is_allowed() -> None:
     config = dataclasses.replace(
         CONFIG, kv=KvProfile(fixed_bytes=2e7, token_bytes=0.0), max_tail_s=20.0
     )
-    busy_home = near(instances=instances(1000.0))
+    busy_home = near(free_s=(1000.0,))
     in_time = region(far(link=replace(GOOD_LINK, available_bytes_per_s=1e6)), local=busy_home)
     found = routed(20_000, in_time, config=config)
     assert found.numbers["tail_s"] == 20.0
