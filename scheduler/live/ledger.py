@@ -79,7 +79,8 @@ class Ledger:
         self._direct_at: dict[str, list[DirectPrompt]] = {}
         self._num_direct = 0
         self._last_end_s: dict[tuple[str, str], float] = {}
-        self._versions: dict[str, int] = {}
+        self._leg_versions: dict[str, int] = {}
+        self._end_versions: dict[str, int] = {}
         self._changes: dict[str, deque[tuple[float, int]]] = {}  # time, requests, by instance
         self._changed: deque[tuple[float, str]] = deque()  # time, instance, of all changes
         self.requests: dict[str, int] = {}
@@ -117,11 +118,11 @@ class Ledger:
 
     # ---- legs
 
-    def version(self, place: str) -> int:
-        """A number that grows whenever something about the prefills of a place changes here, so
-        that what was worked out from them must be worked out again.
+    def leg_version(self, place: str) -> int:
+        """A number that grows whenever the legs to a place change here, so that what was worked out
+        from them must be worked out again.
         """
-        return self._versions.get(place, 0)
+        return self._leg_versions.get(place, 0)
 
     def leg_begun(self, transfer_id: str, leg: PrefillLeg) -> None:
         """A landing is reserved, and the job is on its way."""
@@ -131,7 +132,7 @@ class Ledger:
             legs.answered_s.pop(transfer_id, None)
             legs.under_way[transfer_id] = leg
         self._unreported.setdefault(leg.place, {})[transfer_id] = leg
-        self._touch(leg.place)
+        _grow(self._leg_versions, leg.place)
 
     def leg_over(self, transfer_id: str, now_s: float) -> None:
         """The leg neither waits nor runs any more. Calling it again changes nothing."""
@@ -140,7 +141,7 @@ class Ledger:
                 del legs.under_way[transfer_id]
                 legs.ended[transfer_id] = now_s, leg
             self._unreported[leg.place].pop(transfer_id, None)
-            self._touch(leg.place)
+            _grow(self._leg_versions, leg.place)
         self._forget(now_s)
 
     def is_over(self, transfer_id: str) -> bool:
@@ -280,17 +281,21 @@ class Ledger:
 
     # ---- who had an instance for itself since when
 
+    def end_version(self, place: str) -> int:
+        """As `leg_version`, for the ends of prefills at a place."""
+        return self._end_versions.get(place, 0)
+
     def prefill_ended(self, place: str, instance: str, at_s: float) -> None:
         """A prefill ended on an instance at `at_s`."""
         # Results may be heard in another order than the prefills ended. The entry is taken out, so
         # that it comes last again: the first ones are the oldest, and those are forgotten.
         known = self._last_end_s.pop((place, instance), at_s)
         self._last_end_s[place, instance] = max(known, at_s)
-        self._touch(place)
+        _grow(self._end_versions, place)
         oldest = next(iter(self._last_end_s))
         while at_s - self._last_end_s[oldest] > KEEP_LAST_END_S:
             del self._last_end_s[oldest]
-            self._touch(oldest[0])
+            _grow(self._end_versions, oldest[0])
             oldest = next(iter(self._last_end_s))
 
     def last_ends(self) -> Iterator[tuple[tuple[str, str], float]]:
@@ -309,7 +314,7 @@ class Ledger:
         """Forget the last prefills of instances that have left."""
         for place, instance in [key for key in self._last_end_s if key[1] in instances]:
             del self._last_end_s[place, instance]
-            self._touch(place)
+            _grow(self._end_versions, place)
 
     def __len__(self) -> int:
         return len(self._all.under_way) + len(self._direct)
@@ -327,9 +332,6 @@ class Ledger:
         if not self.requests[instance]:
             del self.requests[instance]
 
-    def _touch(self, place: str) -> None:
-        self._versions[place] = self._versions.get(place, 0) + 1
-
     def _forget(self, now_s: float) -> None:
         while self._all.ended:
             transfer_id, (ended_s, leg) = next(iter(self._all.ended.items()))
@@ -338,3 +340,7 @@ class Ledger:
             for legs in (self._all, self._of_pd(leg.pd)):
                 del legs.ended[transfer_id]
                 legs.answered_s.pop(transfer_id, None)
+
+
+def _grow(versions: dict[str, int], place: str) -> None:
+    versions[place] = versions.get(place, 0) + 1

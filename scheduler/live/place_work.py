@@ -75,6 +75,7 @@ class PlaceWork:
         self._busy: list[tuple[float, float, float]] = []
         self._emitted: dict[str, float] = {}
         self._followed: tuple[int, float] | None = None
+        self._followed_ends = -1
         self._profile: PrefillProfile | None = None
 
     @property
@@ -102,27 +103,18 @@ class PlaceWork:
         """Take over what the ledger knows now. Unreported legs count if begun at `since_s` or
         later. `profile` turns work into seconds.
         """
-        is_first = self._profile is None
         has_new_times = profile is not self._profile and profile != self._profile
-        followed = ledger.version(self._place), since_s
-        if followed == self._followed and not has_new_times:
-            return
-        self._followed, self._profile = followed, profile
-        over = ledger.over(self._jobs.keys())
-        has_ended = any(self._jobs[name].instance for name in over)
-        self._remove(over)
-        if is_first:
-            self._add(self._jobs)
-        self._follow_legs(ledger, since_s)
-        if has_new_times and not is_first:
-            work: dict[str, JobReport | PrefillLeg] = {**self._jobs, **self._legs}
-            self._prefill_s = {name: self._seconds(item) for name, item in work.items()}
-        if has_new_times or has_ended:
-            self._run()
-        self._busy = [
-            (one.total_s, one.first_s, ledger.alone_since_s(self._place, one.instance, one.begun_s))
-            for one in self._running
-        ]
+        followed, ends = ledger.leg_version(self._place), ledger.end_version(self._place)
+        has_run = False
+        if has_new_times or (followed, since_s) != self._followed:
+            self._followed = followed, since_s
+            has_run = self._follow_jobs(ledger, profile, since_s, has_new_times=has_new_times)
+        if has_run or ends != self._followed_ends:
+            self._followed_ends = ends
+            self._busy = [
+                (total_s, first_s, ledger.alone_since_s(self._place, instance, begun_s))
+                for instance, total_s, first_s, begun_s in self._running
+            ]
 
     def free_s(self, now_s: float) -> tuple[float, ...]:
         """The times until each usable instance has finished what it runs, ascending."""
@@ -148,6 +140,24 @@ class PlaceWork:
     def emitted_tokens_per_s(self, pd: str) -> float:
         """How fast running prefills emit the KVCache that `pd` decodes, in tokens."""
         return self._emitted.get(pd, 0.0)
+
+    def _follow_jobs(
+        self, ledger: Ledger, profile: PrefillProfile, since_s: float, *, has_new_times: bool
+    ) -> bool:
+        """Take over what came and went. True if what instances run has changed."""
+        is_first, self._profile = self._profile is None, profile
+        over = ledger.over(self._jobs.keys())
+        has_ended = any(self._jobs[name].instance for name in over)
+        self._remove(over)
+        if is_first:
+            self._add(self._jobs)
+        self._follow_legs(ledger, since_s)
+        if has_new_times and not is_first:
+            work: dict[str, JobReport | PrefillLeg] = {**self._jobs, **self._legs}
+            self._prefill_s = {name: self._seconds(item) for name, item in work.items()}
+        if has_new_times or has_ended:
+            self._run()
+        return has_new_times or has_ended
 
     def _remove(self, names: Iterable[str]) -> None:
         """Forget jobs and legs that are over."""
