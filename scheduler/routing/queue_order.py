@@ -179,32 +179,32 @@ class QueueOrder(Generic[KeyT]):
                 return job
         return None
 
-    def ahead_of(self, job: WaitingJob[KeyT], now_s: float) -> Iterator[WaitingJob[KeyT]]:
+    def ahead_of(self, job: WaitingJob[KeyT], now_s: float) -> list[WaitingJob[KeyT]]:
         """The waiting jobs that will start before `job`, if no other job comes.
 
         `job` may wait already or be about to. Its predicted wait is their sum.
         """
         own = self._order(job.pd)
-        turn = own.started_tokens if len(own) else max(own.started_tokens, self._level)
-        for ahead in own.ahead_of(job, now_s):
-            turn += _tokens(ahead)
-            yield ahead
+        found = own.ahead_of(job, now_s) if len(own) else []
         if len(own) == len(self._waiting):
-            return
+            return found
+        turn = own.started_tokens if len(own) else max(own.started_tokens, self._level)
+        turn += sum(map(_tokens, found))
         # Another PD cluster starts jobs until its count has passed the one at which `job` starts.
         for pd, order in self._orders.items():
             started_tokens = order.started_tokens
-            if order is own or (started_tokens, pd) > (turn, job.pd):
+            if order is own or not len(order) or (started_tokens, pd) > (turn, job.pd):
                 continue
             # The order matters only if not all of them start before `job`.
-            if started_tokens + order.waiting_tokens <= turn:
-                yield from order.jobs()
+            if len(order) == 1 or started_tokens + order.waiting_tokens <= turn:
+                found += order.jobs()
                 continue
             for other in order.in_order(now_s):
                 if (started_tokens, pd) > (turn, job.pd):
                     break
                 started_tokens += _tokens(other)
-                yield other
+                found.append(other)
+        return found
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two calls. Tests use it."""
@@ -294,7 +294,7 @@ class _PdOrder(Generic[KeyT]):
         _, place = min(heads, key=lambda head: (head[0].priority, head[0].served, head[0].bucket))
         return place.job
 
-    def ahead_of(self, job: WaitingJob[KeyT], now_s: float) -> Iterator[WaitingJob[KeyT]]:
+    def ahead_of(self, job: WaitingJob[KeyT], now_s: float) -> list[WaitingJob[KeyT]]:
         """The waiting jobs that will start before `job`, if no other job comes.
 
         Buckets are taken to progress evenly by their shares: as many tokens of another bucket go
@@ -302,14 +302,16 @@ class _PdOrder(Generic[KeyT]):
         """
         mine, rank_s, tokens = self._config.bucket_of(job.uncached_tokens), self.rank_s(job), 0
         same = self._in(job.priority, mine)
+        found = []
         for place in same:
             if place.rank_s > rank_s:
                 break
             tokens += place.job.uncached_tokens
             if place.job.key != job.key:
-                yield place.job
+                found.append(place.job)
         if len(same) < len(self._places):
-            yield from self._ahead_elsewhere(job, mine, tokens, now_s)
+            found += self._ahead_elsewhere(job, mine, tokens, now_s)
+        return found
 
     def _ahead_elsewhere(
         self, job: WaitingJob[KeyT], mine: int, tokens: int, now_s: float
@@ -332,11 +334,11 @@ class _PdOrder(Generic[KeyT]):
                 budget -= place.job.uncached_tokens
                 yield place.job
 
-    def jobs(self) -> Iterator[WaitingJob[KeyT]]:
+    def jobs(self) -> list[WaitingJob[KeyT]]:
         """All jobs, in no particular order."""
-        return (place.job for place in self._places.values())
+        return [place.job for place in self._places.values()]
 
-    def in_order(self, now_s: float) -> Iterator[WaitingJob[KeyT]]:
+    def in_order(self, now_s: float) -> list[WaitingJob[KeyT]]:
         """All jobs, about in the order in which they will start: those that are due, then by class
         and rank.
         """
@@ -347,7 +349,7 @@ class _PdOrder(Generic[KeyT]):
                 return -1, due_s, place.order
             return place.job.priority, place.rank_s, place.order
 
-        return (place.job for place in sorted(self._places.values(), key=turn))
+        return [place.job for place in sorted(self._places.values(), key=turn)]
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two calls. Tests use it."""
