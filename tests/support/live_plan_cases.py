@@ -73,7 +73,7 @@ def teach(
         knowledge.decoded(output_tokens, STEP_S * (output_tokens - 1), at_s)
         for place, truth in ((HAND_OFF, SLOW), ("far", FAST)):
             if index < 30:
-                knowledge.profile(place).observe(tokens, 0, truth.prefill_s(tokens))
+                knowledge.learn(place, tokens, 0, truth.prefill_s(tokens))
         knowledge.reserved(tokens, 0, round(KV_FIXED_BYTES + KV_TOKEN_BYTES * tokens))
 
 

@@ -89,5 +89,5 @@ def teach(scheduler: RegionScheduler, place: str, per_token_s: float) -> None:
     known = scheduler.knowledge(MODEL)
     for number in range(1, 9):
         num_tokens = number * 500
-        known.profile(place).observe(num_tokens, 0, num_tokens * per_token_s)
+        known.learn(place, num_tokens, 0, num_tokens * per_token_s)
         known.reserved(num_tokens, 0, num_tokens * 512)

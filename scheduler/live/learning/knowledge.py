@@ -33,10 +33,6 @@ bad moment made look slow would never be tried again.
 """
 
 
-# Routes ask for it for each place that is not known yet, over all places.
-_num_seen: Final = attrgetter("num_seen")
-
-
 class MeanState(msgspec.Struct, frozen=True, array_like=True):
     """An average, and the number of values that it rests on."""
 
@@ -153,6 +149,8 @@ class ModelKnowledge:
         self._homes: dict[str, TrafficMeter] = {}
         self.lengths = LengthEstimator()
         self._profiles: dict[str, LearnedProfile] = {}
+        # Routes ask for the place with the most prefills for each place that is not known yet.
+        self._most: LearnedProfile | None = None
         self._overheads: dict[str, _Overhead] = {}
         self._tried_s: dict[str, float] = {}
         self._errors: dict[str, deque[float]] = {}
@@ -217,7 +215,7 @@ class ModelKnowledge:
         return found
 
     def profile(self, place: str) -> LearnedProfile:
-        """What was learnt at this place itself."""
+        """What was learnt at this place itself. It is to be read only; `learn` adds to it."""
         found = self._profiles.get(place)
         if found is None:
             found = self._profiles[place] = LearnedProfile()
@@ -225,14 +223,16 @@ class ModelKnowledge:
 
     def believe(self, place: str, profile: PrefillProfile) -> None:
         """Start from a profile that was measured beforehand, such as a plan's."""
-        self._profiles[place] = LearnedProfile(profile)
+        self._profiles[place], self._most = LearnedProfile(profile), None
 
     def prefill(self, place: str) -> PrefillProfile:
         """The best profile for a place: its own, or a borrowed one while its own is not known."""
         own = self.profile(place)
         if own.is_known:
             return own.profile
-        most = max(self._profiles.values(), key=_num_seen)
+        most = self._most
+        if most is None:
+            most = self._most = max(self._profiles.values(), key=attrgetter("num_seen"))
         if most.is_known or not own.num_seen:
             return own.scaled(most.profile)
         return own.profile
@@ -242,7 +242,16 @@ class ModelKnowledge:
     ) -> None:
         """A prefill took `seconds` by itself."""
         self.tried(place, now_s)
-        self.profile(place).observe(num_tokens, cached_tokens, seconds)
+        self.learn(place, num_tokens, cached_tokens, seconds)
+
+    def learn(self, place: str, num_tokens: int, cached_tokens: int, seconds: float) -> None:
+        """Take over how long a prefill took, whenever it was."""
+        learned = self.profile(place)
+        learned.observe(num_tokens, cached_tokens, seconds)
+        most = self._most
+        # Of several places with as many prefills, the one that was known first counts.
+        if most is not None and learned is not most and learned.num_seen >= most.num_seen:
+            self._most = None
 
     def tried(self, place: str, now_s: float) -> None:
         """A request was given to a place, which will show how fast it is."""

@@ -40,7 +40,7 @@ class FixedLoad(LiveScheduler):
 
     def knowledge(self, model: str) -> ModelKnowledge:
         known = ModelKnowledge()
-        known.profile("far").observe(1000, 0, 1.0)
+        known.learn("far", 1000, 0, 1.0)
         known.reserved(100, 0, int(self.kv_bytes))
         return known
 

@@ -43,7 +43,7 @@ def teach(gateway: Gateway) -> None:
     """As earlier requests would: 10 ms a token, and what KVCache takes."""
     known = gateway.scheduler.knowledge("tiny")
     for num_tokens in range(100, 1000, 100):
-        known.profile(ONE_ENGINE).observe(num_tokens, 0, num_tokens * 0.01)
+        known.learn(ONE_ENGINE, num_tokens, 0, num_tokens * 0.01)
         known.reserved(num_tokens, 0, num_tokens * 512)
     key = gateway.scheduler.tell(CacheMoveBegun("far", "home"))
     gateway.scheduler.tell(CacheMoveOver(key, False, 10**8, 0.1, 0.001))

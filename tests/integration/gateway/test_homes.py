@@ -300,7 +300,7 @@ async def test_a_request_goes_where_it_is_predicted_clearly_sooner(
         slow = {"one_engine": 0.1, "one_engine in north": 1e-6, "near": 0.1, "far": 0.1}
         for place, per_token_s in slow.items():
             for num_tokens in range(500, 4500, 500):
-                known.profile(place).observe(num_tokens, 0, num_tokens * per_token_s)
+                known.learn(place, num_tokens, 0, num_tokens * per_token_s)
                 known.reserved(num_tokens, 0, num_tokens * 512)
         status, headers, _ = await region.post(region.long_body())
         assert (status, headers["x-prfaas-cluster"]) == (200, cluster)

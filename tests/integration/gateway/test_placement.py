@@ -71,7 +71,7 @@ async def test_the_prefill_clusters_prefix_is_handed_to_the_pd_clusters_prefill_
         region.pd.prefill = region.far
         known = region.gateway.scheduler.knowledge("tiny")
         for num_tokens in range(500, 4000, 500):
-            known.profile(HAND_OFF).observe(num_tokens, 0, num_tokens * 1e-3)
+            known.learn(HAND_OFF, num_tokens, 0, num_tokens * 1e-3)
             known.reserved(num_tokens, 0, num_tokens * 512)
         key = region.gateway.scheduler.tell(CacheMoveBegun("far", "home"))
         region.gateway.scheduler.tell(CacheMoveOver(key, False, 10**8, 0.1))

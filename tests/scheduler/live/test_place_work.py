@@ -46,7 +46,7 @@ class Sites:
         known = self.live.knowledge(MODEL)
         for place in ("far", "near"):
             for number in range(1, 9):
-                known.profile(place).observe(number * 500, 0, number * 0.5)
+                known.learn(place, number * 500, 0, number * 0.5)
         self.legs: dict[str, str] = {}
         self.num_legs = 0
         for name, pd in settings.pairs:

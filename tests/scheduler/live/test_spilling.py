@@ -47,7 +47,7 @@ class Sites:
         known = self.live.knowledge(MODEL)
         for place in ("far", "one_engine", "one_engine in b", "one_engine in c"):
             for number in range(1, 9):
-                known.profile(place).observe(number * 500, 0, number * 500 * 1e-3)
+                known.learn(place, number * 500, 0, number * 500 * 1e-3)
         for num_tokens in (500, 1000, 2000):
             known.reserved(num_tokens, 0, num_tokens * 512)
 

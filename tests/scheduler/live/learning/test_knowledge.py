@@ -19,7 +19,7 @@ from scheduler.routing.prediction import Prediction
 def taught(place: str = "far", per_token_s: float = 2e-4, num: int = 8) -> ModelKnowledge:
     known = ModelKnowledge()
     for number in range(1, num + 1):
-        known.profile(place).observe(number * 1000, 0, number * 1000 * per_token_s)
+        known.learn(place, number * 1000, 0, number * 1000 * per_token_s)
     return known
 
 
@@ -86,7 +86,7 @@ def test_a_place_that_nobody_saw_borrows_from_the_one_seen_most() -> None:
     assert known.is_known
     assert known.prefill("near").prefill_s(5000) == pytest.approx(1.0, rel=0.02)
     for number in range(1, 5):
-        known.profile("near").observe(number * 1000, 0, number * 0.1)
+        known.learn("near", number * 1000, 0, number * 0.1)
     assert known.prefill("near").prefill_s(5000) == pytest.approx(0.5, rel=0.05)
     assert known.places == ["far", "near"]
 
@@ -163,11 +163,11 @@ def test_first_tokens_teach_overhead_and_error() -> None:
 def test_an_error_of_a_borrowed_profile_is_no_overhead() -> None:
     known = taught("far")
     for number in range(1, MIN_SEEN + 1):
-        known.profile("near").observe(1000, 0, 3.0)
+        known.learn("near", 1000, 0, 3.0)
         known.answered("near", Prediction(prefill_s=1.0), 3.0, float(number))
         assert known.overhead_s("near", float(number)) == 0
     assert known.error("near") is not None
-    known.profile("near").observe(1000, 0, 3.0)
+    known.learn("near", 1000, 0, 3.0)
     for _ in range(3):
         known.answered("near", Prediction(prefill_s=3.0), 3.5, 4.0)
     assert known.overhead_s("near", 4.0) == pytest.approx(0.5)

@@ -63,7 +63,7 @@ def region(
         known.reserved(tokens, 0, round(KV_FIXED_BYTES + KV_TOKEN_BYTES * tokens))
         for place, truth in (("hand_off", SLOW), ("hand_off in b", SLOW), ("far", FAST)):
             if index < 30:
-                known.profile(place).observe(tokens, 0, truth.prefill_s(tokens))
+                known.learn(place, tokens, 0, truth.prefill_s(tokens))
     for name in "ab":
         own = numbered(f"{name}p", "prefill", 4), numbered(f"{name}d", "decode", 4)
         live.take(ReportHeard(name, cluster(name, *own[0], *own[1]), NOW_S), NOW_S)

@@ -247,7 +247,7 @@ def test_prefill_times_of_the_pd_cluster_may_be_those_of_whole_requests() -> Non
     known = ModelKnowledge()
     for place in ("far", ONE_ENGINE):
         for tokens in (1000, 8000, 30_000):
-            known.profile(place).observe(tokens, 0, SLOW.prefill_s(tokens))
+            known.learn(place, tokens, 0, SLOW.prefill_s(tokens))
     known.reserved(1000, 0, 10_000_000)
     known.decoded(100, 2.5, live.now_s)
     live.knowledge = known
@@ -259,7 +259,7 @@ def test_prefill_times_of_the_pd_cluster_may_be_those_of_whole_requests() -> Non
 def test_all_that_is_missing_is_said_at_once() -> None:
     live = LiveRegion()
     live.link = LinkView()
-    live.knowledge.profile("far").observe(1000, 0, 0.5)
+    live.knowledge.learn("far", 1000, 0, 0.5)
     reason = reason_of(modelled(live))
     for said in (
         "prefill times of near are not known (0 of 3 prefills seen)",

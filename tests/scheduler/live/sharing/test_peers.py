@@ -203,7 +203,7 @@ def test_a_prompt_of_another_gateway_has_the_engine_before_ours() -> None:
     one, two = LiveScheduler(SETTINGS), LiveScheduler(SETTINGS)
     home = report("home", instance("d0", "both", decode_slots=4))
     two.take(ReportHeard("home", home, 1011.0), 1011.0)
-    two.knowledge(MODEL).profile(ONE_ENGINE).observe(1000, 0, 1.0)
+    two.knowledge(MODEL).learn(ONE_ENGINE, 1000, 0, 1.0)
     before = two.snapshot(MODEL, 1011.0).engines.free_s[0]
     one.take(DirectBegun("d0", 2000, 2000), 11.0)
     two.take(WorkHeard("one", told(one, 11.0)), 1011.0)
