@@ -16,7 +16,7 @@ from scheduler.live.admission import AdmissionRequest, admit
 from scheduler.live.settings import PdSettings
 from scheduler.live.snapshots import PendingRequest
 from scheduler.routing.candidates import RouteConfig, whole_prediction
-from scheduler.routing.decision import HAND_OFF, ONE_ENGINE
+from scheduler.routing.decision import RequestShape
 from scheduler.routing.prediction import Prediction
 from scheduler.routing.short_term import RouteDecision
 from scheduler.routing.spill import PdOffer, SpillRule, choose_pd
@@ -92,10 +92,14 @@ def spilled(
     request, tries = at_home.request, {home.name: at_home}
     offers = []
     nearest = live.distances.nearest(live, home.name, now_s)
+    cached_tokens = _most_cached_tokens(request.shape)
+    # What was measured beyond predictions may be less than nothing.
+    least_overhead_s = min(0.0, *at_home.config.overhead_s.values())
     for pd in _others(live, model, nearest, excluded):
         rtt_s = nearest[pd.name]
         # To look at a cluster takes long, and its prefill alone may take too long to be sooner.
-        least_s = rtt_s + _least_s(live, model, pd, at_home)
+        prefill_s = _least_prefill_s(live, model, pd, request.shape, cached_tokens)
+        least_s = rtt_s + (prefill_s + least_overhead_s)
         if own.is_able and least_s + rule.lead_s(own) >= own.ttft_s:
             continue
         shape = request.shape.at(pd.name)
@@ -131,24 +135,24 @@ def _others(
     return [*free, *full][:NUM_OTHERS]
 
 
-def _least_s(live: LiveScheduler, model: str, pd: PdSettings, at_home: Tried) -> float:
-    """A time that no first token of the request can beat if `pd` decodes: the shortest prefill of
-    any place, with the longest prefix that is cached anywhere.
-    """
-    known, shape = live.knowledge(model), at_home.request.shape
-    cached_tokens = max(
+def _most_cached_tokens(shape: RequestShape) -> int:
+    """The longest prefix of a request that is cached anywhere."""
+    return max(
         shape.local_cached_tokens,
         *shape.prefill_cached_tokens.values(),
         *shape.sendable_tokens.values(),
         *(cached.local_tokens for cached in shape.cached_in_pds.values()),
         0,
     )
-    places = [live.place(HAND_OFF, pd.name), live.place(ONE_ENGINE, pd.name), *pd.prefill_clusters]
-    prefills = [
-        known.prefill(place).prefill_s(shape.num_prompt_tokens, cached_tokens) for place in places
-    ]
-    # What was measured beyond predictions may be less than nothing.
-    return min(prefills) + min(0.0, *at_home.config.overhead_s.values(), 0.0)
+
+
+def _least_prefill_s(
+    live: LiveScheduler, model: str, pd: PdSettings, shape: RequestShape, cached_tokens: int
+) -> float:
+    """The shortest prefill of any place where `pd` decodes. No first token can beat it."""
+    known, num_tokens = live.knowledge(model), shape.num_prompt_tokens
+    places = (*live.pd_places(pd.name), *pd.prefill_clusters)
+    return min([known.prefill(place).prefill_s(num_tokens, cached_tokens) for place in places])
 
 
 def _offer(

@@ -96,7 +96,7 @@ def test_clusters_that_cannot_be_sooner_are_passed_over_without_a_change_of_any_
     several = joint(names=("a", "b", "c"))
     crowded = work(5.0, 0.2, 1.5)
     first = replay(model(several), crowded, Policy(spill="overflow"))
-    monkeypatch.setattr(spilling, "_least_s", lambda *_: 0.0)
+    monkeypatch.setattr(spilling, "_least_prefill_s", lambda *_: 0.0)
     second = replay(model(several), crowded, Policy(spill="overflow"))
     assert [(j.pd, j.place) for j in first.jobs] == [(j.pd, j.place) for j in second.jobs]
     assert {job.pd for job in first.jobs if job.home == 0} == {0, 1, 2}
