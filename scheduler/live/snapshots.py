@@ -7,7 +7,7 @@ learnt profile of a place turns its work into seconds. Pure; time is an argument
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
@@ -92,6 +92,11 @@ class ReportDigest:
         # Prefill instances serve whole requests only where no other instance can.
         return [item for item in serving if item.role != "prefill"] or serving
 
+    @cached_property
+    def whole_names(self) -> frozenset[str]:
+        """The names of `whole`."""
+        return frozenset(item.name for item in self.whole)
+
     def work(
         self, place: str, instances: Sequence[InstanceReport], first_pd: str, order: OrderConfig
     ) -> PlaceWork:
@@ -118,8 +123,7 @@ class PendingRequest(msgspec.Struct, frozen=True):
     home: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotMaker:
+class SnapshotMaker(msgspec.Struct, frozen=True):
     """Makes snapshots for one model and the PD cluster that would decode.
 
     `link` gives the present state of a link between clusters.
@@ -135,7 +139,7 @@ class SnapshotMaker:
     moves: CacheMoveLedger
     first_pd: str = ""
     """The PD cluster of jobs that name none: their gateway knows only one."""
-    order: OrderConfig = field(default_factory=OrderConfig)
+    order: OrderConfig = msgspec.field(default_factory=OrderConfig)
     """The order in which the queues of prefill clusters start their jobs."""
     request: PendingRequest | None = None
     """The request that the snapshot is for. Jobs that it will overtake are not ahead of it. None:
@@ -253,12 +257,9 @@ class SnapshotMaker:
         if report is None:
             return ClusterView(name=name, prefill=profile, is_healthy=False)
         direct = self.ledger.direct()
-        free_s = [
-            self._engine_s(item.name, direct[item.name], profile, now_s)
-            if item.name in direct
-            else 0.0
-            for item in pd.whole
-        ]
+        busy = direct.keys() & pd.whole_names
+        free_s = [0.0] * (len(pd.whole) - len(busy))
+        free_s += [self._engine_s(item, direct[item], profile, now_s) for item in busy]
         return ClusterView(
             name=name,
             prefill=profile,

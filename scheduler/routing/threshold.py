@@ -126,9 +126,11 @@ class ThresholdController:
         if link.age_s > self._config.max_age_s:
             return Threshold(base_tokens, self._factor, ThresholdReason.LINK_STALE, link)
         target, reason = self._target(link, planned_bytes_per_s)
-        # Linear in the logarithm: half of the way back from 16 is 4, not 8.
-        left = math.exp(-elapsed_s / self._config.return_s)
-        returning = target * (self._factor / target) ** left if self._factor > target else target
+        returning = target
+        if self._factor > target:
+            # Linear in the logarithm: half of the way back from 16 is 4, not 8.
+            left = math.exp(-elapsed_s / self._config.return_s)
+            returning = target * (self._factor / target) ** left
         # The exponential never reaches its target; within a thousandth it has arrived.
         if returning > target * 1.001:
             reason = ThresholdReason.RETURNING
