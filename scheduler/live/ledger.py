@@ -108,8 +108,8 @@ class Ledger:
         It is what a report of that time misses.
         """
         total = 0
-        for name in instances:
-            for at_s, num_requests in reversed(self._changes.get(name, ())):
+        for name in self._changes.keys() & instances:
+            for at_s, num_requests in reversed(self._changes[name]):
                 # Changes are in order of time: all before this one are in the report.
                 if at_s < since_s:
                     break

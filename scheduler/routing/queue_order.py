@@ -184,16 +184,20 @@ class QueueOrder(Generic[KeyT]):
 
         `job` may wait already or be about to. Its predicted wait is their sum.
         """
-        own = self._order(job.pd)
-        found = own.ahead_of(job, now_s) if len(own) else []
-        if len(own) == len(self._waiting):
-            return found
-        turn = own.started_tokens if len(own) else max(own.started_tokens, self._level)
-        turn += sum(map(_tokens, found))
+        own, turn = self._order(job.pd), 0
+        found = []
+        if num_own := len(own):
+            found = own.ahead_of(job, now_s)
+            if num_own == len(self._waiting):
+                return found
+            turn = own.started_tokens + sum(map(_tokens, found))
+        else:
+            turn = max(own.started_tokens, self._level)
         # Another PD cluster starts jobs until its count has passed the one at which `job` starts.
         for pd, order in self._orders.items():
             started_tokens = order.started_tokens
-            if order is own or not len(order) or (started_tokens, pd) > (turn, job.pd):
+            is_empty = not order.waiting_tokens
+            if is_empty or order is own or (started_tokens, pd) > (turn, job.pd):
                 continue
             # The order matters only if not all of them start before `job`.
             if len(order) == 1 or started_tokens + order.waiting_tokens <= turn:
@@ -232,6 +236,7 @@ class _PdOrder(Generic[KeyT]):
         self.started_tokens = 0
         """Uncached tokens of its jobs that were started."""
         self.waiting_tokens = 0
+        """Uncached tokens of its waiting jobs, at least one each."""
         self._places: dict[KeyT, _Place[KeyT]] = {}
         self._lanes: dict[tuple[int, int], _Lane[KeyT]] = {}
         self._level: dict[int, float] = {}

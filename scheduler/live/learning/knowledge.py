@@ -149,7 +149,8 @@ class ModelKnowledge:
         self._homes: dict[str, TrafficMeter] = {}
         self.lengths = LengthEstimator()
         self._profiles: dict[str, LearnedProfile] = {}
-        # Routes ask for the place with the most prefills for each place that is not known yet.
+        # The answers of `prefill`, and the place with the most prefills, from which others borrow.
+        self._best: dict[str, PrefillProfile] = {}
         self._most: LearnedProfile | None = None
         self._overheads: dict[str, _Overhead] = {}
         self._tried_s: dict[str, float] = {}
@@ -223,10 +224,17 @@ class ModelKnowledge:
 
     def believe(self, place: str, profile: PrefillProfile) -> None:
         """Start from a profile that was measured beforehand, such as a plan's."""
-        self._profiles[place], self._most = LearnedProfile(profile), None
+        self._profiles[place] = LearnedProfile(profile)
+        self._forget_best()
 
     def prefill(self, place: str) -> PrefillProfile:
         """The best profile for a place: its own, or a borrowed one while its own is not known."""
+        found = self._best.get(place)
+        if found is None:
+            found = self._best[place] = self._own_or_borrowed(place)
+        return found
+
+    def _own_or_borrowed(self, place: str) -> PrefillProfile:
         own = self.profile(place)
         if own.is_known:
             return own.profile
@@ -248,10 +256,14 @@ class ModelKnowledge:
         """Take over how long a prefill took, whenever it was."""
         learned = self.profile(place)
         learned.observe(num_tokens, cached_tokens, seconds)
-        most = self._most
-        # Of several places with as many prefills, the one that was known first counts.
-        if most is not None and learned is not most and learned.num_seen >= most.num_seen:
-            self._most = None
+        self._best.pop(place, None)
+        if self._most is not None and learned.num_seen >= self._most.num_seen:
+            self._forget_best()
+
+    def _forget_best(self) -> None:
+        """Other places may borrow something else from now on."""
+        self._best.clear()
+        self._most = None
 
     def tried(self, place: str, now_s: float) -> None:
         """A request was given to a place, which will show how fast it is."""
