@@ -104,7 +104,7 @@ class ReportDigest:
         work, report = self._work, self.source.report
         assert report is not None
         # An operator may change the order between two reports.
-        if work is None or work.order != order:
+        if work is None or work.order is not order:
             at_s, model = self.source.at_s, self.model
             work = self._work = PlaceWork(
                 report, at_s, instances, place=place, model=model, first_pd=first_pd, order=order
@@ -180,15 +180,14 @@ class SnapshotMaker(msgspec.Struct, frozen=True):
         name, report = digest.source.name, digest.source.report
         link, profile = self.link(name, pd), self.knowledge.prefill(name)
         threshold = self.thresholds.update(name, link, now_s, pd=pd)
-        plan_threshold = self.thresholds.plan_tokens(name, pd)
         if report is None:
             return ClusterView(
                 name=name,
                 prefill=profile,
                 is_healthy=False,
                 link=link,
-                threshold_tokens=threshold,
-                plan_threshold_tokens=plan_threshold,
+                threshold_tokens=threshold.tokens,
+                plan_threshold_tokens=threshold.plan_tokens,
             )
         work = digest.work(name, report.instances, self.first_pd, self.order)
         work.follow(self.ledger, profile, digest.source.at_s - link.rtt_s - ON_THE_WAY_S)
@@ -202,8 +201,8 @@ class SnapshotMaker(msgspec.Struct, frozen=True):
             queued_s=self._queued_s(work, name, pd, now_s),
             link=self._filled(link, work.emitted_tokens_per_s(pd)),
             links_in=self._links_in(name, report.instances, now_s),
-            threshold_tokens=threshold,
-            plan_threshold_tokens=plan_threshold,
+            threshold_tokens=threshold.tokens,
+            plan_threshold_tokens=threshold.plan_tokens,
         )
 
     def _queued_s(self, work: PlaceWork, cluster: str, pd: str, now_s: float) -> float:

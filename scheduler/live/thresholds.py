@@ -82,11 +82,11 @@ class Thresholds:
             for name, kept in clusters.items():
                 yield name, pd, kept.base_tokens, kept.planned_bytes_per_s
 
-    def update(self, cluster: str, link: LinkView, now_s: float, *, pd: str = "") -> float:
+    def update(self, cluster: str, link: LinkView, now_s: float, *, pd: str = "") -> Threshold:
         """The threshold of a link with its present view."""
         kept = self._of(pd)[cluster]
         kept.now = kept.controller.update(kept.base_tokens, link, kept.planned_bytes_per_s, now_s)
-        return kept.now.tokens
+        return kept.now
 
     def overview(self) -> list[ThresholdNow]:
         """The thresholds of all links."""

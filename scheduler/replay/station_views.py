@@ -145,6 +145,7 @@ class StationViews:
         prefill_clusters = []
         for station in self._sources[pd.name]:
             name, link = station.name, live.link(station.name, home.name)
+            threshold = live.thresholds.update(name, link, now_s, pd=pd.name)
             cluster = ClusterView(
                 name=name,
                 prefill=known.prefill(name),
@@ -152,8 +153,8 @@ class StationViews:
                 free_s=station.free_s(now_s),
                 queued_s=station.queued_s(shape.prefill_uncached_tokens(name), now_s, number),
                 link=link,
-                threshold_tokens=live.thresholds.update(name, link, now_s, pd=pd.name),
-                plan_threshold_tokens=live.thresholds.plan_tokens(name, pd.name),
+                threshold_tokens=threshold.tokens,
+                plan_threshold_tokens=threshold.plan_tokens,
             )
             prefill_clusters.append(cluster)
         local = ClusterView(

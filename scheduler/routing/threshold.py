@@ -106,6 +106,7 @@ class ThresholdController:
         self._config = config or ThresholdConfig()
         self._factor = 1.0
         self._at_s: float | None = None
+        self._last: Threshold | None = None
 
     @property
     def factor(self) -> float:
@@ -122,6 +123,22 @@ class ThresholdController:
         """
         elapsed_s = 0.0 if self._at_s is None else max(0.0, now_s - self._at_s)
         self._at_s = now_s if self._at_s is None else max(now_s, self._at_s)
+        last = self._last
+        # Every route asks, and nothing happens between two views once t has arrived.
+        if (
+            last is not None
+            and last.link is link
+            and last.factor == last.target_factor
+            and last.plan_tokens == base_tokens
+            and last.planned_bytes_per_s == planned_bytes_per_s
+        ):
+            return last
+        found = self._last = self._updated(base_tokens, link, planned_bytes_per_s, elapsed_s)
+        return found
+
+    def _updated(
+        self, base_tokens: float, link: LinkView, planned_bytes_per_s: float, elapsed_s: float
+    ) -> Threshold:
         # An unknown state can neither raise t nor let it fall.
         if link.age_s > self._config.max_age_s:
             return Threshold(base_tokens, self._factor, ThresholdReason.LINK_STALE, link)

@@ -199,9 +199,9 @@ async def test_advice_is_given_at_every_step(live: LiveRegion, make: Make) -> No
 async def test_the_router_is_told_what_the_plan_sends(live: LiveRegion, make: Make) -> None:
     live.link = LinkView(available_bytes_per_s=1e8)
     await make().decide()
-    clear = live.thresholds.update("far", LinkView(available_bytes_per_s=1e8), live.now_s)
+    clear = live.thresholds.update("far", LinkView(available_bytes_per_s=1e8), live.now_s).tokens
     assert clear == pytest.approx(live.thresholds.base_tokens()["far"], rel=0.02)
-    scarce = live.thresholds.update("far", LinkView(available_bytes_per_s=1e7), live.now_s)
+    scarce = live.thresholds.update("far", LinkView(available_bytes_per_s=1e7), live.now_s).tokens
     assert scarce > 2 * clear
 
 

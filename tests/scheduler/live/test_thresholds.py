@@ -27,8 +27,8 @@ def test_before_a_look_the_base_holds_and_nothing_is_said() -> None:
 
 def test_each_follows_its_own_link() -> None:
     kept = thresholds("near", "far")
-    assert kept.update("far", CONGESTED, 0.0) == 2000
-    assert kept.update("near", CLEAR, 0.0) == 1000
+    assert kept.update("far", CONGESTED, 0.0).tokens == 2000
+    assert kept.update("near", CLEAR, 0.0).tokens == 1000
     far, near = kept.overview()
     assert (far.tokens, far.reason, far.numbers["factor"]) == (2000, "link_state", 2.0)
     assert (near.tokens, near.reason) == (1000, "plan")
@@ -37,7 +37,7 @@ def test_each_follows_its_own_link() -> None:
 def test_it_rises_at_once_and_returns_slowly() -> None:
     kept = thresholds()
     kept.update("far", CONGESTED, 0.0)
-    values = [kept.update("far", CLEAR, at_s) for at_s in (1.0, 5.0, 60.0, 120.0)]
+    values = [kept.update("far", CLEAR, at_s).tokens for at_s in (1.0, 5.0, 60.0, 120.0)]
     assert 1800 < values[0] < 2000
     assert values == sorted(values, reverse=True)
     assert values[-1] == pytest.approx(1000)
@@ -47,7 +47,7 @@ def test_a_plan_replaces_the_base_and_says_what_it_sends() -> None:
     kept = thresholds()
     kept.set_base("far", 500.0, planned_bytes_per_s=4e9)
     assert kept.base_tokens() == {"far": 500.0}
-    assert kept.update("far", CLEAR, 0.0) == pytest.approx(2000)
+    assert kept.update("far", CLEAR, 0.0).tokens == pytest.approx(2000)
     assert kept.overview()[0].reason == "link_rate"
 
 

@@ -120,3 +120,22 @@ def test_a_slower_link_never_lowers_it(
         assert raised.tokens * 1.0011 >= t.tokens
         for found in (t, raised):
             assert 20_000 <= found.tokens <= 20_000 * config.max_factor * (1 + 1e-9)
+
+
+@untimed
+@given(
+    st.lists(links, min_size=1, max_size=3),
+    st.lists(
+        st.tuples(st.floats(0, 30), st.integers(0, 2), st.sampled_from([0.0, 1e9])), max_size=12
+    ),
+)
+def test_the_same_view_again_is_as_good_as_an_equal_one(
+    views: list[LinkView], steps: list[tuple[float, int, float]]
+) -> None:
+    one, other = ThresholdController(), ThresholdController()
+    now_s = 0.0
+    for elapsed_s, which, planned in steps:
+        now_s += elapsed_s
+        view = views[which % len(views)]
+        again = one.update(20_000, view, planned, now_s)
+        assert again == other.update(20_000, replace(view), planned, now_s)
