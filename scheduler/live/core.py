@@ -334,8 +334,10 @@ class LiveScheduler:
         self, known: ModelKnowledge, pd: PdSettings, now_s: float
     ) -> Mapping[str, float]:
         """The overheads of all targets where `pd` decodes."""
-        targets = (*pd.prefill_clusters, HAND_OFF, ONE_ENGINE)
-        return {t: known.overhead_s(self.place(t, pd.name), now_s) for t in targets}
+        found = {name: known.overhead_s(name, now_s) for name in pd.prefill_clusters}
+        for target in (HAND_OFF, ONE_ENGINE):
+            found[target] = known.overhead_s(self.place(target, pd.name), now_s)
+        return found
 
     def _config(self, model: str, now_s: float, pd: str) -> RouteConfig:
         routing, known = self.settings.routing, self.knowledge(model)

@@ -91,8 +91,7 @@ class PlaceWork:
     @property
     def num_queued(self) -> int:
         """The jobs that wait, without those that free instances will take at once."""
-        num_free = max(0, self.num_places - self._num_running)
-        return max(0, self.num_jobs - self._num_running - num_free)
+        return max(0, self.num_jobs - max(self.num_places, self._num_running))
 
     @property
     def queued_s(self) -> float:

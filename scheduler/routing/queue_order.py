@@ -354,6 +354,10 @@ class _PdOrder(Generic[KeyT]):
                 return -1, due_s, place.order
             return place.job.priority, place.rank_s, place.order
 
+        lanes = [lane for lane in self._lanes.values() if lane.places]
+        if len(lanes) == 1:
+            # Of one lane, the jobs with the lowest ranks are due first.
+            return [place.job for place in lanes[0].places]
         return [place.job for place in sorted(self._places.values(), key=turn)]
 
     def check_invariants(self) -> None:
