@@ -160,11 +160,9 @@ class Ledger:
         for transfer_id in legs.keys() & transfer_ids:
             del legs[transfer_id]
 
-    def unreported(self, place: str, since_s: float) -> Iterator[tuple[str, PrefillLeg]]:
-        """Legs to a place that no report has had, with their ids, begun at `since_s` or later."""
-        for transfer_id, leg in self._unreported.get(place, {}).items():
-            if leg.begun_s >= since_s:
-                yield transfer_id, leg
+    def unreported(self, place: str) -> Mapping[str, PrefillLeg]:
+        """Legs to a place that no report has had, by their ids."""
+        return self._unreported.get(place, {})
 
     def unanswered(self) -> Iterator[tuple[str, PrefillLeg, bool]]:
         """All legs whose requests are not answered: id, leg, and whether the leg is over."""

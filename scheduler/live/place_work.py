@@ -62,7 +62,6 @@ class PlaceWork:
         # Jobs of a model with instances of its own wait for those.
         self._others = {item.model for item in report.instances} - {"", model}
         self._jobs = {job.transfer_id: job for job in report.jobs}
-        self._reported = frozenset(self._jobs)
         self._legs: dict[str, PrefillLeg] = {}
         self._prefill_s: dict[str, float] = {}
         # The jobs that wait for the same instances as a request for this model.
@@ -74,8 +73,9 @@ class PlaceWork:
         # that one got the instance for itself.
         self._busy: list[tuple[float, float, float]] = []
         self._emitted: dict[str, float] = {}
-        self._followed: tuple[int, float] | None = None
-        self._followed_ends = -1
+        self._followed_legs = self._followed_ends = -1
+        # Between these two, any `since_s` gives the same legs.
+        self._same_legs_s = math.inf, -math.inf
         self._profile: PrefillProfile | None = None
 
     @property
@@ -103,10 +103,11 @@ class PlaceWork:
         later. `profile` turns work into seconds.
         """
         has_new_times = profile is not self._profile and profile != self._profile
-        followed, ends = ledger.leg_version(self._place), ledger.end_version(self._place)
+        legs, ends = ledger.leg_version(self._place), ledger.end_version(self._place)
+        after_s, until_s = self._same_legs_s
         has_run = False
-        if has_new_times or (followed, since_s) != self._followed:
-            self._followed = followed, since_s
+        if has_new_times or legs != self._followed_legs or not after_s < since_s <= until_s:
+            self._followed_legs = legs
             has_run = self._follow_jobs(ledger, profile, since_s, has_new_times=has_new_times)
         if has_run or ends != self._followed_ends:
             self._followed_ends = ends
@@ -170,8 +171,14 @@ class PlaceWork:
 
     def _follow_legs(self, ledger: Ledger, since_s: float) -> None:
         # A reported leg never counts as unreported again: a later report without it means its end.
-        ledger.legs_reported(self._place, self._reported)
-        legs = dict(ledger.unreported(self._place, since_s))
+        ledger.legs_reported(self._place, self._jobs.keys())
+        legs, after_s, until_s = {}, -math.inf, math.inf
+        for name, leg in ledger.unreported(self._place).items():
+            if leg.begun_s >= since_s:
+                legs[name], until_s = leg, min(until_s, leg.begun_s)
+            else:
+                after_s = max(after_s, leg.begun_s)
+        self._same_legs_s = after_s, until_s
         self._remove([name for name, leg in self._legs.items() if legs.get(name) is not leg])
         new = {name: leg for name, leg in legs.items() if name not in self._legs}
         self._legs |= new

@@ -148,7 +148,7 @@ def test_the_work_of_another_gateway_counts_until_it_ends() -> None:
     key = one.take(DirectBegun("d0", 700, 700), 10.5)
     two.take(WorkHeard("one", told(one, 11.0)), 1011.0)
     assert two.ledger.change_since({"d0"}, 1000.0) == 1
-    ((transfer_id, found),) = two.ledger.unreported("far", 1000.0)
+    ((transfer_id, found),) = two.ledger.unreported("far").items()
     assert (transfer_id, found.begun_s, found.lands_at_s) == ("a", 1010.0, 1012.0)
     assert [prompt.begun_s for prompt in two.ledger.direct()["d0"]] == [1010.5]
     # It is not this gateway's own, so it is not told on.
