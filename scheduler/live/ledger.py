@@ -11,7 +11,7 @@ Pure; time is an argument. It does not know profiles, so not how long anything w
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, KeysView, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
 
@@ -144,12 +144,10 @@ class Ledger:
             _grow(self._leg_versions, leg.place)
         self._forget(now_s)
 
-    def is_over(self, transfer_id: str) -> bool:
-        """Whether the leg was ours and has ended. A report that still has it is older."""
-        return transfer_id in self._all.ended
-
-    def over(self, transfer_ids: KeysView[str]) -> Set[str]:
-        """Those legs that were ours and have ended."""
+    def over(self, transfer_ids: Set[str]) -> Set[str]:
+        """The legs among `transfer_ids` that were ours and have ended. A report that still has one
+        of them is older.
+        """
         return self._all.ended.keys() & transfer_ids
 
     def legs_reported(self, place: str, transfer_ids: Set[str]) -> None:

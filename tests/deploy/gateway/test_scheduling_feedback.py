@@ -110,7 +110,7 @@ def test_a_leg_is_under_way_until_it_is_over() -> None:
     assert case.known.kv.token_bytes == pytest.approx(512)
     case.feedback.leg_over(landing)
     assert case.scheduler.live.ledger.landing(MODEL, "home") == []
-    assert case.scheduler.live.ledger.is_over("t")
+    assert case.scheduler.live.ledger.over({"t"}) == {"t"}
 
 
 def test_a_prefill_teaches_what_it_took_by_itself() -> None:

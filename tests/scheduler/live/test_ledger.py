@@ -20,7 +20,7 @@ def test_legs_are_found_by_place_until_they_are_over() -> None:
     assert len(ledger.landing("")) == len(ledger) == 3
     ledger.leg_over("b", 2.0)
     assert list(ledger.unreported("far")) == ["a"]
-    assert (ledger.is_over("b"), ledger.is_over("a"), ledger.is_over("unknown")) == (1, 0, 0)
+    assert ledger.over({"a", "b", "unknown"}) == {"b"}
     assert len(ledger) == 2
 
 
@@ -52,8 +52,7 @@ def test_a_leg_may_end_more_than_once_and_others_legs_may_too() -> None:
     ledger.leg_over("a", 1.0)
     ledger.leg_over("a", 5.0)
     ledger.leg_over("somebody else's", 5.0)
-    assert ledger.is_over("a")
-    assert not ledger.is_over("somebody else's")
+    assert ledger.over({"a", "somebody else's"}) == {"a"}
 
 
 def test_what_ended_is_forgotten_after_a_while() -> None:
@@ -61,7 +60,7 @@ def test_what_ended_is_forgotten_after_a_while() -> None:
     for number in range(1000):
         ledger.leg_begun(str(number), leg(float(number)))
         ledger.leg_over(str(number), float(number))
-    assert [ledger.is_over(str(number)) for number in (999, 999 - int(KEEP_ENDED_S), 900)] == [
+    assert [bool(ledger.over({str(number)})) for number in (999, 999 - int(KEEP_ENDED_S), 900)] == [
         True,
         True,
         False,

@@ -158,7 +158,7 @@ def test_the_work_of_another_gateway_counts_until_it_ends() -> None:
     one.take(LegOver("a"), 12.0)
     two.take(WorkHeard("one", told(one, 12.5)), 1012.5)
     assert not two.ledger.direct()
-    assert two.ledger.is_over("a")
+    assert two.ledger.over({"a"}) == {"a"}
     assert two.ledger.kv_change_since(MODEL, 1000.0, "home") == 512_000
     one.take(LegAnswered("a"), 13.0)
     one.take(InstanceOver("d0"), 13.0)
@@ -190,9 +190,9 @@ def test_a_gateway_that_is_heard_again_has_its_work_again() -> None:
     one.take(leg("a"), 10.0)
     two.take(WorkHeard("one", told(one, 11.0)), 1011.0)
     two.take(WorkHeard("one", None), 1014.0)
-    assert two.ledger.is_over("a")
+    assert two.ledger.over({"a"}) == {"a"}
     two.take(WorkHeard("one", told(one, 15.0)), 1015.0)
-    assert not two.ledger.is_over("a")
+    assert two.ledger.over({"a"}) == set()
     assert [found.num_tokens for found in two.ledger.landing(MODEL, "home")] == [1000]
     one.take(LegOver("a"), 16.0)
     two.take(WorkHeard("one", told(one, 16.0)), 1016.0)
