@@ -65,7 +65,7 @@ class LandingRoom:
 
 
 def decoding(instances: Sequence[InstanceReport], at_s: float, model: str) -> Decoding:
-    """Those of a PD cluster's instances that decode for a model."""
+    """Sum up the instances of a PD cluster that decode for a model."""
     found = [item for item in instances if item.role != "prefill" and serves(item, model)]
     kv_bytes, kv_total_bytes = _kv_memory(found)
     return Decoding(

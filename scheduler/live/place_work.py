@@ -21,7 +21,7 @@ from scheduler.routing.profiles import PrefillProfile
 from scheduler.routing.queue_order import QueueOrder, WaitingJob, priority_class
 
 _LEAST_PREFILL_S: Final = 1e-3
-"""What a prefill takes at least where its length is divided by its time."""
+"""The least time of a prefill, seconds. Its length is divided by its time."""
 
 
 class _Running(NamedTuple):

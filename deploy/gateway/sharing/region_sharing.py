@@ -59,8 +59,8 @@ KEEP_EVERY_S: Final = 10.0
 MAX_BATCH: Final = 50
 """Observations in one batch: learning from them takes about 10 ms of the event loop."""
 TOLD_AGAIN_S: Final = 5.0
-"""What was told within this time before Redis stopped to answer is told again, seconds: the others
-may not have heard it, and Redis may have lost it.
+"""Observations that were told within this time before Redis stopped answering are told again,
+seconds: the others may not have heard them, and Redis may have lost them.
 """
 MAX_PENDING: Final = 20_000
 """Observations that wait while Redis does not answer. Older ones are lost to the others."""
@@ -119,7 +119,7 @@ class RegionSharing:
         self._since_s = scheduler.clock()
         self._pending: deque[tuple[float, Any]] = deque()
         self._told: deque[tuple[float, tuple[float, Any]]] = deque()
-        """What was told within `TOLD_AGAIN_S`, and when."""
+        """The observations that were told within `TOLD_AGAIN_S`, each with the time of telling."""
         self._num_told = 0
         """The number of the first pending observation."""
         self._position = b"0-0"

@@ -216,7 +216,7 @@ class ModelKnowledge:
         return found
 
     def profile(self, place: str) -> LearnedProfile:
-        """What was learnt at this place itself. It is to be read only; `learn` adds to it."""
+        """The profile that was learnt at this place itself. Only read it: `learn` adds to it."""
         found = self._profiles.get(place)
         if found is None:
             found = self._profiles[place] = LearnedProfile()
