@@ -5,20 +5,31 @@ questions: are two caches interchangeable (`fingerprint`), and which bytes are t
 tokens (`transfer_bytes`, `extents`). It does not know tensors, devices, sockets or where anything
 is stored.
 
-The bytes of a transfer are, without padding: for each tensor-parallel rank, for each group, for
-each layer of the group, the pages of `KVGroup.pages(n)` in order. So the pages that one layer
-finishes together are neighbours, and a rank's share is one contiguous range.
+The bytes of a transfer are ordered by what they mean and not by how an engine is cut: for each
+layer in the order of the model, for each part of the layer, for each unit of the part (a KV head,
+a head of a state), the items of `KVGroup.tokens(n)` in order. There is no padding. So engines with
+other tensor-parallel sizes, block sizes and memory orders send and read the same bytes, and what a
+rank owns of a part is one run of bytes for each of its units.
 """
 
+import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 import msgspec
 from blake3 import blake3
 
-FORMAT_VERSION = 1
-"""Order of bytes in a transfer. 1: rank, group, layer, page."""
+FORMAT_VERSION = 2
+"""Order of bytes in a transfer. 2: layer, part, unit, item. (1: rank, group, layer, page.)"""
+
+WINDOW_STEP_TOKENS = 16
+"""Transfers of windows begin at multiples of this number, which every block size of vLLM is a
+multiple of. Without it a window would begin one token behind the boundary of a block, and the
+receiver could not keep that block in its prefix cache.
+"""
 
 
 class KVKind(StrEnum):
@@ -30,24 +41,105 @@ class KVKind(StrEnum):
     RECURRENT = "recurrent"
 
 
-_ELEMENTS = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "half": "fp16",
-    "float32": "fp32",
-    "float": "fp32",
-}
+_ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 class LayoutError(ValueError):
     """A layout that cannot be described or decoded."""
 
 
-class KVLayer(msgspec.Struct, frozen=True):
-    """One layer: its name in the engine, and the bytes of one page that carry data."""
+@dataclass(frozen=True, slots=True)
+class PartExtent:
+    """The place of a part's items in a transfer or in a cached block, from `offset` on.
+
+    The items of one unit are neighbours, and so are the units.
+    """
+
+    part: "KVPart"
+    items: range
+    offset: int
+
+    @property
+    def unit_bytes(self) -> int:
+        return len(self.items) * self.part.item_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.part.num_units * self.unit_bytes
+
+    def place(self, unit: int, item: int) -> int:
+        """The offset of one item of one unit."""
+        return (
+            self.offset
+            + unit * self.unit_bytes
+            + (item - self.items.start) * (self.part.item_bytes)
+        )
+
+
+class KVPart(msgspec.Struct, frozen=True):
+    """What a layer keeps of one sort, over all tensor-parallel ranks.
+
+    num_units: what ranks divide among themselves, KV heads or heads of a state.
+    item_bytes: bytes of one unit's item.
+    tokens_per_item: the tokens that one item is of; 0 for a state, which is of all tokens before.
+    encoding: how the bytes of an item are to be read, "bfloat16" for plain numbers.
+    """
 
     name: str
-    page_bytes: int
+    num_units: int
+    item_bytes: int
+    encoding: str
+    tokens_per_item: int = 1
+
+    def held_units(self, tp_size: int, tp_rank: int) -> range:
+        """The units in a rank's memory. Ranks beyond the number of units have copies."""
+        if self.num_units >= tp_size:
+            share = self.num_units // tp_size
+            return range(tp_rank * share, (tp_rank + 1) * share)
+        unit = tp_rank // (tp_size // self.num_units)
+        return range(unit, unit + 1)
+
+    def sent_units(self, tp_size: int, tp_rank: int) -> range:
+        """The units that a rank sends: of those with a copy of a unit, the first one does."""
+        held = self.held_units(tp_size, tp_rank)
+        copies = max(1, tp_size // self.num_units)
+        return held if tp_rank % copies == 0 else range(held.start, held.start)
+
+    def items(self, tokens: range) -> range:
+        """The items that these tokens are in."""
+        if not self.tokens_per_item:
+            return range(1)
+        first = tokens.start // self.tokens_per_item
+        return range(first, max(first, -(-tokens.stop // self.tokens_per_item)))
+
+    def fits(self, tp_size: int) -> bool:
+        """Whether so many ranks can divide the units, or have whole copies of them."""
+        return self.num_units % tp_size == 0 or tp_size % self.num_units == 0
+
+
+class KVLayer(msgspec.Struct, frozen=True):
+    """One layer: its name in the engine, and the parts of its cache."""
+
+    name: str
+    parts: tuple[KVPart, ...]
+
+    def extents(self, tokens: range, offset: int) -> Iterator[PartExtent]:
+        """The parts of these tokens one behind the other, from `offset` on."""
+        for part in self.parts:
+            extent = PartExtent(part, part.items(tokens), offset)
+            offset += extent.nbytes
+            yield extent
+
+    def bytes_of(self, tokens: range) -> int:
+        """Bytes of these tokens, every unit once."""
+        return sum(extent.nbytes for extent in self.extents(tokens, 0))
+
+    def held_bytes(self, tokens: range, tp_size: int) -> int:
+        """Bytes of these tokens in the memory of all ranks, copies too."""
+        return sum(
+            max(part.num_units, tp_size) * len(part.items(tokens)) * part.item_bytes
+            for part in self.parts
+        )
 
 
 class KVGroup(msgspec.Struct, frozen=True):
@@ -58,46 +150,50 @@ class KVGroup(msgspec.Struct, frozen=True):
     layers: tuple[KVLayer, ...]
     window_tokens: int = 0
 
-    def pages(self, num_tokens: int, cached_tokens: int = 0) -> range:
-        """Indices into the block table of the pages that the token after `num_tokens` needs.
+    def tokens(self, num_tokens: int, cached_tokens: int = 0) -> range:
+        """The tokens whose KVCache the token after `num_tokens` needs.
 
-        Full attention needs every page. The pages of the first `cached_tokens`, whole pages, are
-        left out, because the other side has them. A window of W tokens reaches back to position
-        `num_tokens - W + 1`. A recurrent layer needs its state after the last token, which is in
-        the page of that token's block.
+        Full attention needs all, without the first `cached_tokens`, which the other side has. A
+        window of W tokens reaches back to position `num_tokens - W + 1`. A recurrent layer needs
+        its state after the last token.
         """
-        end = -(-num_tokens // self.tokens_per_block)
         match self.kind:
             case KVKind.RECURRENT:
-                return range(max(0, end - 1), end)
+                return range(num_tokens - 1, num_tokens)
             case KVKind.WINDOW:
-                first_token = max(0, num_tokens - self.window_tokens + 1)
-                return range(min(first_token // self.tokens_per_block, end), end)
+                first = max(0, num_tokens - self.window_tokens + 1)
+                return range(first // WINDOW_STEP_TOKENS * WINDOW_STEP_TOKENS, num_tokens)
             case KVKind.FULL | KVKind.MLA:
-                return range(cached_tokens // self.tokens_per_block, end)
+                return range(cached_tokens, num_tokens)
 
-    def bytes_for(self, num_tokens: int, cached_tokens: int = 0) -> int:
-        """Bytes of this group's share of a transfer of `num_tokens`, on one rank."""
-        num_pages = len(self.pages(num_tokens, cached_tokens))
-        return num_pages * sum(layer.page_bytes for layer in self.layers)
+    def pages(self, num_tokens: int, cached_tokens: int = 0) -> range:
+        """Indices into the engine's block table of the pages with `tokens`."""
+        tokens = self.tokens(num_tokens, cached_tokens)
+        size = self.tokens_per_block
+        return range(tokens.start // size, -(-tokens.stop // size))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerExtent:
-    """One layer's pages in a transfer: page `pages[i]` starts at `offset` + i pages."""
+    """One layer's bytes in a transfer. `pages` are the engine's pages with `tokens`."""
 
     group_index: int
     layer: KVLayer
+    tokens: range
     pages: range
-    offset: int
+    parts: tuple[PartExtent, ...]
 
     @property
     def nbytes(self) -> int:
-        return len(self.pages) * self.layer.page_bytes
+        return sum(part.nbytes for part in self.parts)
 
 
-class KVLayout(msgspec.Struct, frozen=True):
-    """A model's KVCache as one engine (all its tensor-parallel ranks) holds it."""
+class KVLayout(msgspec.Struct, frozen=True, dict=True):
+    """A model's KVCache as one engine (all its tensor-parallel ranks) holds it.
+
+    `tp_size`, the grouping of layers and their blocks' sizes are how this engine is cut. All else
+    is what the bytes mean.
+    """
 
     model_id: str
     """The served name, for people. Nothing depends on it."""
@@ -105,9 +201,6 @@ class KVLayout(msgspec.Struct, frozen=True):
     """The identity of the weights (`kvmanager.vllm_connector.weights`)."""
     config_digest: str
     """Digest of all else that decides which KVCache the tokens of a prompt have."""
-    cache_dtype: str
-    """As the engine was configured, "auto/torch.bfloat16" or "fp8/torch.bfloat16"."""
-    memory_order: str
     tp_size: int
     groups: tuple[KVGroup, ...]
     format_version: int = FORMAT_VERSION
@@ -136,76 +229,141 @@ class KVLayout(msgspec.Struct, frozen=True):
         if self.tp_size < 1 or not self.groups:
             raise LayoutError(f"tp_size {self.tp_size} and {len(self.groups)} groups: both >= 1")
         for group in self.groups:
-            if group.tokens_per_block < 1 or not group.layers:
-                raise LayoutError(f"a {group.kind} group without tokens per block or layers")
-            if (group.kind is KVKind.WINDOW) != (group.window_tokens > 0):
-                raise LayoutError(f"a {group.kind} group with window {group.window_tokens} tokens")
-            for layer in group.layers:
-                if layer.page_bytes < 1:
-                    raise LayoutError(f"layer {layer.name} has pages of {layer.page_bytes} bytes")
+            self._check_group(group)
+        names = Counter(layer.name for group in self.groups for layer in group.layers)
+        name, count = names.most_common(1)[0]
+        if count > 1:
+            raise LayoutError(f"layer {name} is there {count} times")
+
+    def _check_group(self, group: KVGroup) -> None:
+        if group.tokens_per_block < 1 or not group.layers:
+            raise LayoutError(f"a {group.kind} group without tokens per block or layers")
+        if (group.kind is KVKind.WINDOW) != (group.window_tokens > 0):
+            raise LayoutError(f"a {group.kind} group with window {group.window_tokens} tokens")
+        if group.kind is KVKind.WINDOW and group.tokens_per_block % WINDOW_STEP_TOKENS:
+            raise LayoutError(
+                f"windows in blocks of {group.tokens_per_block} tokens: use a block size that is a "
+                f"multiple of {WINDOW_STEP_TOKENS}"
+            )
+        for layer in group.layers:
+            if not layer.parts:
+                raise LayoutError(f"layer {layer.name} has no parts")
+            for part in layer.parts:
+                self._check_part(group, layer, part)
+
+    def _check_part(self, group: KVGroup, layer: KVLayer, part: KVPart) -> None:
+        of = f"part {part.name} of layer {layer.name}"
+        if part.item_bytes < 1 or part.num_units < 1 or part.tokens_per_item < 0:
+            raise LayoutError(
+                f"{of}: {part.num_units} units, items of {part.item_bytes} bytes and "
+                f"{part.tokens_per_item} tokens"
+            )
+        if (group.kind is KVKind.RECURRENT) != (part.tokens_per_item == 0):
+            raise LayoutError(f"{of}: items of {part.tokens_per_item} tokens in a {group.kind}")
+        if part.tokens_per_item and group.tokens_per_block % part.tokens_per_item:
+            raise LayoutError(
+                f"{of}: items of {part.tokens_per_item} tokens in blocks of "
+                f"{group.tokens_per_block}"
+            )
+        if not part.fits(self.tp_size):
+            raise LayoutError(
+                f"{of}: {self.tp_size} tensor-parallel ranks can neither divide its "
+                f"{part.num_units} heads nor have whole copies of them"
+            )
 
     def fingerprint(self) -> bytes:
-        """32 bytes; equal exactly when the caches of two engines are interchangeable, whatever
-        their models are called.
+        """32 bytes; equal exactly when the caches of two engines mean the same, however the engines
+        are cut and whatever their models are called.
         """
-        return blake3(msgspec.structs.replace(self, model_id="").encode()).digest()
+        meaning = [
+            (layer.name, group.kind, group.window_tokens, layer.parts)
+            for group, layer in ((self.groups[index], layer) for index, layer in self.layers)
+        ]
+        values = (self.format_version, self.weights, self.config_digest, meaning)
+        return blake3(msgspec.msgpack.encode(values)).digest()
 
-    @property
+    @cached_property
+    def layers(self) -> tuple[tuple[int, KVLayer], ...]:
+        """All layers with the index of their group, in the order of the model."""
+        found = (
+            (index, layer) for index, group in enumerate(self.groups) for layer in group.layers
+        )
+        return tuple(sorted(found, key=lambda item: _by_number(item[1].name)))
+
+    @cached_property
     def elements(self) -> str:
         """The data type of most of the cache: "bf16", "fp16", "fp32", or "bytes" for any other."""
-        cache, _, model = self.cache_dtype.partition("/")
-        name = (model if cache == "auto" else cache).removeprefix("torch.")
-        return _ELEMENTS.get(name, "bytes")
+        totals: Counter[str] = Counter()
+        for index, layer in self.layers:
+            for extent in layer.extents(range(self.groups[index].tokens_per_block), 0):
+                totals[extent.part.encoding] += extent.nbytes
+        return _ELEMENTS.get(totals.most_common(1)[0][0], "bytes")
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """Data bytes of one block of an engine's KV memory, on all ranks. vLLM takes the blocks of
         all groups from one pool, so that each has room for one of the largest group.
         """
-        return self.tp_size * max(
-            sum(layer.page_bytes for layer in group.layers) for group in self.groups
+        return max(
+            sum(
+                layer.held_bytes(range(group.tokens_per_block), self.tp_size)
+                for layer in group.layers
+            )
+            for group in self.groups
         )
 
-    def rank_bytes(self, num_tokens: int, cached_tokens: int = 0) -> int:
-        """Bytes of one rank's share of a transfer of `num_tokens`."""
-        return sum(group.bytes_for(num_tokens, cached_tokens) for group in self.groups)
-
     def transfer_bytes(self, num_tokens: int, cached_tokens: int = 0) -> int:
-        """Bytes of a whole transfer of the first `num_tokens` tokens, all ranks.
+        """Bytes of a whole transfer of the first `num_tokens` tokens.
 
         `cached_tokens`: leading tokens whose full-attention KVCache the receiver has already, in
-        whole pages of every such group. Windows and recurrent states always travel. Raises
+        whole items of every such group. Windows and recurrent states always travel. Raises
         ValueError for impossible counts.
         """
         if num_tokens < 1:
             raise ValueError(f"a transfer holds at least 1 token, got {num_tokens}")
         if not 0 <= cached_tokens < num_tokens or any(
-            cached_tokens % group.tokens_per_block
-            for group in self.groups
-            if group.kind in (KVKind.FULL, KVKind.MLA)
+            cached_tokens % part.tokens_per_item
+            for index, layer in self.layers
+            for part in layer.parts
+            if self.groups[index].kind in (KVKind.FULL, KVKind.MLA)
         ):
-            raise ValueError(f"{cached_tokens} of {num_tokens} tokens cached: not whole pages")
-        return self.tp_size * self.rank_bytes(num_tokens, cached_tokens)
+            raise ValueError(f"{cached_tokens} of {num_tokens} tokens cached: not whole items")
+        return sum(
+            layer.bytes_of(self.groups[index].tokens(num_tokens, cached_tokens))
+            for index, layer in self.layers
+        )
 
-    def extents(
-        self, num_tokens: int, tp_rank: int, cached_tokens: int = 0
-    ) -> Iterator[LayerExtent]:
-        """The layers of one rank's share in transfer order; offsets count from byte 0 of the
-        whole transfer."""
-        offset = tp_rank * self.rank_bytes(num_tokens, cached_tokens)
-        for index, group in enumerate(self.groups):
-            pages = group.pages(num_tokens, cached_tokens)
-            for layer in group.layers:
-                extent = LayerExtent(index, layer, pages, offset)
-                offset += extent.nbytes
-                yield extent
+    def extents(self, num_tokens: int, cached_tokens: int = 0) -> Iterator[LayerExtent]:
+        """The layers of a transfer in order."""
+        tokens = [group.tokens(num_tokens, cached_tokens) for group in self.groups]
+        pages = [group.pages(num_tokens, cached_tokens) for group in self.groups]
+        offset = 0
+        for index, layer in self.layers:
+            parts = tuple(layer.extents(tokens[index], offset))
+            extent = LayerExtent(index, layer, tokens[index], pages[index], parts)
+            offset += extent.nbytes
+            yield extent
 
     def describe(self) -> str:
         """One line for logs and errors."""
         groups = ", ".join(
             f"{len(g.layers)} {g.kind}"
             + (f"({g.window_tokens})" if g.window_tokens else "")
-            + f" x {g.layers[0].page_bytes} B/{g.tokens_per_block} tokens"
+            + f" x {_described(g.layers[0])}"
+            + (f" in blocks of {g.tokens_per_block}" if g.kind is not KVKind.RECURRENT else "")
             for g in self.groups
         )
-        return f"{self.model_id} ({self.weights}) {self.cache_dtype} tp={self.tp_size} [{groups}]"
+        return f"{self.model_id} ({self.weights}) tp={self.tp_size} [{groups}]"
+
+
+def _described(layer: KVLayer) -> str:
+    return " + ".join(
+        f"{part.num_units} x {part.item_bytes} B {part.encoding}" for part in layer.parts
+    )
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """A key that sorts "layers.10" behind "layers.9"."""
+    return [
+        (int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)
+    ]

@@ -76,13 +76,16 @@ ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True)
 class CacheMoveOrder:
-    """The parts of a prefix to move, and how urgently. `block_keys` begin with the root key."""
+    """The parts of a prefix to move, and how urgently. `block_keys` begin with the root key and are
+    of the cache `namespace`; "": any of the layout's.
+    """
 
     layout_fingerprint: str
     block_keys: bytes
     parts: Sequence[tuple[int, int]]
     priority: Literal["request", "replication"] = "replication"
     tenant: str = ""
+    namespace: str = ""
 
 
 class AgentClient:
@@ -187,12 +190,12 @@ class AgentClient:
         return await self._call(ListCache(limit, order), ListCacheReply, timeout_s)
 
     async def drop_cached(
-        self, layout_fingerprint: str, block_keys: bytes, keep_blocks: int
+        self, layout_fingerprint: str, block_keys: bytes, keep_blocks: int, namespace: str = ""
     ) -> int:
         """Drop the parts that only this prefix needs, behind `keep_blocks`. Returns how many parts.
         INVALID.
         """
-        request = DropCached(layout_fingerprint, block_keys, keep_blocks)
+        request = DropCached(layout_fingerprint, block_keys, keep_blocks, namespace)
         return (await self._call(request, DropCachedReply)).num_parts
 
     async def reserve_cache_move(
@@ -200,7 +203,11 @@ class AgentClient:
     ) -> ReserveCacheMoveReply:
         """Reserve memory for those parts of `order` that this agent lacks. NO_ROOM, INVALID."""
         request = ReserveCacheMove(
-            order.layout_fingerprint, order.block_keys, list(order.parts), lease_s
+            order.layout_fingerprint,
+            order.block_keys,
+            list(order.parts),
+            lease_s,
+            namespace=order.namespace,
         )
         if self._granter is not None:
             grant = self._granter.grant(move_landing(request, await self._own_endpoint()))
@@ -223,6 +230,7 @@ class AgentClient:
             parts=landing.parts,
             priority=order.priority,
             tenant=order.tenant,
+            namespace=order.namespace,
         )
         if self._granter is not None:
             grant = self._granter.grant(move_send(request, await self._own_endpoint()))

@@ -150,9 +150,14 @@ class ControlService:
     ) -> LandingBase | None:
         """The cached prefix for the landing; None without a prefix cache for this layout."""
         num_tokens, agent = _num_tokens(request.num_tokens), self._agent
-        shape, bases = agent.book.cache_shape(fingerprint), agent.transfers.bases
-        if not request.block_keys or bases is None or shape is None:
+        known, bases = agent.book.cached_layouts(fingerprint), agent.transfers.bases
+        if not request.block_keys or bases is None or not known:
             return None
+        # The keys are those of the engine that will load the landing: one for each of its blocks.
+        num_blocks = len(request.block_keys) // KEY_BYTES - 1
+        layout, shape = next(
+            (item for item in known if num_tokens // item[1].block_tokens == num_blocks), known[0]
+        )
         return await bases.pin(layout, shape, num_tokens, request.block_keys)
 
     async def open_outbox(self, request: OpenOutbox) -> OpenOutboxReply:

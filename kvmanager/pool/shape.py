@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
-from kvmanager.layout import KVKind, KVLayer, KVLayout
+from kvmanager.layout import KVKind, KVLayer, KVLayout, PartExtent
 
 MIN_BLOCK_TOKENS: Final = 64
 """Smaller blocks would cost more for look-ups and records than they save."""
@@ -39,21 +39,20 @@ class PartKind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class PartExtent:
-    """The place of one layer's pages of one block in a part: `num_pages` pages from `offset` on.
-
-    For attention these are the pages of the block's tokens; a recurrent layer has one page.
+class BlockExtent:
+    """One layer's bytes of one block in a part of the cache. `tokens` count from the block's first
+    one; a recurrent layer has its state after the last.
     """
 
     group_index: int
     layer: KVLayer
-    num_pages: int
-    offset: int
+    tokens: range
+    parts: tuple[PartExtent, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PartShape:
-    """One part of every block: all ranks' bytes. `groups` are indices into the layout's groups."""
+    """One part of every block. `groups` are indices into the layout's groups."""
 
     kind: PartKind
     nbytes: int
@@ -93,8 +92,8 @@ class CacheShape:
             members.setdefault((_PART_KINDS[group.kind], group.window_tokens), []).append(index)
         parts = []
         for (kind, window_tokens), indices in sorted(members.items()):
-            nbytes = layout.tp_size * sum(
-                _num_pages(layout, index, block_tokens) * layer.page_bytes
+            nbytes = sum(
+                layer.bytes_of(range(block_tokens))
                 for index in indices
                 for layer in groups[index].layers
             )
@@ -147,22 +146,16 @@ class CacheShape:
         return 0
 
 
-def part_extents(layout: KVLayout, shape: CacheShape, part: int, rank: int) -> list[PartExtent]:
-    """The layers of one rank's share of a part, in order; offsets count from the part's byte 0.
+def part_extents(layout: KVLayout, shape: CacheShape, part: int) -> Iterator[BlockExtent]:
+    """The layers of one part of a block, in order; offsets count from the part's byte 0.
 
-    Order of bytes in a part: rank, group, layer, page.
+    Order of bytes: as in a transfer (`kvmanager.layout`), so that engines that are cut otherwise
+    read and write the same parts.
     """
-    indices = shape.parts[part].groups
-    offset = rank * (shape.parts[part].nbytes // layout.tp_size)
-    extents = []
-    for index in indices:
-        num_pages = _num_pages(layout, index, shape.block_tokens)
-        for layer in layout.groups[index].layers:
-            extents.append(PartExtent(index, layer, num_pages, offset))
-            offset += num_pages * layer.page_bytes
-    return extents
-
-
-def _num_pages(layout: KVLayout, group_index: int, block_tokens: int) -> int:
-    group = layout.groups[group_index]
-    return 1 if group.kind is KVKind.RECURRENT else block_tokens // group.tokens_per_block
+    offset = 0
+    tokens = range(shape.block_tokens)
+    for index, layer in layout.layers:
+        if index in shape.parts[part].groups:
+            extent = BlockExtent(index, layer, tokens, tuple(layer.extents(tokens, offset)))
+            offset += sum(item.nbytes for item in extent.parts)
+            yield extent

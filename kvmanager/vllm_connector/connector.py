@@ -48,9 +48,8 @@ from kvmanager.vllm_connector.cache.scheduler import (
     DEFAULT_MIN_LOAD_TOKENS,
     PrefixCacheOptions,
 )
-from kvmanager.vllm_connector.engine_layout import layout_of
+from kvmanager.vllm_connector.engine_layout import layout_of, registered_views
 from kvmanager.vllm_connector.metadata import PrfaasMetadata
-from kvmanager.vllm_connector.pages import registered_pages
 from kvmanager.vllm_connector.scheduler import SchedulerSide
 from kvmanager.vllm_connector.stats import PrfaasPromMetrics, TransferStats
 from kvmanager.vllm_connector.worker import WorkerSide
@@ -133,10 +132,10 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        pages = registered_pages(self._layout, kv_caches, self._kv_cache_config)
-        # Not earlier: a load needs the pages, and the agent may give this worker work once it is
+        views = registered_views(self._layout, kv_caches, self._kv_cache_config, self._tp_rank)
+        # Not earlier: a load needs the views, and the agent may give this worker work once it is
         # connected.
-        self._worker = WorkerSide(self._layout, self._tp_rank, self._client, pages)
+        self._worker = WorkerSide(self._layout, self._tp_rank, self._client, views)
         self._worker.start()
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:

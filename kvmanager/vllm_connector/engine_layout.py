@@ -3,9 +3,10 @@
 Knows vLLM's spec classes and nothing of transfers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from blake3 import blake3
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -19,6 +20,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout, LayoutError
+from kvmanager.vllm_connector.memory_order import parts_of, views_of
+from kvmanager.vllm_connector.slabs import PartView
 from kvmanager.vllm_connector.weights import weights_identity
 
 if TYPE_CHECKING:
@@ -31,7 +34,16 @@ prefix caching on and off, so the layout leaves it out, and engines of both kind
 KVCache.
 """
 
-_PLACES = ("_name_or_path", "name_or_path", "_commit_hash", "transformers_version")
+_LEFT_OUT = (
+    "_name_or_path",
+    "name_or_path",
+    "_commit_hash",
+    "transformers_version",
+    "quantization_config",
+)
+"""What names a place on disk or a release, and how an engine stores its weights. What the weights
+are is their identity.
+"""
 _SPEC_FIELDS = (
     "dtype",
     "dtypes",
@@ -48,11 +60,11 @@ def layout_of(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> KV
     """The layout of one engine's transferable KVCache.
 
     Raises `LayoutError` for KVCache that the connector cannot move: cross attention, chunked local
-    attention, context parallelism, and memory orders in which a page is not one run of bytes.
+    attention, pipeline and context parallelism, and heads that the ranks cannot divide.
     Raises `WeightsError` for weights that cannot be identified.
     """
     parallel = vllm_config.parallel_config
-    # The order of a transfer's bytes has a share for each tensor-parallel rank and none for these.
+    # Units are divided among tensor-parallel ranks, and among no others.
     if parallel.decode_context_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
         raise LayoutError("pipeline and decode context parallelism are not supported; use TP")
     if vllm_config.speculative_config is not None:
@@ -63,13 +75,32 @@ def layout_of(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> KV
         model_id=served_names if isinstance(served_names, str) else served_names[0],
         weights=weights_identity(vllm_config),
         config_digest=_config_digest(vllm_config, kv_cache_config),
-        cache_dtype=str(vllm_config.cache_config.cache_dtype) + "/" + str(model.dtype),
-        memory_order=kv_cache_config.kv_cache_layout or "default",
         tp_size=parallel.tensor_parallel_size,
-        groups=tuple(_group(group) for group in kv_cache_config.transfer_groups),
+        groups=tuple(_group(group, vllm_config) for group in kv_cache_config.transfer_groups),
     )
     layout.validate()
     return layout
+
+
+def registered_views(
+    layout: KVLayout,
+    kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+    config: "KVCacheConfig",
+    tp_rank: int,
+) -> dict[str, tuple[PartView, ...]]:
+    """All layers' parts by name, in the tensors that vLLM registered. Raises `LayoutError`."""
+    specs = {name: spec for group in config.transfer_groups for name, spec in _layer_specs(group)}
+    return {
+        layer.name: views_of(
+            layer,
+            specs[layer.name],
+            kv_caches[layer.name],
+            config.num_blocks,
+            layout.tp_size,
+            tp_rank,
+        )
+        for _, layer in layout.layers
+    }
 
 
 def state_block_index(spec: KVCacheSpec, mamba_cache_mode: str, computed_tokens: int) -> int:
@@ -89,7 +120,7 @@ def _config_digest(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") 
     configuration with all overrides (rope scaling, windows) and vLLM's own settings.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    config = _without_places(model.hf_config.to_dict())
+    config = _kept(model.hf_config.to_dict())
     values: list[object] = [config, model.disable_sliding_window, cache.kv_cache_dtype_skip_layers]
     if "longrope" in repr(config):
         values.append(model.max_model_len)  # by which vLLM chooses the factors
@@ -100,13 +131,13 @@ def _config_digest(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") 
     return blake3(repr(values).encode()).hexdigest()[:32]
 
 
-def _without_places(config: Any) -> Any:
-    """The same in one order of keys, without what names a place on disk or a release."""
+def _kept(config: Any) -> Any:
+    """The same in one order of keys, without what is left out."""
     if isinstance(config, dict):
-        kept = (item for item in config.items() if item[0] not in _PLACES)
-        return [(key, _without_places(value)) for key, value in sorted(kept, key=str)]
+        kept = (item for item in config.items() if item[0] not in _LEFT_OUT)
+        return [(key, _kept(value)) for key, value in sorted(kept, key=str)]
     if isinstance(config, list | tuple):
-        return [_without_places(value) for value in config]
+        return [_kept(value) for value in config]
     return config
 
 
@@ -115,7 +146,7 @@ def _numbers(spec: KVCacheSpec) -> tuple[object, ...]:
     return tuple(str(getattr(spec, name, None)) for name in _SPEC_FIELDS)
 
 
-def _group(group: "KVCacheGroupSpec") -> KVGroup:
+def _group(group: "KVCacheGroupSpec", vllm_config: "VllmConfig") -> KVGroup:
     specs = dict(_layer_specs(group))
     spec = next(iter(specs.values()))
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
@@ -124,7 +155,7 @@ def _group(group: "KVCacheGroupSpec") -> KVGroup:
         kind=kind_of(spec),
         tokens_per_block=RECURRENT_TOKENS_PER_BLOCK if recurrent else spec.block_size,
         window_tokens=window,
-        layers=tuple(KVLayer(name, data_bytes(layer)) for name, layer in specs.items()),
+        layers=tuple(KVLayer(name, parts_of(layer, vllm_config)) for name, layer in specs.items()),
     )
 
 

@@ -1,26 +1,23 @@
-"""Moves pages between an engine's KV tensors and the agent's arena, on the CPU or a GPU.
+"""Moves KVCache between an engine's tensors and the agent's arena, on the CPU or a GPU.
 
-`LayerPages` shows one layer as rows of bytes, one row for each block. A `PageCopier` gathers rows
-into a transfer's bytes and scatters them back. Knows no requests, groups or steps.
+A `PageCopier` copies slabs (`kvmanager.vllm_connector.slabs`) into the bytes of a transfer and back.
+Knows no requests, groups or steps, and needs of vLLM nothing.
 """
 
 import ctypes
 import logging
+import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import torch
 
-from kvmanager.layout import KVLayer, KVLayout, LayoutError
+from kvmanager.vllm_connector.slabs import Piece, Slab, copy_slab, plain
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-
     from kvmanager.arena import Arena
-    from transport import ByteSpace
 
 logger = logging.getLogger("prfaas.kvmanager.connector")
 
@@ -31,86 +28,17 @@ _REGISTER_PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every context of the process."""
 
 
-class LayerPages:
-    """One layer's cache as a uint8 tensor of shape (num_blocks, page_bytes), rows strided."""
-
-    def __init__(self, layer: KVLayer, rows: torch.Tensor) -> None:
-        self.layer = layer
-        self.rows = rows
-
-    @classmethod
-    def of(
-        cls, layer: KVLayer, cache: torch.Tensor | Sequence[torch.Tensor], config: "KVCacheConfig"
-    ) -> "LayerPages":
-        """The pages of `cache`, as vLLM passes it to `register_kv_caches`.
-
-        Raises `LayoutError` where a page is not one run of bytes (heads outside of blocks).
-        """
-        # A recurrent layer has several tensors (convolution, state) in one page.
-        first = cache if isinstance(cache, torch.Tensor) else cache[0]
-        place = next(t for t in config.kv_cache_tensors if layer.name in t.layers)
-        if first.dim() == 4 and not _is_one_run(first):
-            raise LayoutError(
-                f"layer {layer.name} keeps a block in several pieces "
-                f"(strides {tuple(first.stride())}); set VLLM_KV_CACHE_LAYOUT=LBHNC or LBNHC"
-            )
-        # Bytes of the whole storage: `first` may have any dtype, and vLLM lays the pages of several
-        # layers into one tensor with a common stride.
-        storage = torch.empty(0, dtype=torch.uint8, device=first.device)
-        storage.set_(first.untyped_storage())
-        rows = storage.as_strided(
-            (config.num_blocks, layer.page_bytes),
-            (place.block_stride, 1),
-            first.storage_offset() * first.element_size(),
-        )
-        return cls(layer, rows)
-
-
-def registered_pages(
-    layout: KVLayout, kv_caches: Mapping[str, torch.Tensor], config: "KVCacheConfig"
-) -> dict[str, LayerPages]:
-    """All layers' pages by name, of the tensors that vLLM registered.
-
-    Raises `LayoutError` for an unsupported geometry.
-    """
-    return {
-        layer.name: LayerPages.of(layer, kv_caches[layer.name], config)
-        for group in layout.groups
-        for layer in group.layers
-    }
-
-
-def _is_one_run(cache: torch.Tensor) -> bool:
-    """Whether the dimensions inside a block fill one run of bytes, in any order."""
-    inner = sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True))
-    expected = 1
-    for stride, size in inner:
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 class PageCopier(Protocol):
-    """Copies rows. `store` may return before its copy has ended, and calls `done` when it has.
+    """Copies slabs. `store` may return before its copy has ended, and calls `done` when it has.
 
     Copies end in the order in which they began. A `store` that raises does not call `done`, and may
     have written a part of its bytes. `done` may come from another thread and must not call the
     copier.
     """
 
-    def store(
-        self,
-        pages: LayerPages,
-        block_ids: Sequence[int],
-        space: "ByteSpace",
-        offset: int,
-        done: Done,
-    ) -> None: ...
+    def store(self, slabs: Sequence[Slab], done: Done) -> None: ...
 
-    def load(
-        self, pages: LayerPages, block_ids: Sequence[int], space: "ByteSpace", offset: int
-    ) -> None: ...
+    def load(self, slabs: Sequence[Slab]) -> None: ...
 
     def drain(self) -> None:
         """Wait until no `store` is under way and every `done` has returned. Never raises."""
@@ -124,43 +52,17 @@ def copier_for(device: torch.device, arena: "Arena") -> PageCopier:
     return CudaPageCopier(device, arena) if device.type == "cuda" else CpuPageCopier()
 
 
-def _pieces(
-    pages: LayerPages, block_ids: Sequence[int], space: "ByteSpace", offset: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Each run of a page's bytes with its place in `space`, in order. A page is one run unless the
-    arena is fragmented.
-    """
-    rows = pages.rows.numpy()
-    row_bytes = rows.shape[1]
-    # All views are taken before the first copy: a range that leaves `space` raises here.
-    views = [space.views(offset + row * row_bytes, row_bytes) for row in range(len(block_ids))]
-    for block, memories in zip(block_ids, views, strict=True):
-        start = 0
-        for memory in memories:
-            yield rows[block, start : start + len(memory)], np.frombuffer(memory, np.uint8)
-            start += len(memory)
-
-
 class CpuPageCopier:
     """Copies in the caller's thread: on a CPU, engine memory and arena are both host memory."""
 
-    def store(
-        self,
-        pages: LayerPages,
-        block_ids: Sequence[int],
-        space: "ByteSpace",
-        offset: int,
-        done: Done,
-    ) -> None:
-        for page, memory in _pieces(pages, block_ids, space, offset):
-            memory[:] = page
+    def store(self, slabs: Sequence[Slab], done: Done) -> None:
+        for slab in slabs:
+            copy_slab(slab, into_space=True)
         done(None)
 
-    def load(
-        self, pages: LayerPages, block_ids: Sequence[int], space: "ByteSpace", offset: int
-    ) -> None:
-        for page, memory in _pieces(pages, block_ids, space, offset):
-            page[:] = memory
+    def load(self, slabs: Sequence[Slab]) -> None:
+        for slab in slabs:
+            copy_slab(slab, into_space=False)
 
     def drain(self) -> None:
         """Do nothing: a copy has ended when `store` returns."""
@@ -170,7 +72,7 @@ class CpuPageCopier:
 
 
 class CudaPageCopier:
-    """Gathers pages on the engine's stream, then copies them to the pinned arena on a side stream.
+    """Gathers slabs on the engine's stream, then copies them to the pinned arena on a side stream.
 
     The gather is ordered with the forward pass, so the engine may overwrite the pages at once; the
     device-to-host copy overlaps the layers that follow. A thread waits for the copies' events and
@@ -186,7 +88,7 @@ class CudaPageCopier:
         self._store_stream = torch.cuda.Stream(device)
         self._load_stream = torch.cuda.Stream(device)
         # Stores whose `done` has not returned, with what the copy still reads.
-        self._pending: deque[tuple[torch.cuda.Event, torch.Tensor, Done]] = deque()
+        self._pending: deque[tuple[torch.cuda.Event, list[torch.Tensor], Done]] = deque()
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._closed = False
@@ -196,40 +98,28 @@ class CudaPageCopier:
         )
         self._thread.start()
 
-    def store(
-        self,
-        pages: LayerPages,
-        block_ids: Sequence[int],
-        space: "ByteSpace",
-        offset: int,
-        done: Done,
-    ) -> None:
+    def store(self, slabs: Sequence[Slab], done: Done) -> None:
         if self._failure is not None:
             raise RuntimeError("an earlier copy out of the GPU failed") from self._failure
-        ids = torch.tensor(block_ids, dtype=torch.int64).to(self._device, non_blocking=True)
-        gathered = pages.rows.index_select(0, ids).view(-1)
-        # The copy must follow the gather, which runs on the engine's stream.
+        gathered = [(slab, self._gathered(slab)) for slab in slabs]
+        # The copies must follow the gathers, which run on the engine's stream.
         self._store_stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._store_stream):
-            start = 0
-            for piece in space.views(offset, gathered.numel()):
-                host = torch.frombuffer(piece, dtype=torch.uint8)
-                host.copy_(gathered[start : start + len(piece)], non_blocking=True)
-                start += len(piece)
+            for slab, data in gathered:
+                for host, start in _host_pieces(slab):
+                    host.copy_(data[start : start + host.numel()], non_blocking=True)
             # Without `blocking` (cudaEventBlockingSync) the waiting thread would spin on a core.
             event = torch.cuda.Event(blocking=True)
             event.record(self._store_stream)
         # Without it PyTorch's allocator could reuse this memory on the engine's stream before the
         # copy.
-        gathered.record_stream(self._store_stream)
+        for _, data in gathered:
+            data.record_stream(self._store_stream)
         with self._changed:
-            self._pending.append((event, gathered, done))
+            self._pending.append((event, [data for _, data in gathered], done))
             self._changed.notify_all()
 
-    def load(
-        self, pages: LayerPages, block_ids: Sequence[int], space: "ByteSpace", offset: int
-    ) -> None:
-        row_bytes = pages.rows.shape[1]
+    def load(self, slabs: Sequence[Slab]) -> None:
         with (
             self._loading,
             torch.cuda.device(self._device),
@@ -237,15 +127,53 @@ class CudaPageCopier:
         ):
             if self._closed:
                 raise RuntimeError("the arena of this copier is another agent's now")
-            staged = torch.empty(len(block_ids) * row_bytes, dtype=torch.uint8, device=self._device)
-            start = 0
-            for piece in space.views(offset, staged.numel()):
-                host = torch.frombuffer(piece, dtype=torch.uint8)
-                staged[start : start + len(piece)].copy_(host, non_blocking=True)
-                start += len(piece)
-            ids = torch.tensor(block_ids, dtype=torch.int64, device=self._device)
-            pages.rows.index_copy_(0, ids, staged.view(-1, row_bytes))
+            for slab in slabs:
+                staged = torch.empty(slab.nbytes, dtype=torch.uint8, device=self._device)
+                for host, start in _host_pieces(slab):
+                    staged[start : start + host.numel()].copy_(host, non_blocking=True)
+                self._scatter(slab, staged)
             self._load_stream.synchronize()
+
+    def _gathered(self, slab: Slab) -> torch.Tensor:
+        """A slab's bytes in the order of the transfer, on the device."""
+        view = slab.view
+        data = torch.empty(
+            (len(slab.units), slab.num_items, view.part.item_bytes),
+            dtype=torch.uint8,
+            device=self._device,
+        )
+        rows, first_item = self._rows(slab)
+        for piece, memory, place in _pieces(slab, data):
+            # (rows, units, items of a row, ...) -> (units, items, ...)
+            found = memory.index_select(0, rows).swapaxes(0, 1).flatten(1, 2)
+            items = found[:, first_item : first_item + slab.num_items]
+            place.copy_(items.reshape(place.shape))
+        return data.view(-1)
+
+    def _scatter(self, slab: Slab, staged: torch.Tensor) -> None:
+        """Put a slab's bytes, in the order of the transfer, into the engine's memory."""
+        view = slab.view
+        data = staged.view(len(slab.units), slab.num_items, view.part.item_bytes)
+        rows, first_item = self._rows(slab)
+        for piece, memory, place in _pieces(slab, data):
+            per_row, end = view.items_per_row, first_item + slab.num_items
+            if first_item or end % per_row:
+                # Rows of which only some items are written keep the others.
+                found = memory.index_select(0, rows)
+                flat = found.swapaxes(0, 1).flatten(1, 2)
+                flat[:, first_item:end] = place.view(*place.shape[:2], *piece.item_shape)
+                whole = flat.unflatten(1, (len(rows), per_row)).swapaxes(0, 1)
+            else:
+                whole = place.view(len(slab.units), len(rows), per_row, *piece.item_shape)
+                whole = whole.swapaxes(0, 1)
+            memory.index_copy_(0, rows, whole)
+
+    def _rows(self, slab: Slab) -> tuple[torch.Tensor, int]:
+        """The rows with the slab's items, and the first item's number in the first of them."""
+        per_row = slab.view.items_per_row
+        first, stop = slab.first_item // per_row, -(-(slab.first_item + slab.num_items) // per_row)
+        rows = torch.from_numpy(slab.view.rows(slab.block_ids)[first:stop])
+        return rows.to(self._device, non_blocking=True), slab.first_item - first * per_row
 
     def drain(self) -> None:
         try:
@@ -288,6 +216,27 @@ class CudaPageCopier:
         with self._changed:
             self._changed.wait_for(lambda: self._pending or self._closed)
             return bool(self._pending)
+
+
+def _pieces(slab: Slab, data: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
+    """Each piece of a slab's items, the engine's memory of its units, and its place in `data`, which
+    has the shape (units, items, bytes of an item).
+    """
+    first = slab.units.start - slab.view.units.start
+    for piece in slab.view.pieces:
+        memory = plain(piece.memory)[:, first : first + len(slab.units)]
+        nbytes = math.prod(piece.item_shape) * memory.element_size()
+        place = data[:, :, piece.offset : piece.offset + nbytes].view(memory.dtype)
+        yield piece, memory, place
+
+
+def _host_pieces(slab: Slab) -> Iterator[tuple[torch.Tensor, int]]:
+    """The slab's memory in the arena in order, each piece with the number of its first byte."""
+    start = 0
+    for offset, nbytes in slab.ranges():
+        for memory in slab.space.views(offset, nbytes):
+            yield torch.frombuffer(memory, dtype=torch.uint8), start
+            start += len(memory)
 
 
 def _pin(device: torch.device, buffer: memoryview) -> int | None:

@@ -27,7 +27,8 @@ from kvmanager.layout import KVKind, KVLayout, LayerExtent
 from kvmanager.vllm_connector.arena_access import ArenaAccess, StaleArenaError
 from kvmanager.vllm_connector.cache.worker import CacheWorker
 from kvmanager.vllm_connector.metadata import LoadStep, PrfaasMetadata, SendStep, TransferRef
-from kvmanager.vllm_connector.pages import LayerPages, PageCopier
+from kvmanager.vllm_connector.pages import PageCopier
+from kvmanager.vllm_connector.slabs import PartView, Slab
 from kvmanager.vllm_connector.stats import TransferStats
 
 logger = logging.getLogger("prfaas.kvmanager.connector")
@@ -60,14 +61,14 @@ class WorkerSide:
         layout: KVLayout,
         tp_rank: int,
         client: EngineClient,
-        pages: Mapping[str, LayerPages],
+        views: Mapping[str, tuple[PartView, ...]],
     ) -> None:
-        """`pages` are the engine's by layer name: all of `layout`, on one device."""
+        """`views` show this rank's memory of each part, by layer: all of `layout`, on one device."""
         self._layout = layout
         self._tp_rank = tp_rank
         self._client = client
-        self._pages = pages
-        device = next(iter(pages.values())).rows.device
+        self._views = views
+        device = next(iter(views.values()))[0].device
         self._access = ArenaAccess(client, device)
         self._sending = threading.Lock()
         # By opening of the outbox. None: this worker gave it up, so later steps skip it.
@@ -78,9 +79,7 @@ class WorkerSide:
         # Later attempts that failed before their first step.
         self._lost: set[int] = set()
         self._stats = TransferStats()
-        self._cache = CacheWorker(
-            layout, tp_rank, client, self._access, pages, stats=lambda: self._stats
-        )
+        self._cache = CacheWorker(layout, client, self._access, views, stats=lambda: self._stats)
         self._results_lock = threading.Lock()
         self._finished_loads: set[str] = set()
         self._failed_loads: set[str] = set()
@@ -225,20 +224,50 @@ class WorkerSide:
         if stop <= first:
             return
         outgoing.num_sent_pages[extent.layer.name] = stop
-        page_bytes = extent.layer.page_bytes
-        offset = extent.offset + first * page_bytes
-        nbytes = (stop - first) * page_bytes
-        self._stats.add_sent(nbytes)
+        slabs = self._slabs(extent, blocks[first:stop], first, outgoing.space, is_sent=True)
+        if not slabs:
+            return  # another rank sends this layer
+        self._stats.add_sent(sum(slab.nbytes for slab in slabs))
+        ranges = [range_ for slab in slabs for range_ in slab.ranges()]
 
         def copied(error: BaseException | None) -> None:
             if error is None:
-                self._client.ready(*step.ref.opening, [(offset, nbytes)])
+                self._client.ready(*step.ref.opening, ranges)
             else:
                 self._load_queue.put(BrokenSend(step.ref, f"{type(error).__name__}: {error}"))
 
         _, copier = self._access.open(step.ref.arena_epoch)
-        pages = self._pages[extent.layer.name]
-        copier.store(pages, blocks[first:stop], outgoing.space, offset, copied)
+        copier.store(slabs, copied)
+
+    def _slabs(
+        self,
+        extent: LayerExtent,
+        blocks: Sequence[int],
+        first_page: int,
+        space: ArenaSpace,
+        *,
+        is_sent: bool,
+    ) -> list[Slab]:
+        """The tokens of an extent in these blocks, the first of which is page `first_page` of it:
+        all of this rank's units, or those that it sends.
+        """
+        group = self._layout.groups[extent.group_index]
+        size, page = group.tokens_per_block, extent.pages.start + first_page
+        tokens = range(
+            max(extent.tokens.start, page * size),
+            min(extent.tokens.stop, (page + len(blocks)) * size),
+        )
+        found = []
+        for view, part in zip(self._views[extent.layer.name], extent.parts, strict=True):
+            items, before = (
+                part.part.items(tokens),
+                part.part.items(range(page * size, page * size)),
+            )
+            units = view.sent_units if is_sent else view.units
+            slab = Slab.of(view, units, blocks, before.start, items, part, space)
+            if slab.nbytes:
+                found.append(slab)
+        return found
 
     def _num_final_pages(self, step: SendStep, extent: LayerExtent) -> int:
         """The number of the layer's pages that no later chunk will change."""
@@ -305,9 +334,9 @@ class WorkerSide:
             if not blocks:
                 continue
             self._check_blocks(blocks, extent)
-            offset = extent.offset + skipped * extent.layer.page_bytes
-            copier.load(self._pages[extent.layer.name], blocks, space, offset)
-            nbytes += len(blocks) * extent.layer.page_bytes
+            slabs = self._slabs(extent, blocks, skipped, space, is_sent=False)
+            copier.load(slabs)
+            nbytes += sum(slab.nbytes for slab in slabs)
         self._stats.add_loaded(nbytes)
 
     @staticmethod
@@ -323,7 +352,7 @@ class WorkerSide:
     # Arena.
 
     def _extents(self, ref: TransferRef) -> Iterator[LayerExtent]:
-        return self._layout.extents(ref.num_tokens, self._tp_rank, ref.cached_tokens)
+        return self._layout.extents(ref.num_tokens, ref.cached_tokens)
 
     def _space(self, ref: TransferRef) -> tuple[ArenaSpace, PageCopier]:
         """A transfer's bytes and the copier. Raises `StaleArenaError` when its agent is gone."""

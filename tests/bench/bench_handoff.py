@@ -85,8 +85,6 @@ def layout(num_layers: int) -> KVLayout:
         model_id="bench",
         weights=f"files:{num_layers}",
         config_digest="0",
-        cache_dtype="bfloat16",
-        memory_order="bench",
         tp_size=1,
         groups=(KVGroup(KVKind.FULL, BLOCK_TOKENS, layers),),
     )

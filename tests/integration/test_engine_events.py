@@ -8,20 +8,19 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from simple_layouts import paged
 
 from kvmanager.agent.engines import events
 from kvmanager.agent.engines.events import EngineCaches
 from kvmanager.hashing import block_keys, root_key
-from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
+from kvmanager.layout import KVGroup, KVKind, KVLayout
 
 LAYOUT = KVLayout(
     "model",
     "files:0",
     "0",
-    "float32",
-    "test",
     1,
-    (KVGroup(KVKind.FULL, 16, (KVLayer("layer", 64),)),),
+    (KVGroup(KVKind.FULL, 16, (paged("layer", 64),)),),
 )
 NAMESPACE = b"namespace"
 KV = 1

@@ -4,17 +4,18 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simple_layouts import paged, state
 
 from kvmanager.hashing import token_digest
-from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout, LayoutError
+from kvmanager.layout import KVGroup, KVKind, KVLayout, LayoutError
 
-FULL = KVGroup(KVKind.FULL, 16, (KVLayer("a.0", 1000), KVLayer("a.1", 1000)))
-WINDOW = KVGroup(KVKind.WINDOW, 16, (KVLayer("w.0", 300),), window_tokens=128)
-RECURRENT = KVGroup(KVKind.RECURRENT, 1, (KVLayer("r.0", 777), KVLayer("r.1", 777)))
+FULL = KVGroup(KVKind.FULL, 16, (paged("a.0", 1000), paged("a.1", 1000)))
+WINDOW = KVGroup(KVKind.WINDOW, 16, (paged("w.0", 300),), window_tokens=128)
+RECURRENT = KVGroup(KVKind.RECURRENT, 1, (state("r.0", 777), state("r.1", 777)))
 
 
 def layout(*groups: KVGroup, tp_size: int = 1) -> KVLayout:
-    return KVLayout("m", "files:0", "digest", "auto", "LBHNC", tp_size, groups)
+    return KVLayout("m", "files:0", "digest", tp_size, groups)
 
 
 def test_a_name_is_no_part_of_the_identity_and_weights_are() -> None:
@@ -50,7 +51,7 @@ def test_window_needs_the_pages_the_next_token_reaches(num_tokens: int, pages: r
 
 @given(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 64))
 def test_window_pages_cover_exactly_the_window(num_tokens: int, window: int, block: int) -> None:
-    group = KVGroup(KVKind.WINDOW, block, (KVLayer("w", 1),), window_tokens=window)
+    group = KVGroup(KVKind.WINDOW, block, (paged("w", 1, block),), window_tokens=window)
     seen = {p // block for p in range(max(0, num_tokens - window + 1), num_tokens)}
     assert seen <= set(group.pages(num_tokens))
     assert len(group.pages(num_tokens)) <= len(seen) + 1
@@ -89,9 +90,9 @@ def test_encoding_round_trips_and_the_fingerprint_tells_layouts_apart() -> None:
     [
         (layout(), "0 groups"),
         (layout(FULL, tp_size=0), "tp_size 0"),
-        (layout(KVGroup(KVKind.WINDOW, 16, (KVLayer("w", 1),))), "window 0 tokens"),
-        (layout(KVGroup(KVKind.FULL, 16, (KVLayer("a.7", 0),))), "a.7"),
-        (layout(KVGroup(KVKind.FULL, 0, (KVLayer("a", 1),))), "without tokens per block"),
+        (layout(KVGroup(KVKind.WINDOW, 16, (paged("w", 1),))), "window 0 tokens"),
+        (layout(KVGroup(KVKind.FULL, 16, (paged("a.7", 0),))), "a.7"),
+        (layout(KVGroup(KVKind.FULL, 0, (paged("a", 1, 0),))), "without tokens per block"),
     ],
 )
 def test_an_impossible_layout_names_what_is_wrong(bad: KVLayout, named: str) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from blake3 import blake3
+from simple_layouts import paged, state
 
 from kvmanager.agent.engines.client import EngineClient
 from kvmanager.agent.engines.protocol import CacheFound, CacheSlots, EngineHello, Welcome
@@ -29,12 +30,10 @@ LAYOUT = KVLayout(
     model_id="stand-in",
     weights="files:0",
     config_digest="0",
-    cache_dtype="float32",
-    memory_order="soak",
     tp_size=1,
     groups=(
-        KVGroup(KVKind.FULL, 16, (KVLayer("full.0", 4096), KVLayer("full.1", 4096))),
-        KVGroup(KVKind.RECURRENT, 16, (KVLayer("state.0", 10_000),)),
+        KVGroup(KVKind.FULL, 16, (paged("full.0", 4096), paged("full.1", 4096))),
+        KVGroup(KVKind.RECURRENT, 16, (state("state.0", 10_000),)),
     ),
 )
 SHAPE = CacheShape.of(LAYOUT)

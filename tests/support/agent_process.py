@@ -21,6 +21,7 @@ from typing import Any, Literal, Self, TypeVar
 import msgspec
 import yaml
 from arena_bytes import get_bytes, put_bytes
+from simple_layouts import paged, state
 
 from kvmanager.agent.engines.client import EngineClient
 from kvmanager.agent.engines.protocol import CacheFound, CacheSlots, EngineHello, Welcome
@@ -40,7 +41,7 @@ from kvmanager.agent.messages import (
     WatchCache,
 )
 from kvmanager.arena import Arena
-from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
+from kvmanager.layout import KVGroup, KVKind, KVLayout
 from transport import Credentials, TlsFiles
 from transport.rpc import RpcClient, RpcError
 
@@ -53,12 +54,10 @@ SMALL_LAYOUT = KVLayout(
     model_id="small",
     weights="files:0",
     config_digest="0",
-    cache_dtype="float32",
-    memory_order="test",
     tp_size=1,
     groups=(
-        KVGroup(KVKind.FULL, 16, (KVLayer("layer.0", 4096), KVLayer("layer.1", 4096))),
-        KVGroup(KVKind.RECURRENT, 16, (KVLayer("layer.2", 10_000),)),
+        KVGroup(KVKind.FULL, 16, (paged("layer.0", 4096), paged("layer.1", 4096))),
+        KVGroup(KVKind.RECURRENT, 16, (state("layer.2", 10_000),)),
     ),
 )
 

@@ -26,7 +26,7 @@ TABLE_PAGES = 40
 
 
 def layout_of(*groups: KVGroup) -> KVLayout:
-    return KVLayout("m", "files:0", "digest", "auto", "LBHNC", 1, groups)
+    return KVLayout("m", "files:0", "digest", 1, groups)
 
 
 def tables_of(layout: KVLayout) -> list[list[int]]:

@@ -24,8 +24,8 @@ DUMMY_ENGINE = """
     subprocess.Popen(["sleep", "1000"])
     option = lambda name: sys.argv[sys.argv.index(name) + 1]
     connector = json.loads(option("--kv-transfer-config"))["kv_connector_extra_config"]
-    group = KVGroup(KVKind.FULL, 16, (KVLayer("layer.0", 4096),))
-    layout = KVLayout("dummy", "dummy:0", "digest", "auto", "LBHNC", 1, (group,)).encode()
+    group = KVGroup(KVKind.FULL, 16, (paged("layer.0", 4096),))
+    layout = KVLayout("dummy", "dummy:0", "digest", 1, (group,)).encode()
 
     def stay_connected():
         while True:

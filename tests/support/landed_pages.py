@@ -50,6 +50,6 @@ def _layout(described: str) -> KVLayout:
         )
         for found in _GROUP.finditer(described)
     )
-    layout = KVLayout("described", "", "", "", "", 1, groups)
+    layout = KVLayout("described", "", "", 1, groups)
     layout.validate()
     return layout

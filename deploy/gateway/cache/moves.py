@@ -144,7 +144,9 @@ class CacheMoves:
         """
         agent = self._agent(node)
         fingerprint = await self._fingerprint(node, prefix.model)
-        num_parts = await agent.drop_cached(fingerprint, prefix.joined, keep_blocks)
+        num_parts = await agent.drop_cached(
+            fingerprint, prefix.joined, keep_blocks, prefix.model.namespace
+        )
         self.metrics.dropped_parts.inc(num_parts)
         return num_parts
 
@@ -197,7 +199,14 @@ class CacheMoves:
         key = self._tell(CacheMoveBegun(source.cluster, destination.cluster)) if between else None
         try:
             fingerprint = await self._fingerprint(source, prefix.model)
-            order = CacheMoveOrder(fingerprint, prefix.joined, parts, kind, prefix.tenant)
+            order = CacheMoveOrder(
+                fingerprint,
+                prefix.joined,
+                parts,
+                kind,
+                prefix.tenant,
+                prefix.model.namespace,
+            )
             result = await move_cache(self._agent(source), self._agent(destination), order)
             outcome = "complete"
         except RpcError as error:

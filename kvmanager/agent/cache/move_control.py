@@ -103,9 +103,8 @@ class CacheMoveControl:
         return EndCacheMoveReply(self._mover.end(transfer_id, reason))
 
     async def drop(self, request: DropCached) -> DropCachedReply:
-        _, layout = self._layout(request.layout_fingerprint)
+        _, _, shape = self._cut(request)
         _, keys = _keys(request.block_keys)
-        shape = CacheShape.of(layout)
         return DropCachedReply(self._mover.drop_cached(shape, keys, request.keep_blocks))
 
     @property
@@ -115,14 +114,19 @@ class CacheMoveControl:
         return self._mover_or_none
 
     def _what(self, request: ReserveCacheMove | SendCacheMove) -> tuple[MovedParts, KVLayout]:
-        fingerprint, layout = self._layout(request.layout_fingerprint)
+        fingerprint, layout, shape = self._cut(request)
         root, keys = _keys(request.block_keys)
-        shape = CacheShape.of(layout)
         parts = tuple((index, part) for index, part in request.parts)
         return MovedParts(fingerprint, shape, root, tuple(keys), parts), layout
 
-    def _layout(self, fingerprint: str) -> tuple[bytes, KVLayout]:
-        return self._book.layout(hex_bytes(fingerprint, KEY_BYTES, "layout_fingerprint"))
+    def _cut(
+        self, request: ReserveCacheMove | SendCacheMove | DropCached
+    ) -> tuple[bytes, KVLayout, CacheShape]:
+        """The KV layout that the request names, and the shape of its namespace's blocks."""
+        fingerprint = hex_bytes(request.layout_fingerprint, KEY_BYTES, "layout_fingerprint")
+        name = request.namespace
+        namespace = hex_bytes(name, KEY_BYTES, "namespace") if name else b""
+        return fingerprint, *self._book.cached_layout(fingerprint, namespace)
 
 
 def _keys(joined: bytes) -> tuple[bytes, list[bytes]]:

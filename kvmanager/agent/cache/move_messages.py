@@ -2,7 +2,8 @@
 
 They do not know how they travel. `block_keys` are joined keys (`kvmanager.hashing`): the root key,
 then the keys of a prefix's blocks from block 0 on. `parts` are (block index, part number) pairs of
-the layout's `CacheShape`. Ids, tokens and fingerprints are hex strings. `grant` is a gateway's
+the layout's `CacheShape`. `namespace` is that of the keys: engines of one layout may divide it into
+other blocks, and "", as older gateways send it, means any of them. Ids, tokens and fingerprints are hex strings. `grant` is a gateway's
 grant for the call (`kvmanager.agent.grants`); agents with `granting_keys` answer REFUSED without
 it.
 
@@ -36,6 +37,7 @@ class ReserveCacheMove(msgspec.Struct, frozen=True):
     parts: list[tuple[int, int]]
     lease_s: float
     grant: bytes = b""
+    namespace: str = ""
 
 
 class ReserveCacheMoveReply(msgspec.Struct, frozen=True):
@@ -70,6 +72,7 @@ class SendCacheMove(msgspec.Struct, frozen=True):
     priority: Literal["request", "replication"] = "replication"
     tenant: str = ""
     grant: bytes = b""
+    namespace: str = ""
 
 
 class SendCacheMoveReply(msgspec.Struct, frozen=True):
@@ -123,6 +126,7 @@ class DropCached(msgspec.Struct, frozen=True):
     layout_fingerprint: str
     block_keys: bytes
     keep_blocks: int = 0
+    namespace: str = ""
 
 
 class DropCachedReply(msgspec.Struct, frozen=True):

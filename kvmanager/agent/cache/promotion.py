@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvmanager.layout import KVKind, KVLayout, LayerExtent
+from kvmanager.layout import KVKind, KVLayout, LayerExtent, PartExtent
 from kvmanager.pool.records import BlockPart
-from kvmanager.pool.shape import CacheShape, PartExtent, part_extents
+from kvmanager.pool.shape import CacheShape, part_extents
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +29,17 @@ class CopyRange:
 class LandedParts:
     """The whole parts of full blocks in a transfer of `num_tokens`."""
 
-    def __init__(self, layout: KVLayout, num_tokens: int, cached_tokens: int = 0) -> None:
+    def __init__(
+        self, layout: KVLayout, shape: CacheShape, num_tokens: int, cached_tokens: int = 0
+    ) -> None:
         """Raises ValueError for impossible counts (`KVLayout.transfer_bytes`)."""
         layout.transfer_bytes(num_tokens, cached_tokens)  # checks the counts
         self._layout = layout
-        self._shape = CacheShape.of(layout)
+        self._shape = shape
         self._num_tokens = num_tokens
-        self._extents: list[dict[str, LayerExtent]] = [
-            {e.layer.name: e for e in layout.extents(num_tokens, rank, cached_tokens)}
-            for rank in range(layout.tp_size)
-        ]
+        self._extents: dict[str, LayerExtent] = {
+            extent.layer.name: extent for extent in layout.extents(num_tokens, cached_tokens)
+        }
 
     def parts(self) -> list[BlockPart]:
         """The whole parts as (block index, part), sorted by part and block."""
@@ -52,36 +53,43 @@ class LandedParts:
 
     def ranges(self, index: int, part: int) -> Iterator[CopyRange]:
         """The ranges to copy for one of `parts`."""
-        for rank, extents in enumerate(self._extents):
-            for wanted in part_extents(self._layout, self._shape, part, rank):
-                landed = extents[wanted.layer.name]
-                skipped = self._first_page(index, wanted) - landed.pages.start
-                page_bytes = wanted.layer.page_bytes
-                yield CopyRange(
-                    landed.offset + skipped * page_bytes,
-                    wanted.offset,
-                    wanted.num_pages * page_bytes,
-                )
+        for wanted in part_extents(self._layout, self._shape, part):
+            landed = self._extents[wanted.layer.name]
+            for source, target in zip(landed.parts, wanted.parts, strict=True):
+                yield from self._part_ranges(index, source, target)
+
+    def _part_ranges(
+        self, index: int, source: PartExtent, target: PartExtent
+    ) -> Iterator[CopyRange]:
+        first = self._first_item(index, source)
+        if source.items == range(first, first + len(target.items)):
+            yield CopyRange(source.offset, target.offset, target.nbytes)
+            return
+        for unit in range(target.part.num_units):
+            yield CopyRange(source.place(unit, first), target.place(unit, 0), target.unit_bytes)
 
     def _is_whole(self, index: int, part: int) -> bool:
-        for wanted in part_extents(self._layout, self._shape, part, 0):
+        for wanted in part_extents(self._layout, self._shape, part):
             if self._layout.groups[wanted.group_index].kind is KVKind.RECURRENT:
                 # A transfer carries recurrent states after its last token only, so they belong to a
                 # block only if the block ends there.
                 if self._num_tokens != (index + 1) * self._shape.block_tokens:
                     return False
                 continue
-            pages = self._extents[0][wanted.layer.name].pages
-            first = self._first_page(index, wanted)
-            if first < pages.start or first + wanted.num_pages > pages.stop:
+            landed = self._extents[wanted.layer.name]
+            for source, target in zip(landed.parts, wanted.parts, strict=True):
+                first = self._first_item(index, source)
+                if first < source.items.start or first + len(target.items) > source.items.stop:
+                    return False
+            # The last item of a transfer may be of fewer tokens than it has room for.
+            if (index + 1) * self._shape.block_tokens > landed.tokens.stop:
                 return False
         return True
 
-    def _first_page(self, index: int, wanted: PartExtent) -> int:
-        group = self._layout.groups[wanted.group_index]
-        if group.kind is KVKind.RECURRENT:
-            return self._extents[0][wanted.layer.name].pages.start
-        return index * self._shape.block_tokens // group.tokens_per_block
+    def _first_item(self, index: int, source: PartExtent) -> int:
+        """The first item of a block."""
+        tokens_per_item = source.part.tokens_per_item
+        return index * self._shape.block_tokens // tokens_per_item if tokens_per_item else 0
 
 
 def copy_ranges(

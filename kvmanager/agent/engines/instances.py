@@ -98,12 +98,28 @@ class InstanceBook:
                     f"{other.layout.describe()}"
                 )
 
-    def cache_shape(self, fingerprint: bytes) -> CacheShape | None:
-        """The cache shape for this KV layout; None when no engine with it uses the cache."""
+    def cached_layouts(self, fingerprint: bytes) -> list[tuple[KVLayout, CacheShape]]:
+        """How the engines that cache this KV layout are cut, each kind of block once. There may be
+        several: engines with other block sizes have other blocks of cached tokens.
+        """
+        found = {
+            instance.shape.block_tokens: (instance.layout, instance.shape)
+            for instance in self._instances.values()
+            if instance.fingerprint == fingerprint and instance.namespace
+        }
+        return list(found.values())
+
+    def cached_layout(self, fingerprint: bytes, namespace: bytes) -> tuple[KVLayout, CacheShape]:
+        """The layout and cache shape of the engines with this cache namespace; without one, those
+        of any engine with this KV layout. Raises UnknownLayout.
+        """
         for instance in self._instances.values():
-            if instance.fingerprint == fingerprint and instance.namespace:
-                return instance.shape
-        return None
+            if instance.fingerprint == fingerprint and instance.namespace == namespace != b"":
+                return instance.layout, instance.shape
+        _, layout = self.layout(fingerprint)
+        if namespace:
+            raise UnknownLayout(f"no connected engine has cache namespace {namespace.hex()[:16]}")
+        return layout, CacheShape.of(layout)
 
     def shape(self, instance: str) -> CacheShape:
         """The cache shape for a connected instance, whether it uses the cache or not."""

@@ -14,6 +14,7 @@ from blake3 import blake3
 
 from kvmanager.hashing import block_keys, root_key
 from kvmanager.layout import KVLayout
+from kvmanager.pool.shape import CacheShape
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,7 +29,8 @@ def namespace_of(vllm_config: VllmConfig, layout: KVLayout) -> bytes:
     """The start of all keys of this engine; empty when its KVCache must not be shared.
 
     The layout has the weights, the configuration with all overrides, and the cache's data types.
-    The quantisation that the engine applies to its weights as it loads them is added.
+    The number of tokens of a block is added, which engines that are cut otherwise may have another
+    one of, and the quantisation that the engine applies to its weights as it loads them.
     """
     cache = vllm_config.cache_config
     if not cache.enable_prefix_caching or getattr(cache, "calculate_kv_scales", False):
@@ -36,7 +38,9 @@ def namespace_of(vllm_config: VllmConfig, layout: KVLayout) -> bytes:
         # have other bytes in every engine.
         return b""
     quantization = str(vllm_config.model_config.quantization)
-    return blake3(layout.fingerprint() + quantization.encode()).digest(NAMESPACE_BYTES)
+    block_tokens = CacheShape.of(layout).block_tokens
+    values = layout.fingerprint() + f"{block_tokens} {quantization}".encode()
+    return blake3(values).digest(NAMESPACE_BYTES)
 
 
 def may_be_cached(request: Request) -> bool:

@@ -1,6 +1,6 @@
 """The prefix cache in a vLLM worker: copies cached parts into the engine, and complete ones out.
 
-One call copies all blocks of one layer, and gathers the bytes from the places of the parts. A store
+One call copies all blocks of one layer, to or from the places of the parts. A store
 that fails, or whose memory came over an older connection to the agent, writes nothing more and says
 so. When a load fails, the engine computes the prompt.
 
@@ -13,48 +13,20 @@ import logging
 import math
 import threading
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from kvmanager.agent.engines.client import EngineClient
 from kvmanager.arena import Arena, ArenaSpace
 from kvmanager.layout import KVLayout
-from kvmanager.pool.shape import CacheShape, part_extents
+from kvmanager.pool.shape import BlockExtent, CacheShape, part_extents
 from kvmanager.vllm_connector.arena_access import ArenaAccess, StaleArenaError
 from kvmanager.vllm_connector.metadata import CachedParts, StoreStep
-from kvmanager.vllm_connector.pages import LayerPages, PageCopier
+from kvmanager.vllm_connector.pages import PageCopier
+from kvmanager.vllm_connector.slabs import PartView, Slab
 from kvmanager.vllm_connector.stats import TransferStats
 
 logger = logging.getLogger("prfaas.kvmanager.connector")
-
-
-class JoinedSpace:
-    """Ranges of several spaces as one run of bytes (implements `transport.ByteSpace`)."""
-
-    def __init__(self, ranges: Sequence[tuple[ArenaSpace, int, int]]) -> None:
-        self._ranges = ranges
-        self._starts = [0, *accumulate(length for _, _, length in ranges)]
-        self.nbytes = self._starts[-1]
-
-    def views(self, offset: int, length: int) -> list[memoryview]:
-        """The writable memory of a logical range; ValueError outside [0, nbytes)."""
-        return [
-            v for space, at, size in self._pieces(offset, length) for v in space.views(at, size)
-        ]
-
-    def _pieces(self, offset: int, length: int) -> Iterator[tuple[ArenaSpace, int, int]]:
-        if offset < 0 or offset + length > self.nbytes:
-            raise ValueError(f"range {offset}+{length} leaves the {self.nbytes} bytes")
-        index = bisect_right(self._starts, offset) - 1
-        while length > 0:
-            space, start, size = self._ranges[index]
-            skipped = offset - self._starts[index]
-            taken = min(size - skipped, length)
-            if taken:
-                yield space, start + skipped, taken
-            offset, length, index = offset + taken, length - taken, index + 1
 
 
 @dataclass(slots=True)
@@ -69,37 +41,26 @@ class Writing:
     closed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class LayerCopy:
-    """Pages of one layer that are copied together, and their bytes in the arena."""
-
-    layer: str
-    block_ids: list[int]
-    space: JoinedSpace
-
-
 class CacheWorker:
-    """Called by `WorkerSide`. `pages` are the engine's by layer name. `stats` returns the counters
-    of the running interval.
+    """Called by `WorkerSide`. `views` show this rank's memory of each part, by layer. `stats`
+    returns the counters of the running interval.
     """
 
     def __init__(
         self,
         layout: KVLayout,
-        tp_rank: int,
         client: EngineClient,
         access: ArenaAccess,
-        pages: Mapping[str, LayerPages],
+        views: Mapping[str, tuple[PartView, ...]],
         *,
         stats: Callable[[], TransferStats],
     ) -> None:
         self._layout = layout
         self._shape = CacheShape.of(layout)
-        self._tp_rank = tp_rank
         self._stats = stats
         self._client = client
         self._access = access
-        self._pages = pages
+        self._views = views
         self._lock = threading.Lock()
         self._connected_at_s = math.inf
         self._writing: dict[int, Writing] = {}
@@ -140,19 +101,16 @@ class CacheWorker:
             self._end(step)
             return
         arena, copier = self._open(step.cached)
-        copies = list(self._copies(step.cached, arena))
+        copies = list(self._copies(step.cached, arena, is_sent=True))
         with self._writing_lock:
             writing.num_copying += 1
             writing.ended = step.is_last
         try:
-            for copy in copies[:-1]:
-                copier.store(self._pages[copy.layer], copy.block_ids, copy.space, 0, _nothing)
-            # Copies end in the order in which they begin, so after the last one all have ended.
-            last = copies[-1]
-            pages = self._pages[last.layer]
-            copier.store(
-                pages, last.block_ids, last.space, 0, lambda error: self._copied(step, error)
-            )
+            for slabs in copies[:-1]:
+                copier.store(slabs, _nothing)
+            # Copies end in the order in which they begin, so after the last one all have ended. A
+            # rank whose parts others store copies nothing, and says so in the same way.
+            copier.store(copies[-1] if copies else (), lambda error: self._copied(step, error))
         except BaseException:
             # Copies that have begun still read the pages and write into the arena.
             copier.drain()
@@ -161,7 +119,9 @@ class CacheWorker:
                 writing.ended = False
             raise
         num_blocks = len({part.index for part in step.cached.parts})
-        self._stats().add_cache_stored(sum(copy.space.nbytes for copy in copies), num_blocks)
+        self._stats().add_cache_stored(
+            sum(slab.nbytes for slabs in copies for slab in slabs), num_blocks
+        )
 
     def _copied(self, step: StoreStep, error: BaseException | None) -> None:
         parts = [(part.index, part.part) for part in step.cached.parts]
@@ -210,9 +170,9 @@ class CacheWorker:
         """
         arena, copier = self._open(cached)
         nbytes = 0
-        for copy in self._copies(cached, arena):
-            copier.load(self._pages[copy.layer], copy.block_ids, copy.space, 0)
-            nbytes += copy.space.nbytes
+        for slabs in self._copies(cached, arena, is_sent=False):
+            copier.load(slabs)
+            nbytes += sum(slab.nbytes for slab in slabs)
         # Checked again: if the connection broke meanwhile, the bytes may be another part's.
         self._check_connection(cached)
         self._stats().add_cache_loaded(nbytes, len({part.index for part in cached.parts}))
@@ -225,30 +185,40 @@ class CacheWorker:
         if cached.asked_s < self._connected_at_s:
             raise StaleArenaError("the connection to the agent broke after it gave this memory")
 
-    def _copies(self, cached: CachedParts, arena: Arena) -> Iterator[LayerCopy]:
-        """The copies layer by layer, with all pages of all parts in order."""
+    def _copies(self, cached: CachedParts, arena: Arena, *, is_sent: bool) -> Iterator[list[Slab]]:
+        """The slabs of all blocks layer by layer: all of this rank's units, or those it sends."""
         for part, shape in enumerate(self._shape.parts):
-            pages = [item for item in cached.parts if item.part == part]
-            if not pages:
+            blocks = [item for item in cached.parts if item.part == part]
+            if not blocks:
                 continue
-            spaces = [arena.view(item.runs, shape.nbytes) for item in pages]
-            for extent in part_extents(self._layout, self._shape, part, self._tp_rank):
+            spaces = [arena.view(item.runs, shape.nbytes) for item in blocks]
+            for extent in part_extents(self._layout, self._shape, part):
                 group = shape.groups.index(extent.group_index)
-                page_bytes = extent.layer.page_bytes
-                ranges = []
-                for item, space in zip(pages, spaces, strict=True):
-                    count = len(item.blocks[group])
-                    skipped = extent.num_pages - count
-                    ranges.append((space, extent.offset + skipped * page_bytes, count * page_bytes))
-                block_ids = [block for item in pages for block in item.blocks[group]]
-                # Block 0 is vLLM's null block, which stands for a page that the engine does not
-                # keep.
-                if 0 in block_ids:
-                    raise ValueError(
-                        f"the engine gave no block for a page that layer {extent.layer.name} needs"
-                    )
-                if block_ids:
-                    yield LayerCopy(extent.layer.name, block_ids, JoinedSpace(ranges))
+                slabs = [
+                    slab
+                    for item, space in zip(blocks, spaces, strict=True)
+                    for slab in self._slabs(extent, item.blocks[group], space, is_sent=is_sent)
+                ]
+                if slabs:
+                    yield slabs
+
+    def _slabs(
+        self, extent: BlockExtent, pages: Sequence[int], space: ArenaSpace, *, is_sent: bool
+    ) -> Iterator[Slab]:
+        """The slabs of one block of the cache, whose last pages in the engine are `pages`."""
+        # Block 0 is vLLM's null block, which stands for a page that the engine does not keep.
+        if 0 in pages:
+            raise ValueError(
+                f"the engine gave no block for a page that layer {extent.layer.name} needs"
+            )
+        page_tokens = self._layout.groups[extent.group_index].tokens_per_block
+        tokens = range(max(0, extent.tokens.stop - len(pages) * page_tokens), extent.tokens.stop)
+        for view, part in zip(self._views[extent.layer.name], extent.parts, strict=True):
+            items = part.part.items(tokens)
+            units = view.sent_units if is_sent else view.units
+            slab = Slab.of(view, units, pages, items.start, items, part, space)
+            if pages and slab.nbytes:
+                yield slab
 
 
 def _nothing(error: BaseException | None) -> None:

@@ -3,32 +3,33 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simple_layouts import paged, state
 
-from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
+from kvmanager.layout import KVGroup, KVKind, KVLayout
 from kvmanager.pool.nodes import Geometry
 from kvmanager.pool.placement import StatePlacement
 from kvmanager.pool.shape import CacheShape, PartKind, PartShape, part_extents
 
-FULL = KVGroup(KVKind.FULL, 16, (KVLayer("a.0", 1000), KVLayer("a.1", 500)))
-MLA = KVGroup(KVKind.MLA, 32, (KVLayer("m.0", 64),))
-WINDOW = KVGroup(KVKind.WINDOW, 16, (KVLayer("w.0", 300),), window_tokens=128)
-LONG_WINDOW = KVGroup(KVKind.WINDOW, 16, (KVLayer("w.1", 300),), window_tokens=1024)
-SAME_WINDOW = KVGroup(KVKind.WINDOW, 32, (KVLayer("w.2", 200),), window_tokens=128)
-RECURRENT = KVGroup(KVKind.RECURRENT, 1, (KVLayer("r.0", 777),))
-CONVOLUTION = KVGroup(KVKind.RECURRENT, 1, (KVLayer("c.0", 3),))
+FULL = KVGroup(KVKind.FULL, 16, (paged("a.0", 1000), paged("a.1", 500)))
+MLA = KVGroup(KVKind.MLA, 32, (paged("m.0", 64, 32),))
+WINDOW = KVGroup(KVKind.WINDOW, 16, (paged("w.0", 300),), window_tokens=128)
+LONG_WINDOW = KVGroup(KVKind.WINDOW, 16, (paged("w.1", 300),), window_tokens=1024)
+SAME_WINDOW = KVGroup(KVKind.WINDOW, 32, (paged("w.2", 200, 32),), window_tokens=128)
+RECURRENT = KVGroup(KVKind.RECURRENT, 1, (state("r.0", 777),))
+CONVOLUTION = KVGroup(KVKind.RECURRENT, 1, (state("c.0", 3),))
 
 
 def layout(*groups: KVGroup, tp_size: int = 1) -> KVLayout:
-    return KVLayout("m", "files:0", "digest", "auto", "LBHNC", tp_size, groups)
+    return KVLayout("m", "files:0", "digest", tp_size, groups)
 
 
 def test_attention_alone_has_blocks_of_at_least_64_tokens() -> None:
     shape = CacheShape.of(layout(FULL, MLA))
     assert shape.block_tokens == 64
     assert shape.parts == (PartShape(PartKind.KV, 4 * 1500 + 2 * 64, 0, (0, 1)),)
-    odd = KVGroup(KVKind.FULL, 21, (KVLayer("a", 1),))
+    odd = KVGroup(KVKind.FULL, 21, (paged("a", 1, 21),))
     assert CacheShape.of(layout(odd)).block_tokens == 84, "63 are too few"
-    huge = KVGroup(KVKind.FULL, 528, (KVLayer("a", 1),))
+    huge = KVGroup(KVKind.FULL, 528, (paged("a", 1, 528),))
     assert CacheShape.of(layout(huge)).block_tokens == 528
 
 

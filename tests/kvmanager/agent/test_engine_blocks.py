@@ -31,7 +31,7 @@ LAYER = (KVLayer("layer", 64),)
 
 
 def layout(*groups: KVGroup) -> KVLayout:
-    return KVLayout("model", "files:0", "0", "float32", "test", 1, groups)
+    return KVLayout("model", "files:0", "0", 1, groups)
 
 
 FULL = layout(KVGroup(KVKind.FULL, 16, LAYER))

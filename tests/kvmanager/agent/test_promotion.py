@@ -3,32 +3,29 @@
 import random
 
 import pytest
+from simple_layouts import paged, state
 
 from kvmanager.agent.cache.promotion import CopyRange, LandedParts, copy_ranges
-from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
+from kvmanager.layout import KVGroup, KVKind, KVLayout
 from kvmanager.pool.shape import CacheShape, part_extents
 
 LAYOUT = KVLayout(
     model_id="hybrid",
     weights="files:0",
     config_digest="0",
-    cache_dtype="float32",
-    memory_order="test",
     tp_size=2,
     groups=(
-        KVGroup(KVKind.FULL, 16, (KVLayer("f0", 48), KVLayer("f1", 16))),
-        KVGroup(KVKind.WINDOW, 16, (KVLayer("w0", 32),), window_tokens=33),
-        KVGroup(KVKind.RECURRENT, 16, (KVLayer("s0", 40), KVLayer("s1", 24))),
+        KVGroup(KVKind.FULL, 16, (paged("f0", 48), paged("f1", 16))),
+        KVGroup(KVKind.WINDOW, 16, (paged("w0", 32),), window_tokens=33),
+        KVGroup(KVKind.RECURRENT, 16, (state("s0", 40), state("s1", 24))),
     ),
 )
 ATTENTION = KVLayout(
     model_id="attention",
     weights="files:0",
     config_digest="0",
-    cache_dtype="float32",
-    memory_order="test",
     tp_size=1,
-    groups=(KVGroup(KVKind.FULL, 16, (KVLayer("f0", 48),)),),
+    groups=(KVGroup(KVKind.FULL, 16, (paged("f0", 48),)),),
 )
 KV, WINDOW, STATE = 0, 1, 2
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from simple_layouts import paged, state
 
 from kvmanager.arena import Arena
-from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
+from kvmanager.layout import KVGroup, KVKind, KVLayout
 from kvmanager.vllm_connector.arena_access import ArenaAccess, StaleArenaError
 from kvmanager.vllm_connector.cache.worker import CacheWorker, JoinedSpace
 from kvmanager.vllm_connector.metadata import CachedParts, PartPages, StoreStep
@@ -23,13 +24,11 @@ LAYOUT = KVLayout(
     "m",
     "files:0",
     "digest",
-    "auto",
-    "LBHNC",
     2,
     (
-        KVGroup(KVKind.FULL, 16, (KVLayer("full.0", 700), KVLayer("full.1", 300))),
-        KVGroup(KVKind.WINDOW, 32, (KVLayer("window", 500),), window_tokens=33),
-        KVGroup(KVKind.RECURRENT, 1, (KVLayer("state", 5000),)),
+        KVGroup(KVKind.FULL, 16, (paged("full.0", 700), paged("full.1", 300))),
+        KVGroup(KVKind.WINDOW, 32, (paged("window", 500, 32),), window_tokens=33),
+        KVGroup(KVKind.RECURRENT, 1, (state("state", 5000),)),
     ),
 )
 """Blocks of 32 tokens: two full pages, one window page, one state; two ranks."""

@@ -4,10 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from simple_layouts import paged, state
 
 from kvmanager.agent.engines.protocol import CacheFound, CacheSlots, Welcome
 from kvmanager.hashing import token_digest
-from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
+from kvmanager.layout import KVGroup, KVKind, KVLayout
 from kvmanager.pool.placement import StatePlacement
 from kvmanager.vllm_connector.cache.keys import LOSSY_SALT
 from kvmanager.vllm_connector.cache.scheduler import PrefixCacheOptions
@@ -18,13 +19,11 @@ LAYOUT = KVLayout(
     "m",
     "files:0",
     "digest",
-    "auto",
-    "LBHNC",
     1,
     (
-        KVGroup(KVKind.FULL, 16, (KVLayer("full", 100),)),
-        KVGroup(KVKind.WINDOW, 16, (KVLayer("window", 100),), window_tokens=32),
-        KVGroup(KVKind.RECURRENT, 1, (KVLayer("state", 100),)),
+        KVGroup(KVKind.FULL, 16, (paged("full", 100),)),
+        KVGroup(KVKind.WINDOW, 16, (paged("window", 100),), window_tokens=32),
+        KVGroup(KVKind.RECURRENT, 1, (state("state", 100),)),
     ),
 )
 TRANSFER = bytes(range(16))

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from simple_layouts import paged
 
 from kvmanager.agent.engines.protocol import Welcome
 from kvmanager.arena import Arena
-from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
+from kvmanager.layout import KVGroup, KVKind, KVLayout
 from kvmanager.vllm_connector import worker as module
 from kvmanager.vllm_connector.metadata import (
     EndedSend,
@@ -29,10 +30,8 @@ LAYOUT = KVLayout(
     "m",
     "files:0",
     "digest",
-    "auto",
-    "LBHNC",
     1,
-    (KVGroup(KVKind.FULL, 16, (KVLayer("full", PAGE),)),),
+    (KVGroup(KVKind.FULL, 16, (paged("full", PAGE),)),),
 )
 TID = bytes(range(16))
 NUM_TOKENS = 32
