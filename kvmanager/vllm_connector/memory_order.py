@@ -6,7 +6,7 @@ inside of a page is not known of travels as it is ("opaque"): between engines of
 size and tensor-parallel size.
 
 Sources: vLLM's kv_cache_interface.py ([B, H, N, C] views, K before V), cpu_attn.py (keys of a block
-as [head size, block size]), mamba_utils.py (shapes of states, per-rank order of their convolutions).
+as [head size, block size]), mamba_utils.py (shapes of states, order of their convolutions).
 """
 
 from __future__ import annotations

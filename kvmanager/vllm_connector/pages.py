@@ -1,7 +1,7 @@
 """Moves KVCache between an engine's tensors and the agent's arena, on the CPU or a GPU.
 
-A `PageCopier` copies slabs (`kvmanager.vllm_connector.slabs`) into the bytes of a transfer and back.
-Knows no requests, groups or steps, and needs of vLLM nothing.
+A `PageCopier` copies slabs (`kvmanager.vllm_connector.slabs`) into a transfer's bytes and back. Knows
+no requests, groups or steps, and needs of vLLM nothing.
 """
 
 import ctypes
@@ -143,7 +143,7 @@ class CudaPageCopier:
             device=self._device,
         )
         rows, first_item = self._rows(slab)
-        for piece, memory, place in _pieces(slab, data):
+        for _, memory, place in _pieces(slab, data):
             # (rows, units, items of a row, ...) -> (units, items, ...)
             found = memory.index_select(0, rows).swapaxes(0, 1).flatten(1, 2)
             items = found[:, first_item : first_item + slab.num_items]
@@ -219,8 +219,8 @@ class CudaPageCopier:
 
 
 def _pieces(slab: Slab, data: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
-    """Each piece of a slab's items, the engine's memory of its units, and its place in `data`, which
-    has the shape (units, items, bytes of an item).
+    """Each piece of a slab's items, the engine's memory of its units, and its place in `data` of
+    the shape (units, items, bytes of an item).
     """
     first = slab.units.start - slab.view.units.start
     for piece in slab.view.pieces:

@@ -7,6 +7,7 @@ arena. Knows no requests, no steps and no specs of vLLM.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -156,7 +157,7 @@ class Slab:
         if (last * per_row != end) and len(rows):
             edges.add(len(rows) - 1)
         bounds = sorted(edges)
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in itertools.pairwise(bounds):
             from_item = skipped if start == 0 else 0
             to_item = min((stop + first) * per_row, end) - (start + first) * per_row
             yield int(rows[start]), stop - start, from_item, to_item - from_item

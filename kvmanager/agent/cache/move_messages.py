@@ -3,9 +3,9 @@
 They do not know how they travel. `block_keys` are joined keys (`kvmanager.hashing`): the root key,
 then the keys of a prefix's blocks from block 0 on. `parts` are (block index, part number) pairs of
 the layout's `CacheShape`. `namespace` is that of the keys: engines of one layout may divide it into
-other blocks, and "", as older gateways send it, means any of them. Ids, tokens and fingerprints are hex strings. `grant` is a gateway's
-grant for the call (`kvmanager.agent.grants`); agents with `granting_keys` answer REFUSED without
-it.
+other blocks, and "", as older gateways send it, means any of them. Ids, tokens and fingerprints are
+hex strings. `grant` is a gateway's grant for the call (`kvmanager.agent.grants`); agents with
+`granting_keys` answer REFUSED without it.
 
 | method | request -> reply | errors beside UNAVAILABLE, INTERNAL, TIMEOUT |
 |---|---|---|
