@@ -191,7 +191,7 @@ def _kv_head_numbers(spec: AttentionSpec, config: VllmConfig) -> set[int]:
     found = {int(model.get_total_num_kv_heads())}
     for name, value in text.items():
         if _KV_HEADS.search(name) and name != "swa_num_key_value_heads":
-                found |= {number for number in _list(value) if type(number) is int and number > 0}
+            found |= {number for number in _list(value) if type(number) is int and number > 0}
     return found
 
 

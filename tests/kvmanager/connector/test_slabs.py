@@ -1,5 +1,6 @@
 """Slabs: any two engines write and read the same bytes, whatever their cuts and memory orders."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -160,7 +161,7 @@ class Exchange:
             for unit, places in zip(rank.units, rank.places, strict=True):
                 first = start * side.block_items - self.first_item
                 rank.elements[places] = self.data[unit, first : first + len(places)]
-            for page, next_page in zip(edges[:-1], edges[1:], strict=True):
+            for page, next_page in itertools.pairwise(edges):
                 slab = rank.slab(
                     self.extent, items, range(page, next_page), self.space, is_sent=True
                 )
