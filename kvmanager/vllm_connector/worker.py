@@ -63,7 +63,7 @@ class WorkerSide:
         client: EngineClient,
         views: Mapping[str, tuple[PartView, ...]],
     ) -> None:
-        """`views` show this rank's memory of each part, by layer: all of `layout`, on one device."""
+        """`views` show this rank's memory of each part by layer: all of `layout`, on one device."""
         self._layout = layout
         self._tp_rank = tp_rank
         self._client = client
@@ -259,12 +259,9 @@ class WorkerSide:
         )
         found = []
         for view, part in zip(self._views[extent.layer.name], extent.parts, strict=True):
-            items, before = (
-                part.part.items(tokens),
-                part.part.items(range(page * size, page * size)),
-            )
             units = view.sent_units if is_sent else view.units
-            slab = Slab.of(view, units, blocks, before.start, items, part, space)
+            before = part.part.items(range(page * size, page * size)).start
+            slab = Slab.of(view, units, blocks, before, part.part.items(tokens), part, space)
             if slab.nbytes:
                 found.append(slab)
         return found
