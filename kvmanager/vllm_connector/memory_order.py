@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _COLUMN_KEYS = ("vec", "vec16")
 """Instruction sets of vLLM's CPU attention that keep a block's keys as [head size, block size]."""
+_HEADS_FIELD = "num_key_value_heads"
+"""In the names of the fields of a model's configuration that give numbers of KV heads."""
 _GROUP_FIELDS = ("n_groups", "mamba_n_groups")
 """Names of the number of B and C groups in the configurations of Mamba 2 models."""
 
@@ -129,8 +131,13 @@ def _num_kv_heads(spec: AttentionSpec, config: VllmConfig) -> int | None:
     tp_size = config.parallel_config.tensor_parallel_size
     if tp_size == 1 or spec.max_tp_shards is not None:
         return spec.num_kv_heads * min(tp_size, spec.max_tp_shards or 1)
-    total = int(config.model_config.get_total_num_kv_heads())
-    return total if spec.num_kv_heads == max(1, total // tp_size) else None
+    if spec.num_kv_heads > 1:
+        return spec.num_kv_heads * tp_size  # a rank has copies only where it has one head
+    # Layers of one model may have different numbers of heads.
+    text = config.model_config.hf_text_config.to_dict()
+    totals = {int(value) for name, value in text.items() if _HEADS_FIELD in name and value}
+    fitting = {total for total in totals if tp_size % total == 0}
+    return fitting.pop() if len(fitting) == 1 else None
 
 
 def _opaque_part(spec: KVCacheSpec, config: VllmConfig) -> KVPart:
