@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from page_views import page_view
 from simple_layouts import paged
 
 from kvmanager.agent.engines.protocol import Welcome
@@ -22,7 +23,6 @@ from kvmanager.vllm_connector.metadata import (
     SendStep,
     TransferRef,
 )
-from kvmanager.vllm_connector.pages import LayerPages
 from kvmanager.vllm_connector.worker import WorkerSide
 
 PAGE = 96
@@ -82,8 +82,8 @@ class Engine:
         self.arena = arena
         client: Any = self.client
         rows = torch.full((4, PAGE), 7, dtype=torch.uint8)
-        pages = {"full": LayerPages(LAYOUT.groups[0].layers[0], rows)}
-        self.side = WorkerSide(LAYOUT, 0, client, pages)
+        views = {"full": page_view(LAYOUT.groups[0].layers[0].parts[0], rows)}
+        self.side = WorkerSide(LAYOUT, 0, client, views)
         self.side.start()
         self.connect(last_attempt=0)
 
@@ -240,7 +240,7 @@ class BrokenCopier:
     def __init__(self) -> None:
         self.done: list[Any] = []
 
-    def store(self, pages: Any, block_ids: Any, space: Any, offset: int, done: Any) -> None:
+    def store(self, slabs: Any, done: Any) -> None:
         self.done.append(done)
 
     def drain(self) -> None: ...
