@@ -406,6 +406,4 @@ def _check_format(version: int) -> None:
 def _by_number(name: str) -> list[tuple[int, str]]:
     """A key that sorts "layers.10" behind "layers.9"."""
     pieces = re.split(r"([0-9]+)", name)  # text and numbers by turns
-    return [
-        (int(piece), "") if index % 2 else (-1, piece) for index, piece in enumerate(pieces)
-    ]
+    return [(int(piece), "") if index % 2 else (-1, piece) for index, piece in enumerate(pieces)]
