@@ -27,7 +27,7 @@ FORMAT_VERSION = 2
 """Order of bytes in a transfer. 2: layer, part, unit, item. (1: rank, group, layer, page.)"""
 
 MAX_BLOCK_TOKENS = 1 << 24
-"""Tokens in the smallest number of whole blocks of all groups. vLLM's engines have some hundreds."""
+"""Tokens in the smallest number of whole blocks of all groups; vLLM's engines have hundreds."""
 MAX_BLOCK_BYTES = 1 << 40
 """Bytes of so many tokens on all ranks."""
 MAX_WINDOW_TOKENS = 1 << 32
@@ -77,11 +77,8 @@ class PartExtent:
 
     def place(self, unit: int, item: int) -> int:
         """The offset of one item of one unit."""
-        return (
-            self.offset
-            + unit * self.unit_bytes
-            + (item - self.items.start) * (self.part.item_bytes)
-        )
+        before = (item - self.items.start) * self.part.item_bytes
+        return self.offset + unit * self.unit_bytes + before
 
 
 class KVPart(msgspec.Struct, frozen=True):
@@ -247,17 +244,13 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
         sizes = sorted({group.tokens_per_block for group in self.groups})
         block_tokens = math.lcm(*sizes)
         if block_tokens > MAX_BLOCK_TOKENS:
-            raise LayoutError(
-                f"blocks of {', '.join(map(str, sizes))} tokens end together after more than "
-                f"{MAX_BLOCK_TOKENS} tokens"
-            )
+            what = f"blocks of {', '.join(map(str, sizes))} tokens end together"
+            raise LayoutError(f"{what} after more than {MAX_BLOCK_TOKENS} tokens")
         tokens = range(block_tokens)
         nbytes = sum(layer.held_bytes(tokens, self.tp_size) for _, layer in self.layers)
         if nbytes > MAX_BLOCK_BYTES:
-            raise LayoutError(
-                f"{nbytes} bytes for {block_tokens} tokens on {self.tp_size} ranks are more than "
-                f"{MAX_BLOCK_BYTES}"
-            )
+            what = f"{nbytes} bytes for {block_tokens} tokens on {self.tp_size} ranks"
+            raise LayoutError(f"{what} are more than {MAX_BLOCK_BYTES}")
 
     def _check_group(self, group: KVGroup) -> None:
         if group.tokens_per_block < 1 or not group.layers:
@@ -397,10 +390,8 @@ class _Format(msgspec.Struct):
 
 def _check_format(version: int) -> None:
     if version != FORMAT_VERSION:
-        raise LayoutError(
-            f"KV layout format {version} is not {FORMAT_VERSION}: "
-            "both sides must run the same release"
-        )
+        wrong = f"KV layout format {version} is not {FORMAT_VERSION}"
+        raise LayoutError(f"{wrong}: both sides must run the same release")
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:

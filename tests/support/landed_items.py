@@ -1,4 +1,4 @@
-"""What landed of each token, by layer: read from a landing's bytes, which have no mark of their own.
+"""What landed of each token, by layer and KV head, in a landing's bytes.
 
 The order of bytes is that of `kvmanager.layout`. It follows from what an engine says of its layout
 and from the kinds of the model's layers.
