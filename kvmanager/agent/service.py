@@ -259,7 +259,7 @@ class NodeAgent:
             return None
         self.cache.connect(peer, self.book.shape(peer.instance))
         if self.engine_events is not None and hello.namespace:
-            _, layout = self.book.layout(peer.fingerprint)
+            layout = self.book.layout_of(peer.instance)
             self.engine_events.engine_joined(peer.instance, layout, hello.namespace)
         return self.cache.placement
 

@@ -62,7 +62,7 @@ from kvmanager.agent.engines.protocol import (
     encode_frame,
 )
 from kvmanager.arena import Arena
-from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
+from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout, KVPart
 
 Row = dict[str, Any]
 
@@ -80,7 +80,8 @@ ENGINE_WAYS: Final = {"arena": "arena", "transport": "transport within a node"}
 
 
 def layout(num_layers: int) -> KVLayout:
-    layers = tuple(KVLayer(f"layer.{number}", PAGE_BYTES) for number in range(num_layers))
+    part = KVPart("kv", 1, PAGE_BYTES // BLOCK_TOKENS, "bfloat16")
+    layers = tuple(KVLayer(f"layer.{number}", (part,)) for number in range(num_layers))
     return KVLayout(
         model_id="bench",
         weights=f"files:{num_layers}",

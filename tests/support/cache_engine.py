@@ -4,8 +4,10 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+from simple_layouts import paged, state
+
 from kvmanager.agent.engines.protocol import CacheFound, CacheSlots, Slot, Welcome
-from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
+from kvmanager.layout import KVGroup, KVKind, KVLayout
 from kvmanager.pool.placement import StatePlacement
 from kvmanager.pool.shape import CacheShape
 from kvmanager.vllm_connector.cache.plan import CachePages
@@ -13,10 +15,10 @@ from kvmanager.vllm_connector.cache.scheduler import CacheScheduler, PrefixCache
 from kvmanager.vllm_connector.metadata import StoreStep
 
 NAMESPACE = b"n" * 32
-LAYERS = (KVLayer("layer", 100),)
+LAYERS = (paged("layer", 100),)
 FULL = KVGroup(KVKind.FULL, 16, LAYERS)
 WINDOW = KVGroup(KVKind.WINDOW, 16, LAYERS, window_tokens=33)
-STATE = KVGroup(KVKind.RECURRENT, 1, LAYERS)
+STATE = KVGroup(KVKind.RECURRENT, 1, (state("layer", 100),))
 HYBRID = (FULL, WINDOW, STATE)
 """Blocks of 16 tokens; a boundary needs the windows of its last two and one state."""
 SHORT_WINDOW = (FULL, KVGroup(KVKind.WINDOW, 16, LAYERS, window_tokens=33))

@@ -71,7 +71,7 @@ class InstanceBook:
         instance = self._instances.setdefault(
             hello.instance, _Instance(layout, fingerprint, hello.tp_size, CacheShape.of(layout))
         )
-        if instance.fingerprint != fingerprint:
+        if instance.layout != layout:
             raise EngineNotServed(
                 f"instance {hello.instance} is connected with the layout "
                 f"{instance.layout.describe()}, this connection has {layout.describe()}"
@@ -120,6 +120,10 @@ class InstanceBook:
         if namespace:
             raise UnknownLayout(f"no connected engine has cache namespace {namespace.hex()[:16]}")
         return layout, CacheShape.of(layout)
+
+    def layout_of(self, instance: str) -> KVLayout:
+        """How a connected instance is cut."""
+        return self._instances[instance].layout
 
     def shape(self, instance: str) -> CacheShape:
         """The cache shape for a connected instance, whether it uses the cache or not."""

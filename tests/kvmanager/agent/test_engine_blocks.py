@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simple_layouts import paged, state
 
 from kvmanager.agent.engines.blocks import EngineBlocks
 from kvmanager.agent.engines.kv_events import (
@@ -22,12 +23,13 @@ from kvmanager.agent.engines.kv_events import (
 )
 from kvmanager.agent.engines.merged_blocks import MergedBlocks
 from kvmanager.hashing import block_keys, root_key
-from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
+from kvmanager.layout import KVGroup, KVKind, KVLayout
 from kvmanager.pool.shape import CacheShape
 
 NAMESPACE = b"namespace"
 KV, WINDOW, STATE = 1, 2, 4
-LAYER = (KVLayer("layer", 64),)
+LAYER = (paged("layer", 64),)
+STATES = (state("state", 64),)
 
 
 def layout(*groups: KVGroup) -> KVLayout:
@@ -38,7 +40,7 @@ FULL = layout(KVGroup(KVKind.FULL, 16, LAYER))
 WINDOWED = layout(
     KVGroup(KVKind.FULL, 16, LAYER), KVGroup(KVKind.WINDOW, 16, LAYER, window_tokens=33)
 )
-HYBRID = layout(KVGroup(KVKind.FULL, 32, LAYER), KVGroup(KVKind.RECURRENT, 1, LAYER))
+HYBRID = layout(KVGroup(KVKind.FULL, 32, LAYER), KVGroup(KVKind.RECURRENT, 1, STATES))
 
 SIZE = {"full_attention": 16, "sliding_window": 16, "mamba": 32}
 GROUP = {"full_attention": 0, "sliding_window": 1, "mamba": 1}

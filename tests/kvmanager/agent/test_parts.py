@@ -73,11 +73,11 @@ class TestInstances:
     def test_what_of_a_cache_must_agree(self) -> None:
         book = InstanceBook()
         book.join(1, hello("a"))
-        assert book.cache_shape(SMALL_LAYOUT.fingerprint()) is None
+        assert book.cached_layouts(SMALL_LAYOUT.fingerprint()) == []
         assert book.describe()[0].cache is None
         mine = msgspec.structs.replace(hello("a"), namespace=b"n")
         book.join(2, mine)
-        assert book.cache_shape(SMALL_LAYOUT.fingerprint()) == book.shape("a")
+        assert book.cached_layouts(SMALL_LAYOUT.fingerprint()) == [(SMALL_LAYOUT, book.shape("a"))]
         model = book.describe()[0].cache
         assert model is not None
         assert (model.namespace, model.block_tokens) == ("6e", 16)
