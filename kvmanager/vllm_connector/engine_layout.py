@@ -76,7 +76,10 @@ def layout_of(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> KV
         weights=weights_identity(vllm_config),
         config_digest=_config_digest(vllm_config, kv_cache_config),
         tp_size=parallel.tensor_parallel_size,
-        groups=tuple(_group(group, vllm_config) for group in kv_cache_config.transfer_groups),
+        groups=tuple(
+            _group(group, vllm_config, kv_cache_config.kv_cache_layout or "default")
+            for group in kv_cache_config.transfer_groups
+        ),
     )
     layout.validate()
     return layout
@@ -146,7 +149,7 @@ def _numbers(spec: KVCacheSpec) -> tuple[object, ...]:
     return tuple(str(getattr(spec, name, None)) for name in _SPEC_FIELDS)
 
 
-def _group(group: "KVCacheGroupSpec", vllm_config: "VllmConfig") -> KVGroup:
+def _group(group: "KVCacheGroupSpec", vllm_config: "VllmConfig", page_order: str) -> KVGroup:
     specs = dict(_layer_specs(group))
     spec = next(iter(specs.values()))
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
@@ -155,7 +158,9 @@ def _group(group: "KVCacheGroupSpec", vllm_config: "VllmConfig") -> KVGroup:
         kind=kind_of(spec),
         tokens_per_block=RECURRENT_TOKENS_PER_BLOCK if recurrent else spec.block_size,
         window_tokens=window,
-        layers=tuple(KVLayer(name, parts_of(layer, vllm_config)) for name, layer in specs.items()),
+        layers=tuple(
+            KVLayer(name, parts_of(layer, vllm_config, page_order)) for name, layer in specs.items()
+        ),
     )
 
 
