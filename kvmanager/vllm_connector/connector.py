@@ -231,8 +231,10 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """True: in a full CUDA graph, vLLM could not call `save_kv_layer` between the layers."""
-        return True
+        """False: where a full CUDA graph keeps vLLM from calling `save_kv_layer` between layers, the
+        layers are sent after the step. Decode steps have nothing to send and keep their graphs.
+        """
+        return False
 
     @classmethod
     def build_kv_connector_stats(
