@@ -231,7 +231,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """False: where a full CUDA graph keeps vLLM from calling `save_kv_layer` between layers, the
+        """False: where a full CUDA graph keeps vLLM from calling `save_kv_layer` in a step, the
         layers are sent after the step. Decode steps have nothing to send and keep their graphs.
         """
         return False

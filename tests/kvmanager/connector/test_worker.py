@@ -112,8 +112,8 @@ class Engine:
         *,
         calls_hooks: bool = True,
     ) -> None:
-        """One engine step that computes up to `computed_tokens` of the transfer's prompt. vLLM calls
-        no hooks of layers that it replays from a CUDA graph.
+        """One engine step that computes up to `computed_tokens` of the transfer's prompt. vLLM
+        calls no hooks of layers that it replays from a CUDA graph.
         """
         ref = TransferRef(TID, NUM_TOKENS, self.arena.epoch, ((0, 1),), attempt)
         meta = PrfaasMetadata(ended=[ended] if ended is not None else [])
