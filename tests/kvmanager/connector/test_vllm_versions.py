@@ -1,5 +1,6 @@
 """What the connector uses of vLLM is in every version it was written for; how that is read."""
 
+import tomllib
 import zipfile
 from itertools import pairwise
 from pathlib import Path
@@ -12,12 +13,15 @@ from kvmanager.vllm_connector.versions import interface
 from kvmanager.vllm_connector.versions.check import (
     OWN_CLASSES,
     Differences,
+    UnsupportedVllmError,
     compare,
     lost_members,
     nearest,
     own_classes,
+    verdict,
 )
 from kvmanager.vllm_connector.versions.interface import (
+    OWN_ROOT,
     Interface,
     derived_classes,
     installed_root,
@@ -47,6 +51,13 @@ def test_a_newer_known_version_has_all_that_is_used_of_the_older() -> None:
 
 def test_the_file_of_the_installed_version_is_current(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--check"]) == 0, f"{capsys.readouterr().out}\n{REGENERATE}"
+
+
+def test_pip_installs_a_version_that_the_connector_was_written_for() -> None:
+    project = tomllib.loads((OWN_ROOT / "pyproject.toml").read_text())["project"]
+    (extra,) = project["optional-dependencies"]["gpu"]
+    with pytest.raises(UnsupportedVllmError, match=f"install {extra}, or"):
+        verdict("1.0", KNOWN, Differences(("B.do is gone",)))
 
 
 def test_no_class_that_derives_from_vllm_is_left_out() -> None:
