@@ -25,7 +25,7 @@ pipelines) stores in the prefix cache and never loads from it. The interface is 
 import contextlib
 import logging
 import os
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -52,10 +52,11 @@ from kvmanager.vllm_connector.engine_layout import layout_of, registered_views
 from kvmanager.vllm_connector.metadata import PrfaasMetadata
 from kvmanager.vllm_connector.scheduler import SchedulerSide
 from kvmanager.vllm_connector.stats import PrfaasPromMetrics, TransferStats
+from kvmanager.vllm_connector.versions.check import check_vllm
 from kvmanager.vllm_connector.worker import WorkerSide
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -69,10 +70,22 @@ logger = logging.getLogger("prfaas.kvmanager.connector")
 DEFAULT_LANDING_TIMEOUT_S = 120.0
 # After any other status the prompt may not be computed to its end, so an outbox stays incomplete.
 FINISHED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+NO_SLEEP = "an engine that exchanges KVCache cannot give up the memory of its KV cache"
 
 
 class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     """Streams prefilled KVCache to the node agent and loads landed KVCache from it."""
+
+    def __new__(
+        cls,
+        vllm_config: "VllmConfig",
+        role: KVConnectorRole,
+        kv_cache_config: "KVCacheConfig",
+    ) -> Self:
+        # Before object.__new__, which refuses a class that lacks an abstract method of a newer
+        # vLLM and names neither version. One of an engine's processes warns.
+        check_vllm(vllm_version, warns=role is KVConnectorRole.SCHEDULER)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -88,6 +101,9 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
                 "PrfaasConnector needs kv_connector_extra_config.agent_socket: "
                 "the path that `prfaas agent --socket` listens on"
             )
+        # vLLM 0.33 refuses it by `supports_sleep_mode`; 0.32 does not ask.
+        if vllm_config.model_config.enable_sleep_mode:
+            raise ValueError(f"PrfaasConnector: {NO_SLEEP}; remove --enable-sleep-mode")
         layout = layout_of(vllm_config, kv_cache_config)
         namespace = namespace_of(vllm_config, layout) if extra.get("prefix_pool", True) else b""
         instance = instance_name(vllm_config)
@@ -137,6 +153,14 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         # connected.
         self._worker = WorkerSide(self._layout, self._tp_rank, self._client, views)
         self._worker.start()
+
+    def unregister_kv_caches(self) -> None:
+        """Refuse: copies from and to the pages may be under way, and are never all drained.
+
+        vLLM 0.33 calls this before it takes the pages' memory away. The error leaves the memory in
+        its place, and reaches whoever asked vLLM for it.
+        """
+        raise RuntimeError(f"PrfaasConnector: {NO_SLEEP}; stop the engine instead")
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         assert self._worker is not None
@@ -234,6 +258,11 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         """False: where a full CUDA graph keeps vLLM from calling `save_kv_layer` in a step, the
         layers are sent after the step. Decode steps have nothing to send and keep their graphs.
         """
+        return False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
+        """False: see `unregister_kv_caches`. vLLM 0.33 asks before an engine starts."""
         return False
 
     @classmethod
