@@ -228,16 +228,22 @@ class CachedPrompt:
 
 
 async def prompt_keys(
-    model: CacheModel, token_ids: TokenIds, salt: str = "", tenant: str = ""
+    model: CacheModel,
+    token_ids: TokenIds,
+    salt: str = "",
+    tenant: str = "",
+    *,
+    adapter: str = "",
 ) -> PromptKeys | None:
     """The keys of a whole prompt's blocks without the last token; None if it has no full block.
-    `salt` is the request's `cache_salt`. The event loop runs between every `_STEP_BLOCKS`.
+    `salt` is the request's `cache_salt`, and `adapter` the identity of its LoRA adapter, "" for
+    none. The event loop runs between every `_STEP_BLOCKS`.
     """
     # The decoding engine computes the last token anyway: a block that ends with it saves nothing.
     prefix = token_ids[:-1]
     if len(prefix) < model.block_tokens:
         return None
-    root = root_key(bytes.fromhex(model.namespace), tenant=salt)
+    root = root_key(bytes.fromhex(model.namespace), tenant=salt, lora=adapter)
     keys: list[bytes] = []
     step_tokens = _STEP_BLOCKS * model.block_tokens
     for start in range(0, len(prefix), step_tokens):
