@@ -41,13 +41,15 @@ _NONE: Final[Nodes] = MappingProxyType({})
 class PromptKeys:
     """The keys of a prompt's full blocks under `model`, in order; `root` comes before them.
 
-    `tenant` is whose prompt it is, "" also where that is not known.
+    `tenant` is whose prompt it is, "" also where that is not known. `adapter` is the identity of
+    the LoRA adapter that is part of the keys, "" for none.
     """
 
     model: CacheModel
     root: bytes
     blocks: tuple[bytes, ...]
     tenant: str = ""
+    adapter: str = ""
 
     @property
     def joined(self) -> bytes:
@@ -251,7 +253,7 @@ async def prompt_keys(
             await asyncio.sleep(0)
         before = keys[-1] if keys else root
         keys += block_keys(prefix[start : start + step_tokens], model.block_tokens, before)
-    return PromptKeys(model, root, tuple(keys), tenant)
+    return PromptKeys(model, root, tuple(keys), tenant, adapter)
 
 
 def places_of(

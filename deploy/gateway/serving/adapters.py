@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deploy.gateway.cache.cached_prompt import PromptKeys
 from deploy.gateway.intake.homes import Reports
 from scheduler.reports import ClusterReport, serves
 
@@ -22,9 +23,14 @@ class AdapterPlaces:
     identity: str | None = ""
     without: tuple[str, ...] = ()
 
-    def identity_for(self, target: str) -> str | None:
-        """The identity if the target of a route has it as well, else None."""
-        return None if target in self.without else self.identity
+    def identity_for(self, target: str, keys: PromptKeys | None) -> str | None:
+        """The identity if the target of a route has it as well, and if the prompt's keys, where it
+        has some, are of it; else None.
+        """
+        # The route and the keys are of the adapter at the request's home, and another PD cluster
+        # may decode. What lands there is cached under these keys.
+        is_other = target in self.without or (keys is not None and keys.adapter != self.identity)
+        return None if is_other else self.identity
 
 
 def adapter_places(

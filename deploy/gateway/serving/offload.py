@@ -143,11 +143,10 @@ class Offload:
 
     async def _reserve(self) -> DecodeSlot:
         started_s = self._exchange.elapsed_s()
-        # The route was judged by the adapter of the request's home, which may not be what decodes.
         places = self._services.adapter_places(self._inbound, self._routed.pd)
-        adapter = places.identity_for(self._routed.target)
+        adapter = places.identity_for(self._routed.target, self._cached.keys)
         if adapter is None:
-            message = f"{self._routed.target} has another adapter {self._inbound.adapter}, or none"
+            message = f"{self._inbound.adapter} is not known to be the same adapter at both ends"
             raise NotOffloaded(Reason.ADAPTER_DIFFERS, message)
         digest, block_keys = token_digest(self._prefix).hex(), self._cached.block_keys
         granter = self._services.granter

@@ -83,7 +83,7 @@ class EngineBlocks:
         *,
         max_blocks: int = MAX_BLOCKS,
     ) -> None:
-        """`namespace` is the engine's part of its root keys (`kvmanager.hashing`), and `adapters` has
+        """`namespace` is the engine's part of its root keys (`kvmanager.hashing`). `adapters` has
         the identities of its LoRA adapters by name.
         """
         self._block_tokens = CacheShape.of(layout).block_tokens
