@@ -5,11 +5,12 @@ Paths in the file are relative to the file.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, get_args
+
+import msgspec
 
 from deploy.region.spec.checks import check_region
 from deploy.region.spec.region import ClusterSpec, ModelSpec, RegionSpec
@@ -139,6 +140,13 @@ def missing_models(region: RegionSpec, nodes: Collection[str] | None = None) -> 
     return found
 
 
+class _AdapterConfig(msgspec.Struct):
+    """The ranks in the file that PEFT writes beside an adapter."""
+
+    r: int
+    rank_pattern: dict[str, int] | None = None
+
+
 def _is_missing(path: str) -> bool:
     return Path(path).is_absolute() and not Path(path).is_dir()
 
@@ -146,7 +154,9 @@ def _is_missing(path: str) -> bool:
 def _adapter_rank(folder: Path) -> int:
     """The largest rank of an adapter's layers, 0 where this machine does not have the adapter."""
     try:
-        config = json.loads((folder / "adapter_config.json").read_text())
-        return max([config["r"], *(config.get("rank_pattern") or {}).values()])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        config = msgspec.json.decode(
+            (folder / "adapter_config.json").read_bytes(), type=_AdapterConfig
+        )
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return 0  # the engine reads it, or says what is wrong with it
+    return max([config.r, *(config.rank_pattern or {}).values()])

@@ -47,9 +47,9 @@ def test_an_adapter_is_a_model_whose_parent_is_its_base() -> None:
 
 
 def test_an_unknown_adapter_does_not_exist() -> None:
-    with pytest.raises(ApiError, match=r"`judge` does not exist\. Served here: tiny, poet") as found:
+    with pytest.raises(ApiError, match=r"`judge` does not exist\. Served here: tiny, poet") as told:
         ServedModels([TINY]).resolve("judge")
-    assert (found.value.status, found.value.code) == (404, "model_not_found")
+    assert (told.value.status, told.value.code) == (404, "model_not_found")
 
 
 def test_a_request_without_a_name_means_the_only_model_and_no_adapter() -> None:

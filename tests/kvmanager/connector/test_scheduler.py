@@ -249,10 +249,12 @@ class OneAdapter(Adapters):
         return POET if lora_request.lora_name == "poet" else None
 
 
-def tuned(role: str, adapter: str, **changes: Any) -> Any:
-    """A request with a LoRA adapter, or with none for ""."""
-    made = request(role, 70 if role == "producer" else 71, **changes)
-    made.lora_request = SimpleNamespace(lora_name=adapter) if adapter else None
+def tuned(role: str, name: str, told: str) -> Any:
+    """A request with a LoRA adapter, or with none for "". The other engine's has the identity
+    `told`.
+    """
+    made = request(role, 70 if role == "producer" else 71, adapter=told)
+    made.lora_request = SimpleNamespace(lora_name=name) if name else None
     return made
 
 
@@ -272,7 +274,7 @@ def test_kvcache_moves_between_engines_with_the_same_adapter(
 ) -> None:
     client = RecordingClient()
     side = scheduler_side(client, adapters=OneAdapter())
-    consumer = tuned("consumer", adapter, adapter=told)
+    consumer = tuned("consumer", adapter, told)
     side.on_new_request(consumer)
     side.on_landed(TRANSFER)
     waits = (0, False) if failure else (70, True)
@@ -280,7 +282,7 @@ def test_kvcache_moves_between_engines_with_the_same_adapter(
     assert (("release", TRANSFER) in client.said) == bool(failure), "a refused landing goes back"
 
     producing = scheduler_side(RecordingClient(), adapters=OneAdapter())
-    producing.on_new_request(tuned("producer", adapter, adapter=told))
+    producing.on_new_request(tuned("producer", adapter, told))
     meta = step(producing, {"r1": (0, 70)})
     assert len(meta.sends) == (not failure)
     assert [ended.failure for ended in meta.ended if failure not in ended.failure] == []
