@@ -113,7 +113,7 @@ async def test_tokens_equal_those_of_a_plain_engine_with_the_adapter(served: Ser
                 assert record["transfer_bytes"] > 0
                 assert record["cached_tokens"] == 0, "of another model or adapter"
                 assert record["local_cached_tokens"] == 0
-                assert record["prefill_cached_tokens"] == {"prefill-a": 0}
+                assert not any(record["prefill_cached_tokens"].values())
     assert len({repr(tokens) for tokens in told.values()}) == len(NAMES), "the adapters do nothing"
     await everything_is_given_back(served.region)
 
