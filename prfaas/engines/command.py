@@ -220,7 +220,7 @@ class EngineSpec(EngineOptions):
             "PYTHONPATH": _python_path(inherited.get("PYTHONPATH", "")),
             "PYTHONUNBUFFERED": "1",
         }
-        if Path(self.model).is_dir():
+        if all(Path(path).is_dir() for path in (self.model, *self.adapters.values())):
             # Everything is here; a look-up at a hub would only add a timeout without a network.
             environment["HF_HUB_OFFLINE"] = "1"
         if self.key_file is not None:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from deploy.lab.demo.byte_tokenizer import EOS_ID, PAD_ID, PRINTABLE_IDS, VOCAB_SIZE
@@ -99,7 +101,7 @@ def build_adapter(path: Path, seed: int) -> Path:
         "base_model_name_or_path": str(path),
     }
     (path / "adapter_config.json").write_text(json.dumps(settings))
-    tensors = {}
+    tensors: dict[str, NDArray[np.float32]] = {}
     for index in range(NUM_LAYERS):
         for name, (num_out, num_in) in PROJECTIONS.items():
             layer = f"base_model.model.model.layers.{index}.self_attn.{name}"

@@ -136,6 +136,8 @@ def test_a_gpu_engine_does_not() -> None:
 def test_the_hub_is_off_for_a_local_model_only(tmp_path: Path) -> None:
     assert spec(model=str(tmp_path)).environment({})["HF_HUB_OFFLINE"] == "1"
     assert "HF_HUB_OFFLINE" not in spec(model="org/model").environment({})
+    adapters = {"lawyer": "org/lawyer"}
+    assert "HF_HUB_OFFLINE" not in spec(model=str(tmp_path), adapters=adapters).environment({})
 
 
 def test_the_specs_own_environment_wins() -> None:
