@@ -156,7 +156,7 @@ class EmbeddedPdCluster:
                 continue
             asked.add(instance.spec.agent)
             try:
-                slot = await self._reserve_at(instance, wanted)
+                slot = await self._reserve_at(instance, wanted, request.adapter)
             except RpcError as error:
                 logger.warning(
                     "%s: %s: no landing at %s: %s", request.request_id, self._name, name, error
@@ -344,7 +344,7 @@ class EmbeddedPdCluster:
     def _affinity(self, prefer_nodes: tuple[str, ...]) -> Affinity:
         return Affinity(prefer_nodes, self._config.affinity_slack)
 
-    async def _reserve_at(self, instance: Instance, wanted: Reserve) -> DecodeSlot:
+    async def _reserve_at(self, instance: Instance, wanted: Reserve, adapter: str) -> DecodeSlot:
         async def undo(reply: ReserveReply) -> None:
             await self._cancel_landing(instance, reply.transfer_id, "the caller went away")
 
@@ -354,7 +354,7 @@ class EmbeddedPdCluster:
         reply = await self._cleanups.acquire(instance.agent.reserve(wanted, RPC_TIMEOUT_S), undo)
         # At once: the next request may be routed before this agent is probed again.
         self._instances.landing_room_said(instance.name, reply.landing_room_bytes)
-        landing = reserved_landing(reply, wanted.num_tokens, wanted.token_digest)
+        landing = reserved_landing(reply, wanted.num_tokens, wanted.token_digest, adapter)
         self._slots.hold(reply.transfer_id, instance.name, config.lease_s, time.monotonic())
         if config.keep_leases:
             self._leases.hold(

@@ -163,7 +163,8 @@ class LocalHandoff:
         self, job: PrefillJob, name: str, choice: InstanceChoice, node: str, *, attempt: int
     ) -> PrefillResult:
         instance = self._instances.by_name[name]
-        by_nixl = self._way == "nixl" and instance.spec.agent != node
+        # NixlConnector would not notice that two engines have different adapters of one name.
+        by_nixl = self._way == "nixl" and instance.spec.agent != node and not job.adapter
         place = instance.place()
         given, mine = self.given(name), _Try(job, choice.uncached_tokens, self._clock())
         given.tries.append(mine)

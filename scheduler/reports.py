@@ -80,6 +80,8 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     """Its KVCache layout in words; "": not known yet."""
     weights: str = ""
     """The identity of its weights; "": not known yet, or its agent is of an older version."""
+    adapters: dict[str, str] = {}
+    """The identities of its LoRA adapters by name, as far as they are known."""
 
 
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,16 +117,25 @@ def serves(instance: InstanceReport, model: str) -> bool:
 
 def unlike(one: InstanceReport, other: InstanceReport) -> str:
     """Why two instances of one model cannot use each other's KVCache, with both values; "" if they
-    can, serve different models, or one has not said what it has.
+    can, serve different models, or one has not said what it has. Adapters of one name are compared
+    as far as both have said what they are.
     """
     # An empty name means that the cluster serves one model only.
     if one.model and other.model and one.model != other.model:
         return ""
     fingerprints = {one.layout_fingerprint, other.layout_fingerprint}
-    if len(fingerprints) == 1 or "" in fingerprints:
+    if "" in fingerprints:
         return ""
     model = one.model or other.model
     of = f" of {model}" if model else ""
+    if len(fingerprints) == 1:
+        differing = (
+            f"{one.name} has the adapter {name}{of} as {identity}, "
+            f"{other.name} as {other.adapters[name]}"
+            for name, identity in one.adapters.items()
+            if other.adapters.get(name, identity) != identity
+        )
+        return next(differing, "")
     if one.weights != other.weights:
         return f"{one.name} has the weights {one.weights}{of}, {other.name} has {other.weights}"
     return (

@@ -70,6 +70,7 @@ REASONS: Final[dict[Reason, str]] = {
     ),
     Reason.LINK_DOWN: "the link from the prefill cluster is down",
     Reason.LINK_STALE: "no agent has reported lately about the link from the prefill cluster",
+    Reason.ADAPTER_DIFFERS: "the prefill cluster has other weights of the adapter, or none",
     Reason.RESERVE_FAILED: "the PD cluster did not reserve a landing",
     Reason.PREFILL_FAILED: "the prefill elsewhere failed",
     Reason.DECODE_FAILED: "the engine that was to decode failed",
@@ -154,6 +155,8 @@ def _print_record(console: Console, record: RequestRecord, now_s: float) -> None
 
 def _facts(record: RequestRecord, now_s: float) -> Iterator[tuple[str, str]]:
     model, tenant = record.model or "the only model", record.tenant
+    if record.adapter:
+        model = f"{record.adapter}, an adapter of {model}"
     # The record has the gateway's clock, which may be ahead of this host's.
     age = format_age(max(0.0, now_s - record.started_s))
     yield "request", f"{record.request_id}: {record.endpoint} for {model}, {age} ago"

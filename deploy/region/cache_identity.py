@@ -12,16 +12,22 @@ SAME_KVCACHE = "load the same weights with the same settings on both, or give th
 
 
 def unlike_engines(agents: Iterable[StatusReply]) -> list[str]:
-    """A sentence for each pair of different KVCache under one name."""
+    """A sentence for each pair of different KVCache under one name, of a model or an adapter."""
     kinds: dict[str, dict[str, EngineStatus]] = {}
-    for agent in agents:
-        for engine in agent.engines:
-            if engine.model:
-                kinds.setdefault(engine.model, {}).setdefault(engine.layout_fingerprint, engine)
-    return [
+    adapters: dict[tuple[str, str], dict[str, EngineStatus]] = {}
+    for engine in (engine for agent in agents for engine in agent.engines if engine.model):
+        kinds.setdefault(engine.model, {}).setdefault(engine.layout_fingerprint, engine)
+        for name, identity in engine.adapters.items():
+            adapters.setdefault((engine.model, name), {}).setdefault(identity, engine)
+    found = [
         _difference(model, first, second)
-        for model, found in sorted(kinds.items())
-        for first, second in combinations(found.values(), 2)
+        for model, engines in sorted(kinds.items())
+        for first, second in combinations(engines.values(), 2)
+    ]
+    return found + [
+        _other_adapters(model, name, (one, first), (other, second))
+        for (model, name), engines in sorted(adapters.items())
+        for (one, first), (other, second) in combinations(engines.items(), 2)
     ]
 
 
@@ -32,3 +38,13 @@ def _difference(model: str, first: EngineStatus, second: EngineStatus) -> str:
     else:
         what = f"lay KVCache out differently, {first.layout} and {second.layout}"
     return f"{model}: {names} {what}; no KVCache is shared between them"
+
+
+def _other_adapters(
+    model: str, name: str, one: tuple[str, EngineStatus], other: tuple[str, EngineStatus]
+) -> str:
+    (identity, first), (other_identity, second) = one, other
+    return (
+        f"{model}: {first.instance} and {second.instance} have different adapters called {name}, "
+        f"{identity} and {other_identity}; no KVCache of it is shared between them"
+    )

@@ -14,7 +14,9 @@ vLLM engine id, which changes with every start.
 With vLLM's own prefix caching on, the engine uses the agent's prefix cache as well, unless
 `"prefix_pool": false`; `cache_min_load_tokens` and `cache_find_timeout_s` are its options. Engines
 of the same weights share KVCache. The files of the weights identify them; the option `weights` is a
-word that identifies weights which are in no file (`kvmanager.vllm_connector.weights`).
+word that identifies weights which are in no file (`kvmanager.vllm_connector.weights`). The option
+`adapters` has the names and paths of the engine's `--lora-modules`: the agent is told which they
+are. KVCache of other adapters is cached by their content, and the gateway moves none of it.
 
 `kv_role` may also be `kv_producer` or `kv_consumer`. The engine then computes the other role's
 requests as if they had no parameters. A `kv_producer` whose steps overlap (asynchronous scheduling,
@@ -25,6 +27,8 @@ pipelines) stores in the prefix cache and never loads from it. The interface is 
 import contextlib
 import logging
 import os
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -53,6 +57,7 @@ from kvmanager.vllm_connector.metadata import PrfaasMetadata
 from kvmanager.vllm_connector.scheduler import SchedulerSide
 from kvmanager.vllm_connector.stats import PrfaasPromMetrics, TransferStats
 from kvmanager.vllm_connector.versions.check import check_vllm
+from kvmanager.vllm_connector.weights import Adapters, adapter_settings
 from kvmanager.vllm_connector.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -113,7 +118,10 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         self._layout = layout
         self._tp_rank = 0 if is_scheduler else get_tensor_model_parallel_rank()
         side: Literal["scheduler", "worker"] = "scheduler" if is_scheduler else "worker"
-        hello = _hello(instance, side, layout, self._tp_rank, namespace)
+        adapters = Adapters()
+        if is_scheduler:
+            adapters = Adapters(extra.get("adapters"), adapter_settings(vllm_config))
+        hello = _hello(instance, side, layout, self._tp_rank, namespace, adapters.told)
         self._client = EngineClient(socket_path, hello)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -127,6 +135,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
                 produces=self._kv_transfer_config.is_kv_producer,
                 consumes=self._kv_transfer_config.is_kv_consumer,
                 cache=_cache_options(extra, namespace, loads=self._may_load(vllm_config)),
+                adapters=adapters,
             )
             if not extra.get("instance"):
                 logger.warning(
@@ -319,6 +328,7 @@ def _hello(
     layout: KVLayout,
     tp_rank: int,
     namespace: bytes,
+    adapters: Mapping[str, str] = MappingProxyType({}),
 ) -> EngineHello:
     return EngineHello(
         version=PROTOCOL_VERSIONS.newest,
@@ -330,5 +340,6 @@ def _hello(
         tp_size=layout.tp_size,
         layout=layout.encode(),
         namespace=namespace,
+        adapters=dict(adapters),
         engine=f"vllm {vllm_version}",
     )

@@ -351,6 +351,7 @@ class Instances:
         instance.cache, instance.kv_block_bytes = engine.cache, engine.kv_block_bytes
         instance.layout_fingerprint = engine.layout_fingerprint
         instance.layout, instance.weights = engine.layout, engine.weights
+        instance.adapters = engine.adapters
         instance.landing_cap_bytes = status.landing_cap_bytes
         instance.landing_room_bytes = status.landing_room_bytes
         # Only one that joins is held to the others: those of the region's first configuration may

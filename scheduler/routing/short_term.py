@@ -71,6 +71,7 @@ OBSTACLES: Final = (
     Reason.LINK_DOWN,
     Reason.PREFILL_UNHEALTHY,
     Reason.PREFILL_FAILED,
+    Reason.ADAPTER_DIFFERS,
 )
 """If several clusters are left out, the reason of the one that was nearest to serving is given.
 The order is from nearest to farthest.
@@ -192,6 +193,8 @@ def _obstacle(
     excluded: Set[str],
 ) -> Reason | None:
     """Why the cluster cannot take this request now, or None when it can."""
+    if cluster.name in request.other_adapter_in:
+        return Reason.ADAPTER_DIFFERS
     if cluster.name in excluded:
         return Reason.PREFILL_FAILED
     return obstacle(request, cluster, snapshot, config, now_s)

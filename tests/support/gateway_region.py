@@ -254,6 +254,7 @@ class FakePd:
             port=7100,
             layout_fingerprint="cd" * 32,
             token_digest=request.token_digest,
+            adapter=request.adapter,
         )
         return DecodeSlot(
             landing=landing,
@@ -350,6 +351,7 @@ class FakePrefill:
         self.error: Exception | None = None
         self.late_error: Exception | None = None
         self.cached_tokens = 0
+        self.adapters: dict[str, str] = {}
         self.is_healthy = True
         self.started = asyncio.Event()
         self.gate = asyncio.Event()
@@ -394,7 +396,11 @@ class FakePrefill:
             healthy=self.is_healthy,
             queue_depth=0,
             running=self.num_running,
-            instances=(report("prefill", f"{self.name}-0", self.is_healthy),),
+            instances=(
+                structs.replace(
+                    report("prefill", f"{self.name}-0", self.is_healthy), adapters=self.adapters
+                ),
+            ),
             max_queued=64,
         )
 

@@ -136,6 +136,7 @@ class MemberKeeper:
             layout_fingerprint=found.layout_fingerprint,
             layout=found.layout,
             weights=found.weights,
+            adapters=found.adapters,
         )
         for _, item in self.instances():
             if item.healthy and (why := unlike(new, item)):

@@ -40,3 +40,18 @@ def test_another_layout_of_the_same_weights_is_told_too() -> None:
 def test_engines_that_share_are_not_mentioned_nor_are_other_models() -> None:
     same = agent(engine("p", "f1", "w"), engine("q", "f1", "w"))
     assert unlike_engines([same, agent(engine("o", "f2", "x", model="other"))]) == []
+
+
+def test_adapters_of_one_name_that_differ_are_told() -> None:
+    def tuned(instance: str, identity: str, model: str = "m") -> EngineStatus:
+        same = engine(instance, "f1", "w", model)
+        return msgspec.structs.replace(same, adapters={"poet": identity})
+
+    agents = [agent(tuned("p", "files:1"), engine("q", "f1", "w")), agent(tuned("d", "files:2"))]
+    assert unlike_engines(agents) == [
+        "m: p and d have different adapters called poet, files:1 and files:2; no KVCache of it is "
+        "shared between them"
+    ]
+    assert unlike_engines([agent(tuned("p", "files:1"), tuned("d", "files:1"))]) == []
+    of_another = tuned("o", "files:2", "other")
+    assert unlike_engines([agent(tuned("p", "files:1"), of_another)]) == []

@@ -94,6 +94,15 @@ def test_a_cluster_that_cannot_be_had(clusters: tuple[ClusterView, ...], reason:
     assert found.remote is None
 
 
+def test_a_cluster_with_another_adapter_is_passed_over() -> None:
+    view = region(far("a"), far("b", num_queued=1))
+    assert routed(20_000, view).target == "a"
+    assert routed(20_000, view, other_adapter_in=("a",)).target == "b"
+    found = routed(20_000, view, other_adapter_in=("a", "b"))
+    assert (found.route, found.reason) == ("local", Reason.ADAPTER_DIFFERS)
+    assert routed(100, view, other_adapter_in=("a", "b")).reason is Reason.BELOW_THRESHOLD
+
+
 def test_a_snapshot_ages_with_its_links() -> None:
     assert routed(20_000, region(far()), now_s=4.9).reason is Reason.ABOVE_THRESHOLD
     assert routed(20_000, region(far()), now_s=5.1).reason is Reason.LINK_STALE
