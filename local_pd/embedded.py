@@ -141,7 +141,11 @@ class EmbeddedPdCluster:
         )
         affinity = self._affinity(request.prefer_nodes)
         candidates = decode_order(
-            self._views(), request.model, affinity, hands_off=request.hands_off
+            self._views(),
+            request.model,
+            affinity,
+            hands_off=request.hands_off,
+            layouts=request.layouts,
         )
         if not candidates.names:
             raise NoInstance(f"{self._name}: {candidates.reason}")
@@ -428,6 +432,8 @@ class EmbeddedPdCluster:
                 num_prefills=self._handoff.given(item.name).num_jobs,
                 prefill_tokens=self._handoff.given(item.name).num_tokens,
                 max_concurrent=item.spec.max_concurrent,
+                layout_fingerprint=item.layout_fingerprint,
+                layout=item.layout,
             )
             for item in self._instances.by_name.values()
         ]

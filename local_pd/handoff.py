@@ -189,7 +189,14 @@ class LocalHandoff:
 
 
 def _wish(job: PrefillJob, tried: Sequence[str], node: str) -> PrefillWish:
-    return PrefillWish(len(job.prompt_token_ids), job.model, job.cached_tokens, tried, node)
+    return PrefillWish(
+        len(job.prompt_token_ids),
+        job.model,
+        job.cached_tokens,
+        tried,
+        node,
+        job.landing.layout_fingerprint,
+    )
 
 
 def _reported(item: _Try, instance: str, now_s: float) -> JobReport:

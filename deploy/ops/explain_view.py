@@ -62,6 +62,10 @@ REASONS: Final[dict[Reason, str]] = {
     Reason.RENDER_UNAVAILABLE: "no engine turned it into tokens in time",
     Reason.NO_PREFILL_CLUSTER: "there is no prefill cluster",
     Reason.PREFILL_UNHEALTHY: "the prefill cluster has no healthy instance, or does not report",
+    Reason.KVCACHE_UNUSABLE: (
+        "whoever would prefill it has other weights or another KVCache layout than whoever would "
+        "decode it; `prfaas status` says which"
+    ),
     Reason.PREFILL_QUEUE_FULL: "the prefill cluster's queue is full",
     Reason.NO_LANDING_ROOM: "the PD cluster has no room for its KVCache to land",
     Reason.LINK_BUSY: "its KVCache would land too late: the link is slow or much waits for it",

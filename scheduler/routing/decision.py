@@ -52,6 +52,7 @@ class Reason(StrEnum):
     # Above the threshold, but not possible at this moment.
     NO_PREFILL_CLUSTER = "no_prefill_cluster"
     PREFILL_UNHEALTHY = "prefill_cluster_unhealthy"
+    KVCACHE_UNUSABLE = "kvcache_unusable"
     PREFILL_QUEUE_FULL = "prefill_queue_full"
     NO_LANDING_ROOM = "no_landing_room"
     LINK_BUSY = "link_busy"

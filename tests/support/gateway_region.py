@@ -223,6 +223,8 @@ class FakePd:
         self.reserve_gate = asyncio.Event()
         self.reserve_gate.set()
         self.prefill: FakePrefill | None = None
+        self.layouts: dict[str, str] = {}
+        """The fingerprints of the KVCache layouts of the engines that say which they have."""
         self.engine_numbers: dict[str, Any] = {}
         """Fields that reports of engines have besides."""
 
@@ -239,7 +241,11 @@ class FakePd:
         await self.reserve_gate.wait()
         if self.is_full:
             raise NoLandingRoom("every landing is full")
-        engine = self._usable()[0]
+        engine = next(
+            (item for item in self._usable() if self._fits(item.name, request.layouts)), None
+        )
+        if engine is None:
+            raise NoInstance("no engine has one of these layouts")
         self.num_reserved += 1
         transfer_id = f"{self.index:08x}{self.num_reserved:024x}"
         self.held[transfer_id] = engine.name
@@ -252,7 +258,7 @@ class FakePd:
             cached_tokens=self.cached_tokens,
             host="127.0.0.1",
             port=7100,
-            layout_fingerprint="cd" * 32,
+            layout_fingerprint=self.layouts.get(engine.name, "cd" * 32),
             token_digest=request.token_digest,
             adapter=request.adapter,
         )
@@ -308,7 +314,12 @@ class FakePd:
             report("both", engine.name, engine.name not in self.down, self.cache_model)
             for engine in self.engines.values()
         ]
-        instances = [structs.replace(item, **self.engine_numbers) for item in instances]
+        instances = [
+            structs.replace(
+                item, layout_fingerprint=self.layouts.get(item.name, ""), **self.engine_numbers
+            )
+            for item in instances
+        ]
         if self.prefill is not None:
             instances.append(report("prefill", "p0", True))
         return ClusterReport(
@@ -330,6 +341,9 @@ class FakePd:
         self.orders.append(order)
 
     async def close(self) -> None: ...
+
+    def _fits(self, engine: str, layouts: Sequence[str]) -> bool:
+        return not layouts or self.layouts.get(engine, "") in ("", *layouts)
 
     def _usable(self) -> list[OpenAiEngine]:
         usable = [engine for name, engine in self.engines.items() if name not in self.down]
@@ -353,6 +367,8 @@ class FakePrefill:
         self.cached_tokens = 0
         self.adapters: dict[str, str] = {}
         self.is_healthy = True
+        self.layout = ""
+        """The fingerprint of its KVCache layout; "": it does not say."""
         self.started = asyncio.Event()
         self.gate = asyncio.Event()
         self.gate.set()
@@ -365,6 +381,8 @@ class FakePrefill:
         self.started.set()
         try:
             await self.gate.wait()
+            if self.layout not in ("", job.landing.layout_fingerprint):
+                raise PrefillFailed("no_instance", "KVCache is laid out otherwise")
             if self.error is not None:
                 raise self.error
             transfer_id = job.landing.transfer_id
@@ -398,7 +416,9 @@ class FakePrefill:
             running=self.num_running,
             instances=(
                 structs.replace(
-                    report("prefill", f"{self.name}-0", self.is_healthy), adapters=self.adapters
+                    report("prefill", f"{self.name}-0", self.is_healthy),
+                    adapters=self.adapters,
+                    layout_fingerprint=self.layout,
                 ),
             ),
             max_queued=64,

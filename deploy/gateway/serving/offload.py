@@ -161,6 +161,7 @@ class Offload:
             grant=reservation_grant(granter, len(self._prefix), digest, block_keys),
             hands_off=self._routed.target == HAND_OFF,
             adapter=adapter,
+            layouts=self._services.scheduler.layouts_at(self._routed.target, self._inbound.model),
         )
         try:
             async with asyncio.timeout(self._timeouts.cluster_s):

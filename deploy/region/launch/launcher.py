@@ -350,8 +350,8 @@ class RunningRegion:
                     await asyncio.sleep(LOOK_S)
 
     async def differences(self) -> list[str]:
-        """A sentence for each pair of engines of one name between which no KVCache is shared. Hosts
-        may start their parts at any time, so agents elsewhere that do not answer are left out.
+        """A sentence for each two groups of engines of one model that share no KVCache. Hosts may
+        start their parts at any time, so agents elsewhere that do not answer are left out.
 
         Raises RpcError where an agent of this machine does not answer.
         """
