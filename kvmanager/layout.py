@@ -12,6 +12,7 @@ other tensor-parallel sizes, block sizes and memory orders send and read the sam
 rank owns of a part is one run of bytes for each of its units.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -24,6 +25,13 @@ from blake3 import blake3
 
 FORMAT_VERSION = 2
 """Order of bytes in a transfer. 2: layer, part, unit, item. (1: rank, group, layer, page.)"""
+
+MAX_BLOCK_TOKENS = 1 << 24
+"""Tokens in the smallest number of whole blocks of all groups; vLLM's engines have hundreds."""
+MAX_BLOCK_BYTES = 1 << 40
+"""Bytes of so many tokens on all ranks."""
+MAX_WINDOW_TOKENS = 1 << 32
+MAX_NAME_CHARS = 256
 
 WINDOW_STEP_TOKENS = 16
 """Transfers of windows begin at multiples of this number, which every block size of vLLM is a
@@ -69,11 +77,8 @@ class PartExtent:
 
     def place(self, unit: int, item: int) -> int:
         """The offset of one item of one unit."""
-        return (
-            self.offset
-            + unit * self.unit_bytes
-            + (item - self.items.start) * (self.part.item_bytes)
-        )
+        before = (item - self.items.start) * self.part.item_bytes
+        return self.offset + unit * self.unit_bytes + before
 
 
 class KVPart(msgspec.Struct, frozen=True):
@@ -212,6 +217,8 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
     def decode(cls, data: bytes) -> "KVLayout":
         """The layout that `encode` wrote; raises `LayoutError` for anything else."""
         try:
+            # First, since the fields of another format are other ones.
+            _check_format(msgspec.msgpack.decode(data, type=_Format).format_version)
             layout = msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError as error:
             raise LayoutError(f"not a KV layout: {error}") from error
@@ -221,11 +228,7 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
 
     def validate(self) -> None:
         """Raise `LayoutError` that names the first impossible value."""
-        if self.format_version != FORMAT_VERSION:
-            raise LayoutError(
-                f"KV layout format {self.format_version} is not {FORMAT_VERSION}: "
-                "both sides must run the same release"
-            )
+        _check_format(self.format_version)
         if self.tp_size < 1 or not self.groups:
             raise LayoutError(f"tp_size {self.tp_size} and {len(self.groups)} groups: both >= 1")
         for group in self.groups:
@@ -234,11 +237,26 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
         name, count = names.most_common(1)[0]
         if count > 1:
             raise LayoutError(f"layer {name} is there {count} times")
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """The sizes of blocks, which memory is reserved by, stay far from what 64 bits can say."""
+        sizes = sorted({group.tokens_per_block for group in self.groups})
+        block_tokens = math.lcm(*sizes)
+        if block_tokens > MAX_BLOCK_TOKENS:
+            what = f"blocks of {', '.join(map(str, sizes))} tokens end together"
+            raise LayoutError(f"{what} after more than {MAX_BLOCK_TOKENS} tokens")
+        tokens = range(block_tokens)
+        nbytes = sum(layer.held_bytes(tokens, self.tp_size) for _, layer in self.layers)
+        if nbytes > MAX_BLOCK_BYTES:
+            what = f"{nbytes} bytes for {block_tokens} tokens on {self.tp_size} ranks"
+            raise LayoutError(f"{what} are more than {MAX_BLOCK_BYTES}")
 
     def _check_group(self, group: KVGroup) -> None:
         if group.tokens_per_block < 1 or not group.layers:
             raise LayoutError(f"a {group.kind} group without tokens per block or layers")
-        if (group.kind is KVKind.WINDOW) != (group.window_tokens > 0):
+        has_window = 0 < group.window_tokens <= MAX_WINDOW_TOKENS
+        if not has_window if group.kind is KVKind.WINDOW else group.window_tokens:
             raise LayoutError(f"a {group.kind} group with window {group.window_tokens} tokens")
         if group.kind is KVKind.WINDOW and group.tokens_per_block % WINDOW_STEP_TOKENS:
             raise LayoutError(
@@ -246,6 +264,8 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
                 f"multiple of {WINDOW_STEP_TOKENS}"
             )
         for layer in group.layers:
+            if len(layer.name) > MAX_NAME_CHARS:
+                raise LayoutError(f"the name of a layer has {len(layer.name)} characters")
             if not layer.parts:
                 raise LayoutError(f"layer {layer.name} has no parts")
             for part in layer.parts:
@@ -288,7 +308,7 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
         found = (
             (index, layer) for index, group in enumerate(self.groups) for layer in group.layers
         )
-        return tuple(sorted(found, key=lambda item: _by_number(item[1].name)))
+        return tuple(sorted(found, key=lambda item: (_by_number(item[1].name), item[1].name)))
 
     @cached_property
     def elements(self) -> str:
@@ -362,8 +382,19 @@ def _described(layer: KVLayer) -> str:
     )
 
 
+class _Format(msgspec.Struct):
+    """What the layouts of all releases have."""
+
+    format_version: int = 1
+
+
+def _check_format(version: int) -> None:
+    if version != FORMAT_VERSION:
+        wrong = f"KV layout format {version} is not {FORMAT_VERSION}"
+        raise LayoutError(f"{wrong}: both sides must run the same release")
+
+
 def _by_number(name: str) -> list[tuple[int, str]]:
     """A key that sorts "layers.10" behind "layers.9"."""
-    return [
-        (int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)
-    ]
+    pieces = re.split(r"([0-9]+)", name)  # text and numbers by turns
+    return [(int(piece), "") if index % 2 else (-1, piece) for index, piece in enumerate(pieces)]

@@ -54,6 +54,7 @@ from kvmanager.agent.request_values import (
 )
 from kvmanager.agent.service import ControlMethod, NodeAgent
 from kvmanager.agent.transfer_io import now_s
+from kvmanager.hashing import KEY_BYTES as BLOCK_KEY_BYTES
 from kvmanager.layout import KVLayout
 from kvmanager.transfers.holds import Key, Kind
 from kvmanager.transfers.records import (
@@ -154,7 +155,7 @@ class ControlService:
         if not request.block_keys or bases is None or not known:
             return None
         # The keys are those of the engine that will load the landing: one for each of its blocks.
-        num_blocks = len(request.block_keys) // KEY_BYTES - 1
+        num_blocks = len(request.block_keys) // BLOCK_KEY_BYTES - 1
         layout, shape = next(
             (item for item in known if num_tokens // item[1].block_tokens == num_blocks), known[0]
         )

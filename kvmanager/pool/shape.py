@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
@@ -52,12 +52,14 @@ class BlockExtent:
 
 @dataclass(frozen=True, slots=True)
 class PartShape:
-    """One part of every block. `groups` are indices into the layout's groups."""
+    """One part of every block. `groups` are indices into the layout's groups. They do not tell
+    shapes apart: engines with other groups read and write the same bytes.
+    """
 
     kind: PartKind
     nbytes: int
     window_tokens: int = 0
-    groups: tuple[int, ...] = ()
+    groups: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

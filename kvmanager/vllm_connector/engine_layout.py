@@ -64,11 +64,7 @@ def layout_of(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> KV
     Raises `WeightsError` for weights that cannot be identified.
     """
     parallel = vllm_config.parallel_config
-    # Units are divided among tensor-parallel ranks, and among no others.
-    if parallel.decode_context_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
-        raise LayoutError("pipeline and decode context parallelism are not supported; use TP")
-    if vllm_config.speculative_config is not None:
-        raise LayoutError("speculative decoding is not supported; remove --speculative-config")
+    _refuse_unsupported(vllm_config)
     model = vllm_config.model_config
     served_names = model.served_model_name
     layout = KVLayout(
@@ -83,6 +79,25 @@ def layout_of(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> KV
     )
     layout.validate()
     return layout
+
+
+def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
+    """Raise `LayoutError` that names a setting with which KVCache cannot be moved."""
+    parallel = vllm_config.parallel_config
+    # Units are divided among tensor-parallel ranks, and among no others.
+    sizes = {
+        "--pipeline-parallel-size": parallel.pipeline_parallel_size,
+        "--decode-context-parallel-size": parallel.decode_context_parallel_size,
+        "--prefill-context-parallel-size": parallel.prefill_context_parallel_size,
+    }
+    for option, size in sizes.items():
+        if size > 1:
+            raise LayoutError(f"{option} {size} is not supported: use --tensor-parallel-size")
+    # Two halves of a batch run at once, and their layers' hooks do not say which one they are of.
+    if parallel.enable_dbo or parallel.ubatch_size > 1:
+        raise LayoutError("dual batch overlap is not supported: remove --enable-dbo")
+    if vllm_config.speculative_config is not None:
+        raise LayoutError("speculative decoding is not supported: remove --speculative-config")
 
 
 def registered_views(

@@ -43,7 +43,7 @@ from engine_region import (
     with_tls,
 )
 from handoff import Handoff
-from landed_pages import pages_of
+from landed_items import items_of
 
 from deploy.lab.demo.answers import Answer
 from deploy.lab.demo.reference import plain_engine
@@ -273,9 +273,9 @@ async def test_benches_of_a_region_run_on_this_one(served: Served, tmp_path: Pat
 async def test_a_decode_engine_sends_on_the_bytes_that_it_loaded(served: Served) -> None:
     """Any byte that two arenas, the link or the engine's pages lost or misplaced shows.
 
-    The decode engine loads a landing and is then made to send the same prefix on. Compared are the
-    pages that it loaded, not what it computes after them: the same sums in batches of another
-    shape may differ in the last bit. A recurrent state moves on with every token: there the
+    The decode engine loads a landing and is then made to send the same prefix on. Compared is what
+    it loaded, not what it computes after that: the same sums in batches of another shape may
+    differ in the last bit. A recurrent state moves on with every token: there the
     prefill engine computes the same one token after the same state, and all bytes are compared.
     The decode engine sends on twice: into the landing itself, and over TCP.
     """
@@ -292,13 +292,14 @@ async def test_a_decode_engine_sends_on_the_bytes_that_it_loaded(served: Served)
         for landed in (sent_on, over_tcp, sent):
             await handoff.drop(landed)
         await handoff.close()
-    loaded = pages_of(described, moved)
+    layer_types = MODELS[served.model].config["layer_types"]
+    loaded = items_of(described, layer_types, moved)
     assert loaded
     for handed, way in ((sent_on, "arena"), (over_tcp, "transport")):
         assert (handed.result.hand_off, handed.result.cached_tokens) == (way, num_cached)
-        pages = pages_of(described, handed)
-        assert loaded.keys() <= pages.keys()
-        assert [place for place, page in loaded.items() if pages[place] != page] == []
+        items = items_of(described, layer_types, handed)
+        assert loaded.keys() <= items.keys()
+        assert [place for place, item in loaded.items() if items[place] != item] == []
     if served.model == RECURRENT:
         assert sent.result.cached_tokens == num_cached
         assert sent.data == sent_on.data == over_tcp.data

@@ -219,7 +219,7 @@ class Transfers:
         """Layer by layer; the parts of SMALL_LAYOUT have one page for each layer."""
         first = cached_tokens // B
         kv = [content(key, KV) for key in keys[first:]]
-        page_bytes = [layer.page_bytes for layer in SMALL_LAYOUT.groups[0].layers]
+        page_bytes = [layer.parts[0].item_bytes for layer in SMALL_LAYOUT.groups[0].layers]
         data, at = b"", 0
         for size in page_bytes:
             data += b"".join(part[at : at + size] for part in kv)

@@ -7,10 +7,14 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from agent_process import SMALL_LAYOUT
 from arena_bytes import get_bytes, put_bytes
+from msgspec.structs import replace
+from simple_layouts import attention, layout
 
 from kvmanager.agent.between_agents import move_cache
 from kvmanager.agent.cache.move_messages import ReserveCacheMoveReply
@@ -18,10 +22,11 @@ from kvmanager.agent.client import AgentClient, CacheMoveOrder
 from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.control import ControlService
 from kvmanager.agent.engines.protocol import EngineHello
-from kvmanager.agent.messages import SERVICE
+from kvmanager.agent.messages import SERVICE, Reserve
 from kvmanager.agent.service import NodeAgent
 from kvmanager.agent.transfer_io import now_s
-from kvmanager.hashing import KEY_BYTES
+from kvmanager.hashing import KEY_BYTES, join_keys
+from kvmanager.layout import KVGroup, KVKind, KVLayout
 from kvmanager.pool.pool import HybridPool
 from kvmanager.pool.records import BlockPart
 from kvmanager.pool.shape import CacheShape
@@ -305,3 +310,97 @@ async def test_an_unknown_move_is_not_found(source: Node) -> None:
         await source.control.cache_move_status("00" * 16, "send", lease_s=1, wait_s=0)
     assert caught.value.code == "NOT_FOUND"
     assert not await source.control.end_cache_move("00" * 16, "")
+
+
+# ---- engines of one layout with other blocks
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One of two ways to cut a model into blocks, and the keys of a prompt's blocks."""
+
+    layout: KVLayout
+    namespace: bytes
+    keys: list[bytes]
+
+    @property
+    def shape(self) -> CacheShape:
+        return CacheShape.of(self.layout)
+
+    @property
+    def block_keys(self) -> bytes:
+        return join_keys([ROOT, *self.keys])
+
+    def store(self, node: Node, num_blocks: int) -> None:
+        parts = [(index, 0) for index in range(num_blocks)]
+        fill = node.pool.reserve(self.shape, ROOT, 0, self.keys, parts, now_s())
+        for slot in fill.slots:
+            node.pool.commit(fill.fill_id, slot.index, slot.part, now_s())
+        node.pool.abort(fill.fill_id)
+
+
+def cut(block: int, name: bytes, num_blocks: int) -> Cut:
+    keys = [name * (KEY_BYTES - 1) + bytes([index]) for index in range(num_blocks)]
+    group = KVGroup(KVKind.FULL, block, (attention("layers.0", 2, 4),))
+    return Cut(layout(group), name * 32, keys)
+
+
+NUM_TOKENS = 300
+SHORT, LONG = cut(64, b"s", 4), cut(128, b"l", 2)
+"""The cached blocks of a prompt of so many tokens."""
+
+
+def join(node: Node) -> None:
+    for conn_id, item in enumerate((SHORT, LONG), 1):
+        hello = EngineHello(f"cut-{conn_id}", "scheduler", os.getpid(), item.layout.encode())
+        node.agent.hello(conn_id, replace(hello, namespace=item.namespace))
+
+
+async def test_a_landing_stands_on_the_blocks_whose_keys_it_has(source: Node) -> None:
+    join(source)
+    SHORT.store(source, 3)
+    LONG.store(source, 1)
+    fingerprint = SHORT.layout.fingerprint().hex()
+    for item, cached_tokens in ((SHORT, 3 * 64), (LONG, 128)):
+        wanted = Reserve(NUM_TOKENS, 30.0, fingerprint, block_keys=item.block_keys)
+        landing = await source.control.reserve(wanted, 5.0)
+        assert landing.cached_tokens == cached_tokens
+        assert landing.nbytes == item.layout.transfer_bytes(NUM_TOKENS, cached_tokens)
+        await source.control.cancel(landing.transfer_id, "the test is over", 5.0)
+    wanted = Reserve(NUM_TOKENS, 30.0, fingerprint, block_keys=join_keys([ROOT, *SHORT.keys[:3]]))
+    with pytest.raises(RpcError, match="3 keys behind the root; 300 tokens have 4 full blocks"):
+        await source.control.reserve(wanted, 5.0)
+
+
+async def test_a_move_is_of_the_blocks_of_its_namespace(source: Node, destination: Node) -> None:
+    for one in (source, destination):
+        join(one)
+    for item in (LONG, SHORT):
+        item.store(source, len(item.keys))
+        fingerprint, parts = item.layout.fingerprint().hex(), list(item.shape.resume_parts(2))
+        wanted = CacheMoveOrder(fingerprint, item.block_keys, parts, namespace=item.namespace.hex())
+        moved = await move_cache(source.control, destination.control, wanted)
+        assert moved.kept_parts == 2
+        assert destination.pool.match(item.shape, item.keys).num_blocks == 2
+        dropped = await source.control.drop_cached(
+            fingerprint, item.block_keys, 1, item.namespace.hex()
+        )
+        assert dropped == len(item.keys) - 1
+    unknown = CacheMoveOrder(fingerprint, SHORT.block_keys, parts, namespace="ab" * 32)
+    with pytest.raises(RpcError, match="no connected engine has cache namespace abab") as caught:
+        await destination.control.reserve_cache_move(unknown, 30.0)
+    assert caught.value.code == "INVALID"
+    with pytest.raises(RpcError, match="namespace is not hex"):
+        await destination.control.drop_cached(fingerprint, SHORT.block_keys, 0, "xyz")
+
+
+async def test_an_engines_blocks_are_followed_as_it_has_them(source: Node) -> None:
+    joined: list[tuple[str, KVLayout, bytes]] = []
+    events: Any = SimpleNamespace(engine_joined=lambda *told: joined.append(told))
+    source.agent.engine_events = events
+    join(source)
+    source.agent.engine_events = None
+    assert joined == [
+        ("cut-1", SHORT.layout, SHORT.namespace),
+        ("cut-2", LONG.layout, LONG.namespace),
+    ]

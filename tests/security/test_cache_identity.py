@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
 from caching_engine import SHAPE, B, CachingEngine
+from simple_layouts import with_encoding
 
 from kvmanager.agent.between_agents import CacheMoveResult, move_cache
 from kvmanager.agent.client import AgentClient, CacheMoveOrder
@@ -96,7 +97,7 @@ def test_kvcache_of_another_checkpoint_is_neither_sent_nor_taken(tmp_path: Path)
         assert (cache.promotions, cache.num_blocks) == (0, 0)
 
 
-BF16 = msgspec.structs.replace(SMALL_LAYOUT, cache_dtype="auto/torch.bfloat16")
+BF16 = with_encoding(SMALL_LAYOUT, "bfloat16")
 
 
 @pytest.mark.parametrize("codec", ["fp8", "none"])

@@ -17,14 +17,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from blake3 import blake3
-from simple_layouts import paged, state
 
 from kvmanager.agent.engines.client import EngineClient
 from kvmanager.agent.engines.protocol import CacheFound, CacheSlots, EngineHello, Welcome
 from kvmanager.arena import Arena
 from kvmanager.hashing import block_keys, root_key
-from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
+from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout, KVPart
 from kvmanager.pool.shape import CacheShape, part_extents
+
+
+def _layer(name: str, nbytes: int, tokens_per_item: int) -> KVLayer:
+    return KVLayer(name, (KVPart("pages", 1, nbytes, "opaque", tokens_per_item),))
+
 
 LAYOUT = KVLayout(
     model_id="stand-in",
@@ -32,8 +36,8 @@ LAYOUT = KVLayout(
     config_digest="0",
     tp_size=1,
     groups=(
-        KVGroup(KVKind.FULL, 16, (paged("full.0", 4096), paged("full.1", 4096))),
-        KVGroup(KVKind.RECURRENT, 16, (state("state.0", 10_000),)),
+        KVGroup(KVKind.FULL, 16, (_layer("full.0", 4096, 16), _layer("full.1", 4096, 16))),
+        KVGroup(KVKind.RECURRENT, 16, (_layer("state.0", 10_000, 0),)),
     ),
 )
 SHAPE = CacheShape.of(LAYOUT)
@@ -58,15 +62,14 @@ class Prompt:
     def part(self, block: int, part: int) -> bytes:
         """A part of a full block, as the prefix cache has it."""
         return b"".join(
-            content(self.keys[block], extent.layer)
-            for extent in part_extents(LAYOUT, SHAPE, part, 0)
+            content(self.keys[block], extent.layer) for extent in part_extents(LAYOUT, SHAPE, part)
         )
 
     def layers(self, num_tokens: int, cached_tokens: int) -> Iterator[tuple[int, bytes]]:
         """A transfer of the first `num_tokens`: (offset, bytes) of each layer."""
-        for extent in LAYOUT.extents(num_tokens, 0, cached_tokens):
+        for extent in LAYOUT.extents(num_tokens, cached_tokens):
             pages = (self._key_at(page, num_tokens) for page in extent.pages)
-            yield extent.offset, b"".join(content(key, extent.layer) for key in pages)
+            yield extent.parts[0].offset, b"".join(content(key, extent.layer) for key in pages)
 
     def _key_at(self, page: int, num_tokens: int) -> bytes:
         """Names the tokens up to the end of `page`, or to `num_tokens` if that is within it."""
@@ -78,7 +81,7 @@ class Prompt:
 
 
 def content(key: bytes, layer: KVLayer) -> bytes:
-    return blake3(key + layer.name.encode()).digest(layer.page_bytes)
+    return blake3(key + layer.name.encode()).digest(layer.parts[0].item_bytes)
 
 
 def read(arena: Arena, runs: Sequence[Sequence[int]], nbytes: int) -> bytes:

@@ -96,7 +96,7 @@ class _MovingAgent(AgentClient):
         return True
 
     async def drop_cached(
-        self, layout_fingerprint: str, block_keys: bytes, keep_blocks: int
+        self, layout_fingerprint: str, block_keys: bytes, keep_blocks: int, namespace: str = ""
     ) -> int:
         self._agents.dropped.append((self.target, keep_blocks))
         return 3

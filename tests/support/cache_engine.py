@@ -4,19 +4,22 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+from simple_layouts import paged, state
+
 from kvmanager.agent.engines.protocol import CacheFound, CacheSlots, Slot, Welcome
-from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
+from kvmanager.layout import KVGroup, KVKind, KVLayout
 from kvmanager.pool.placement import StatePlacement
 from kvmanager.pool.shape import CacheShape
 from kvmanager.vllm_connector.cache.plan import CachePages
 from kvmanager.vllm_connector.cache.scheduler import CacheScheduler, PrefixCacheOptions
 from kvmanager.vllm_connector.metadata import StoreStep
+from kvmanager.vllm_connector.weights import Adapters
 
 NAMESPACE = b"n" * 32
-LAYERS = (KVLayer("layer", 100),)
+LAYERS = (paged("layer", 100),)
 FULL = KVGroup(KVKind.FULL, 16, LAYERS)
 WINDOW = KVGroup(KVKind.WINDOW, 16, LAYERS, window_tokens=33)
-STATE = KVGroup(KVKind.RECURRENT, 1, LAYERS)
+STATE = KVGroup(KVKind.RECURRENT, 1, (state("layer", 100),))
 HYBRID = (FULL, WINDOW, STATE)
 """Blocks of 16 tokens; a boundary needs the windows of its last two and one state."""
 SHORT_WINDOW = (FULL, KVGroup(KVKind.WINDOW, 16, LAYERS, window_tokens=33))
@@ -84,7 +87,12 @@ class Engine:
         chosen: dict[str, Any] = {"namespace": NAMESPACE, "min_load_tokens": 1} | options
         client: Any = self.agent
         self.cache = CacheScheduler(
-            self.shape, pages, PrefixCacheOptions(**chosen), self.event, client
+            self.shape,
+            pages,
+            PrefixCacheOptions(**chosen),
+            self.event,
+            client,
+            adapters=Adapters(),
         )
         self.tables: list[list[int]] | None = tables_of(self.layout)
         self.offered: dict[tuple[int, int], int] = {}

@@ -17,14 +17,14 @@ ROOT = Path(__file__).resolve().parents[2]
 DUMMY_ENGINE = """
     import http.server, json, os, socket, subprocess, sys, threading, time
     from kvmanager.agent.engines.protocol import EngineHello, encode_frame
-    from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
+    from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout, KVPart
 
     if os.environ.get("DUMMY_FAILS"):
         sys.exit("no such model: nonsense")
     subprocess.Popen(["sleep", "1000"])
     option = lambda name: sys.argv[sys.argv.index(name) + 1]
     connector = json.loads(option("--kv-transfer-config"))["kv_connector_extra_config"]
-    group = KVGroup(KVKind.FULL, 16, (paged("layer.0", 4096),))
+    group = KVGroup(KVKind.FULL, 16, (KVLayer("layer.0", (KVPart("kv", 1, 256, "bfloat16"),)),))
     layout = KVLayout("dummy", "dummy:0", "digest", 1, (group,)).encode()
 
     def stay_connected():

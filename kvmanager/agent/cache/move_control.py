@@ -124,8 +124,7 @@ class CacheMoveControl:
     ) -> tuple[bytes, KVLayout, CacheShape]:
         """The KV layout that the request names, and the shape of its namespace's blocks."""
         fingerprint = hex_bytes(request.layout_fingerprint, KEY_BYTES, "layout_fingerprint")
-        name = request.namespace
-        namespace = hex_bytes(name, KEY_BYTES, "namespace") if name else b""
+        namespace = hex_bytes(request.namespace, None, "namespace")
         return fingerprint, *self._book.cached_layout(fingerprint, namespace)
 
 

@@ -34,6 +34,8 @@ class _Instance:
     pids: dict[int, int] = field(default_factory=dict)
     """The process of each connection."""
     engine: str = ""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """The identities of its LoRA adapters by name, from its scheduler."""
 
     @property
     def cache(self) -> CacheModel | None:
@@ -71,7 +73,7 @@ class InstanceBook:
         instance = self._instances.setdefault(
             hello.instance, _Instance(layout, fingerprint, hello.tp_size, CacheShape.of(layout))
         )
-        if instance.fingerprint != fingerprint:
+        if instance.layout != layout:
             raise EngineNotServed(
                 f"instance {hello.instance} is connected with the layout "
                 f"{instance.layout.describe()}, this connection has {layout.describe()}"
@@ -79,6 +81,7 @@ class InstanceBook:
         instance.namespace = instance.namespace or hello.namespace
         instance.pids[conn_id] = hello.pid
         instance.engine = instance.engine or hello.engine
+        instance.adapters = instance.adapters or hello.adapters
         return EnginePeer(
             conn_id, hello.instance, hello.role, hello.tp_rank, hello.tp_size, fingerprint
         )
@@ -121,6 +124,10 @@ class InstanceBook:
             raise UnknownLayout(f"no connected engine has cache namespace {namespace.hex()[:16]}")
         return layout, CacheShape.of(layout)
 
+    def layout_of(self, instance: str) -> KVLayout:
+        """How a connected instance is cut."""
+        return self._instances[instance].layout
+
     def shape(self, instance: str) -> CacheShape:
         """The cache shape for a connected instance, whether it uses the cache or not."""
         return self._instances[instance].shape
@@ -159,6 +166,7 @@ class InstanceBook:
                 instance.layout.model_id,
                 instance.layout.weights,
                 instance.engine,
+                instance.adapters,
             )
             for name, instance in sorted(self._instances.items())
         ]

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simple_layouts import paged, state
+from simple_layouts import attention, delta_net, layout, paged, state
 
 from kvmanager.layout import KVGroup, KVKind, KVLayout
 from kvmanager.pool.nodes import Geometry
@@ -17,10 +17,6 @@ LONG_WINDOW = KVGroup(KVKind.WINDOW, 16, (paged("w.1", 300),), window_tokens=102
 SAME_WINDOW = KVGroup(KVKind.WINDOW, 32, (paged("w.2", 200, 32),), window_tokens=128)
 RECURRENT = KVGroup(KVKind.RECURRENT, 1, (state("r.0", 777),))
 CONVOLUTION = KVGroup(KVKind.RECURRENT, 1, (state("c.0", 3),))
-
-
-def layout(*groups: KVGroup, tp_size: int = 1) -> KVLayout:
-    return KVLayout("m", "files:0", "digest", tp_size, groups)
 
 
 def test_attention_alone_has_blocks_of_at_least_64_tokens() -> None:
@@ -59,7 +55,7 @@ def test_windows_of_one_size_are_one_part() -> None:
         (PartKind.WINDOW, 128, (2, 3)),
         (PartKind.WINDOW, 1024, (0,)),
     ]
-    assert shape.parts[1].nbytes == 2 * (4 * 300 + 2 * 200)
+    assert shape.parts[1].nbytes == 4 * 300 + 2 * 200, "each unit once, whatever ranks there are"
     assert [shape.reach(part) for part in range(3)] == [None, 2, 16]
     assert shape.has_kv
     assert shape.state_part is None
@@ -93,11 +89,49 @@ def test_extents_tile_every_part(groups: list[KVGroup], tp_size: int) -> None:
     shape = CacheShape.of(whole)
     for part, part_shape in enumerate(shape.parts):
         offset = 0
-        for rank in range(tp_size):
-            for extent in part_extents(whole, shape, part, rank):
-                assert extent.offset == offset
-                offset += extent.num_pages * extent.layer.page_bytes
+        for extent in part_extents(whole, shape, part):
+            assert extent.tokens == range(shape.block_tokens)
+            for item in extent.parts:
+                assert item.offset == offset
+                offset += item.nbytes
         assert offset == part_shape.nbytes
+
+
+@pytest.mark.parametrize("block", [16, 32, 64])
+@pytest.mark.parametrize("tp_size", [1, 2, 16])
+def test_engines_that_are_cut_otherwise_have_the_same_parts(block: int, tp_size: int) -> None:
+    """As long as their blocks are as long. Then one finds what the other has stored."""
+    layers = (attention("layers.0"), attention("layers.3", 4))
+    window = attention("layers.2", 2)
+
+    def extents(cut: KVLayout, shape: CacheShape) -> list[list[object]]:
+        return [
+            [(extent.layer.name, extent.parts) for extent in part_extents(cut, shape, part)]
+            for part in range(len(shape.parts))
+        ]
+
+    plain = layout(
+        KVGroup(KVKind.FULL, 16, layers), KVGroup(KVKind.WINDOW, 16, (window,), window_tokens=128)
+    )
+    cut = layout(
+        KVGroup(KVKind.WINDOW, block, (window,), window_tokens=128),
+        *(KVGroup(KVKind.FULL, block, (layer,)) for layer in layers),
+        tp_size=tp_size,
+    )
+    shape = CacheShape.of(cut)
+    assert shape == CacheShape.of(plain)
+    assert hash(shape) == hash(CacheShape.of(plain))
+    assert extents(cut, shape) == extents(plain, CacheShape.of(plain))
+
+
+def test_recurrent_layers_make_the_block_that_of_the_engine() -> None:
+    states = KVGroup(KVKind.RECURRENT, 1, (delta_net("layers.1"),))
+    blocks = [
+        CacheShape.of(layout(KVGroup(KVKind.FULL, block, (attention("layers.0"),)), states))
+        for block in (16, 528)
+    ]
+    assert [shape.block_tokens for shape in blocks] == [16, 528]
+    assert blocks[0] != blocks[1]
 
 
 def test_resuming_needs_kv_of_all_windows_of_the_last_and_the_state_at_the_end() -> None:

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simple_layouts import paged, state
 
 from kvmanager.agent.engines.blocks import EngineBlocks
 from kvmanager.agent.engines.kv_events import (
@@ -22,12 +23,13 @@ from kvmanager.agent.engines.kv_events import (
 )
 from kvmanager.agent.engines.merged_blocks import MergedBlocks
 from kvmanager.hashing import block_keys, root_key
-from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout
+from kvmanager.layout import KVGroup, KVKind, KVLayout
 from kvmanager.pool.shape import CacheShape
 
 NAMESPACE = b"namespace"
 KV, WINDOW, STATE = 1, 2, 4
-LAYER = (KVLayer("layer", 64),)
+LAYER = (paged("layer", 64),)
+STATES = (state("state", 64),)
 
 
 def layout(*groups: KVGroup) -> KVLayout:
@@ -38,7 +40,7 @@ FULL = layout(KVGroup(KVKind.FULL, 16, LAYER))
 WINDOWED = layout(
     KVGroup(KVKind.FULL, 16, LAYER), KVGroup(KVKind.WINDOW, 16, LAYER, window_tokens=33)
 )
-HYBRID = layout(KVGroup(KVKind.FULL, 32, LAYER), KVGroup(KVKind.RECURRENT, 1, LAYER))
+HYBRID = layout(KVGroup(KVKind.FULL, 32, LAYER), KVGroup(KVKind.RECURRENT, 1, STATES))
 
 SIZE = {"full_attention": 16, "sliding_window": 16, "mamba": 32}
 GROUP = {"full_attention": 0, "sliding_window": 1, "mamba": 1}
@@ -157,6 +159,25 @@ def test_tenants_have_keys_of_their_own() -> None:
 def test_prompts_of_a_lora_adapter_are_not_known_by_its_name_alone() -> None:
     event = stored(PROMPT[:64], 0, lora_name="poet", extra_keys=[["poet"]] * 4)
     assert Followed(FULL).apply(event) == {}
+    assert Followed(FULL, adapters={"other": "files:1"}).apply(event) == {}
+
+
+def test_prompts_of_a_known_adapter_have_keys_of_its_identity() -> None:
+    engine = Followed(FULL, adapters={"poet": "files:1"})
+    plain = stored(PROMPT[:64], 0)
+    extras = [["poet", "alice"], *[["poet"]] * 3]
+    of_poet: dict[str, Any] = {
+        "lora_name": "poet",
+        "block_hashes": [name(PROMPT[:end], "poet and alice") for end in range(16, 65, 16)],
+    }
+    engine.apply(plain, stored(PROMPT[:64], 0, extra_keys=extras, **of_poet))
+    root = root_key(NAMESPACE, tenant="alice", lora="files:1")
+    (key,) = block_keys(PROMPT[:64], 64, root)
+    assert set(engine.held) == {key[:8], *keys(PROMPT[:64])}
+    # Whatever else a block depends on ends what is known, as it does without an adapter.
+    with_image = [["poet", ["image", 3]], *[["poet"]] * 3]
+    other = Followed(FULL, adapters={"poet": "files:1"})
+    assert other.apply(stored(PROMPT[:64], 0, extra_keys=with_image, **of_poet)) == {}
 
 
 @pytest.mark.parametrize("extra", [["image", 3], b"digest of embeddings", "late salt"])
