@@ -40,7 +40,7 @@ STATE = KVLayer(
 
 
 def layout(tp_size: int, block_tokens: int, *, has_states: bool = True) -> KVLayout:
-    groups = (
+    groups: tuple[KVGroup, ...] = (
         KVGroup(KVKind.FULL, block_tokens, (FULL,)),
         KVGroup(KVKind.WINDOW, block_tokens, (WINDOW,), window_tokens=33),
         KVGroup(KVKind.RECURRENT, 1, (STATE,)),
