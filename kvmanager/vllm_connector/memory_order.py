@@ -78,6 +78,7 @@ def views_of(
     """
     tensors = [cache] if isinstance(cache, torch.Tensor) else list(cache)
     try:
+        pieces: list[tuple[Piece, ...]]
         if layer.parts[0].encoding.startswith(_OPAQUE):
             pieces = [(_opaque_page(tensors[0], spec, num_blocks),)]
         elif isinstance(spec, MambaSpec):
@@ -342,7 +343,7 @@ def _state_pieces(
 
 def _opaque_page(tensor: torch.Tensor, spec: KVCacheSpec, num_blocks: int) -> Piece:
     """A page's data as one run of bytes. vLLM pads the pages of all groups to one size."""
-    nbytes = int(spec.real_page_size_bytes)  # type: ignore[attr-defined]
+    nbytes = int(spec.real_page_size_bytes)
     if tensor.dim() == 4 and not _is_one_run(tensor):
         raise ValueError("a block is in several pieces; set VLLM_KV_CACHE_LAYOUT=LBHNC or LBNHC")
     rows_per_block = tensor.shape[0] // num_blocks
