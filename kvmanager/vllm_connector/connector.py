@@ -14,7 +14,9 @@ vLLM engine id, which changes with every start.
 With vLLM's own prefix caching on, the engine uses the agent's prefix cache as well, unless
 `"prefix_pool": false`; `cache_min_load_tokens` and `cache_find_timeout_s` are its options. Engines
 of the same weights share KVCache. The files of the weights identify them; the option `weights` is a
-word that identifies weights which are in no file (`kvmanager.vllm_connector.weights`).
+word that identifies weights which are in no file (`kvmanager.vllm_connector.weights`). The option
+`adapters` has the names and paths of the engine's `--lora-modules`: the agent is told which they
+are. KVCache of other adapters is cached by their content, and the gateway moves none of it.
 
 `kv_role` may also be `kv_producer` or `kv_consumer`. The engine then computes the other role's
 requests as if they had no parameters. A `kv_producer` whose steps overlap (asynchronous scheduling,
@@ -25,7 +27,9 @@ pipelines) stores in the prefix cache and never loads from it. The interface is 
 import contextlib
 import logging
 import os
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -52,10 +56,12 @@ from kvmanager.vllm_connector.engine_layout import layout_of, registered_views
 from kvmanager.vllm_connector.metadata import PrfaasMetadata
 from kvmanager.vllm_connector.scheduler import SchedulerSide
 from kvmanager.vllm_connector.stats import PrfaasPromMetrics, TransferStats
+from kvmanager.vllm_connector.versions.check import check_vllm
+from kvmanager.vllm_connector.weights import Adapters, adapter_settings
 from kvmanager.vllm_connector.worker import WorkerSide
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -69,10 +75,22 @@ logger = logging.getLogger("prfaas.kvmanager.connector")
 DEFAULT_LANDING_TIMEOUT_S = 120.0
 # After any other status the prompt may not be computed to its end, so an outbox stays incomplete.
 FINISHED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+NO_SLEEP = "an engine that exchanges KVCache cannot give up the memory of its KV cache"
 
 
 class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     """Streams prefilled KVCache to the node agent and loads landed KVCache from it."""
+
+    def __new__(
+        cls,
+        vllm_config: "VllmConfig",
+        role: KVConnectorRole,
+        kv_cache_config: "KVCacheConfig",
+    ) -> Self:
+        # Before object.__new__, which refuses a class that lacks an abstract method of a newer
+        # vLLM and names neither version. One of an engine's processes warns.
+        check_vllm(vllm_version, warns=role is KVConnectorRole.SCHEDULER)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -88,6 +106,9 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
                 "PrfaasConnector needs kv_connector_extra_config.agent_socket: "
                 "the path that `prfaas agent --socket` listens on"
             )
+        # vLLM 0.33 refuses it by `supports_sleep_mode`; 0.32 does not ask.
+        if vllm_config.model_config.enable_sleep_mode:
+            raise ValueError(f"PrfaasConnector: {NO_SLEEP}; remove --enable-sleep-mode")
         layout = layout_of(vllm_config, kv_cache_config)
         namespace = namespace_of(vllm_config, layout) if extra.get("prefix_pool", True) else b""
         instance = instance_name(vllm_config)
@@ -97,7 +118,10 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         self._layout = layout
         self._tp_rank = 0 if is_scheduler else get_tensor_model_parallel_rank()
         side: Literal["scheduler", "worker"] = "scheduler" if is_scheduler else "worker"
-        hello = _hello(instance, side, layout, self._tp_rank, namespace)
+        adapters = Adapters()
+        if is_scheduler:
+            adapters = Adapters(extra.get("adapters"), adapter_settings(vllm_config))
+        hello = _hello(instance, side, layout, self._tp_rank, namespace, adapters.told)
         self._client = EngineClient(socket_path, hello)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -111,6 +135,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
                 produces=self._kv_transfer_config.is_kv_producer,
                 consumes=self._kv_transfer_config.is_kv_consumer,
                 cache=_cache_options(extra, namespace, loads=self._may_load(vllm_config)),
+                adapters=adapters,
             )
             if not extra.get("instance"):
                 logger.warning(
@@ -137,6 +162,14 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         # connected.
         self._worker = WorkerSide(self._layout, self._tp_rank, self._client, views)
         self._worker.start()
+
+    def unregister_kv_caches(self) -> None:
+        """Refuse: copies from and to the pages may be under way, and are never all drained.
+
+        vLLM 0.33 calls this before it takes the pages' memory away. The error leaves the memory in
+        its place, and reaches whoever asked vLLM for it.
+        """
+        raise RuntimeError(f"PrfaasConnector: {NO_SLEEP}; stop the engine instead")
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         assert self._worker is not None
@@ -231,8 +264,15 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """True: in a full CUDA graph, vLLM could not call `save_kv_layer` between the layers."""
-        return True
+        """False: where a full CUDA graph keeps vLLM from calling `save_kv_layer` in a step, the
+        layers are sent after the step. Decode steps have nothing to send and keep their graphs.
+        """
+        return False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
+        """False: see `unregister_kv_caches`. vLLM 0.33 asks before an engine starts."""
+        return False
 
     @classmethod
     def build_kv_connector_stats(
@@ -288,6 +328,7 @@ def _hello(
     layout: KVLayout,
     tp_rank: int,
     namespace: bytes,
+    adapters: Mapping[str, str] = MappingProxyType({}),
 ) -> EngineHello:
     return EngineHello(
         version=PROTOCOL_VERSIONS.newest,
@@ -299,5 +340,6 @@ def _hello(
         tp_size=layout.tp_size,
         layout=layout.encode(),
         namespace=namespace,
+        adapters=dict(adapters),
         engine=f"vllm {vllm_version}",
     )

@@ -64,11 +64,7 @@ def layout_of(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> KV
     Raises `WeightsError` for weights that cannot be identified.
     """
     parallel = vllm_config.parallel_config
-    # Units are divided among tensor-parallel ranks, and among no others.
-    if parallel.decode_context_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
-        raise LayoutError("pipeline and decode context parallelism are not supported; use TP")
-    if vllm_config.speculative_config is not None:
-        raise LayoutError("speculative decoding is not supported; remove --speculative-config")
+    _refuse_unsupported(vllm_config)
     model = vllm_config.model_config
     served_names = model.served_model_name
     layout = KVLayout(
@@ -76,10 +72,32 @@ def layout_of(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> KV
         weights=weights_identity(vllm_config),
         config_digest=_config_digest(vllm_config, kv_cache_config),
         tp_size=parallel.tensor_parallel_size,
-        groups=tuple(_group(group, vllm_config) for group in kv_cache_config.transfer_groups),
+        groups=tuple(
+            _group(group, vllm_config, kv_cache_config.kv_cache_layout or "default")
+            for group in kv_cache_config.transfer_groups
+        ),
     )
     layout.validate()
     return layout
+
+
+def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
+    """Raise `LayoutError` that names a setting with which KVCache cannot be moved."""
+    parallel = vllm_config.parallel_config
+    # Units are divided among tensor-parallel ranks, and among no others.
+    sizes = {
+        "--pipeline-parallel-size": parallel.pipeline_parallel_size,
+        "--decode-context-parallel-size": parallel.decode_context_parallel_size,
+        "--prefill-context-parallel-size": parallel.prefill_context_parallel_size,
+    }
+    for option, size in sizes.items():
+        if size > 1:
+            raise LayoutError(f"{option} {size} is not supported: use --tensor-parallel-size")
+    # Two halves of a batch run at once, and their layers' hooks do not say which one they are of.
+    if parallel.enable_dbo or parallel.ubatch_size > 1:
+        raise LayoutError("dual batch overlap is not supported: remove --enable-dbo")
+    if vllm_config.speculative_config is not None:
+        raise LayoutError("speculative decoding is not supported: remove --speculative-config")
 
 
 def registered_views(
@@ -146,7 +164,7 @@ def _numbers(spec: KVCacheSpec) -> tuple[object, ...]:
     return tuple(str(getattr(spec, name, None)) for name in _SPEC_FIELDS)
 
 
-def _group(group: "KVCacheGroupSpec", vllm_config: "VllmConfig") -> KVGroup:
+def _group(group: "KVCacheGroupSpec", vllm_config: "VllmConfig", page_order: str) -> KVGroup:
     specs = dict(_layer_specs(group))
     spec = next(iter(specs.values()))
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
@@ -155,7 +173,9 @@ def _group(group: "KVCacheGroupSpec", vllm_config: "VllmConfig") -> KVGroup:
         kind=kind_of(spec),
         tokens_per_block=RECURRENT_TOKENS_PER_BLOCK if recurrent else spec.block_size,
         window_tokens=window,
-        layers=tuple(KVLayer(name, parts_of(layer, vllm_config)) for name, layer in specs.items()),
+        layers=tuple(
+            KVLayer(name, parts_of(layer, vllm_config, page_order)) for name, layer in specs.items()
+        ),
     )
 
 

@@ -1,7 +1,7 @@
 """Moves KVCache between an engine's tensors and the agent's arena, on the CPU or a GPU.
 
-A `PageCopier` copies slabs (`kvmanager.vllm_connector.slabs`) into a transfer's bytes and back. Knows
-no requests, groups or steps, and needs of vLLM nothing.
+A `PageCopier` copies slabs (`kvmanager.vllm_connector.slabs`) into a transfer's bytes and back. It
+knows no requests, groups or steps, and needs nothing of vLLM.
 """
 
 import ctypes

@@ -32,8 +32,9 @@ from numpy.typing import NDArray
 from smoke import add_smoke
 
 from kvmanager.arena import Arena
-from kvmanager.layout import KVLayer
-from kvmanager.vllm_connector.pages import CpuPageCopier, LayerPages
+from kvmanager.layout import KVPart
+from kvmanager.vllm_connector.pages import CpuPageCopier
+from kvmanager.vllm_connector.slabs import PartView, Piece, Slab
 
 GB: Final = 10**9
 KIB: Final = 1 << 10
@@ -97,17 +98,20 @@ def copy_row(arena: Arena, page_bytes: int, rounds: int, *, scattered: bool) -> 
     """One page size: all pages of a layer, in a random order."""
     num_pages = arena.nbytes // page_bytes
     cache = torch.randint(0, 256, (num_pages, page_bytes), dtype=torch.uint8)
-    pages = LayerPages(KVLayer("layer.0", page_bytes), cache)
+    part = KVPart("pages", 1, page_bytes, "opaque", BLOCK_TOKENS)
+    one = range(1)
+    view = PartView(part, one, one, (Piece(cache.view(num_pages, 1, 1, page_bytes)),))
     space = arena.view(layer_runs(arena.num_blocks, scattered=scattered), arena.nbytes)
     order = [int(page) for page in np.random.default_rng(7).permutation(num_pages)]
+    slabs = [Slab(view, one, order, 0, num_pages, space, 0, arena.nbytes)]
     copier = CpuPageCopier()
     engine = cache.numpy().reshape(-1)
     flat = np.frombuffer(arena.memory, np.uint8)
     copied = rates(arena.nbytes, rounds, lambda: np.copyto(flat, engine))
     by_page = rates(arena.nbytes, rounds, lambda: copy_by_page(flat, cache.numpy(), order))
-    store = rates(arena.nbytes, rounds, lambda: copier.store(pages, order, space, 0, stored))
+    store = rates(arena.nbytes, rounds, lambda: copier.store(slabs, stored))
     before = cache.clone()
-    load = rates(arena.nbytes, rounds, lambda: copier.load(pages, order, space, 0))
+    load = rates(arena.nbytes, rounds, lambda: copier.load(slabs))
     if not torch.equal(before, cache):
         raise RuntimeError(f"pages of {page_bytes} bytes came back changed")
     name = "scattered" if scattered else "one run"

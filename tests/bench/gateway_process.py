@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import socket
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from deploy.region.launch.ports import can_listen
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,10 +36,12 @@ def completion_request(
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port of loopback, below the range from which Linux takes the ports of outgoing connections:
+    none of these takes it before its owner has started, or while it is started again.
+    """
+    while not can_listen("127.0.0.1", port := random.randint(20000, 32000)):
+        pass
+    return port
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from engine_region import (
 )
 from flight_recording import is_decided_again, recorded
 
-from deploy.lab.demo.answers import Answer
+from deploy.lab.demo.answers import Answer, margins_of
 from deploy.lab.demo.regions import pd_cluster_alone
 from deploy.lab.demo.scenario import DemoRequest
 from deploy.region.launch.launcher import RunningRegion
@@ -53,6 +53,11 @@ PREEMPTED_TOKENS = 1200
 NUM_PREEMPTED = 4
 """Two for each decode engine, and no more than the prefill engine takes at a time."""
 LONG_ANSWER = {"max_tokens": 320, "ignore_eos": True}
+MIN_MARGIN_NATS = 1e-4
+"""By how much each token of a long answer must beat the second best. Steps of other batches round
+float32 otherwise, which moves logits by some 1e-6.
+"""
+MAX_DRAWS = 12
 
 
 class Load:
@@ -110,8 +115,9 @@ async def region(
 
 async def test_preempted_requests_are_computed_again(region: RunningRegion) -> None:
     """A decode engine that runs out of blocks drops a request's KVCache, landed part included."""
-    prompts = [prompt(f"{seed}", PREEMPTED_TOKENS, 800 + seed) for seed in range(NUM_PREEMPTED)]
+    drawn = [prompt(f"{seed}", PREEMPTED_TOKENS, 800 + seed) for seed in range(NUM_PREEMPTED)]
     async with aiohttp.ClientSession() as session:
+        prompts = [await decided(session, region, request) for request in drawn]
         expected = [await long_answer(session, region, request) for request in prompts]
         assert await num_preemptions(region) == 0
         answers = await asyncio.gather(
@@ -172,6 +178,24 @@ async def long_answer(
         answer = await response.json()
     assert response.status == 200, answer
     return list(answer["choices"][0]["token_ids"])
+
+
+async def decided(
+    session: aiohttp.ClientSession, region: RunningRegion, request: DemoRequest
+) -> DemoRequest:
+    """The request with a text whose long answer has no near ties."""
+    least = []
+    for attempt in range(MAX_DRAWS):
+        drawn = request.redrawn(attempt)
+        body = drawn.body(WINDOW, with_logprobs=True) | LONG_ANSWER
+        url = f"{region.gateway_url}/v1/completions"
+        async with session.post(url, json=body) as response:
+            answer = await response.json()
+        assert response.status == 200, answer
+        least.append(min(margins_of(answer["choices"][0]["logprobs"])))
+        if least[-1] >= MIN_MARGIN_NATS:
+            return drawn
+    raise AssertionError(f"no text of {MAX_DRAWS} has an answer without near ties: {least}")
 
 
 async def num_preemptions(region: RunningRegion) -> float:

@@ -171,6 +171,31 @@ async def test_a_job_goes_where_its_prompt_is_cached(rig: Rig) -> None:
     assert result.reason == "cached; cached_tokens=6; tokens_ahead=0; instances=2"
 
 
+async def test_jobs_follow_the_layouts_of_engines_that_change(rig: Rig) -> None:
+    old, new = rig.agents[0].fingerprint, "ef" * 32
+
+    async def fingerprints() -> list[str]:
+        return [item.layout_fingerprint for item in (await rig.front.report()).instances]
+
+    async def change(index: int) -> None:
+        rig.agents[index].fingerprint = new
+        async with asyncio.timeout(20):
+            while (await fingerprints())[index] != new:
+                await asyncio.sleep(0.01)
+
+    assert await fingerprints() == [old, old]
+    await change(0)
+    used = [(await rig.front.submit(prefill_job(number))).instance for number in (1, 2)]
+    assert used == ["p1", "p1"]
+    await change(1)
+    error = await failure(rig.front.submit(prefill_job(3)))
+    assert error.code == "no_instance"
+    assert "p0 lays KVCache out otherwise than the landing: fake" in error.message
+    job = prefill_job(4)
+    landing = msgspec.structs.replace(job.landing, layout_fingerprint=new)
+    await rig.front.submit(msgspec.structs.replace(job, landing=landing))
+
+
 async def test_what_a_prefill_took_itself_begins_when_the_one_before_it_ended() -> None:
     async with make_rig("embedded", num_instances=1, max_concurrent=2) as rig:
         rig.hold()

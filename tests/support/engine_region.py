@@ -97,18 +97,28 @@ async def ask_region(
 
 async def records(region: RunningRegion) -> dict[str, dict[str, Any]]:
     """The gateway's latest record of each request id."""
+    return await records_at(region.gateway_url)
+
+
+async def records_at(url: str) -> dict[str, dict[str, Any]]:
+    """The same of the gateway at `url`."""
     async with aiohttp.ClientSession() as session:
-        async with session.get(f"{region.gateway_url}/prfaas/requests?limit=500") as response:
+        async with session.get(f"{url}/prfaas/requests?limit=500") as response:
             listed = (await response.json())["requests"]
     return {record["request_id"]: record for record in reversed(listed)}
 
 
 async def settled_record(region: RunningRegion, request_id: str) -> dict[str, Any]:
     """The gateway's record of a request once both legs are over, which may follow the answer."""
+    return await settled_record_at(region.gateway_url, request_id)
+
+
+async def settled_record_at(url: str, request_id: str) -> dict[str, Any]:
+    """The same of the gateway at `url`."""
     found: dict[str, Any] = {}
 
     async def is_settled() -> bool:
-        found.update((await records(region))[request_id])
+        found.update((await records_at(url))[request_id])
         return bool(found["is_settled"])
 
     await until(is_settled, "the request has settled")

@@ -116,13 +116,13 @@ async def _read_stream(response: aiohttp.ClientResponse, answer: Answer, started
 def _take(answer: Answer, payload: dict[str, Any]) -> None:
     for choice in payload.get("choices", ()):
         answer.token_ids += choice.get("token_ids") or ()
-        answer.margins += _margins(choice.get("logprobs") or {})
+        answer.margins += margins_of(choice.get("logprobs") or {})
     if usage := payload.get("usage"):
         answer.num_prompt_tokens = usage["prompt_tokens"]
         answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
 
-def _margins(logprobs: dict[str, Any]) -> list[float]:
+def margins_of(logprobs: dict[str, Any]) -> list[float]:
     """The best less the second best logprob of each token, from a completion's or a chat's
     answer.
     """

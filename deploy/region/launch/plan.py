@@ -274,6 +274,8 @@ def engine_spec(
     model = region.model_of(instance)
     options = {name: getattr(model, name) for name in EngineOptions.model_fields}
     options |= {
+        "tensor_parallel_size": region.tensor_parallel_size_of(instance),
+        "block_size": instance.block_size or model.block_size,
         "args": model.args + instance.args,
         "env": dict(devices or {}) | model.env | instance.env,
     }

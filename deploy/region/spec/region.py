@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from deploy.gateway.api_keys import ApiKeysSection
 from deploy.gateway.config import GatewaySection, SharedUplink
 from kvmanager.agent.config import AgentSection
-from kvmanager.config_files.fields import Address, Addresses, Port, Section, TlsSection
+from kvmanager.config_files.fields import Address, Addresses, Port, Section, TlsSection, Tokens
 from kvmanager.config_files.security import is_loopback
 from kvmanager.config_files.units import parse_duration, parse_rate
 from local_pd.handoff import HandOffWay
@@ -77,6 +77,10 @@ class RegionInstance(Section):
     """How many requests its engine decodes at a time, vLLM's max_num_seqs. Left out: 256, or
     max_num_batched_tokens if that is less.
     """
+    tensor_parallel_size: Annotated[int, Field(ge=1)] | None = None
+    """GPUs of this instance, where they are other than those of its model."""
+    block_size: Tokens | None = None
+    """Tokens of one of its KV blocks, where they are other than those of its model."""
     args: tuple[str, ...] = ()
     """Further vLLM options of this instance. They win over those of the model."""
     env: dict[str, str] = Field(default={})
@@ -317,6 +321,10 @@ class RegionSpec(Section):
             if model.name == instance.model:
                 return model
         raise KeyError(instance.model)
+
+    def tensor_parallel_size_of(self, instance: RegionInstance) -> int:
+        """How many GPUs share each layer of the instance."""
+        return instance.tensor_parallel_size or self.model_of(instance).tensor_parallel_size
 
     def decode_slots_of(self, instance: RegionInstance) -> int:
         """How many requests the instance's engine decodes at a time."""

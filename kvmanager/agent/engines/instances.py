@@ -34,6 +34,8 @@ class _Instance:
     pids: dict[int, int] = field(default_factory=dict)
     """The process of each connection."""
     engine: str = ""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """The identities of its LoRA adapters by name, from its scheduler."""
 
     @property
     def cache(self) -> CacheModel | None:
@@ -79,6 +81,7 @@ class InstanceBook:
         instance.namespace = instance.namespace or hello.namespace
         instance.pids[conn_id] = hello.pid
         instance.engine = instance.engine or hello.engine
+        instance.adapters = instance.adapters or hello.adapters
         return EnginePeer(
             conn_id, hello.instance, hello.role, hello.tp_rank, hello.tp_size, fingerprint
         )
@@ -163,6 +166,7 @@ class InstanceBook:
                 instance.layout.model_id,
                 instance.layout.weights,
                 instance.engine,
+                instance.adapters,
             )
             for name, instance in sorted(self._instances.items())
         ]

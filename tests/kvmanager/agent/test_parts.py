@@ -119,6 +119,14 @@ class TestInstances:
         with pytest.raises(EngineNotServed, match="another KV layout"):
             book.join(3, msgspec.structs.replace(hello("b", OTHER), namespace=b"n"))
 
+    def test_adapters_are_those_of_the_scheduler(self) -> None:
+        book = InstanceBook()
+        book.join(1, hello("a"))
+        assert book.describe()[0].adapters == {}
+        book.join(2, msgspec.structs.replace(hello("a"), adapters={"poet": "files:1"}))
+        book.join(3, hello("a"))
+        assert book.describe()[0].adapters == {"poet": "files:1"}
+
     @pytest.mark.parametrize(
         ("change", "words"),
         [

@@ -4,31 +4,31 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from page_views import page_view
 from simple_layouts import paged, state
 
 from kvmanager.arena import Arena
 from kvmanager.layout import KVGroup, KVKind, KVLayout
 from kvmanager.vllm_connector.arena_access import ArenaAccess, StaleArenaError
-from kvmanager.vllm_connector.cache.worker import CacheWorker, JoinedSpace
+from kvmanager.vllm_connector.cache.worker import CacheWorker
 from kvmanager.vllm_connector.metadata import CachedParts, PartPages, StoreStep
-from kvmanager.vllm_connector.pages import LayerPages
 from kvmanager.vllm_connector.stats import TransferStats
 
 NUM_PAGES = 16
+LATENT = paged("latent", 900, 64)
 LAYOUT = KVLayout(
     "m",
     "files:0",
     "digest",
     2,
     (
-        KVGroup(KVKind.FULL, 16, (paged("full.0", 700), paged("full.1", 300))),
-        KVGroup(KVKind.WINDOW, 32, (paged("window", 500, 32),), window_tokens=33),
-        KVGroup(KVKind.RECURRENT, 1, (state("state", 5000),)),
+        KVGroup(KVKind.FULL, 16, (paged("full.0", 700, 16, 2), paged("full.1", 300, 16, 2))),
+        KVGroup(KVKind.WINDOW, 32, (paged("window", 500, 32, 2),), window_tokens=33),
+        KVGroup(KVKind.RECURRENT, 1, (state("state", 5000, 2),)),
     ),
 )
 """Blocks of 32 tokens: two full pages, one window page, one state; two ranks."""
@@ -50,35 +50,31 @@ class FakeClient:
 class Rank:
     """One worker with random pages."""
 
-    def __init__(self, client: FakeClient, rank: int) -> None:
+    def __init__(self, client: FakeClient, rank: int, layout: KVLayout = LAYOUT) -> None:
         self.client = client
         self.counts = TransferStats()
         generator = torch.Generator().manual_seed(rank)
-        self.pages = {
-            layer.name: LayerPages(
-                layer,
-                torch.randint(
-                    0, 256, (NUM_PAGES, layer.page_bytes), dtype=torch.uint8, generator=generator
-                ),
+        self.pages: dict[str, torch.Tensor] = {}
+        views = {}
+        for _, layer in layout.layers:
+            (part,) = layer.parts
+            self.pages[layer.name] = torch.randint(
+                0, 256, (NUM_PAGES, part.item_bytes), dtype=torch.uint8, generator=generator
             )
-            for group in LAYOUT.groups
-            for layer in group.layers
-        }
+            views[layer.name] = page_view(part, self.pages[layer.name], layout.tp_size, rank)
         any_client: Any = client
         self.access = ArenaAccess(any_client, torch.device("cpu"))
         if client.arena is not None:
             self.access.prepare(client.arena)
-        self.worker = CacheWorker(
-            LAYOUT, rank, any_client, self.access, self.pages, stats=lambda: self.counts
-        )
+        self.worker = CacheWorker(layout, any_client, self.access, views, stats=lambda: self.counts)
         self.worker.on_connected()
 
     def rows(self, layer: str, *blocks: int) -> bytes:
-        return bytes(self.pages[layer].rows[list(blocks)].numpy())
+        return bytes(self.pages[layer][list(blocks)].numpy())
 
     def clear(self) -> None:
         for pages in self.pages.values():
-            pages.rows.zero_()
+            pages.zero_()
 
 
 @pytest.fixture
@@ -139,7 +135,22 @@ def test_the_last_pages_of_a_part_are_copied_alone(client: FakeClient) -> None:
     assert client.arena is not None
     rank.worker.load(parts_of(part(0, [6]), epoch=client.arena.epoch))
     assert rank.rows("full.0", 6) == kept
-    assert not rank.pages["full.0"].rows[:6].any()
+    assert not rank.pages["full.0"][:6].any()
+
+
+def test_a_rank_with_a_copy_stores_nothing_says_so_and_loads_what_the_first_rank_stored(
+    client: FakeClient,
+) -> None:
+    layout = KVLayout("m", "files:0", "digest", 2, (KVGroup(KVKind.MLA, 64, (LATENT,)),))
+    first, second = Rank(client, 0, layout), Rank(client, 1, layout)
+    latent = PartPages(0, 0, ((3, 1),), ([4],))
+    for rank in (second, first):
+        store(rank, latent, is_last=True)
+        assert client.written.pop() == (1, [(0, 0)], True)
+    assert second.counts.data["cache_stored_bytes"] == 0
+    assert client.arena is not None
+    second.worker.load(parts_of(latent, epoch=client.arena.epoch))
+    assert second.rows("latent", 4) == first.rows("latent", 4)
 
 
 def test_each_step_is_announced_and_the_last_one_ends_the_handle(client: FakeClient) -> None:
@@ -158,7 +169,7 @@ class LateCopier:
     def __init__(self) -> None:
         self.done: list[Any] = []
 
-    def store(self, pages: Any, block_ids: Any, space: Any, offset: int, done: Any) -> None:
+    def store(self, slabs: Any, done: Any) -> None:
         self.done.append(done)
 
     def drain(self) -> None: ...
@@ -260,19 +271,3 @@ def test_a_page_without_a_block_is_never_written(client: FakeClient) -> None:
     assert client.arena is not None
     with pytest.raises(ValueError, match=r"full\.0"):
         rank.worker.load(parts_of(part(0, [0, 2]), epoch=client.arena.epoch))
-
-
-@pytest.mark.parametrize("lengths", [(10,), (3, 5, 7), (1, 4, 1), (4, 0, 6)])
-def test_joined_ranges_read_as_one(lengths: tuple[int, ...]) -> None:
-    memory = memoryview(bytes(range(100)))
-    space = SimpleNamespace(views=lambda offset, length: [memory[offset : offset + length]])
-    ranges: Any = [(space, 20 * index, length) for index, length in enumerate(lengths)]
-    joined = JoinedSpace(ranges)
-    whole = b"".join(bytes(memory[start : start + length]) for _, start, length in ranges)
-    assert joined.nbytes == len(whole)
-    for offset in range(len(whole) + 1):
-        for length in range(len(whole) - offset + 1):
-            read = b"".join(bytes(view) for view in joined.views(offset, length))
-            assert read == whole[offset : offset + length]
-    with pytest.raises(ValueError, match="leaves"):
-        joined.views(1, len(whole))

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from page_views import PiecewiseSpace, page_view, slab_of_pages
+from simple_layouts import paged
 
-from kvmanager.layout import KVLayer
-from kvmanager.vllm_connector.pages import CudaPageCopier, LayerPages
+from kvmanager.vllm_connector.pages import CudaPageCopier
+from kvmanager.vllm_connector.slabs import PartView, Slab
 
 ROW = 8
 GPU = torch.device("cpu")
@@ -124,22 +126,6 @@ class FakeEvent:
                 raise stream.cuda.error
 
 
-class Space:
-    """Host memory in pieces that are cut at `cut`; a range from `unreadable` on raises."""
-
-    def __init__(self, nbytes: int, cut: int = 0, unreadable: int = 1 << 30) -> None:
-        self.nbytes = nbytes
-        self.memory = bytearray(nbytes)
-        self._cut, self._unreadable = cut, unreadable
-
-    def views(self, offset: int, length: int) -> list[memoryview]:
-        if offset >= self._unreadable:
-            raise ValueError("not in this transfer")
-        whole = memoryview(self.memory)[offset : offset + length]
-        middle = self._cut - offset
-        return [whole[:middle], whole[middle:]] if 0 < middle < length else [whole]
-
-
 class ArenaOf:
     def __init__(self, memory: bytearray) -> None:
         self.memory = memoryview(memory)
@@ -211,11 +197,21 @@ def copier(cuda: FakeCuda) -> Iterator[CudaPageCopier]:
     copier.close()
 
 
-@pytest.fixture
-def pages() -> LayerPages:
+class Pages:
     """Four pages; the bytes of page n are 10 * n, 10 * n + 1 and so on."""
-    rows = torch.arange(4, dtype=torch.uint8).view(4, 1) * 10 + torch.arange(ROW).to(torch.uint8)
-    return LayerPages(KVLayer("layer", ROW), rows)
+
+    def __init__(self) -> None:
+        numbers = torch.arange(4, dtype=torch.uint8).view(4, 1) * 10
+        self.rows = numbers + torch.arange(ROW).to(torch.uint8)
+        self.view: PartView = page_view(paged("layer", ROW).parts[0], self.rows)[0]
+
+    def slab(self, block_ids: list[int], space: PiecewiseSpace, offset: int = 0) -> Slab:
+        return slab_of_pages(self.view, block_ids, space, offset)
+
+
+@pytest.fixture
+def pages() -> Pages:
+    return Pages()
 
 
 def page(number: int) -> bytes:
@@ -223,10 +219,10 @@ def page(number: int) -> bytes:
 
 
 def test_a_copy_is_announced_when_its_bytes_are_there(
-    cuda: FakeCuda, copier: CudaPageCopier, pages: LayerPages
+    cuda: FakeCuda, copier: CudaPageCopier, pages: Pages
 ) -> None:
-    space, notes = Space(4 * ROW, cut=ROW + 3), Notes()
-    copier.store(pages, [3, 1], space, ROW // 2, notes.of("first"))
+    space, notes = PiecewiseSpace(4 * ROW, ROW + 3), Notes()
+    copier.store([pages.slab([3, 1], space, ROW // 2)], notes.of("first"))
     pages.rows.zero_()  # the engine may use the pages for something else at once
     store_stream, _ = cuda.streams
     assert store_stream.waits_for == ["the engine's stream"]
@@ -239,11 +235,11 @@ def test_a_copy_is_announced_when_its_bytes_are_there(
 
 
 def test_copies_are_announced_in_order(
-    cuda: FakeCuda, copier: CudaPageCopier, pages: LayerPages
+    cuda: FakeCuda, copier: CudaPageCopier, pages: Pages
 ) -> None:
-    space, notes = Space(4 * ROW), Notes()
+    space, notes = PiecewiseSpace(4 * ROW), Notes()
     for number in range(3):
-        copier.store(pages, [number], space, number * ROW, notes.of(str(number)))
+        copier.store([pages.slab([number], space, number * ROW)], notes.of(str(number)))
     cuda.streams[0].run(2)
     assert [name for name, _ in notes.wait_for(2)] == ["0", "1"]
     cuda.streams[0].run()
@@ -251,15 +247,41 @@ def test_copies_are_announced_in_order(
 
 
 def test_gathered_pages_stay_until_the_copy_has_read_them(
-    cuda: FakeCuda, copier: CudaPageCopier, pages: LayerPages
+    cuda: FakeCuda, copier: CudaPageCopier, pages: Pages
 ) -> None:
     """PyTorch would give their memory to the engine's stream, which does not wait for the copy."""
-    copier.store(pages, [2], Space(ROW), 0, Notes().of("x"))
+    copier.store([pages.slab([2], PiecewiseSpace(ROW))], Notes().of("x"))
     assert cuda.kept_for == [(ROW, cuda.streams[0])]
 
 
+def test_slabs_of_one_copy_are_announced_together(
+    cuda: FakeCuda, copier: CudaPageCopier, pages: Pages
+) -> None:
+    space, notes = PiecewiseSpace(4 * ROW), Notes()
+    slabs = [pages.slab([2], space, 3 * ROW), pages.slab([0, 1], space)]
+    copier.store(slabs, notes.of("both"))
+    assert [nbytes for nbytes, _ in cuda.kept_for] == [ROW, 2 * ROW]
+    cuda.streams[0].run(1)
+    assert notes.seen == []
+    cuda.streams[0].run()
+    assert notes.wait_for(1) == [("both", None)]
+    assert bytes(space.memory) == page(0) + page(1) + bytes(ROW) + page(2)
+
+
+def test_a_copy_without_slabs_is_announced_behind_those_before_it(
+    cuda: FakeCuda, copier: CudaPageCopier, pages: Pages
+) -> None:
+    """A rank whose units others send has nothing to copy, and must say so in its turn."""
+    notes = Notes()
+    copier.store([pages.slab([2], PiecewiseSpace(ROW))], notes.of("copy"))
+    copier.store([], notes.of("none"))
+    assert notes.seen == []
+    cuda.streams[0].run()
+    assert notes.wait_for(2) == [("copy", None), ("none", None)]
+
+
 def test_drain_waits_for_the_last_announcement(
-    cuda: FakeCuda, copier: CudaPageCopier, pages: LayerPages
+    cuda: FakeCuda, copier: CudaPageCopier, pages: Pages
 ) -> None:
     """Memory is given back behind a drain: what is announced later would be taken for new bytes."""
     order: list[str] = []
@@ -273,7 +295,7 @@ def test_drain_waits_for_the_last_announcement(
         copier.drain()
         order.append("drained")
 
-    copier.store(pages, [1], Space(ROW), 0, done)
+    copier.store([pages.slab([1], PiecewiseSpace(ROW))], done)
     draining = threading.Thread(target=drain)
     draining.start()
     assert cuda.synchronizing.wait(5)
@@ -283,16 +305,16 @@ def test_drain_waits_for_the_last_announcement(
 
 
 def test_drain_waits_for_a_copy_that_was_begun_and_then_failed(
-    cuda: FakeCuda, copier: CudaPageCopier, pages: LayerPages, monkeypatch: pytest.MonkeyPatch
+    cuda: FakeCuda, copier: CudaPageCopier, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    space, notes = Space(2 * ROW), Notes()
+    space, notes = PiecewiseSpace(2 * ROW), Notes()
 
     def no_event(**named: Any) -> None:
         raise RuntimeError("out of events")
 
     monkeypatch.setattr(torch.cuda, "Event", no_event)
     with pytest.raises(RuntimeError, match="out of events"):
-        copier.store(pages, [1], space, 0, notes.of("x"))
+        copier.store([pages.slab([1], space)], notes.of("x"))
     assert cuda.streams[0].queue
     copier.drain()
     assert not cuda.streams[0].queue
@@ -300,34 +322,34 @@ def test_drain_waits_for_a_copy_that_was_begun_and_then_failed(
 
 
 def test_an_error_of_the_gpu_fails_that_copy_and_all_later_ones(
-    cuda: FakeCuda, copier: CudaPageCopier, pages: LayerPages, caplog: pytest.LogCaptureFixture
+    cuda: FakeCuda, copier: CudaPageCopier, pages: Pages, caplog: pytest.LogCaptureFixture
 ) -> None:
-    space, notes = Space(4 * ROW), Notes()
-    copier.store(pages, [0], space, 0, notes.of("good"))
+    space, notes = PiecewiseSpace(4 * ROW), Notes()
+    copier.store([pages.slab([0], space)], notes.of("good"))
     cuda.streams[0].run()
     assert notes.wait_for(1) == [("good", None)]
-    copier.store(pages, [1], space, 0, notes.of("bad"))
-    copier.store(pages, [2], space, 0, notes.of("behind it"))
+    copier.store([pages.slab([1], space)], notes.of("bad"))
+    copier.store([pages.slab([2], space)], notes.of("behind it"))
     cuda.error = RuntimeError("illegal memory access")
     cuda.streams[0].run()
     assert notes.wait_for(3)[1:] == [("bad", cuda.error), ("behind it", cuda.error)]
     with pytest.raises(RuntimeError, match="earlier copy"):
-        copier.store(pages, [3], space, 0, notes.of("later"))
+        copier.store([pages.slab([3], space)], notes.of("later"))
     copier.drain()
     assert "a copy out of the GPU failed" in caplog.text
     cuda.error = None
 
 
 def test_an_announcement_that_raises_does_not_stop_the_next(
-    cuda: FakeCuda, copier: CudaPageCopier, pages: LayerPages, caplog: pytest.LogCaptureFixture
+    cuda: FakeCuda, copier: CudaPageCopier, pages: Pages, caplog: pytest.LogCaptureFixture
 ) -> None:
     notes = Notes()
 
     def fails(error: BaseException | None) -> None:
         raise KeyError("a bug")
 
-    copier.store(pages, [0], Space(ROW), 0, fails)
-    copier.store(pages, [1], Space(ROW), 0, notes.of("next"))
+    copier.store([pages.slab([0], PiecewiseSpace(ROW))], fails)
+    copier.store([pages.slab([1], PiecewiseSpace(ROW))], notes.of("next"))
     cuda.streams[0].run()
     assert notes.wait_for(1) == [("next", None)]
     copier.drain()
@@ -335,11 +357,11 @@ def test_an_announcement_that_raises_does_not_stop_the_next(
 
 
 def test_a_load_returns_when_the_pages_have_their_bytes(
-    cuda: FakeCuda, copier: CudaPageCopier, pages: LayerPages
+    cuda: FakeCuda, copier: CudaPageCopier, pages: Pages
 ) -> None:
-    space = Space(4 * ROW, cut=2 * ROW + 1)
+    space = PiecewiseSpace(4 * ROW, 2 * ROW + 1)
     space.memory[ROW:] = bytes(range(100, 100 + 3 * ROW))
-    copier.load(pages, [3, 0], space, ROW)
+    copier.load([pages.slab([3, 0], space, ROW)])
     assert bytes(pages.rows[3].numpy()) == bytes(range(100, 100 + ROW))
     assert bytes(pages.rows[0].numpy()) == bytes(range(100 + ROW, 100 + 2 * ROW))
     assert bytes(pages.rows[1].numpy()) == page(1)
@@ -358,19 +380,19 @@ def test_the_arena_is_pinned_once_on_the_engines_gpu(cuda: FakeCuda) -> None:
     assert cuda.devices == [GPU, GPU]
     assert cuda.thread_devices == [("prfaas-cuda-store", GPU)]
     with pytest.raises(RuntimeError, match="another agent's"):
-        copier.load(LayerPages(KVLayer("x", ROW), torch.zeros(1, ROW)), [0], Space(ROW), 0)
+        copier.load([Pages().slab([0], PiecewiseSpace(ROW))])
 
 
 def test_an_arena_that_cannot_be_pinned_is_used_unpinned(
-    cuda: FakeCuda, pages: LayerPages, caplog: pytest.LogCaptureFixture
+    cuda: FakeCuda, pages: Pages, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda.register_status = 2
     arena: Any = ArenaOf(ARENA)
     with caplog.at_level(logging.WARNING):
         copier = CudaPageCopier(GPU, arena)
     assert "ulimit -l" in caplog.text
-    space, notes = Space(ROW), Notes()
-    copier.store(pages, [2], space, 0, notes.of("x"))
+    space, notes = PiecewiseSpace(ROW), Notes()
+    copier.store([pages.slab([2], space)], notes.of("x"))
     copier.drain()
     assert notes.seen == [("x", None)]
     assert bytes(space.memory) == page(2)
@@ -378,11 +400,13 @@ def test_an_arena_that_cannot_be_pinned_is_used_unpinned(
     assert cuda.unregistered == []
 
 
-def test_copies_under_way_end_before_the_arena_is_let_go(cuda: FakeCuda, pages: LayerPages) -> None:
+def test_copies_under_way_end_before_the_arena_is_let_go(cuda: FakeCuda, pages: Pages) -> None:
     arena: Any = ArenaOf(ARENA)
     copier = CudaPageCopier(GPU, arena)
     seen_at_end: list[list[int]] = []
-    copier.store(pages, [1], Space(ROW), 0, lambda e: seen_at_end.append([*cuda.unregistered]))
+    copier.store(
+        [pages.slab([1], PiecewiseSpace(ROW))], lambda e: seen_at_end.append([*cuda.unregistered])
+    )
     cuda.streams[0].run()
     copier.close()
     assert seen_at_end == [[]]

@@ -49,3 +49,8 @@ def test_an_engine_says_which_vllm_it_is_however_that_was_installed() -> None:
     """The build for CPUs is a package of another name."""
     said = _hello("p0", "scheduler", SMALL_LAYOUT, 0, b"").engine
     assert said.startswith("vllm 0.")
+
+
+def test_an_engine_says_which_adapters_it_has() -> None:
+    assert _hello("p0", "scheduler", SMALL_LAYOUT, 0, b"").adapters == {}
+    assert _hello("p0", "scheduler", SMALL_LAYOUT, 0, b"", {"a": "i"}).adapters == {"a": "i"}

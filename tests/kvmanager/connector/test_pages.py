@@ -1,99 +1,84 @@
 """Pages of an engine's cache to the arena and back, for every geometry the connector accepts."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from page_views import PiecewiseSpace, page_view, slab_of_pages
+from simple_layouts import state
 
-from kvmanager.layout import KVLayer, LayoutError
-from kvmanager.vllm_connector.pages import CpuPageCopier, LayerPages
+from kvmanager.layout import KVPart
+from kvmanager.vllm_connector.pages import CpuPageCopier
+from kvmanager.vllm_connector.slabs import PartView, Piece
 
 NUM_BLOCKS = 6
-
-
-class PiecewiseSpace:
-    """Bytes in two arenas' worth of pieces: every view is cut at `cut`."""
-
-    def __init__(self, nbytes: int, cut: int) -> None:
-        self.nbytes = nbytes
-        self.cut = cut
-        self.memory = bytearray(nbytes)
-
-    def views(self, offset: int, length: int) -> list[memoryview]:
-        whole = memoryview(self.memory)[offset : offset + length]
-        middle = self.cut - offset
-        return [whole[:middle], whole[middle:]] if 0 < middle < length else [whole]
+HEADS = KVPart("kv", 2, 16, "float16")
+PAGE_BYTES = 2 * 4 * HEADS.item_bytes
+"""Two heads, four tokens."""
 
 
 def bits(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.contiguous().view(torch.uint8).numpy())
 
 
-def engine_cache(page_bytes: int, num_layers: int) -> torch.Tensor:
+def engine_cache(num_layers: int) -> torch.Tensor:
     """A flat allocation of random bytes as vLLM makes one for `num_layers` layers."""
     generator = torch.Generator().manual_seed(1)
-    size = (num_layers * NUM_BLOCKS * page_bytes,)
+    size = (num_layers * NUM_BLOCKS * PAGE_BYTES,)
     return torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
 
 
-def layer_view(
-    raw: torch.Tensor, layer: int, page_bytes: int, num_layers: int, *, block_outermost: bool
-) -> tuple[torch.Tensor, SimpleNamespace]:
-    """A 4-dimensional float16 view (blocks, heads, tokens, content) and vLLM's placement."""
-    block_stride = page_bytes * num_layers if block_outermost else page_bytes
-    layer_stride = page_bytes if block_outermost else page_bytes * NUM_BLOCKS
-    view = raw.view(torch.float16).as_strided(
+def layer_cache(
+    raw: torch.Tensor, layer: int, num_layers: int, *, block_outermost: bool
+) -> torch.Tensor:
+    """A float16 view of the shape (blocks, heads, tokens, content)."""
+    block_stride = PAGE_BYTES * num_layers if block_outermost else PAGE_BYTES
+    layer_stride = PAGE_BYTES if block_outermost else PAGE_BYTES * NUM_BLOCKS
+    return raw.view(torch.float16).as_strided(
         (NUM_BLOCKS, 2, 4, 8), (block_stride // 2, 32, 8, 1), layer * layer_stride // 2
     )
-    names = [f"layer.{index}" for index in range(num_layers)]
-    placement = SimpleNamespace(layers=names, block_stride=block_stride)
-    return view, SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_tensors=[placement])
+
+
+def part_view(cache: torch.Tensor) -> PartView:
+    return PartView(HEADS, range(2), range(2), (Piece(cache),))
 
 
 @pytest.mark.parametrize("block_outermost", [False, True])
-@pytest.mark.parametrize("cut", [0, 100, 128, 300])
+@pytest.mark.parametrize("cut", [0, 100, 256, 300])
 def test_pages_go_out_and_come_back_bit_for_bit(block_outermost: bool, cut: int) -> None:
-    page_bytes = 2 * 4 * 8 * 2
-    raw = engine_cache(page_bytes, 3)
-    view, config = layer_view(raw, 1, page_bytes, 3, block_outermost=block_outermost)
-    pages = LayerPages.of(KVLayer("layer.1", page_bytes), view, config)
-    space = PiecewiseSpace(4 * page_bytes, cut)
+    raw = engine_cache(3)
+    cache = layer_cache(raw, 1, 3, block_outermost=block_outermost)
+    view, copier = part_view(cache), CpuPageCopier()
+    space = PiecewiseSpace(4 * PAGE_BYTES, cut)
     done: list[object] = []
-    copier = CpuPageCopier()
-    copier.store(pages, [5, 2, 3], space, page_bytes, done.append)
+    copier.store([slab_of_pages(view, [5, 2, 3], space, PAGE_BYTES)], done.append)
     assert done == [None]
-    assert bytes(space.memory[page_bytes:]) == b"".join(bits(view[b]) for b in (5, 2, 3))
+    by_head = (cache[block, head] for head in range(2) for block in (5, 2, 3))
+    assert bytes(space.memory[PAGE_BYTES:]) == b"".join(bits(tokens) for tokens in by_head)
     expected = raw.clone()
-    old, _ = layer_view(expected, 1, page_bytes, 3, block_outermost=block_outermost)
-    old[1], old[4] = view[2], view[3]
-    copier.load(pages, [1, 4], space, 2 * page_bytes)
+    changed = layer_cache(expected, 1, 3, block_outermost=block_outermost)
+    changed[[1, 4, 0]] = cache[[5, 2, 3]]
+    copier.load([slab_of_pages(view, [1, 4, 0], space, PAGE_BYTES)])
     assert bits(raw) == bits(expected)
+
+
+def test_slabs_of_one_copy_go_to_their_own_places() -> None:
+    cache = layer_cache(engine_cache(1), 0, 1, block_outermost=False)
+    view, copier = part_view(cache), CpuPageCopier()
+    space = PiecewiseSpace(3 * PAGE_BYTES)
+    slabs = [slab_of_pages(view, [block], space, block * PAGE_BYTES) for block in (2, 0)]
+    copier.store(slabs, lambda error: None)
+    assert bytes(space.memory) == bits(cache[0]) + bytes(PAGE_BYTES) + bits(cache[2])
 
 
 def test_padding_of_a_state_page_is_neither_read_nor_written() -> None:
     padded, used = 512, 200
     raw = torch.arange(NUM_BLOCKS * padded, dtype=torch.int64).to(torch.uint8)  # rows are equal
-    conv = raw.as_strided((NUM_BLOCKS, used // 2), (padded, 1))
-    config = SimpleNamespace(
-        num_blocks=NUM_BLOCKS,
-        kv_cache_tensors=[SimpleNamespace(layers=["state"], block_stride=padded)],
-    )
-    pages = LayerPages.of(KVLayer("state", used), [conv], config)
-    space = PiecewiseSpace(used, 0)
-    copier = CpuPageCopier()
-    copier.store(pages, [3], space, 0, lambda error: None)
-    space.memory[:] = bytes(used)
-    copier.load(pages, [4], space, 0)
     rows = raw.view(NUM_BLOCKS, padded)
+    (view,) = page_view(state("state", used).parts[0], rows[:, :used])
+    space = PiecewiseSpace(used)
+    copier = CpuPageCopier()
+    copier.store([slab_of_pages(view, [3], space, 0)], lambda error: None)
+    assert bytes(space.memory) == bytes(range(used))
+    space.memory[:] = bytes(used)
+    copier.load([slab_of_pages(view, [4], space, 0)])
     assert not rows[4, :used].any()
     assert torch.equal(rows[4, used:], rows[3, used:])
-
-
-def test_a_block_in_several_pieces_is_refused_with_the_way_out() -> None:
-    cache = torch.zeros(2, NUM_BLOCKS, 4, 8, dtype=torch.float16).transpose(0, 1)
-    config = SimpleNamespace(
-        num_blocks=NUM_BLOCKS,
-        kv_cache_tensors=[SimpleNamespace(layers=["a"], block_stride=64)],
-    )
-    with pytest.raises(LayoutError, match="VLLM_KV_CACHE_LAYOUT"):
-        LayerPages.of(KVLayer("a", 128), cache, config)

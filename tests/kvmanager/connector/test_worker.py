@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from page_views import page_view
 from simple_layouts import paged
 
 from kvmanager.agent.engines.protocol import Welcome
@@ -22,7 +23,6 @@ from kvmanager.vllm_connector.metadata import (
     SendStep,
     TransferRef,
 )
-from kvmanager.vllm_connector.pages import LayerPages
 from kvmanager.vllm_connector.worker import WorkerSide
 
 PAGE = 96
@@ -82,8 +82,8 @@ class Engine:
         self.arena = arena
         client: Any = self.client
         rows = torch.full((4, PAGE), 7, dtype=torch.uint8)
-        pages = {"full": LayerPages(LAYOUT.groups[0].layers[0], rows)}
-        self.side = WorkerSide(LAYOUT, 0, client, pages)
+        views = {"full": page_view(LAYOUT.groups[0].layers[0].parts[0], rows)}
+        self.side = WorkerSide(LAYOUT, 0, client, views)
         self.side.start()
         self.connect(last_attempt=0)
 
@@ -104,15 +104,25 @@ class Engine:
         self.client.arena = None
         self.side.on_disconnected()
 
-    def step(self, attempt: int, computed_tokens: int, ended: EndedSend | None = None) -> None:
-        """One engine step that computes up to `computed_tokens` of the transfer's prompt."""
+    def step(
+        self,
+        attempt: int,
+        computed_tokens: int,
+        ended: EndedSend | None = None,
+        *,
+        calls_hooks: bool = True,
+    ) -> None:
+        """One engine step that computes up to `computed_tokens` of the transfer's prompt. vLLM
+        calls no hooks of layers that it replays from a CUDA graph.
+        """
         ref = TransferRef(TID, NUM_TOKENS, self.arena.epoch, ((0, 1),), attempt)
         meta = PrfaasMetadata(ended=[ended] if ended is not None else [])
         if computed_tokens:
             num_blocks = computed_tokens // 16
             meta.sends.append(SendStep(ref, ([1, 2][:num_blocks],), computed_tokens))
         self.side.start_step(meta)
-        self.side.save_kv_layer(meta, "full")
+        if calls_hooks:
+            self.side.save_kv_layer(meta, "full")
         self.side.wait_for_save(meta)
 
     def written(self) -> bool:
@@ -139,6 +149,17 @@ def test_pages_are_announced_as_steps_fill_them(engine: Engine) -> None:
         ("prefill_end", TID, 5, 0),
     ]
     assert bytes(engine.arena.memory[: 2 * PAGE]) == bytes([7]) * 2 * PAGE
+
+
+def test_layers_whose_hook_was_not_called_are_sent_after_the_step(engine: Engine) -> None:
+    engine.step(5, 16, calls_hooks=False)
+    engine.step(5, 32, calls_hooks=False)
+    assert engine.client.take() == [
+        ("attach", TID, 5),
+        ("ready", TID, 5, [(0, PAGE)]),
+        ("ready", TID, 5, [(PAGE, PAGE)]),
+        ("prefill_end", TID, 5, 0),
+    ]
 
 
 def test_an_outbox_from_before_the_connection_is_not_begun(engine: Engine) -> None:
@@ -235,12 +256,12 @@ def test_however_many_outboxes_failed_none_of_them_is_begun(
 
 
 class BrokenCopier:
-    """A GPU that takes every copy and fails it later."""
+    """A GPU that takes every copy and ends or fails it later."""
 
     def __init__(self) -> None:
         self.done: list[Any] = []
 
-    def store(self, pages: Any, block_ids: Any, space: Any, offset: int, done: Any) -> None:
+    def store(self, slabs: Any, done: Any) -> None:
         self.done.append(done)
 
     def drain(self) -> None: ...
@@ -261,8 +282,22 @@ def test_a_copy_that_fails_late_ends_the_transfer_instead_of_announcing_it(
         ("attach", TID, 5),
         ("abort", TID, 5, "RuntimeError: the GPU is lost"),
     ]
-    engine.step(5, 32)
+    engine.step(5, 16)
     assert len(copier.done) == 1
+
+
+def test_a_prefill_is_over_when_its_last_copy_is(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copier = BrokenCopier()
+    monkeypatch.setattr(engine.side._access, "open", lambda epoch: (engine.arena, copier))
+    engine.step(5, 32)
+    (attach,) = engine.client.take()
+    assert attach[0] == "attach"
+    pages, end = copier.done
+    pages(None)
+    end(None)
+    assert [said[0] for said in engine.client.take()] == ["ready", "prefill_end"]
 
 
 @pytest.mark.parametrize(("age_s", "fails"), [(0.0, False), (GRACE_S + 1, True)])
