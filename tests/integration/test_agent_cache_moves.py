@@ -395,8 +395,8 @@ async def test_a_move_is_of_the_blocks_of_its_namespace(source: Node, destinatio
 
 
 async def test_an_engines_blocks_are_followed_as_it_has_them(source: Node) -> None:
-    joined: list[tuple[str, KVLayout, bytes]] = []
-    events: Any = SimpleNamespace(engine_joined=lambda *told: joined.append(told))
+    joined: list[tuple[object, ...]] = []
+    events: Any = SimpleNamespace(engine_joined=lambda *told: joined.append(told[:3]))
     source.agent.engine_events = events
     join(source)
     source.agent.engine_events = None
