@@ -98,6 +98,7 @@ class FakeAgent:
         self.instances = list(instances)
         self.kv_block_bytes = 0
         self.fingerprint, self.weights = FINGERPRINT, "weights-1"
+        self.adapters: dict[str, str] = {}
         self.landing_bytes = 0
         self.tells_room = True
         self.outboxes: dict[str, _End] = {}
@@ -236,6 +237,7 @@ class FakeAgent:
             EngineStatus(
                 *(name, 2, 1, "fake", self.fingerprint, self.cache_model, self.kv_block_bytes),
                 weights=self.weights,
+                adapters=self.adapters,
             )
             for name in self.instances
         ]
