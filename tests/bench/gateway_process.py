@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import socket
 import subprocess
 import sys
@@ -16,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
-from deploy.region.launch.ports import can_listen
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,15 +30,6 @@ def completion_request(
         b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nContent-Type: application/json\r\n"
         b"%bContent-Length: %d\r\n\r\n" % (port, authorization, len(raw)) + raw
     )
-
-
-def free_port() -> int:
-    """A port of loopback, below the range from which Linux takes the ports of outgoing connections:
-    none of these takes it before its owner has started, or while it is started again.
-    """
-    while not can_listen("127.0.0.1", port := random.randint(20000, 32000)):
-        pass
-    return port
 
 
 @contextmanager

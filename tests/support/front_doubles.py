@@ -92,7 +92,7 @@ class FakeAgent:
     build on; `cache_model`: how its engines say that they cache; `kv_block_bytes`: what a block of
     theirs holds. `landing_bytes` of its 1 MiB hold landings of others; `tells_room` is False for an
     agent of a version that does not say what is left. `fingerprints` has the KVCache layouts of
-    instances whose layout is not `fingerprint`.
+    instances whose layout is not `fingerprint`, and `model` is what they serve.
     """
 
     def __init__(self, *instances: str) -> None:
@@ -100,6 +100,8 @@ class FakeAgent:
         self.kv_block_bytes = 0
         self.fingerprint, self.weights = FINGERPRINT, "weights-1"
         self.fingerprints: dict[str, str] = {}
+        self.model = ""
+        self.adapters: dict[str, str] = {}
         self.landing_bytes = 0
         self.tells_room = True
         self.outboxes: dict[str, _End] = {}
@@ -243,7 +245,9 @@ class FakeAgent:
                 layout_fingerprint=self.fingerprints.get(name, self.fingerprint),
                 cache=self.cache_model,
                 kv_block_bytes=self.kv_block_bytes,
+                model=self.model,
                 weights=self.weights,
+                adapters=self.adapters,
             )
             for name in self.instances
         ]

@@ -130,7 +130,8 @@ def _bind(signature: Signature, given: Sequence[Parameter], *, by_name: bool = F
     """Raise TypeError if a call with these parameters does not fit the signature. `by_name`: all of
     them but `self` or `cls` are given by name if they may be.
     """
-    args, kwargs = [], {}
+    args: list[None] = []
+    kwargs: dict[str, None] = {}
     for index, parameter in enumerate(given):
         may_be_named = parameter.kind is not Parameter.POSITIONAL_ONLY and index > 0
         if parameter.kind is Parameter.KEYWORD_ONLY or (by_name and may_be_named):
@@ -144,13 +145,14 @@ def _parameters(method: Method) -> list[Parameter]:
     node = ast.parse(f"def method({method.parameters}): ...").body[0]
     assert isinstance(node, ast.FunctionDef)
     args = node.args
-    positional = [(arg, Parameter.POSITIONAL_ONLY) for arg in args.posonlyargs]
-    positional += [(arg, Parameter.POSITIONAL_OR_KEYWORD) for arg in args.args]
+    positional = [*args.posonlyargs, *args.args]
     first_default = len(positional) - len(args.defaults)
-    found = [
-        Parameter(arg.arg, kind, default=Parameter.empty if index < first_default else ...)
-        for index, (arg, kind) in enumerate(positional)
-    ]
+    found = []
+    for index, arg in enumerate(positional):
+        only = index < len(args.posonlyargs)
+        kind = Parameter.POSITIONAL_ONLY if only else Parameter.POSITIONAL_OR_KEYWORD
+        value = Parameter.empty if index < first_default else ...
+        found.append(Parameter(arg.arg, kind, default=value))
     if args.vararg is not None:
         found.append(Parameter(args.vararg.arg, Parameter.VAR_POSITIONAL))
     for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):

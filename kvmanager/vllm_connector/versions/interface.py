@@ -65,7 +65,7 @@ def own_modules() -> Iterator[tuple[str, ast.Module]]:
 
 def imported_names() -> tuple[str, ...]:
     """The full names that this package imports from vLLM, in functions and for types as well."""
-    found = set()
+    found: set[str] = set()
     for _, tree in own_modules():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and _is_vllm(node.module or ""):

@@ -207,14 +207,13 @@ def _decorators(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.stmt) -> set[
 
 def _method(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Method:
     decorators = _decorators(node)
-    kinds = [kind for kind in ("classmethod", "staticmethod") if kind in decorators]
+    kind = "method"
     if decorators & {"property", "cached_property"}:
-        kinds = ["property"]
+        kind = "property"
+    elif found := decorators & {"classmethod", "staticmethod"}:
+        kind = found.pop()
     return Method(
-        _parameters(node.args),
-        kinds[0] if kinds else "method",
-        _returned(node.body),
-        "abstractmethod" in decorators,
+        _parameters(node.args), kind, _returned(node.body), "abstractmethod" in decorators
     )
 
 

@@ -41,12 +41,12 @@ async def test_arguments_change_at_one_engine_after_the_other(open_region: Any) 
 
 
 async def test_a_change_that_no_report_has_had_fails_no_request(open_region: Any) -> None:
-    async with open_region(report_interval_s=60.0, report_stale_s=600.0) as region:
+    async with open_region(report_interval_s=20.0, report_stale_s=30.0) as region:
         region.pd.layouts, region.far.layout = {"d0": NEW}, OLD
         assert await route_of(region) == ("local", "prefill_failed")
         (job,) = region.far.jobs
         assert job.landing.layout_fingerprint == NEW
-        assert region.engine.sources == ["recomputed"]
+        assert region.engine.sources == ["prompt"]
 
 
 async def test_one_pair_of_clusters_that_differs_leaves_the_other_alone(open_region: Any) -> None:

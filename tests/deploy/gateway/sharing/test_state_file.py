@@ -12,6 +12,7 @@ from live_region_cases import MODEL, Region, teach
 from deploy.gateway.config import ModelConfig
 from deploy.gateway.sharing import state_file
 from deploy.gateway.sharing.state_file import StateFile, UnusableState, about, decoded, encoded
+from kvmanager.private_files import write_private
 from scheduler.live.feedback import RequestArrived
 from scheduler.live.sharing.learned_state import LearnedState, learned_state
 
@@ -76,7 +77,6 @@ async def test_what_was_learnt_last_follows_a_write_that_is_under_way(
 ) -> None:
     monkeypatch.setattr(state_file, "SAVE_EVERY_S", 0.01)
     begun, goes_on = threading.Event(), threading.Event()
-    write_private = state_file.write_private
 
     def slow_disk(path: Path, data: bytes) -> None:
         begun.set()
