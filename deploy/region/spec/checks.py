@@ -25,7 +25,9 @@ from kvmanager.config_files.units import parse_rate
 from transport import Endpoint
 
 MAX_NUM_SEQS: Final = "--max-num-seqs"
-_LORA_FLAGS: Final = frozenset({"--lora-modules", "--enable-lora", "--max-lora-rank"})
+_LORA_FLAGS: Final = frozenset(
+    {"--lora-modules", "--enable-lora", "--max-lora-rank", "--max-loras", "--max-cpu-loras"}
+)
 
 
 def check_region(region: RegionSpec) -> list[Problem]:
@@ -96,9 +98,11 @@ def _check_adapters(region: RegionSpec) -> Iterator[Problem]:
 
 def _check_lora_args(at: KeyPath, args: Iterable[str]) -> Iterator[Problem]:
     # The gateway would answer 404 for adapters that only an engine knows, and nobody would compare
-    # their weights.
+    # their weights. With room for fewer adapters an engine would read their files again later, when
+    # they may have changed.
     for arg in args:
-        if (flag := arg.split("=")[0]) in _LORA_FLAGS:
+        # vLLM reads an underscore in the name of an option as a hyphen.
+        if (flag := arg.split("=")[0].replace("_", "-")) in _LORA_FLAGS:
             yield Problem(at, f"{flag} is made of the model's adapters; name them there instead")
 
 
