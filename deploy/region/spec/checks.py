@@ -136,6 +136,31 @@ def _check_hand_off(region: RegionSpec, path: KeyPath, cluster: ClusterSpec) -> 
             if node.bound_host != node.host:
                 message = f"nixl needs nodes that listen on their `host`; {node.name} does not"
                 yield Problem(at, message)
+        yield from _check_equal_cuts(region, at, cluster)
+
+
+def _check_equal_cuts(region: RegionSpec, at: KeyPath, cluster: ClusterSpec) -> Iterator[Problem]:
+    # vLLM's NixlConnector moves KVCache between unequal engines in some cases only, and often one
+    # way only.
+    models = {model.name: model for model in region.models}
+    first: dict[str, RegionInstance] = {}
+    for instance in cluster.instances:
+        model = models.get(instance.model or region.models[0].name)
+        if model is None:
+            continue
+        one = first.setdefault(model.name, instance)
+        for name, default in (
+            ("tensor_parallel_size", model.tensor_parallel_size),
+            ("block_size", model.block_size),
+        ):
+            value, other = (getattr(item, name) or default for item in (one, instance))
+            if value != other:
+                message = (
+                    f"nixl needs one {name} for all instances of {model.name}: {one.name} has "
+                    f"{value or 'none written'}, {instance.name} {other or 'none written'}; make "
+                    "them equal, or write transport"
+                )
+                yield Problem(at, message)
 
 
 def _check_node(
