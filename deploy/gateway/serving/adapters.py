@@ -47,13 +47,10 @@ def adapter_places(
 
 
 def _identity(report: ClusterReport | None, model: str, adapter: str) -> str | None:
-    """The identity that all engines of the cluster tell which know the adapter, else None."""
+    """The identity that every engine of the cluster tells that serves the model, else None."""
     if report is None:
         return None
-    found = {
-        item.adapters[adapter]
-        for item in report.instances
-        if serves(item, model) and adapter in item.adapters
-    }
-    # With several, nobody knows which one the cluster will choose for a request.
+    found = {item.adapters.get(adapter) for item in report.instances if serves(item, model)}
+    # With several, nobody knows which one the cluster will choose for a request. One that tells
+    # none, since it lacks the adapter or cannot identify it, may be chosen, too.
     return found.pop() if len(found) == 1 else None
