@@ -21,7 +21,7 @@ class AdapterPlaces:
     """
 
     identity: str | None = ""
-    without: tuple[str, ...] = ()
+    without: frozenset[str] = frozenset()
 
     def identity_for(self, target: str, keys: PromptKeys | None) -> str | None:
         """The identity if the target of a route has it as well, and if the prompt's keys, where it
@@ -38,12 +38,12 @@ def adapter_places(
 ) -> AdapterPlaces:
     """Where an adapter of `model` can be used for what `pd` decodes."""
     identity = _identity(pd, model, adapter)
-    without = (
+    without = frozenset(
         name
-        for name, report in sorted(prefill.items())
+        for name, report in prefill.items()
         if identity is None or _identity(report, model, adapter) != identity
     )
-    return AdapterPlaces(identity, tuple(without))
+    return AdapterPlaces(identity, without)
 
 
 def _identity(report: ClusterReport | None, model: str, adapter: str) -> str | None:
