@@ -90,8 +90,8 @@ def weights_identity(vllm_config: VllmConfig) -> str:
 
 
 def adapter_identity(path: str) -> str:
-    """The identity of a LoRA adapter, in the form of `weights_identity`. Raises `WeightsError`, also
-    for a name on the hub unless the hub's client is offline.
+    """The identity of a LoRA adapter, in the form of `weights_identity`. A name on the hub has one
+    only while the hub's client is offline. Raises `WeightsError`.
     """
     if not Path(path).expanduser().exists() and not constants.HF_HUB_OFFLINE:
         # vLLM's workers download the newest commit when they load the adapter, which may be another
