@@ -41,7 +41,7 @@ class LatestWriter(Generic[T]):
             self._task = start_task(self._write_waiting(), f"writing {self._what}")
 
     async def written(self) -> None:
-        """Wait until the newest state is written or has failed to be. Cancelling it stops no write."""
+        """Wait until the newest state is written, or could not be. Cancelling it stops no write."""
         while self._is_writing:
             assert self._task is not None
             await asyncio.wait({self._task})
