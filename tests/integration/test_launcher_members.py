@@ -127,9 +127,10 @@ async def test_what_cannot_be_followed_changes_nothing(
             threads.append(threading.current_thread())
             return [Problem(("models", 0, "path"), "there is no such folder")]
 
-        with monkeypatch.context() as patched, pytest.raises(FileError, match="no such folder"):
+        with monkeypatch.context() as patched:
             patched.setattr("deploy.region.launch.launcher.missing_models", missing)
-            await region.reload(failing, whole(failing))
+            with pytest.raises(FileError, match="no such folder"):
+                await region.reload(failing, whole(failing))
         (thread,) = threads
         assert thread is not threading.main_thread(), "folders may answer slowly"
         other = changed(dummy_vllm, other_agent)
