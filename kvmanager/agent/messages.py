@@ -203,6 +203,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     model: str = ""
     weights: str = ""
     engine: str = ""
+    pp_size: int = 1
 
 
 class LinkStatus(msgspec.Struct, frozen=True):

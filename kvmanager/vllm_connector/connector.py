@@ -25,13 +25,14 @@ pipelines) stores in the prefix cache and never loads from it. The interface is 
 import contextlib
 import logging
 import os
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
@@ -48,9 +49,10 @@ from kvmanager.vllm_connector.cache.scheduler import (
     DEFAULT_MIN_LOAD_TOKENS,
     PrefixCacheOptions,
 )
-from kvmanager.vllm_connector.engine_layout import layout_of, registered_views
+from kvmanager.vllm_connector.engine_layout import layout_of, registered_views, stage_of
 from kvmanager.vllm_connector.metadata import PrfaasMetadata
 from kvmanager.vllm_connector.scheduler import SchedulerSide
+from kvmanager.vllm_connector.stages import LayoutHandshake, exchanged, layout_from
 from kvmanager.vllm_connector.stats import PrfaasPromMetrics, TransferStats
 from kvmanager.vllm_connector.worker import WorkerSide
 
@@ -82,43 +84,46 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
-        socket_path = extra.get("agent_socket")
-        if not socket_path:
+        if not extra.get("agent_socket"):
             raise ValueError(
                 "PrfaasConnector needs kv_connector_extra_config.agent_socket: "
                 "the path that `prfaas agent --socket` listens on"
             )
-        layout = layout_of(vllm_config, kv_cache_config)
-        namespace = namespace_of(vllm_config, layout) if extra.get("prefix_pool", True) else b""
-        instance = instance_name(vllm_config)
         # vLLM makes one connector in the scheduler's process and one in each worker, and calls only
         # the methods of its role.
-        is_scheduler = role is KVConnectorRole.SCHEDULER
-        self._layout = layout
-        self._tp_rank = 0 if is_scheduler else get_tensor_model_parallel_rank()
-        side: Literal["scheduler", "worker"] = "scheduler" if is_scheduler else "worker"
-        hello = _hello(instance, side, layout, self._tp_rank, namespace)
-        self._client = EngineClient(socket_path, hello)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        if is_scheduler:
-            self._scheduler = SchedulerSide(
-                layout,
-                kv_cache_config,
-                self._client,
-                mamba_cache_mode=vllm_config.cache_config.mamba_cache_mode,
-                landing_timeout_s=float(extra.get("landing_timeout_s", DEFAULT_LANDING_TIMEOUT_S)),
-                produces=self._kv_transfer_config.is_kv_producer,
-                consumes=self._kv_transfer_config.is_kv_consumer,
-                cache=_cache_options(extra, namespace, loads=self._may_load(vllm_config)),
+        self._layout: KVLayout | None = None
+        stage = stage_of(vllm_config, kv_cache_config)
+        if role is KVConnectorRole.WORKER:
+            self._layout = layout_of(vllm_config, exchanged(stage))
+        elif vllm_config.parallel_config.pipeline_parallel_size == 1:
+            self._start_scheduler(layout_of(vllm_config, [stage]))
+
+    def _client(self, layout: KVLayout, worker: tuple[int, int] | None) -> EngineClient:
+        """`worker`: (pipeline stage, tensor-parallel rank); None: the scheduler's process."""
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        return EngineClient(extra["agent_socket"], _hello(self._vllm_config, layout, worker))
+
+    def _start_scheduler(self, layout: KVLayout) -> None:
+        config, extra = self._vllm_config, self._kv_transfer_config.kv_connector_extra_config
+        self._scheduler = SchedulerSide(
+            layout,
+            self._kv_cache_config,
+            self._client(layout, None),
+            mamba_cache_mode=config.cache_config.mamba_cache_mode,
+            landing_timeout_s=float(extra.get("landing_timeout_s", DEFAULT_LANDING_TIMEOUT_S)),
+            produces=self._kv_transfer_config.is_kv_producer,
+            consumes=self._kv_transfer_config.is_kv_consumer,
+            cache=_cache_options(extra, _namespace(config, layout), loads=self._may_load(config)),
+        )
+        if not extra.get("instance"):
+            logger.warning(
+                "kv_connector_extra_config names no instance: this engine is %s to its node "
+                "agent, and something else after the next start",
+                instance_name(config),
             )
-            if not extra.get("instance"):
-                logger.warning(
-                    "kv_connector_extra_config names no instance: this engine is %s to its node "
-                    "agent, and something else after the next start",
-                    instance,
-                )
-            self._scheduler.start()
+        self._scheduler.start()
 
     def _may_load(self, vllm_config: "VllmConfig") -> bool:
         """Whether no load can meet a running step that still writes the same block.
@@ -132,11 +137,23 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        views = registered_views(self._layout, kv_caches, self._kv_cache_config, self._tp_rank)
+        assert self._layout is not None
+        tp_rank = get_tensor_model_parallel_rank()
+        views = registered_views(self._layout, kv_caches, self._kv_cache_config, tp_rank)
+        client = self._client(self._layout, (get_pp_group().rank_in_group, tp_rank))
         # Not earlier: a load needs the views, and the agent may give this worker work once it is
         # connected.
-        self._worker = WorkerSide(self._layout, self._tp_rank, self._client, views)
+        self._worker = WorkerSide(self._layout, client, views)
         self._worker.start()
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """The layout of all pipeline stages. None without stages: the scheduler's process has it,
+        and a connector beside this one may need vLLM's handshake.
+        """
+        if self._vllm_config.parallel_config.pipeline_parallel_size == 1:
+            return None
+        assert self._layout is not None
+        return LayoutHandshake(self._layout.encode())
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         assert self._worker is not None
@@ -168,6 +185,14 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata
 
     # Scheduler side.
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Begin, with the layout of all pipeline stages. vLLM calls it before any request comes."""
+        if self._scheduler is None:
+            num_workers = self._vllm_config.parallel_config.world_size
+            self._start_scheduler(layout_from(metadata, num_workers))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -282,22 +307,29 @@ def instance_name(vllm_config: "VllmConfig") -> str:
     return f"{name}_dp{rank}" if rank else str(name)
 
 
+def _namespace(config: "VllmConfig", layout: KVLayout) -> bytes:
+    """The start of the engine's cache keys; empty: it does not use the agent's prefix cache."""
+    assert config.kv_transfer_config is not None
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    return namespace_of(config, layout) if extra.get("prefix_pool", True) else b""
+
+
 def _hello(
-    instance: str,
-    role: Literal["scheduler", "worker"],
-    layout: KVLayout,
-    tp_rank: int,
-    namespace: bytes,
+    config: "VllmConfig", layout: KVLayout, worker: tuple[int, int] | None
 ) -> EngineHello:
+    """`worker`: (pipeline stage, tensor-parallel rank); None: the scheduler's process."""
+    pp_rank, tp_rank = worker or (0, 0)
     return EngineHello(
         version=PROTOCOL_VERSIONS.newest,
         oldest_version=PROTOCOL_VERSIONS.oldest,
-        instance=instance,
-        role=role,
+        instance=instance_name(config),
+        role="scheduler" if worker is None else "worker",
         pid=os.getpid(),
         tp_rank=tp_rank,
         tp_size=layout.tp_size,
+        pp_rank=pp_rank,
+        pp_size=config.parallel_config.pipeline_parallel_size,
         layout=layout.encode(),
-        namespace=namespace,
+        namespace=_namespace(config, layout),
         engine=f"vllm {vllm_version}",
     )

@@ -59,13 +59,13 @@ class WorkerSide:
     def __init__(
         self,
         layout: KVLayout,
-        tp_rank: int,
         client: EngineClient,
         views: Mapping[str, tuple[PartView, ...]],
     ) -> None:
-        """`views` show this rank's memory of each part by layer: all of `layout`, on one device."""
+        """`views` show this worker's memory of each part by layer, on one device. They are of all
+        layers of `layout`, or of those of a pipeline stage.
+        """
         self._layout = layout
-        self._tp_rank = tp_rank
         self._client = client
         self._views = views
         device = next(iter(views.values()))[0].device
@@ -88,7 +88,8 @@ class WorkerSide:
         self._load_queue: queue.SimpleQueue[LoadStep | BrokenSend | None] = queue.SimpleQueue()
         self._loader = threading.Thread(target=self._run_loads, name="prfaas-load", daemon=True)
 
-        logger.info("moving %s, %s", layout.describe(), device)
+        num_layers = f"{len(views)} of {len(layout.layers)} layers"
+        logger.info("moving %s of %s, %s", num_layers, layout.describe(), device)
 
     def start(self) -> None:
         """Connect to the agent in the background, and be ready to load."""
@@ -177,7 +178,7 @@ class WorkerSide:
                 if group.kind is KVKind.RECURRENT:
                     for layer in group.layers:
                         self._guarded_send(step, layer.name)
-            self._client.prefill_end(*step.ref.opening, self._tp_rank)
+            self._client.prefill_end(*step.ref.opening)
         self._cache.store(meta.stores)
 
     def _guarded_send(self, step: SendStep, layer_name: str) -> None:
@@ -349,7 +350,10 @@ class WorkerSide:
     # Arena.
 
     def _extents(self, ref: TransferRef) -> Iterator[LayerExtent]:
-        return self._layout.extents(ref.num_tokens, ref.cached_tokens)
+        """This worker's layers of a transfer, at their places among all layers."""
+        for extent in self._layout.extents(ref.num_tokens, ref.cached_tokens):
+            if extent.layer.name in self._views:
+                yield extent
 
     def _space(self, ref: TransferRef) -> tuple[ArenaSpace, PageCopier]:
         """A transfer's bytes and the copier. Raises `StaleArenaError` when its agent is gone."""

@@ -43,6 +43,10 @@ class EngineOptions(Section):
     """
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """GPUs that share each layer of an instance."""
+    pipeline_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Stages that divide the layers of an instance, each on `tensor_parallel_size` GPUs. Chunks of
+    prompts follow each other through them.
+    """
     weights: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,64}$")] | None = None
     """A word of yours that identifies the weights. Engines with the same word share KVCache. Left
     out, their files or their commit on the hub do; needed only where weights are in no file here.
@@ -155,6 +159,8 @@ class EngineSpec(EngineOptions):
                 argv += [flag, str(value)]
         if self.tensor_parallel_size > 1:
             argv += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
+        if self.pipeline_parallel_size > 1:
+            argv += ["--pipeline-parallel-size", str(self.pipeline_parallel_size)]
         prefix = "" if self.enable_prefix_caching else "no-"
         argv.append(f"--{prefix}enable-prefix-caching")
         if self.enforce_eager:
