@@ -25,6 +25,11 @@ KEY_GUARD: Final = "kvmanager.vllm_connector.key_guard.KeyGuard"
 # The `vllm` console command looks up a distribution called vllm, which the CPU build does not have.
 _SERVER_MODULE: Final = "vllm.entrypoints.openai.api_server"
 
+# vLLM 0.32 warms no eager engine up whose KV memory on the CPU is given, and then every pipeline
+# stage but the first fails at the first prompt, for want of its input buffers. Mode 1 is plain
+# torch.compile, which TORCHDYNAMO_DISABLE makes eager.
+_EAGER_WITH_WARM_UP: Final = "-cc.mode=1"
+
 _PROJECT_ROOT: Final = Path(__file__).resolve().parents[2]
 
 
@@ -103,6 +108,10 @@ class EngineSpec(EngineOptions):
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
         return f"{'http' if self.tls is None else 'https'}://{Endpoint(host, self.port)}"
 
+    @property
+    def _is_pipeline_on_cpu(self) -> bool:
+        return self.pipeline_parallel_size > 1 and self.kv_space_gib is not None
+
     def kv_transfer_config(self) -> dict[str, object]:
         """The value of vLLM's `--kv-transfer-config`."""
         if self.nixl_at is None:
@@ -164,7 +173,7 @@ class EngineSpec(EngineOptions):
         prefix = "" if self.enable_prefix_caching else "no-"
         argv.append(f"--{prefix}enable-prefix-caching")
         if self.enforce_eager:
-            argv.append("--enforce-eager")
+            argv.append(_EAGER_WITH_WARM_UP if self._is_pipeline_on_cpu else "--enforce-eager")
         # Without the first option an answer's usage has no `cached_tokens`; without the second,
         # every health probe writes a line into the engine's log.
         argv += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
@@ -208,6 +217,8 @@ class EngineSpec(EngineOptions):
             # Threads that spin while they wait starve the other engines of a shared CPU: measured
             # with three engines on two cores, prefills took four to ten times as long.
             environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        if self.enforce_eager and self._is_pipeline_on_cpu:
+            environment["TORCHDYNAMO_DISABLE"] = "1"
         return environment | self.env
 
 

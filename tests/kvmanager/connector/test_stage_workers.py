@@ -39,7 +39,7 @@ NUM_TOKENS = 64
 NUM_BLOCKS = 9
 RUNS = ((0, 4),)
 PARTS = {0: ((4, 1),), 1: ((5, 1),), 2: ((6, 1),)}
-"""One block of 64 tokens in the cache: four full pages, the window's, the state."""
+"""One block of the cache, of a page: the full layers' pages, the window's, the state."""
 
 
 class Client:
@@ -203,7 +203,8 @@ def test_stages_store_and_load_the_cache_with_engines_of_one_stage(
     arena: Arena, stages: dict[tuple[int, int], Worker], others: dict[int, Worker]
 ) -> None:
     """Every worker says that it has written each part, also one that has no layer of it."""
-    groups = {0: ([1, 2, 3, 4],), 1: ([5, 6, 7],), 2: ([8],)}
+    table = {"layers.0": [1], "layers.3": [1], "layers.1": [5], "layers.2": [8]}
+    groups = {0: ([1],), 1: ([5],), 2: ([8],)}
     parts = tuple(PartPages(0, part, runs, groups[part]) for part, runs in PARTS.items())
     cached = CachedParts(arena.epoch, time.monotonic(), parts)
     for worker in stages.values():
@@ -214,11 +215,11 @@ def test_stages_store_and_load_the_cache_with_engines_of_one_stage(
     given = CachedParts(arena.epoch, time.monotonic(), parts)
     for other in others.values():
         other.load(LoadStep("r", time.monotonic(), cached=given))
-    assert has_loaded(others, stages, TABLE)
+    assert has_loaded(others, stages, table)
     before = {key: {n: p.clone() for n, p in w.pages.items()} for key, w in stages.items()}
     for key, worker in stages.items():
         for pages in worker.pages.values():
             pages.zero_()
         worker.load(LoadStep("r", time.monotonic(), cached=given))
         for name, pages in worker.pages.items():
-            assert torch.equal(pages[TABLE[name]], before[key][name][TABLE[name]])
+            assert torch.equal(pages[table[name]], before[key][name][table[name]])
