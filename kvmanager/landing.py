@@ -18,7 +18,8 @@ class ReservedLanding(msgspec.Struct, frozen=True, kw_only=True):
     whose KVCache lands, `token_digest` the digest of exactly those (`kvmanager.hashing`).
     `host` and `port` are the receiving agent's address for data. The full-attention KVCache of the
     first `cached_tokens` is cached there already and not part of the `nbytes`. With `is_lossy` the
-    rest may lose precision on its way.
+    rest may lose precision on its way. `adapter` identifies the weights of the LoRA adapter with
+    which the KVCache is computed (`kvmanager.vllm_connector.weights`), "" for the base model.
     """
 
     transfer_id: str
@@ -31,10 +32,13 @@ class ReservedLanding(msgspec.Struct, frozen=True, kw_only=True):
     token_digest: str
     cached_tokens: int = 0
     is_lossy: bool = False
+    adapter: str = ""
 
 
-def reserved_landing(reply: ReserveReply, num_tokens: int, token_digest: str) -> ReservedLanding:
-    """The landing that an agent granted for these tokens."""
+def reserved_landing(
+    reply: ReserveReply, num_tokens: int, token_digest: str, adapter: str = ""
+) -> ReservedLanding:
+    """The landing that an agent granted for these tokens, computed with this adapter."""
     return ReservedLanding(
         transfer_id=reply.transfer_id,
         token=reply.token,
@@ -46,6 +50,7 @@ def reserved_landing(reply: ReserveReply, num_tokens: int, token_digest: str) ->
         token_digest=token_digest,
         cached_tokens=reply.cached_tokens,
         is_lossy=reply.is_lossy,
+        adapter=adapter,
     )
 
 
@@ -61,6 +66,7 @@ def producer_params(landing: ReservedLanding, outbox: OpenOutboxReply) -> dict[s
             "attempt": outbox.attempt,
             "layout_fingerprint": landing.layout_fingerprint,
             "cached_tokens": landing.cached_tokens,
+            "adapter": landing.adapter,
         }
     }
 
@@ -87,6 +93,7 @@ def consumer_params(
             "layout_fingerprint": landing.layout_fingerprint,
             "cached_tokens": landing.cached_tokens,
             "is_lossy": landing.is_lossy,
+            "adapter": landing.adapter,
             "cached_runs": [[list(run) for run in block] for block in cached_runs],
         }
     }

@@ -141,7 +141,11 @@ class EmbeddedPdCluster:
         )
         affinity = self._affinity(request.prefer_nodes)
         candidates = decode_order(
-            self._views(), request.model, affinity, hands_off=request.hands_off
+            self._views(),
+            request.model,
+            affinity,
+            hands_off=request.hands_off,
+            layouts=request.layouts,
         )
         if not candidates.names:
             raise NoInstance(f"{self._name}: {candidates.reason}")
@@ -156,7 +160,7 @@ class EmbeddedPdCluster:
                 continue
             asked.add(instance.spec.agent)
             try:
-                slot = await self._reserve_at(instance, wanted)
+                slot = await self._reserve_at(instance, wanted, request.adapter)
             except RpcError as error:
                 logger.warning(
                     "%s: %s: no landing at %s: %s", request.request_id, self._name, name, error
@@ -344,7 +348,7 @@ class EmbeddedPdCluster:
     def _affinity(self, prefer_nodes: tuple[str, ...]) -> Affinity:
         return Affinity(prefer_nodes, self._config.affinity_slack)
 
-    async def _reserve_at(self, instance: Instance, wanted: Reserve) -> DecodeSlot:
+    async def _reserve_at(self, instance: Instance, wanted: Reserve, adapter: str) -> DecodeSlot:
         async def undo(reply: ReserveReply) -> None:
             await self._cancel_landing(instance, reply.transfer_id, "the caller went away")
 
@@ -354,7 +358,7 @@ class EmbeddedPdCluster:
         reply = await self._cleanups.acquire(instance.agent.reserve(wanted, RPC_TIMEOUT_S), undo)
         # At once: the next request may be routed before this agent is probed again.
         self._instances.landing_room_said(instance.name, reply.landing_room_bytes)
-        landing = reserved_landing(reply, wanted.num_tokens, wanted.token_digest)
+        landing = reserved_landing(reply, wanted.num_tokens, wanted.token_digest, adapter)
         self._slots.hold(reply.transfer_id, instance.name, config.lease_s, time.monotonic())
         if config.keep_leases:
             self._leases.hold(
@@ -428,6 +432,8 @@ class EmbeddedPdCluster:
                 num_prefills=self._handoff.given(item.name).num_jobs,
                 prefill_tokens=self._handoff.given(item.name).num_tokens,
                 max_concurrent=item.spec.max_concurrent,
+                layout_fingerprint=item.layout_fingerprint,
+                layout=item.layout,
             )
             for item in self._instances.by_name.values()
         ]

@@ -163,7 +163,8 @@ class LocalHandoff:
         self, job: PrefillJob, name: str, choice: InstanceChoice, node: str, *, attempt: int
     ) -> PrefillResult:
         instance = self._instances.by_name[name]
-        by_nixl = self._way == "nixl" and instance.spec.agent != node
+        # NixlConnector would not notice that two engines have different adapters of one name.
+        by_nixl = self._way == "nixl" and instance.spec.agent != node and not job.adapter
         place = instance.place()
         given, mine = self.given(name), _Try(job, choice.uncached_tokens, self._clock())
         given.tries.append(mine)
@@ -188,7 +189,14 @@ class LocalHandoff:
 
 
 def _wish(job: PrefillJob, tried: Sequence[str], node: str) -> PrefillWish:
-    return PrefillWish(len(job.prompt_token_ids), job.model, job.cached_tokens, tried, node)
+    return PrefillWish(
+        len(job.prompt_token_ids),
+        job.model,
+        job.cached_tokens,
+        tried,
+        node,
+        job.landing.layout_fingerprint,
+    )
 
 
 def _reported(item: _Try, instance: str, now_s: float) -> JobReport:

@@ -79,6 +79,12 @@ class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
     """It lets a node reserve the landing; see `kvmanager.agent.grants`."""
     hands_off: bool = False
     """Whether an instance of this cluster is to prefill for the one that decodes."""
+    adapter: str = ""
+    """The identity of the LoRA adapter that the KVCache is computed with; "": none."""
+    layouts: tuple[str, ...] = ()
+    """The fingerprints of the KVCache layouts of whoever may prefill elsewhere, if they are known.
+    An instance with another layout is not asked.
+    """
 
 
 class DirectRequest(msgspec.Struct, frozen=True, kw_only=True):

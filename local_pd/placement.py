@@ -7,6 +7,9 @@ keeps no state. Rules:
   If another instance is to prefill, one whose node has such an instance comes first among equals:
   inside a node the KVCache need not be sent. The order is returned, not one name: the memory of a
   node is known only to its agent, so the shell asks nodes in this order, each once.
+- Layouts: whoever decodes lays KVCache out as those do that may prefill for it, and whoever
+  prefills as the landing does, as far as these layouts are known. Engines whose arguments change
+  one after the other differ for a while.
 - Affinity: a node that has part of the prompt cached comes before others, as long as its instance
   has at most `slack` requests more than the least loaded one. A long queue costs more than the
   cache saves, and a popular prefix would draw every request to one node.
@@ -23,7 +26,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from scheduler.reports import Role
+from scheduler.reports import Role, same_layout
 from scheduler.routing.front_placement import TokenLoad, place_prefill
 
 DEFAULT_AFFINITY_SLACK: Final = 4
@@ -35,7 +38,8 @@ class PdInstance:
 
     `serves`: the engine is healthy; `transfers`: its node agent is as well. `num_requests` counts
     all requests of the engine, `num_prefills` the prefills that this front has given to it, and
-    `prefill_tokens` their uncached tokens.
+    `prefill_tokens` their uncached tokens. `layout` has its KVCache layout in words. The
+    fingerprint is "" while it is not known.
     """
 
     name: str
@@ -49,6 +53,8 @@ class PdInstance:
     num_prefills: int = 0
     prefill_tokens: int = 0
     max_concurrent: int = 4
+    layout_fingerprint: str = ""
+    layout: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,8 @@ class InstanceChoice:
 @dataclass(frozen=True, slots=True)
 class PrefillWish:
     """A prompt to prefill. `cached_tokens` says, by instance or node name, how much of it is cached
-    there. `tried` has the instances on which it has failed, `node` is where its KVCache lands.
+    there. `tried` has the instances on which it has failed, `node` is where its KVCache lands, and
+    `layout_fingerprint` is that of the landing ("" fits every instance).
     """
 
     num_tokens: int
@@ -89,6 +96,7 @@ class PrefillWish:
     cached_tokens: Mapping[str, int] = field(default_factory=dict)
     tried: Collection[str] = ()
     node: str = ""
+    layout_fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +113,23 @@ def decode_order(
     affinity: Affinity = NO_AFFINITY,
     *,
     hands_off: bool = False,
+    layouts: Collection[str] = (),
 ) -> Candidates:
-    """Instances that may decode, best first. `hands_off`: another instance is to prefill."""
+    """Instances that may decode, best first. `hands_off`: another instance is to prefill. `layouts`
+    are the fingerprints of the KVCache that can be sent here from elsewhere, if they are known.
+    """
+    prefilling = _prefilling(views, model) if hands_off else []
+    if hands_off:
+        layouts = {view.layout_fingerprint for view in prefilling}
     usable = [
         view
         for view in _available(views, model)
-        if view.role in ("decode", "both") and view.transfers
+        if view.role in ("decode", "both") and view.transfers and _fits(view, layouts)
     ]
     if not usable:
-        return Candidates((), _explain(views, model, "decode"))
+        return Candidates((), _explain(views, model, "decode", layouts, "what is prefilled"))
     least = min(view.num_requests for view in usable)
-    prefilling = [view for view in _prefilling(views, model) if _has_room(view)]
-    nodes = {view.node for view in prefilling} if hands_off else set()
+    nodes = {view.node for view in prefilling if _has_room(view)}
     usable.sort(
         key=lambda view: (
             affinity.rank(view, least),
@@ -154,9 +167,15 @@ def choose_direct(
 
 def choose_prefill(views: Sequence[PdInstance], wish: PrefillWish) -> InstanceChoice:
     """One instance that prefills for another."""
-    usable = [view for view in _prefilling(views, wish.model) if view.name not in wish.tried]
+    layouts = (wish.layout_fingerprint,)
+    usable = [
+        view
+        for view in _prefilling(views, wish.model)
+        if view.name not in wish.tried and _fits(view, layouts)
+    ]
     if not usable:
-        return InstanceChoice(None, _explain(views, wish.model, "prefill"))
+        why = _explain(views, wish.model, "prefill", layouts, "the landing")
+        return InstanceChoice(None, why)
     # `place_prefill` takes the first of equals.
     with_room = sorted(filter(_has_room, usable), key=lambda view: view.node != wish.node)
     if not with_room:
@@ -174,6 +193,11 @@ def choose_prefill(views: Sequence[PdInstance], wish: PrefillWish) -> InstanceCh
 
 def _prefilling(views: Sequence[PdInstance], model: str) -> list[PdInstance]:
     return [v for v in _available(views, model) if v.role == "prefill" and v.transfers]
+
+
+def _fits(view: PdInstance, layouts: Collection[str]) -> bool:
+    """Whether it can exchange KVCache with one of these layouts; none: they are not known."""
+    return not layouts or any(same_layout(view.layout_fingerprint, other) for other in layouts)
 
 
 def _has_room(view: PdInstance) -> bool:
@@ -196,16 +220,31 @@ def _of_model(views: Sequence[PdInstance], model: str) -> list[PdInstance]:
     return [view for view in views if not model or not view.model or view.model == model]
 
 
-def _explain(views: Sequence[PdInstance], model: str, purpose: str) -> str:
-    states = ", ".join(f"{view.name} ({view.role}) {_state(view, model)}" for view in views)
+def _explain(
+    views: Sequence[PdInstance],
+    model: str,
+    purpose: str,
+    layouts: Collection[str] = (),
+    laid_out: str = "",
+) -> str:
+    """Why no instance can do this; `laid_out` names what has the `layouts`."""
+
+    def state(view: PdInstance) -> str:
+        trouble = _state(view, model)
+        if not trouble and not _fits(view, layouts):
+            return f"lays KVCache out otherwise than {laid_out}: {view.layout}"
+        return trouble or "is of another role or was tried"
+
+    states = ", ".join(f"{view.name} ({view.role}) {state(view)}" for view in views)
     return f"no instance can {purpose}: {states or 'none configured'}"
 
 
 def _state(view: PdInstance, model: str) -> str:
+    """What keeps it from any work; "": nothing."""
     if model and view.model and view.model != model:
         return f"serves {view.model}, not {model}"
     if not view.serves:
         return "engine is not healthy"
     if not view.transfers:
         return "node agent is not healthy"
-    return "is draining" if view.draining else "is of another role or was tried"
+    return "is draining" if view.draining else ""

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from prfaas.engines.departures import Departures
@@ -84,7 +84,7 @@ class EmbeddedPrefillCluster:
         self._instances = Instances(name, instances, config.instances, self._instance_changed)
         for spec in instances:
             # The queue knows all instances from the start; probes will say when each is usable.
-            self._queue.instance_changed(_view(spec, healthy=False, draining=False), 0.0)
+            self._queue.instance_changed(_view(spec), 0.0)
         self.departures = Departures(self._instances, idle=self._until_idle, forget=self._forget)
         self._tickets: dict[str, _Ticket] = {}
         self._ticker: asyncio.Task[None] | None = None
@@ -183,9 +183,7 @@ class EmbeddedPrefillCluster:
             raise PrefillFailed("invalid", f"transfer {key} has a job in {self._name} already")
         ticket = _Ticket(job, asyncio.get_running_loop().create_future())
         self._tickets[key] = ticket
-        num_tokens = len(job.prompt_token_ids)
-        queued = QueuedJob(key, job.model, job.priority, num_tokens, job.cached_tokens, job.pd)
-        self._perform(self._queue.submit(queued, self._clock()))
+        self._perform(self._queue.submit(_queued(job), self._clock()))
         try:
             return await ticket.done
         except asyncio.CancelledError:
@@ -257,7 +255,13 @@ class EmbeddedPrefillCluster:
         )
 
     def _instance_changed(self, instance: Instance) -> None:
-        view = _view(instance.spec, healthy=instance.transfers, draining=instance.draining)
+        view = replace(
+            _view(instance.spec),
+            healthy=instance.transfers,
+            draining=instance.draining,
+            layout_fingerprint=instance.layout_fingerprint,
+            layout=instance.layout,
+        )
         self._perform(self._queue.instance_changed(view, self._clock()))
         self._count_usable()
 
@@ -273,12 +277,24 @@ class EmbeddedPrefillCluster:
             self._perform(self._queue.tick(self._clock()))
 
 
-def _view(spec: InstanceSpec, *, healthy: bool, draining: bool) -> QueueInstance:
+def _view(spec: InstanceSpec) -> QueueInstance:
+    """An instance that no probe has found healthy yet."""
     return QueueInstance(
         name=spec.name,
         model=spec.served_name,
-        healthy=healthy,
-        draining=draining,
+        healthy=False,
         max_concurrent=spec.max_concurrent,
         node=spec.agent,
+    )
+
+
+def _queued(job: PrefillJob) -> QueuedJob:
+    return QueuedJob(
+        job.landing.transfer_id,
+        job.model,
+        job.priority,
+        len(job.prompt_token_ids),
+        job.cached_tokens,
+        job.pd,
+        job.landing.layout_fingerprint,
     )

@@ -17,8 +17,9 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
 
     `prompt_token_ids` excludes the prompt's last token, which the decode engine recomputes.
     A lower `priority` is served earlier. `model` is the served name; "" means that the cluster
-    serves only one. `tenant` is whose KVCache it is, for the shares and budgets of links. `grant`
-    lets a node agent send it to `landing` (`kvmanager.agent.grants`).
+    serves only one. `adapter` is the name of the LoRA adapter to compute with, "" for the model
+    itself; `landing` has its identity. `tenant` is whose KVCache it is, for the shares and budgets
+    of links. `grant` lets a node agent send it to `landing` (`kvmanager.agent.grants`).
     `traceparent` is a W3C trace context header or "". `cached_tokens` says by
     instance or node (`InstanceReport.node`) how much of the prompt need not be computed there.
     `pd` is the PD cluster that decodes: PD clusters share a prefill cluster fairly.
@@ -38,6 +39,7 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     grant: bytes = b""
     pd: str = ""
     last_token: TokenIds = TokenIds()
+    adapter: str = ""
 
     @property
     def uncached_tokens(self) -> int:

@@ -15,6 +15,8 @@ instance and there is another one. Rules:
   `scheduler.routing.front_placement` chooses, by the tokens cached there and the uncached tokens
   under way; among equal ones it takes the one that was used longest ago. A job never waits for an
   instance while another has room.
+- A job runs only on an instance that lays KVCache out as its landing does, as far as both layouts
+  are known. Engines whose arguments change one after the other differ for a while.
 - Without a healthy instance that may serve a job, the job fails at once: its decode engine is
   waiting, and computes the prompt as soon as it is told.
 - A job never waits longer than `max_wait_s`. A job that was tried before then fails with the error
@@ -29,7 +31,7 @@ from dataclasses import dataclass, field
 
 from prfaas.engines.errors import PrefillCode
 from prfaas.queue_values import Effect, FailJob, QueueConfig, QueuedJob, QueueInstance, StartJob
-from scheduler.reports import JobReport
+from scheduler.reports import JobReport, same_layout
 from scheduler.routing.front_placement import TokenLoad, place_prefill
 from scheduler.routing.queue_order import QueueOrder, WaitingJob, priority_class
 
@@ -97,6 +99,10 @@ class _Instance:
     def serves(self, model: str) -> bool:
         return not model or not self.view.model or self.view.model == model
 
+    def fills(self, landing: str) -> bool:
+        """Whether its KVCache may be what a landing of this layout takes."""
+        return same_layout(self.view.layout_fingerprint, landing)
+
 
 class PrefillQueue:
     """The one mutator of a cluster's jobs. Its events return the effects to perform, in order."""
@@ -148,7 +154,7 @@ class PrefillQueue:
         """Take a new job: start it, queue it (without an effect) or fail it."""
         if job.key in self._entries:
             raise ValueError(f"job {job.key} is already here")
-        trouble = self._no_instance(job.model, ())
+        trouble = self._no_instance(job, ())
         if trouble is not None:
             return [FailJob(job.key, "no_instance", trouble)]
         self._num_submitted += 1
@@ -189,7 +195,7 @@ class PrefillQueue:
         tried = (*entry.tried, entry.instance)
         again = retryable and not entry.withdrawn and entry.attempt < self._config.max_attempts
         self._drop(entry)
-        if not again or self._no_instance(entry.job.model, tried) is not None:
+        if not again or self._no_instance(entry.job, tried) is not None:
             return [FailJob(key, code, message), *self._advance(now_s)]
         entry.tried, entry.last_failure = tried, (code, message)
         self._enqueue(entry)
@@ -267,7 +273,7 @@ class PrefillQueue:
         """Fail the jobs that no instance may serve any more."""
         effects: list[Effect] = []
         for entry in list(self._by_age):
-            trouble = self._no_instance(entry.job.model, entry.tried)
+            trouble = self._no_instance(entry.job, entry.tried)
             if trouble is not None:
                 self._drop(entry)
                 effects.append(
@@ -292,22 +298,23 @@ class PrefillQueue:
 
     def _may_start(self, with_room: list[_Instance]) -> Callable[[str], bool]:
         """A function that says whether an instance `with_room` takes a job. It keeps its answers,
-        since many jobs have the same model and no failed instances.
+        since many jobs have the same model and layout, and no failed instances.
         """
-        known: dict[tuple[str, tuple[str, ...]], bool] = {}
+        known: dict[tuple[str, str, tuple[str, ...]], bool] = {}
 
         def may_start(key: str) -> bool:
             entry = self._entries[key]
-            asked = entry.job.model, entry.tried
+            job, tried = entry.job, entry.tried
+            asked = job.model, job.layout_fingerprint, tried
             if asked not in known:
-                known[asked] = any(_takes(item, *asked) for item in with_room)
+                known[asked] = any(_takes(item, job, tried) for item in with_room)
             return known[asked]
 
         return may_start
 
     def _start(self, entry: _Entry, with_room: list[_Instance], now_s: float) -> StartJob:
         job = entry.job
-        able = [item for item in with_room if _takes(item, job.model, entry.tried)]
+        able = [item for item in with_room if _takes(item, job, entry.tried)]
         able.sort(key=lambda item: item.last_used)
         placement = place_prefill([item.load for item in able], job.num_tokens, job.cached_tokens)
         self._order.started(job.key)
@@ -323,12 +330,12 @@ class PrefillQueue:
         queue_s = now_s - entry.submitted_s
         return StartJob(job.key, placement.instance, queue_s, entry.attempt, placement.reason)
 
-    def _no_instance(self, model: str, tried: tuple[str, ...]) -> str | None:
+    def _no_instance(self, job: QueuedJob, tried: tuple[str, ...]) -> str | None:
         """Why no instance can take such a job, now or later; None: one can."""
-        if any(item.usable and _takes(item, model, tried) for item in self._instances.values()):
+        if any(item.usable and _takes(item, job, tried) for item in self._instances.values()):
             return None
         states = ", ".join(
-            f"{name} {_why_not(item, model)}" for name, item in self._instances.items()
+            f"{name} {_why_not(item, job)}" for name, item in self._instances.items()
         )
         return f"no usable instance in {self.name}: {states or 'none configured'}"
 
@@ -343,13 +350,19 @@ def _age_key(entry: _Entry) -> tuple[float, int]:
     return entry.age_key
 
 
-def _takes(instance: _Instance, model: str, tried: tuple[str, ...]) -> bool:
-    return instance.serves(model) and instance.view.name not in tried
+def _takes(instance: _Instance, job: QueuedJob, tried: tuple[str, ...]) -> bool:
+    return (
+        instance.serves(job.model)
+        and instance.fills(job.layout_fingerprint)
+        and instance.view.name not in tried
+    )
 
 
-def _why_not(instance: _Instance, model: str) -> str:
-    if not instance.serves(model):
-        return f"serves {instance.view.model}, not {model}"
+def _why_not(instance: _Instance, job: QueuedJob) -> str:
+    if not instance.serves(job.model):
+        return f"serves {instance.view.model}, not {job.model}"
     if not instance.view.healthy:
         return "is not healthy"
+    if not instance.fills(job.layout_fingerprint):
+        return f"lays KVCache out otherwise than the landing: {instance.view.layout}"
     return "is draining" if instance.view.draining else "was tried"

@@ -43,7 +43,8 @@ class QueueConfig:
 @dataclass(frozen=True, slots=True)
 class QueueInstance:
     """An instance as the queue sees it. `model` "" serves every job. `cached_tokens` of jobs may
-    name its `node` instead of it.
+    name its `node` instead of it. `layout` has its KVCache layout in words. The fingerprint is ""
+    while it is not known.
     """
 
     name: str
@@ -52,12 +53,15 @@ class QueueInstance:
     draining: bool = False
     max_concurrent: int = 4
     node: str = ""
+    layout_fingerprint: str = ""
+    layout: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedJob:
     """A job as the queue sees it. `key` is unique among its jobs. `cached_tokens` says, by instance
     or node, how much of the prompt need not be computed there. `pd` is the PD cluster that decodes.
+    `layout_fingerprint` is that of the landing; "" fits every instance.
     """
 
     key: str
@@ -66,6 +70,7 @@ class QueuedJob:
     num_tokens: int
     cached_tokens: Mapping[str, int] = field(default_factory=dict)
     pd: str = ""
+    layout_fingerprint: str = ""
 
     @property
     def uncached_tokens(self) -> int:

@@ -3,11 +3,13 @@
 They travel between fronts and gateway as msgpack; fields may be added with defaults.
 """
 
+from collections.abc import Iterable
+from itertools import combinations
 from typing import Literal
 
 import msgspec
 
-from kvmanager.agent.messages import CacheModel
+from kvmanager.agent.messages import CacheModel, EngineStatus
 
 Role = Literal["prefill", "decode", "both"]
 """What an instance of a local PD cluster may be asked to do."""
@@ -80,6 +82,8 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     """Its KVCache layout in words; "": not known yet."""
     weights: str = ""
     """The identity of its weights; "": not known yet, or its agent is of an older version."""
+    adapters: dict[str, str] = {}
+    """The identities of its LoRA adapters by name, as far as they are known."""
 
 
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,26 +112,79 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def serves(instance: InstanceReport, model: str) -> bool:
     """Whether requests for `model` may be given to the instance."""
+    return is_of_model(instance, model) and instance.healthy and not instance.draining
+
+
+def is_of_model(instance: InstanceReport, model: str) -> bool:
+    """Whether the instance has the model."""
     # An empty name on either side means that the cluster serves one model only.
-    is_model = not model or not instance.model or instance.model == model
-    return is_model and instance.healthy and not instance.draining
+    return not model or not instance.model or instance.model == model
+
+
+def same_layout(one: str, other: str) -> bool:
+    """Whether KVCache of two layouts, given by their fingerprints, may be the same. It may where
+    one is not known (""): the engines compare them again before anything is loaded.
+    """
+    return not one or not other or one == other
+
+
+def engine_report(engine: EngineStatus) -> InstanceReport:
+    """An engine as its node agent describes it, for a comparison with others."""
+    return InstanceReport(
+        name=engine.instance,
+        role="both",
+        model=engine.model,
+        healthy=True,
+        draining=False,
+        running=0,
+        max_concurrent=0,
+        layout_fingerprint=engine.layout_fingerprint,
+        layout=engine.layout,
+        weights=engine.weights,
+        adapters=engine.adapters,
+    )
 
 
 def unlike(one: InstanceReport, other: InstanceReport) -> str:
     """Why two instances of one model cannot use each other's KVCache, with both values; "" if they
-    can, serve different models, or one has not said what it has.
+    can, serve different models, or one has not said what it has. Adapters of one name are compared
+    as far as both have said what they are.
     """
-    # An empty name means that the cluster serves one model only.
-    if one.model and other.model and one.model != other.model:
-        return ""
-    fingerprints = {one.layout_fingerprint, other.layout_fingerprint}
-    if len(fingerprints) == 1 or "" in fingerprints:
+    if not is_of_model(one, other.model):
         return ""
     model = one.model or other.model
     of = f" of {model}" if model else ""
+    if same_layout(one.layout_fingerprint, other.layout_fingerprint):
+        differing = (
+            f"{one.name} has the adapter {name}{of} as {identity}, "
+            f"{other.name} as {other.adapters[name]}"
+            for name, identity in one.adapters.items()
+            if other.adapters.get(name, identity) != identity
+        )
+        return next(differing, "")
     if one.weights != other.weights:
-        return f"{one.name} has the weights {one.weights}{of}, {other.name} has {other.weights}"
+        return (
+            f"the weights{of} are {one.weights} at {one.name}, but {other.weights} at {other.name}"
+        )
     return (
-        f"{one.name} lays KVCache{of} out as {one.layout} ({one.layout_fingerprint[:16]}), "
-        f"{other.name} as {other.layout} ({other.layout_fingerprint[:16]})"
+        f"KVCache{of} is laid out as {one.layout} ({one.layout_fingerprint[:16]}) at {one.name}, "
+        f"but as {other.layout} ({other.layout_fingerprint[:16]}) at {other.name}"
     )
+
+
+def unlike_groups(instances: Iterable[InstanceReport]) -> list[str]:
+    """Why instances of one model cannot use each other's KVCache: a sentence for each two groups
+    that differ, with both values and the names of all instances of both groups.
+    """
+    # By groups: while the arguments of many engines change, a sentence for each pair of instances
+    # would fill screens.
+    groups: dict[tuple[str, str], list[InstanceReport]] = {}
+    for item in instances:
+        if item.layout_fingerprint:
+            groups.setdefault((item.model, item.layout_fingerprint), []).append(item)
+    named = [
+        msgspec.structs.replace(group[0], name=", ".join(sorted(item.name for item in group)))
+        for _, group in sorted(groups.items())
+    ]
+    found = (unlike(one, other) for one, other in combinations(named, 2))
+    return [f"{sentence}; they share no KVCache" for sentence in found if sentence]

@@ -42,7 +42,7 @@ from transport.rpc_auth import (
     WrongServer,
     caller_auth,
     channel_credentials,
-    server_certificates,
+    server_credentials,
 )
 from transport.rpc_versions import announced, check_versions
 from transport.tasks import start_task
@@ -207,12 +207,7 @@ class RpcServer:
     def _add_port(self, server: Any) -> int:
         if not isinstance(self._credentials, TlsFiles):
             return int(server.add_insecure_port(self._bind))
-        certificates = Rotating(self._credentials, server_certificates)
-        credentials = grpc.dynamic_ssl_server_credentials(
-            certificates.current(time.monotonic()),
-            lambda: certificates.current(time.monotonic()),
-            require_client_authentication=True,
-        )
+        credentials = server_credentials(self._credentials)
         return int(server.add_secure_port(self._bind, credentials))
 
 

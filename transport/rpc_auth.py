@@ -48,6 +48,10 @@ CHALLENGE: Final = "prfaas-challenge"
 LOOK_S: Final = 5.0
 """Most time that a call waits for a look at a server's certificate."""
 _NO_CHALLENGE: Final = "-"
+_HANDSHAKES_BEGIN_S: Final = 0.1
+"""Time in which handshakes that gRPC has begun take hold of their certificates. They need
+microseconds, but may wait for a core.
+"""
 
 
 class NotAdmitted(Exception):
@@ -241,8 +245,48 @@ def _proof_in(metadata: Mapping[str, Any]) -> Proof | None:
         return None
 
 
-def server_certificates(tls: TlsFiles) -> Any:
-    """The credentials of a gRPC server. Raises LocalError."""
+def server_credentials(tls: TlsFiles) -> Any:
+    """The credentials of a gRPC server, which follow the files. Raises LocalError."""
+    certificates = ReplacedCertificates(Rotating(tls, _server_certificates))
+    return grpc.dynamic_ssl_server_credentials(
+        certificates.given, certificates.fetch, require_client_authentication=True
+    )
+
+
+class ReplacedCertificates:
+    """Gives a gRPC server its certificates when they have changed, and at no other time.
+
+    gRPC asks `fetch` as each handshake begins, on a thread of that handshake. It frees what it had
+    as soon as it is given something, though another thread may just begin a handshake with it. That
+    ends the process with a segmentation fault (https://github.com/grpc/grpc/issues/36693).
+    """
+
+    def __init__(
+        self,
+        certificates: Rotating[Any, Any],
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._certificates = certificates
+        self._clock = clock
+        self._pause = pause
+        self.given = certificates.current(clock())
+        """What gRPC has got last."""
+
+    def fetch(self) -> Any:
+        """New certificates, or None to keep those that were given. gRPC makes one call at a time,
+        and other handshakes wait for its end.
+        """
+        found = self._certificates.current(self._clock())
+        if found is self.given:
+            return None
+        # Handshakes that were told None before this call still take hold of the old certificates.
+        self._pause(_HANDSHAKES_BEGIN_S)
+        self.given = found
+        return found
+
+
+def _server_certificates(tls: TlsFiles) -> Any:
     # gRPC notices unusable files late and does not name them, so OpenSSL checks them first.
     server_context(tls)
     key, cert, ca = _read_tls(tls)

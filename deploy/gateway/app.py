@@ -359,6 +359,7 @@ class Gateway:
             pds=self._pds,
             spill={pd.name: pd.spill for pd in self._pd_settings},
             reports=self._watcher.pd_reports,
+            prefill_reports=self._watcher.prefill_reports,
             prefill_clusters=self._prefill_clusters,
             engines=EngineHttpClient(
                 config.timeouts, self._engine_access, max_answer_bytes=config.max_answer_bytes

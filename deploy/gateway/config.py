@@ -45,6 +45,10 @@ class ModelConfig(Section):
     """The most tokens of prompt and output together."""
     root: str | None = None
     """Where its weights come from, as /v1/models shows it."""
+    adapters: dict[Annotated[str, Field(min_length=1)], str] = Field(default={})
+    """Its LoRA adapters: the names that clients ask for, and where the weights of each come from.
+    All its engines must have them.
+    """
 
 
 class TimeoutConfig(Section):
@@ -257,9 +261,10 @@ class GatewayConfig(GatewaySection):
 
     @model_validator(mode="after")
     def _check(self) -> GatewayConfig:
-        names = [model.name for model in self.models]
+        names = [name for model in self.models for name in (model.name, *model.adapters)]
         if len(set(names)) != len(names):
-            raise ValueError(f"models: two have the same name; names must differ: {names}")
+            message = "models: two models or adapters have the same name; names must differ"
+            raise ValueError(f"{message}: {names}")
         if self.max_buffered_bytes < self.max_body_bytes:
             raise ValueError("max_buffered_bytes must hold at least one body of max_body_bytes")
         if self.report_stale_s <= self.report_interval_s:

@@ -62,6 +62,10 @@ REASONS: Final[dict[Reason, str]] = {
     Reason.RENDER_UNAVAILABLE: "no engine turned it into tokens in time",
     Reason.NO_PREFILL_CLUSTER: "there is no prefill cluster",
     Reason.PREFILL_UNHEALTHY: "the prefill cluster has no healthy instance, or does not report",
+    Reason.KVCACHE_UNUSABLE: (
+        "whoever would prefill it has other weights or another KVCache layout than whoever would "
+        "decode it; `prfaas status` says which"
+    ),
     Reason.PREFILL_QUEUE_FULL: "the prefill cluster's queue is full",
     Reason.NO_LANDING_ROOM: "the PD cluster has no room for its KVCache to land",
     Reason.LINK_BUSY: "its KVCache would land too late: the link is slow or much waits for it",
@@ -70,6 +74,7 @@ REASONS: Final[dict[Reason, str]] = {
     ),
     Reason.LINK_DOWN: "the link from the prefill cluster is down",
     Reason.LINK_STALE: "no agent has reported lately about the link from the prefill cluster",
+    Reason.ADAPTER_DIFFERS: "the prefill cluster has other weights of the adapter, or none",
     Reason.RESERVE_FAILED: "the PD cluster did not reserve a landing",
     Reason.PREFILL_FAILED: "the prefill elsewhere failed",
     Reason.DECODE_FAILED: "the engine that was to decode failed",
@@ -154,6 +159,8 @@ def _print_record(console: Console, record: RequestRecord, now_s: float) -> None
 
 def _facts(record: RequestRecord, now_s: float) -> Iterator[tuple[str, str]]:
     model, tenant = record.model or "the only model", record.tenant
+    if record.adapter:
+        model = f"{record.adapter}, an adapter of {model}"
     # The record has the gateway's clock, which may be ahead of this host's.
     age = format_age(max(0.0, now_s - record.started_s))
     yield "request", f"{record.request_id}: {record.endpoint} for {model}, {age} ago"

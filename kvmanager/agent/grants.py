@@ -88,7 +88,9 @@ def probe_send(request: SendLinkProbe | ProbeSend) -> Granted:
 
 def _moved(request: ReserveCacheMove | SendCacheMove) -> str:
     parts = repr([(index, part) for index, part in request.parts])
-    return content_digest(request.layout_fingerprint, request.block_keys, parts)
+    # Gateways that name no namespace sign without it.
+    namespace = (request.namespace,) if request.namespace else ()
+    return content_digest(request.layout_fingerprint, request.block_keys, parts, *namespace)
 
 
 class AgentGrants:

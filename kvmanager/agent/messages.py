@@ -190,7 +190,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     """One engine instance and its connections. `cache` None: it does not use the prefix cache.
     `kv_block_bytes` is the data of one block of the engine's own KV memory, on all ranks. Engines
     share KVCache if `layout_fingerprint` is the same; `model` is only a name, `weights` identifies
-    the weights. `engine` is its program with the version.
+    the weights. `engine` is its program with the version. `adapters` identifies its LoRA adapters
+    by name: engines share KVCache of those that are the same.
     """
 
     instance: str
@@ -203,6 +204,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     model: str = ""
     weights: str = ""
     engine: str = ""
+    adapters: dict[str, str] = {}
     pp_size: int = 1
 
 

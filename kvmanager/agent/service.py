@@ -260,7 +260,7 @@ class NodeAgent:
         self.cache.connect(peer, self.book.shape(peer.instance))
         if self.engine_events is not None and hello.namespace:
             layout = self.book.layout_of(peer.instance)
-            self.engine_events.engine_joined(peer.instance, layout, hello.namespace)
+            self.engine_events.engine_joined(peer.instance, layout, hello.namespace, hello.adapters)
         return self.cache.placement
 
     def message(self, conn_id: int, message: TransferMessage | CacheMessage) -> None:

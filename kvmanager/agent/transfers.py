@@ -233,10 +233,10 @@ class AgentTransfers:
         transfer_id = message.transfer_id
         effects: list[Effect] = []
         match message:
+            case Ready(_, attempt, ranges):  # the first, since most are
+                effects = outboxes.ranges_ready(conn_id, transfer_id, attempt, ranges, now_s())
             case Attach(_, attempt):
                 effects = outboxes.attach(conn_id, transfer_id, attempt)
-            case Ready(_, attempt, ranges):
-                effects = outboxes.ranges_ready(conn_id, transfer_id, attempt, ranges, now_s())
             case PrefillEnd(attempt=attempt):
                 effects = outboxes.prefill_end(conn_id, transfer_id, attempt, now_s())
             case AbortOutbox(_, attempt, reason):

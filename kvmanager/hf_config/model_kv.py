@@ -3,11 +3,10 @@
 These are values only. They come from the `*_families`, or from an engine's own specs.
 
 Tensor parallelism. vLLM gives every rank the same amount of cache. Attention heads are shared out;
-with more ranks than KV heads each head is kept by several ranks, so the sum over ranks grows. The
-latent vector of MLA cannot be shared out: every rank keeps a whole copy of the same bytes. What
-these types call bytes to transfer is the sum over ranks, replicated KV heads included, because each
-rank loads its own pages; MLA counts once, because one copy serves all ranks. `rank_*` is what one
-rank holds.
+with more ranks than KV heads each head is kept by several ranks. The latent vector of MLA cannot be
+shared out: every rank keeps a whole copy of the same bytes. A transfer carries each head and each
+latent vector once (`kvmanager.layout`), so bytes to transfer are the same for any number of ranks.
+`rank_*` is what one rank holds, copies included.
 """
 
 from collections import Counter
@@ -21,25 +20,18 @@ from kvmanager.layout import KVKind
 class LayerKv:
     """One layer's cache. `index` counts the model's layers from 0.
 
-    A layer of kind FULL or MLA holds `rank_bytes_per_token` for every token, a WINDOW layer for the
-    last `window_tokens`, a RECURRENT layer `rank_fixed_bytes` whatever the length.
-    `num_sending_ranks` is how many ranks' shares a transfer carries.
+    A layer of kind FULL or MLA holds `bytes_per_token` for every token, a WINDOW layer for the last
+    `window_tokens`, a RECURRENT layer `fixed_bytes` whatever the length. Of these a rank holds
+    `rank_bytes_per_token` and `rank_fixed_bytes`.
     """
 
     index: int
     kind: KVKind
+    bytes_per_token: int = 0
+    fixed_bytes: int = 0
+    window_tokens: int = 0
     rank_bytes_per_token: int = 0
     rank_fixed_bytes: int = 0
-    window_tokens: int = 0
-    num_sending_ranks: int = 1
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.num_sending_ranks * self.rank_bytes_per_token
-
-    @property
-    def fixed_bytes(self) -> int:
-        return self.num_sending_ranks * self.rank_fixed_bytes
 
     def held_tokens(self, num_tokens: int) -> int:
         """How many of the first `num_tokens` tokens have bytes of their own in this cache."""
@@ -98,8 +90,8 @@ class ModelKv:
     def bytes_for(self, num_tokens: int) -> int:
         """S_kv(l) of the paper: bytes to transfer after `num_tokens` tokens, without padding.
 
-        `KVLayout.transfer_bytes` is the exact size on the wire of one engine's pages: at most a
-        page more for each layer, and for MLA as many copies as there are ranks.
+        `KVLayout.transfer_bytes` is the exact size on the wire. It is the same but for windows, of
+        which `window_tokens` - 1 to `window_tokens` + 14 tokens travel.
         """
         return sum(layer.bytes_for(num_tokens) for layer in self.layers)
 
@@ -134,6 +126,6 @@ def _words(layer: LayerKv | None) -> str:
     if layer is None:
         return "no cache"
     if layer.kind is KVKind.RECURRENT:
-        return f"{layer.kind} {layer.rank_fixed_bytes} B"
+        return f"{layer.kind} {layer.fixed_bytes} B"
     window = f" of {layer.window_tokens} tokens" if layer.kind is KVKind.WINDOW else ""
-    return f"{layer.kind}{window} {layer.rank_bytes_per_token} B/token"
+    return f"{layer.kind}{window} {layer.bytes_per_token} B/token"

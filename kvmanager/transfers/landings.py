@@ -87,7 +87,8 @@ class LandingTable:
             return []
         landing.state = State.LANDED
         landing.ended_s = now_s
-        return [OutcomeKnown(landing.key), *self._claim(landing)]
+        # The engine first: it waits for this, and a report is for later.
+        return [*self._claim(landing), OutcomeKnown(landing.key)]
 
     def failed(self, transfer_id: bytes, reason: str, now_s: float) -> list[Effect]:
         """The receiver gave it up."""

@@ -14,7 +14,9 @@ vLLM engine id, which changes with every start.
 With vLLM's own prefix caching on, the engine uses the agent's prefix cache as well, unless
 `"prefix_pool": false`; `cache_min_load_tokens` and `cache_find_timeout_s` are its options. Engines
 of the same weights share KVCache. The files of the weights identify them; the option `weights` is a
-word that identifies weights which are in no file (`kvmanager.vllm_connector.weights`).
+word that identifies weights which are in no file (`kvmanager.vllm_connector.weights`). The option
+`adapters` has the names and paths of the engine's `--lora-modules`: the agent is told which they
+are. KVCache of other adapters is cached by their content, and the gateway moves none of it.
 
 `kv_role` may also be `kv_producer` or `kv_consumer`. The engine then computes the other role's
 requests as if they had no parameters. A `kv_producer` whose steps overlap (asynchronous scheduling,
@@ -25,7 +27,9 @@ pipelines) stores in the prefix cache and never loads from it. The interface is 
 import contextlib
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
@@ -54,10 +58,12 @@ from kvmanager.vllm_connector.metadata import PrfaasMetadata
 from kvmanager.vllm_connector.scheduler import SchedulerSide
 from kvmanager.vllm_connector.stages import LayoutHandshake, exchanged, layout_from
 from kvmanager.vllm_connector.stats import PrfaasPromMetrics, TransferStats
+from kvmanager.vllm_connector.versions.check import check_vllm
+from kvmanager.vllm_connector.weights import Adapters, adapter_settings
 from kvmanager.vllm_connector.worker import WorkerSide
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -71,10 +77,22 @@ logger = logging.getLogger("prfaas.kvmanager.connector")
 DEFAULT_LANDING_TIMEOUT_S = 120.0
 # After any other status the prompt may not be computed to its end, so an outbox stays incomplete.
 FINISHED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+NO_SLEEP = "an engine that exchanges KVCache cannot give up the memory of its KV cache"
 
 
 class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     """Streams prefilled KVCache to the node agent and loads landed KVCache from it."""
+
+    def __new__(
+        cls,
+        vllm_config: "VllmConfig",
+        role: KVConnectorRole,
+        kv_cache_config: "KVCacheConfig",
+    ) -> Self:
+        # Before object.__new__, which refuses a class that lacks an abstract method of a newer
+        # vLLM and names neither version. One of an engine's processes warns.
+        check_vllm(vllm_version, warns=role is KVConnectorRole.SCHEDULER)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -89,6 +107,9 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
                 "PrfaasConnector needs kv_connector_extra_config.agent_socket: "
                 "the path that `prfaas agent --socket` listens on"
             )
+        # vLLM 0.33 refuses it by `supports_sleep_mode`; 0.32 does not ask.
+        if vllm_config.model_config.enable_sleep_mode:
+            raise ValueError(f"PrfaasConnector: {NO_SLEEP}; remove --enable-sleep-mode")
         # vLLM makes one connector in the scheduler's process and one in each worker, and calls only
         # the methods of its role.
         self._scheduler: SchedulerSide | None = None
@@ -100,28 +121,26 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         elif vllm_config.parallel_config.pipeline_parallel_size == 1:
             self._start_scheduler(layout_of(vllm_config, [stage]))
 
-    def _client(self, layout: KVLayout, worker: tuple[int, int] | None) -> EngineClient:
-        """`worker`: (pipeline stage, tensor-parallel rank); None: the scheduler's process."""
-        extra = self._kv_transfer_config.kv_connector_extra_config
-        return EngineClient(extra["agent_socket"], _hello(self._vllm_config, layout, worker))
-
     def _start_scheduler(self, layout: KVLayout) -> None:
         config, extra = self._vllm_config, self._kv_transfer_config.kv_connector_extra_config
+        adapters = Adapters(extra.get("adapters"), adapter_settings(config))
+        hello = _hello(config, layout, None, adapters.told)
         self._scheduler = SchedulerSide(
             layout,
             self._kv_cache_config,
-            self._client(layout, None),
+            EngineClient(extra["agent_socket"], hello),
             mamba_cache_mode=config.cache_config.mamba_cache_mode,
             landing_timeout_s=float(extra.get("landing_timeout_s", DEFAULT_LANDING_TIMEOUT_S)),
             produces=self._kv_transfer_config.is_kv_producer,
             consumes=self._kv_transfer_config.is_kv_consumer,
-            cache=_cache_options(extra, _namespace(config, layout), loads=self._may_load(config)),
+            cache=_cache_options(extra, hello.namespace, loads=self._may_load(config)),
+            adapters=adapters,
         )
         if not extra.get("instance"):
             logger.warning(
                 "kv_connector_extra_config names no instance: this engine is %s to its node "
                 "agent, and something else after the next start",
-                instance_name(config),
+                hello.instance,
             )
         self._scheduler.start()
 
@@ -140,11 +159,22 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._layout is not None
         tp_rank = get_tensor_model_parallel_rank()
         views = registered_views(self._layout, kv_caches, self._kv_cache_config, tp_rank)
-        client = self._client(self._layout, (get_pp_group().rank_in_group, tp_rank))
+        worker = get_pp_group().rank_in_group, tp_rank
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        hello = _hello(self._vllm_config, self._layout, worker)
+        client = EngineClient(extra["agent_socket"], hello)
         # Not earlier: a load needs the views, and the agent may give this worker work once it is
         # connected.
         self._worker = WorkerSide(self._layout, client, views)
         self._worker.start()
+
+    def unregister_kv_caches(self) -> None:
+        """Refuse: copies from and to the pages may be under way, and are never all drained.
+
+        vLLM 0.33 calls this before it takes the pages' memory away. The error leaves the memory in
+        its place, and reaches whoever asked vLLM for it.
+        """
+        raise RuntimeError(f"PrfaasConnector: {NO_SLEEP}; stop the engine instead")
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """The layout of all pipeline stages. None without stages: the scheduler's process has it,
@@ -256,8 +286,15 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """True: in a full CUDA graph, vLLM could not call `save_kv_layer` between the layers."""
-        return True
+        """False: where a full CUDA graph keeps vLLM from calling `save_kv_layer` in a step, the
+        layers are sent after the step. Decode steps have nothing to send and keep their graphs.
+        """
+        return False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
+        """False: see `unregister_kv_caches`. vLLM 0.33 asks before an engine starts."""
+        return False
 
     @classmethod
     def build_kv_connector_stats(
@@ -315,7 +352,10 @@ def _namespace(config: "VllmConfig", layout: KVLayout) -> bytes:
 
 
 def _hello(
-    config: "VllmConfig", layout: KVLayout, worker: tuple[int, int] | None
+    config: "VllmConfig",
+    layout: KVLayout,
+    worker: tuple[int, int] | None,
+    adapters: Mapping[str, str] = MappingProxyType({}),
 ) -> EngineHello:
     """`worker`: (pipeline stage, tensor-parallel rank); None: the scheduler's process."""
     pp_rank, tp_rank = worker or (0, 0)
@@ -331,5 +371,6 @@ def _hello(
         pp_size=config.parallel_config.pipeline_parallel_size,
         layout=layout.encode(),
         namespace=_namespace(config, layout),
+        adapters=dict(adapters),
         engine=f"vllm {vllm_version}",
     )

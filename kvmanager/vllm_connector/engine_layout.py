@@ -64,15 +64,10 @@ def stage_of(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> Sta
     Raises `LayoutError` for KVCache that the connector cannot move: cross attention, chunked local
     attention and context parallelism.
     """
-    # Units are divided among tensor-parallel ranks, layers among pipeline stages, and nothing is
-    # divided among any others.
-    if vllm_config.parallel_config.decode_context_parallel_size > 1:
-        raise LayoutError("decode context parallelism is not supported; use TP")
-    if vllm_config.speculative_config is not None:
-        raise LayoutError("speculative decoding is not supported; remove --speculative-config")
-    groups = kv_cache_config.transfer_groups
+    _refuse_unsupported(vllm_config)
+    groups, page_order = kv_cache_config.transfer_groups, kv_cache_config.kv_cache_layout
     return Stage(
-        tuple(_group(group, vllm_config) for group in groups),
+        tuple(_group(group, vllm_config, page_order or "default") for group in groups),
         {name: _reading(spec) for group in groups for name, spec in _layer_specs(group)},
     )
 
@@ -94,6 +89,25 @@ def layout_of(vllm_config: "VllmConfig", stages: Sequence[Stage]) -> KVLayout:
     )
     layout.validate()
     return layout
+
+
+def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
+    """Raise `LayoutError` that names a setting with which KVCache cannot be moved."""
+    parallel = vllm_config.parallel_config
+    # Units are divided among tensor-parallel ranks, layers among pipeline stages, and nothing is
+    # divided among any others.
+    sizes = {
+        "--decode-context-parallel-size": parallel.decode_context_parallel_size,
+        "--prefill-context-parallel-size": parallel.prefill_context_parallel_size,
+    }
+    for option, size in sizes.items():
+        if size > 1:
+            raise LayoutError(f"{option} {size} is not supported: use --tensor-parallel-size")
+    # Two halves of a batch run at once, and their layers' hooks do not say which one they are of.
+    if parallel.enable_dbo or parallel.ubatch_size > 1:
+        raise LayoutError("dual batch overlap is not supported: remove --enable-dbo")
+    if vllm_config.speculative_config is not None:
+        raise LayoutError("speculative decoding is not supported: remove --speculative-config")
 
 
 def registered_views(
@@ -163,7 +177,7 @@ def _reading(spec: KVCacheSpec) -> tuple[str, ...]:
     return tuple(str(getattr(spec, name, None)) for name in _SPEC_FIELDS)
 
 
-def _group(group: "KVCacheGroupSpec", vllm_config: "VllmConfig") -> KVGroup:
+def _group(group: "KVCacheGroupSpec", vllm_config: "VllmConfig", page_order: str) -> KVGroup:
     specs = dict(_layer_specs(group))
     # A pipeline stage may have no layer of a group, which is of some kind nevertheless.
     spec = next(iter(specs.values()), _any_spec(group.kv_cache_spec))
@@ -173,7 +187,9 @@ def _group(group: "KVCacheGroupSpec", vllm_config: "VllmConfig") -> KVGroup:
         kind=kind_of(spec),
         tokens_per_block=RECURRENT_TOKENS_PER_BLOCK if recurrent else spec.block_size,
         window_tokens=window,
-        layers=tuple(KVLayer(name, parts_of(layer, vllm_config)) for name, layer in specs.items()),
+        layers=tuple(
+            KVLayer(name, parts_of(layer, vllm_config, page_order)) for name, layer in specs.items()
+        ),
     )
 
 

@@ -12,13 +12,20 @@ as [head size, block size]), mamba_utils.py (shapes of states, order of their co
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, MambaSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheSpec,
+    KVQuantMode,
+    MambaSpec,
+    SparseCacheRole,
+)
 
 from kvmanager.layout import KVLayer, KVPart, LayoutError
 from kvmanager.vllm_connector.slabs import PartView, Piece
@@ -28,19 +35,31 @@ if TYPE_CHECKING:
 
 _COLUMN_KEYS = ("vec", "vec16")
 """Instruction sets of vLLM's CPU attention that keep a block's keys as [head size, block size]."""
-_HEADS_FIELD = "num_key_value_heads"
-"""In the names of the fields of a model's configuration that give numbers of KV heads."""
-_GROUP_FIELDS = ("n_groups", "mamba_n_groups")
+_GROUP_FIELDS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 """Names of the number of B and C groups in the configurations of Mamba 2 models."""
+_KV_HEADS = re.compile("kv_head|key_value_head|head_kv|attention_groups")
+"""Names of numbers of KV heads in models' configurations."""
+_SCALES_IN_ITEM = (
+    KVQuantMode.FP8_PER_TENSOR,
+    KVQuantMode.INT8_PER_TOKEN_HEAD,
+    KVQuantMode.FP8_PER_TOKEN_HEAD,
+    KVQuantMode.INT4_PER_TOKEN_HEAD,
+)
+"""Quantised caches in which all bytes of one head and token are together."""
+_OPAQUE = "opaque"
+"""How the encodings of pages begin whose order of bytes is not known."""
 
 
-def parts_of(spec: KVCacheSpec, config: VllmConfig) -> tuple[KVPart, ...]:
-    """The parts of a layer with this spec. Raises `LayoutError` for specs that are not known."""
+def parts_of(spec: KVCacheSpec, config: VllmConfig, page_order: str) -> tuple[KVPart, ...]:
+    """The parts of a layer with this spec. Raises `LayoutError` for specs that are not known.
+
+    page_order: vLLM's name for the order of heads and tokens in memory (`KVCacheLayout`).
+    """
     match spec:
         case MambaSpec():
             return _state_parts(spec, config)
         case AttentionSpec():
-            return (_attention_part(spec, config),)
+            return (_attention_part(spec, config, page_order),)
         case _:
             raise LayoutError(f"{type(spec).__name__} layers cannot be transferred")
 
@@ -59,6 +78,7 @@ def views_of(
     """
     tensors = [cache] if isinstance(cache, torch.Tensor) else list(cache)
     try:
+        pieces: list[tuple[Piece, ...]]
         if layer.parts[0].encoding.startswith(_OPAQUE):
             pieces = [(_opaque_page(tensors[0], spec, num_blocks),)]
         elif isinstance(spec, MambaSpec):
@@ -90,96 +110,132 @@ def _rows_per_block(memory: torch.Tensor, num_blocks: int) -> int:
 # ---- what a layer keeps
 
 
-_OPAQUE = "opaque"
+def _attention_part(spec: AttentionSpec, config: VllmConfig, page_order: str) -> KVPart:
+    encoding, num_units = _attention_encoding(spec, config), _num_kv_heads(spec, config)
+    if encoding is None or num_units is None or spec.tokens_per_state < 1:
+        backend = config.attention_config.backend
+        how = [page_order, backend.name if backend else "default backend"]
+        if current_platform.is_cpu():
+            how.append(_cpu_order(spec, config))
+        how += [str(spec.dtype).removeprefix("torch."), _quantisation(spec, config)]
+        is_replicated = spec.max_tp_shards == 1
+        return _opaque_part("pages", spec, config, how, is_replicated=is_replicated)
+    name = "latent" if _is_latent(spec) else "kv"
+    tokens_per_item = int(spec.tokens_per_state)
+    return KVPart(name, num_units, spec.state_content_size_bytes, encoding, tokens_per_item)
 
 
-def _attention_part(spec: AttentionSpec, config: VllmConfig) -> KVPart:
-    encoding = _attention_encoding(spec)
-    num_units = _num_kv_heads(spec, config)
-    tokens_per_item = spec.tokens_per_state
-    is_known = encoding is not None and num_units is not None
-    if not is_known or tokens_per_item < 1 or spec.num_heads != spec.num_kv_heads:
-        return _opaque_part(spec, config)
-    name = "latent" if isinstance(spec, MLAAttentionSpec) else "kv"
-    return KVPart(name, num_units, spec.state_content_size_bytes, encoding, int(tokens_per_item))
+def _is_latent(spec: AttentionSpec) -> bool:
+    """Whether a token has one vector instead of a key and a value, as in MLA."""
+    return spec.head_size_v == 0
 
 
-def _attention_encoding(spec: AttentionSpec) -> str | None:
+def _attention_encoding(spec: AttentionSpec, config: VllmConfig) -> str | None:
     """How an item of one head and token is to be read; None: its bytes are not together."""
-    dtype = str(spec.dtype).removeprefix("torch.")
-    cache_dtype = getattr(spec, "cache_dtype_str", None)
-    if spec.kv_quant_mode:
-        quantised = f"{spec.kv_quant_mode.name.lower()} {cache_dtype or dtype}"
-        # The CPU's kernels order quantised keys in a way of their own.
-        return None if current_platform.is_cpu() else quantised
-    if isinstance(spec, MLAAttentionSpec):
-        return dtype if cache_dtype in (None, "auto", dtype) else f"{dtype} {cache_dtype}"
-    if current_platform.is_cpu() and _cpu_order(spec) not in _COLUMN_KEYS:
+    # Backends that set the number of slots keep the keys of all heads apart from the values, and
+    # sparse attention's indexers and DeepSeek V4 keep a page's scales behind all of its numbers.
+    if (
+        spec.num_head_slots is not None
+        or getattr(spec, "cache_role", None) is SparseCacheRole.INDEXER
+        or getattr(spec, "model_version", None) is not None
+    ):
         return None
+    dtype = str(spec.dtype).removeprefix("torch.")
+    if spec.kv_quant_mode:
+        # The CPU's kernels order quantised keys in a way of their own.
+        is_known = spec.kv_quant_mode in _SCALES_IN_ITEM and not current_platform.is_cpu()
+        return _quantisation(spec, config) if is_known else None
+    if not spec.dtype.is_floating_point:
+        return None
+    if current_platform.is_cpu() and not _is_latent(spec):
+        is_known = _cpu_order(spec, config) in _COLUMN_KEYS and spec.head_size_v == spec.head_size
+        return dtype if is_known else None
     return dtype
 
 
-def _cpu_order(spec: AttentionSpec) -> str:
+def _quantisation(spec: AttentionSpec, config: VllmConfig) -> str:
+    """The mode and the number format, which the data type of quantised caches (uint8) hides."""
+    if not spec.kv_quant_mode:
+        return "none"
+    named = getattr(spec, "cache_dtype_str", None) or config.cache_config.cache_dtype
+    return f"{spec.kv_quant_mode.name.lower()} {'fp8_e4m3' if named == 'fp8' else named}"
+
+
+def _cpu_order(spec: AttentionSpec, config: VllmConfig) -> str:
     """vLLM's name for the order that its CPU attention uses for this layer."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    return _get_attn_isa(spec.dtype, spec.block_size, spec.head_size)
+    return _get_attn_isa(config.model_config.dtype, spec.block_size, spec.head_size)
 
 
 def _num_kv_heads(spec: AttentionSpec, config: VllmConfig) -> int | None:
     """The KV heads over all ranks, copies counted once; None: vLLM does not say."""
     tp_size = config.parallel_config.tensor_parallel_size
-    if tp_size == 1 or spec.max_tp_shards is not None:
-        return spec.num_kv_heads * min(tp_size, spec.max_tp_shards or 1)
-    if spec.num_kv_heads > 1:
-        return spec.num_kv_heads * tp_size  # a rank has copies only where it has one head
-    # Layers of one model may have different numbers of heads.
-    text = config.model_config.hf_text_config.to_dict()
-    totals = {int(value) for name, value in text.items() if _HEADS_FIELD in name and value}
-    fitting = {total for total in totals if tp_size % total == 0}
-    return fitting.pop() if len(fitting) == 1 else None
+    if spec.max_tp_shards is not None:
+        return spec.num_kv_heads * min(tp_size, spec.max_tp_shards)
+    # vLLM makes copies only where there are more ranks than heads, so that each rank has one.
+    if tp_size == 1 or spec.num_kv_heads > 1:
+        return spec.num_kv_heads * tp_size
+    found = {number for number in _kv_head_numbers(spec, config) if number <= tp_size}
+    return found.pop() if len(found) == 1 else None
 
 
-def _opaque_part(spec: KVCacheSpec, config: VllmConfig) -> KVPart:
+def _kv_head_numbers(spec: AttentionSpec, config: VllmConfig) -> set[int]:
+    """What the model's configuration says of the KV heads of this layer, or of all layers where it
+    does not tell them apart.
+    """
+    model = config.model_config
+    text = model.hf_text_config.to_dict()
+    of_windows = text.get("swa_num_key_value_heads")
+    if of_windows and getattr(spec, "sliding_window", None):
+        return {int(of_windows)}
+    found = {int(model.get_total_num_kv_heads())}
+    for name, value in text.items():
+        if _KV_HEADS.search(name) and name != "swa_num_key_value_heads":
+            found |= {number for number in _list(value) if type(number) is int and number > 0}
+    return found
+
+
+def _list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _opaque_part(
+    name: str,
+    spec: AttentionSpec | MambaSpec,
+    config: VllmConfig,
+    how: Sequence[str],
+    *,
+    is_replicated: bool,
+) -> KVPart:
     """Whole pages, which only engines that are cut in the same way can exchange."""
-    tp_size = config.parallel_config.tensor_parallel_size
-    how = [_OPAQUE, current_platform.device_type, f"tp {tp_size}"]
-    if isinstance(spec, MambaSpec):
-        dtypes = ",".join(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)
-        return KVPart("state", tp_size, spec.real_page_size_bytes, " ".join([*how, dtypes]), 0)
-    assert isinstance(spec, AttentionSpec)
-    if current_platform.is_cpu():
-        how.append(_cpu_order(spec))
-    how += [str(spec.dtype).removeprefix("torch."), spec.kv_quant_mode.name.lower()]
-    return KVPart("pages", tp_size, spec.real_page_size_bytes, " ".join(how), spec.block_size)
+    tp_size = 1 if is_replicated else config.parallel_config.tensor_parallel_size
+    cut = [] if is_replicated else [f"tp {tp_size}"]
+    encoding = " ".join([_OPAQUE, current_platform.device_type, *cut, *how])
+    tokens_per_item = 0 if isinstance(spec, MambaSpec) else spec.block_size
+    return KVPart(name, tp_size, spec.real_page_size_bytes, encoding, tokens_per_item)
 
 
 def _state_parts(spec: MambaSpec, config: VllmConfig) -> tuple[KVPart, ...]:
-    tp_size = 1 if spec.tp_replicated else config.parallel_config.tensor_parallel_size
+    tp_size = config.parallel_config.tensor_parallel_size
     dtypes = [str(dtype).removeprefix("torch.") for dtype in spec.dtypes]
     sizes = [dtype.itemsize for dtype in spec.dtypes]
-    split = _convolution(spec, config)
-    if split is not None:
+    is_linear = spec.mamba_type is MambaAttentionBackendEnum.LINEAR and len(spec.shapes) == 1
+    split = [] if is_linear else _convolution(spec, config)
+    if split is None or spec.tp_replicated:
+        how = [f"{dtype} {shape}" for dtype, shape in zip(dtypes, spec.shapes, strict=True)]
+        return (_opaque_part("state", spec, config, how, is_replicated=spec.tp_replicated),)
+    parts = []
+    for name, total, _, channels in split:
         rows = _convolution_rows(spec)
-        parts = [
-            KVPart(name, total, rows * channels * sizes[0], f"{dtypes[0]} x {rows} x {channels}", 0)
-            for name, total, _, channels in split
-        ]
-        heads, *inner = spec.shapes[1]
-        shape = " x ".join(map(str, inner))
-        state = KVPart(
-            "state", heads * tp_size, math.prod(inner) * sizes[1], f"{dtypes[1]} x {shape}", 0
-        )
-        return (*parts, state)
-    if spec.mamba_type is MambaAttentionBackendEnum.LINEAR and len(spec.shapes) == 1:
-        heads, *inner = spec.shapes[0]
-        shape = " x ".join(map(str, inner))
-        return (
-            KVPart(
-                "state", heads * tp_size, math.prod(inner) * sizes[0], f"{dtypes[0]} x {shape}", 0
-            ),
-        )
-    return (_opaque_part(spec, config),)
+        encoding = f"{dtypes[0]} x {rows} x {channels}"
+        parts.append(KVPart(name, total, rows * channels * sizes[0], encoding, 0))
+    heads, *inner = spec.shapes[-1]
+    encoding = " x ".join([dtypes[-1], *map(str, inner)])
+    parts.append(
+        KVPart("state", heads * tp_size, math.prod(inner) * sizes[-1], encoding, 0),
+    )
+    return tuple(parts)
 
 
 def _convolution_dim(spec: MambaSpec) -> int:
@@ -209,7 +265,7 @@ def _convolution(spec: MambaSpec, config: VllmConfig) -> list[_Channels] | None:
         MambaAttentionBackendEnum.GDN_ATTN,
         MambaAttentionBackendEnum.MAMBA2,
     )
-    if not is_known or len(spec.shapes) != 2 or len(spec.shapes[1]) != 3 or spec.tp_replicated:
+    if not is_known or len(spec.shapes) != 2 or len(spec.shapes[1]) != 3:
         return None
     heads, head_dim, state_dim = spec.shapes[1]
     rest, odd = divmod(_convolution_dim(spec) - heads * head_dim, 2)
@@ -220,9 +276,13 @@ def _convolution(spec: MambaSpec, config: VllmConfig) -> list[_Channels] | None:
     if spec.mamba_type is MambaAttentionBackendEnum.GDN_ATTN:
         key = (groups * tp_size, groups, state_dim)
         return [("query", *key), ("key", *key), values]
-    total = _num_groups(config)
-    if total is None or groups != max(1, total // tp_size):
-        return None
+    total = groups * tp_size
+    if groups == 1 and tp_size > 1:
+        # Either every rank has a group of its own, or all have copies of the only one.
+        found = _num_groups(config)
+        if found not in (1, tp_size):
+            return None
+        total = found
     return [values, ("b", total, groups, state_dim), ("c", total, groups, state_dim)]
 
 
@@ -242,7 +302,7 @@ def _attention_pieces(part: KVPart, spec: AttentionSpec, cache: torch.Tensor) ->
     rows, heads, states, content = cache.shape
     if content * cache.element_size() != part.item_bytes:
         raise ValueError(f"content of {content} elements, not of {part.item_bytes} bytes")
-    if not current_platform.is_cpu() or isinstance(spec, MLAAttentionSpec):
+    if not current_platform.is_cpu() or _is_latent(spec):
         return (Piece(cache),)
     size = spec.head_size
     # Row by row a head has its keys, one column for each token, and then its values.
@@ -283,7 +343,7 @@ def _state_pieces(
 
 def _opaque_page(tensor: torch.Tensor, spec: KVCacheSpec, num_blocks: int) -> Piece:
     """A page's data as one run of bytes. vLLM pads the pages of all groups to one size."""
-    nbytes = int(spec.real_page_size_bytes)  # type: ignore[attr-defined]
+    nbytes = int(spec.real_page_size_bytes)
     if tensor.dim() == 4 and not _is_one_run(tensor):
         raise ValueError("a block is in several pieces; set VLLM_KV_CACHE_LAYOUT=LBHNC or LBNHC")
     rows_per_block = tensor.shape[0] // num_blocks

@@ -41,6 +41,7 @@ from kvmanager.vllm_connector.params import (
     TransferParams,
     parse,
 )
+from kvmanager.vllm_connector.weights import Adapters
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -68,6 +69,10 @@ def idle_wait_s(pass_s: float) -> float:
     return min(max(MIN_IDLE_WAIT_S, IDLE_WAIT_SHARE * pass_s), MAX_IDLE_WAIT_S)
 
 
+def _adapter(identity: str) -> str:
+    return f"the adapter {identity}" if identity else "the base model"
+
+
 @dataclass(slots=True)
 class Producer:
     """A request whose KVCache goes to an outbox. `done`: its last chunk was scheduled."""
@@ -90,6 +95,7 @@ class SchedulerSide:
         produces: bool,
         consumes: bool,
         cache: PrefixCacheOptions = NO_CACHE,
+        adapters: Adapters | None = None,
     ) -> None:
         self._layout = layout
         self._produces = produces
@@ -112,7 +118,10 @@ class SchedulerSide:
         self._landings = Landings(
             layout, pages, self._shape.block_tokens, landing_timeout_s, client
         )
-        self._cache = CacheScheduler(self._shape, pages, cache, self._agent_said, client)
+        self._adapters = adapters or Adapters()
+        self._cache = CacheScheduler(
+            self._shape, pages, cache, self._agent_said, client, adapters=self._adapters
+        )
 
     def start(self) -> None:
         """Connect to the agent in the background."""
@@ -200,8 +209,8 @@ class SchedulerSide:
             self._layout.transfer_bytes(params.num_tokens, params.cached_tokens)
         except ValueError as error:
             return str(error)
-        if request.lora_request:
-            return "the other engine does not say which adapter of this name it has"
+        if problem := self._other_adapter(request, params):
+            return problem
         tokens = request.prompt_token_ids or []
         if isinstance(params, ProducerParams):
             if len(tokens) != params.num_tokens:
@@ -218,6 +227,17 @@ class SchedulerSide:
         is_kv = self._shape.has_kv or not num_cached
         if not is_kv or num_cached * self._shape.block_tokens != params.cached_tokens:
             return f"{params.cached_tokens} cached tokens in {num_cached} blocks"
+        return ""
+
+    def _other_adapter(self, request: "Request", params: TransferParams) -> str:
+        """Why the KVCache would be of another LoRA adapter than the request's here, or ''."""
+        own = self._adapters.identity(request.lora_request)
+        if own is None:
+            assert request.lora_request is not None
+            return f"the adapter {request.lora_request.lora_name} cannot be identified"
+        # Adapters of one name may differ between two sites, and the base model has none.
+        if params.adapter != own:
+            return f"the KVCache is to be of {_adapter(params.adapter)}, here it is {_adapter(own)}"
         return ""
 
     def get_num_new_matched_tokens(

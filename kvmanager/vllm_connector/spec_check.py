@@ -118,12 +118,19 @@ def _layers(config: VllmConfig) -> tuple[LayerKv, ...]:
 
 def _layer(index: int, spec: KVCacheSpec) -> LayerKv:
     if isinstance(spec, MambaSpec):
-        return LayerKv(index, kind_of(spec), rank_fixed_bytes=data_bytes(spec))
+        nbytes = data_bytes(spec)
+        return LayerKv(index, kind_of(spec), fixed_bytes=nbytes, rank_fixed_bytes=nbytes)
     per_token, rest = divmod(data_bytes(spec), spec.block_size)
     if rest:
         raise LayoutError(f"layer {index}: {data_bytes(spec)} B for {spec.block_size} tokens")
     window_tokens = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
-    return LayerKv(index, kind_of(spec), per_token, window_tokens=window_tokens)
+    return LayerKv(
+        index,
+        kind_of(spec),
+        per_token,
+        window_tokens=window_tokens,
+        rank_bytes_per_token=per_token,
+    )
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -107,11 +107,38 @@ def adapter_identity(path: str) -> str:
     return f"files:{blake3(told).hexdigest()[:32]}"
 
 
-class Adapters:
-    """The identities of the adapters that one engine was asked for."""
+def adapter_settings(vllm_config: VllmConfig) -> str:
+    """What vLLM's own settings change of what an adapter computes; "" where they change nothing."""
+    lora = vllm_config.lora_config
+    if lora is None:
+        return ""
+    changes = []
+    if lora.target_modules is not None:
+        changes.append(f"target_modules={sorted(lora.target_modules)}")
+    if str(lora.lora_dtype) not in ("auto", str(vllm_config.model_config.dtype)):
+        changes.append(f"lora_dtype={lora.lora_dtype}")
+    if lora.enable_moe_shared_loras:
+        changes.append("enable_moe_shared_loras")
+    return " ".join(changes)
 
-    def __init__(self) -> None:
+
+class Adapters:
+    """The identities of one engine's LoRA adapters. `paths` are those that it starts with, by name:
+    they are identified once, here, and so as the engine loads them.
+    """
+
+    def __init__(self, paths: Mapping[str, str] | None = None, settings: str = "") -> None:
+        """`settings`: `adapter_settings` of the engine."""
+        self._settings = settings
         self._known: dict[tuple[int, str, str], str | None] = {}
+        self._at_start = {
+            (name, path): self._identified(name, path) for name, path in (paths or {}).items()
+        }
+
+    @property
+    def told(self) -> dict[str, str]:
+        """What others may know: the identities by name, without adapters that have none."""
+        return {name: found for (name, _), found in self._at_start.items() if found is not None}
 
     def identity(self, lora_request: Any) -> str | None:
         """ "" without an adapter; None for one that cannot be identified, whose KVCache must not
@@ -122,15 +149,24 @@ class Adapters:
         if getattr(lora_request, "load_inplace", False):
             return None  # its content changes under one id
         key = (lora_request.lora_int_id, lora_request.lora_name, lora_request.lora_path)
+        # The files may have changed since the engine read them, which it did at its start.
+        if key[1:] in self._at_start:
+            return self._at_start[key[1:]]
         if key not in self._known:
             if len(self._known) >= _MAX_ADAPTERS:
                 self._known.clear()  # adapters come and go; each is identified again when asked for
-            try:
-                self._known[key] = adapter_identity(lora_request.lora_path)
-            except WeightsError as error:
-                logger.warning("KVCache of adapter %s is not shared: %s", key[1], error)
-                self._known[key] = None
+            self._known[key] = self._identified(*key[1:])
         return self._known[key]
+
+    def _identified(self, name: str, path: str) -> str | None:
+        try:
+            found = adapter_identity(path)
+        except WeightsError as error:
+            logger.warning("KVCache of adapter %s is not shared: %s", name, error)
+            return None
+        if self._settings:
+            found += f"+{blake3(self._settings.encode()).hexdigest()[:16]}"
+        return found
 
 
 def _folder(name: str, revision: str | None, download_dir: str | None) -> Path | None:

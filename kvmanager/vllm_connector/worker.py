@@ -168,18 +168,33 @@ class WorkerSide:
             self._guarded_send(step, layer_name)
 
     def wait_for_save(self, meta: PrfaasMetadata) -> None:
-        """After the last chunk, send recurrent states and say that the prefill is over. Then copy
-        the parts that the step has completed into the prefix cache.
+        """Send what no call of `save_kv_layer` has sent: recurrent states after the last chunk, and
+        layers whose hook vLLM did not call, as in a full CUDA graph. After the last chunk, say that
+        the prefill is over, once its copies are. Then copy the parts that the step has completed
+        into the prefix cache.
         """
         for step in meta.sends:
-            if not step.is_last:
-                continue
-            for group in self._layout.groups:
-                if group.kind is KVKind.RECURRENT:
-                    for layer in group.layers:
-                        self._guarded_send(step, layer.name)
-            self._client.prefill_end(*step.ref.opening)
+            # Those of this worker's pipeline stage.
+            for name in self._views:
+                self._guarded_send(step, name)
+            if step.is_last:
+                self._end_prefill(step.ref)
         self._cache.store(meta.stores)
+
+    def _end_prefill(self, ref: TransferRef) -> None:
+        """Tell the agent that the prefill is over, once all copies that have begun have ended: the
+        time that a prefill takes is learnt from it.
+        """
+        try:
+            _, copier = self._access.open(ref.arena_epoch)
+            # Copies end in the order in which they begin, so this one of nothing ends last.
+            copier.store((), lambda error: self._prefill_ended(ref))
+        except Exception as error:
+            logger.info("the prefill of %s ends without copies: %r", ref.transfer_id.hex(), error)
+            self._prefill_ended(ref)
+
+    def _prefill_ended(self, ref: TransferRef) -> None:
+        self._client.prefill_end(*ref.opening)
 
     def _guarded_send(self, step: SendStep, layer_name: str) -> None:
         ref = step.ref

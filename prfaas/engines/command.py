@@ -9,10 +9,11 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from ssl import CERT_REQUIRED
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
+from kvmanager.agent.engines.protocol import MAX_ADAPTERS
 from kvmanager.config_files.fields import Section, TlsSection, Tokens
 from kvmanager.vllm_connector.key_guard import KEY_FILE_VARIABLE
 from transport import Endpoint
@@ -31,6 +32,18 @@ _SERVER_MODULE: Final = "vllm.entrypoints.openai.api_server"
 _EAGER_WITH_WARM_UP: Final = "-cc.mode=1"
 
 _PROJECT_ROOT: Final = Path(__file__).resolve().parents[2]
+
+
+AdapterName = Annotated[str, Field(min_length=1, max_length=200)]
+AdapterPath = Annotated[str, Field(min_length=1)]
+LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
+DEFAULT_LORA_RANK: Final = 16
+"""vLLM's `max_lora_rank` where nobody sets it."""
+
+MAX_ACTIVE_ADAPTERS: Final = 8
+"""Most adapters that may work in one engine step, unless `args` say another number. Each takes
+device memory from the KVCache.
+"""
 
 
 class EngineOptions(Section):
@@ -56,6 +69,12 @@ class EngineOptions(Section):
     """A word of yours that identifies the weights. Engines with the same word share KVCache. Left
     out, their files or their commit on the hub do; needed only where weights are in no file here.
     """
+    adapters: dict[AdapterName, AdapterPath] = Field(default={}, max_length=MAX_ADAPTERS)
+    """LoRA adapters: the names that clients ask for, and the directory of each or its name on the
+    Hugging Face hub. Engines share KVCache of adapters with the same files.
+    """
+    max_lora_rank: LoraRank | None = None
+    """Largest rank of an adapter. Left out: vLLM's choice, 16."""
     enforce_eager: bool = False
     """Do without CUDA graphs and compilation."""
     kv_space_gib: Annotated[int, Field(ge=1)] | None = None
@@ -129,9 +148,11 @@ class EngineSpec(EngineOptions):
         }
 
     def _our_connector(self) -> dict[str, object]:
-        extra = {"agent_socket": self.agent_socket, "instance": self.instance}
+        extra: dict[str, object] = {"agent_socket": self.agent_socket, "instance": self.instance}
         if self.weights is not None:
             extra["weights"] = self.weights
+        if self.adapters:
+            extra["adapters"] = self.adapters
         return {
             "kv_connector": CONNECTOR,
             "kv_connector_module_path": CONNECTOR_MODULE,
@@ -189,7 +210,21 @@ class EngineSpec(EngineOptions):
             argv += ["--kv-transfer-config", json.dumps(self.kv_transfer_config())]
         if self.kv_events is not None:
             argv += ["--kv-events-config", json.dumps(self.kv_events_config())]
-        return argv + list(self.args)
+        return argv + self._lora_argv() + list(self.args)
+
+    def _lora_argv(self) -> list[str]:
+        if not self.adapters:
+            return []
+        num_adapters = len(self.adapters)
+        argv = ["--enable-lora", "--max-loras", str(min(num_adapters, MAX_ACTIVE_ADAPTERS))]
+        # All of them stay in host memory: one that was loaded again could have other files by then
+        # than those that were identified.
+        argv += ["--max-cpu-loras", str(num_adapters)]
+        if self.max_lora_rank is not None:
+            argv += ["--max-lora-rank", str(self.max_lora_rank)]
+        # As JSON, because a name may have a "=".
+        modules = ({"name": name, "path": path} for name, path in self.adapters.items())
+        return [*argv, "--lora-modules", *map(json.dumps, modules)]
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """`inherited` plus what the engine needs; `env` of this spec wins."""
@@ -200,7 +235,7 @@ class EngineSpec(EngineOptions):
             "PYTHONPATH": _python_path(inherited.get("PYTHONPATH", "")),
             "PYTHONUNBUFFERED": "1",
         }
-        if Path(self.model).is_dir():
+        if all(Path(path).is_dir() for path in (self.model, *self.adapters.values())):
             # Everything is here; a look-up at a hub would only add a timeout without a network.
             environment["HF_HUB_OFFLINE"] = "1"
         if self.key_file is not None:

@@ -92,6 +92,8 @@ class Instance:
         self.layout = ""
         self.weights = ""
         """What its layout is in words, and what identifies its weights; "": not known yet."""
+        self.adapters: dict[str, str] = {}
+        """The identities of its LoRA adapters by name, from the agent's latest status."""
         self.draining = False
         self.leaving = False
         """Whether it drains to be forgotten. Nothing ends such a drain."""
@@ -160,6 +162,7 @@ class Instance:
             leaving=self.leaving,
             layout=self.layout,
             weights=self.weights,
+            adapters=self.adapters,
         )
 
     def _kv_total_bytes(self) -> int | None:

@@ -349,8 +349,12 @@ class Instances:
                 f"{instance.spec.agent} has no connection from an engine called {instance.name}"
             )
         instance.cache, instance.kv_block_bytes = engine.cache, engine.kv_block_bytes
+        # An engine may restart with other arguments between two probes, and fronts place work by
+        # layouts.
+        is_changed = instance.layout_fingerprint != engine.layout_fingerprint
         instance.layout_fingerprint = engine.layout_fingerprint
         instance.layout, instance.weights = engine.layout, engine.weights
+        instance.adapters = engine.adapters
         instance.landing_cap_bytes = status.landing_cap_bytes
         instance.landing_room_bytes = status.landing_room_bytes
         # Only one that joins is held to the others: those of the region's first configuration may
@@ -358,4 +362,4 @@ class Instances:
         if instance.joining and (why := cannot_join(instance, self._instances.values())):
             return instance.agent_health.probe_failed(f"may not join: {why}")
         instance.joining = False
-        return instance.agent_health.probe_succeeded()
+        return instance.agent_health.probe_succeeded() or is_changed

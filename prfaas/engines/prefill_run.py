@@ -91,7 +91,9 @@ class PrefillPlace:
 
 
 def check_job(job: PrefillJob) -> None:
-    """Raise PrefillFailed("invalid") unless the landing was reserved for the prompt's tokens."""
+    """Raise PrefillFailed("invalid") unless the landing was reserved for the prompt's tokens, and
+    for an adapter if the job names one.
+    """
     landing = job.landing
     if len(job.prompt_token_ids) != landing.num_tokens:
         raise PrefillFailed(
@@ -100,6 +102,9 @@ def check_job(job: PrefillJob) -> None:
         )
     if token_digest(job.prompt_token_ids).hex() != landing.token_digest:
         raise PrefillFailed("invalid", "the landing was reserved for other tokens")
+    if bool(job.adapter) != bool(landing.adapter):
+        wanted = f"the adapter {job.adapter}" if job.adapter else "no adapter"
+        raise PrefillFailed("invalid", f"{wanted}, but the landing was reserved for another")
 
 
 class PrefillRunner:
@@ -292,7 +297,8 @@ class PrefillRunner:
                 job.request_id,
                 token_ids,
                 params,
-                model=place.model or job.model,
+                # An engine knows an adapter as one more model.
+                model=job.adapter or place.model or job.model,
                 cache_salt=job.cache_salt,
                 traceparent=job.traceparent,
                 timeout_s=self._config.prefill_timeout_s + 5.0,

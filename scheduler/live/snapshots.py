@@ -20,7 +20,7 @@ from scheduler.live.learning.knowledge import ModelKnowledge
 from scheduler.live.ledger import DirectPrompt, Ledger
 from scheduler.live.place_work import PlaceWork
 from scheduler.live.thresholds import Thresholds
-from scheduler.reports import ClusterReport, InstanceReport, serves
+from scheduler.reports import ClusterReport, InstanceReport, is_of_model, serves
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, RequestShape
 from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.profiles import PrefillProfile
@@ -84,6 +84,23 @@ class ReportDigest:
     def handing_off(self) -> list[InstanceReport]:
         """The instances of a PD cluster that prefill for others."""
         return [item for item in self.instances if item.role == "prefill"]
+
+    @cached_property
+    def layouts(self) -> frozenset[str] | None:
+        """The fingerprints of the KVCache that the instances of a prefill cluster compute for the
+        model; None while one of them has not said, or there are none.
+        """
+        return _layouts(self.instances, self.model)
+
+    @cached_property
+    def decoding_layouts(self) -> frozenset[str] | None:
+        """The fingerprints of the KVCache that the instances of a PD cluster decode."""
+        return _layouts([item for item in self.instances if item.role != "prefill"], self.model)
+
+    @cached_property
+    def can_hand_off(self) -> bool:
+        """Whether an instance of a PD cluster may decode what another one of it prefills."""
+        return _can_feed(_layouts(self.handing_off, self.model), self.decoding_layouts)
 
     @cached_property
     def whole(self) -> list[InstanceReport]:
@@ -159,7 +176,7 @@ class SnapshotMaker(msgspec.Struct, frozen=True):
             # Only this gateway's own landings are added. Those of others are in the next report.
             landing_room_bytes=landing_room_bytes(pd.decoding, pd=name, ledger=self.ledger),
             prefill_clusters=tuple(
-                [self._prefill_cluster(digest, name, now_s) for digest in prefill_clusters]
+                [self._prefill_cluster(digest, pd, now_s) for digest in prefill_clusters]
             ),
             moving=self.moves.moving(),
             failed_moves=self.moves.failed_lately(now_s),
@@ -176,8 +193,11 @@ class SnapshotMaker(msgspec.Struct, frozen=True):
             ledger=self.ledger,
         )
 
-    def _prefill_cluster(self, digest: ReportDigest, pd: str, now_s: float) -> ClusterView:
+    def _prefill_cluster(
+        self, digest: ReportDigest, home: ReportDigest, now_s: float
+    ) -> ClusterView:
         name, report = digest.source.name, digest.source.report
+        pd = home.source.name
         link, profile = self.link(name, pd), self.knowledge.prefill(name)
         threshold = self.thresholds.update(name, link, now_s, pd=pd)
         if report is None:
@@ -203,6 +223,7 @@ class SnapshotMaker(msgspec.Struct, frozen=True):
             links_in=self._links_in(name, report.instances, now_s),
             threshold_tokens=threshold.tokens,
             plan_threshold_tokens=threshold.plan_tokens,
+            can_feed=_can_feed(digest.layouts, home.decoding_layouts),
         )
 
     def _queued_s(self, work: PlaceWork, cluster: str, pd: str, now_s: float) -> float:
@@ -247,6 +268,7 @@ class SnapshotMaker(msgspec.Struct, frozen=True):
             max_queued=work.num_places,
             links_in=self._links_in(name, pd.handing_off, now_s),
             queued_s=work.queued_s,
+            can_feed=pd.can_hand_off,
         )
 
     def _engines(self, pd: ReportDigest, now_s: float) -> ClusterView:
@@ -295,3 +317,19 @@ class SnapshotMaker(msgspec.Struct, frozen=True):
             return link
         rate = kv.token_bytes * emitted_tokens_per_s
         return msgspec.structs.replace(link, inflow_bytes_per_s=rate)
+
+
+def _layouts(instances: Iterable[InstanceReport], model: str) -> frozenset[str] | None:
+    found = frozenset(
+        item.layout_fingerprint
+        for item in instances
+        # One that lost its health because nobody can use its KVCache still says which it is.
+        if serves(item, model) or (not item.compatible and is_of_model(item, model))
+    )
+    # Before all have said what they have, a transfer that fails tells.
+    return None if not found or "" in found else found
+
+
+def _can_feed(computed: frozenset[str] | None, decoded: frozenset[str] | None) -> bool:
+    """Whether an instance that decodes may use the KVCache of one that computes it."""
+    return computed is None or decoded is None or not computed.isdisjoint(decoded)

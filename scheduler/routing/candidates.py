@@ -129,6 +129,9 @@ def obstacle(
 ) -> Reason | None:
     """Why a prefill cluster cannot take this request now, or None when it can."""
     link = cluster.link
+    # First, since instances whose KVCache nobody in the region can use do not count as healthy.
+    if not cluster.can_feed:
+        return Reason.KVCACHE_UNUSABLE
     if not cluster.is_healthy or not cluster.free_s:
         # `free_s` is empty when every instance is down or draining, also while the front still
         # answers.
@@ -154,7 +157,9 @@ def has_landing_room(request: RequestShape, snapshot: RegionSnapshot, kv: KvProf
 
 
 def wants_hand_off(request: RequestShape, snapshot: RegionSnapshot, config: RouteConfig) -> bool:
-    """Whether a prefill instance of the PD cluster should compute it, landing room permitting."""
+    """Whether a prefill instance of the PD cluster should compute it, if there is no
+    `hand_off_obstacle`.
+    """
     prefill = snapshot.local
     return (
         request.local_uncached_tokens > config.hand_off_tokens
@@ -162,6 +167,15 @@ def wants_hand_off(request: RequestShape, snapshot: RegionSnapshot, config: Rout
         and prefill.takes_jobs
         and bool(prefill.free_s)
     )
+
+
+def hand_off_obstacle(
+    request: RequestShape, snapshot: RegionSnapshot, config: RouteConfig
+) -> Reason | None:
+    """Why the KVCache of one of the PD cluster's instances cannot be given to another one now."""
+    if not snapshot.local.can_feed:
+        return Reason.KVCACHE_UNUSABLE
+    return None if has_landing_room(request, snapshot, config.kv) else Reason.NO_LANDING_ROOM
 
 
 def wire_bytes(request: RequestShape, kv: KvProfile) -> tuple[float, float]:
@@ -324,6 +338,7 @@ def _move_obstacle(source: str, target: str, link: LinkView, asked: _Asked) -> M
 def _local_place(
     request: RequestShape, snapshot: RegionSnapshot, config: RouteConfig
 ) -> tuple[ClusterView, str]:
-    if wants_hand_off(request, snapshot, config) and has_landing_room(request, snapshot, config.kv):
+    wanted = wants_hand_off(request, snapshot, config)
+    if wanted and hand_off_obstacle(request, snapshot, config) is None:
         return snapshot.local, HAND_OFF
     return snapshot.engines or snapshot.local, ONE_ENGINE

@@ -52,12 +52,15 @@ class Reason(StrEnum):
     # Above the threshold, but not possible at this moment.
     NO_PREFILL_CLUSTER = "no_prefill_cluster"
     PREFILL_UNHEALTHY = "prefill_cluster_unhealthy"
+    KVCACHE_UNUSABLE = "kvcache_unusable"
     PREFILL_QUEUE_FULL = "prefill_queue_full"
     NO_LANDING_ROOM = "no_landing_room"
     LINK_BUSY = "link_busy"
     LINK_CONGESTED = "link_congested"
     LINK_DOWN = "link_down"
     LINK_STALE = "link_stale"
+    # The cluster has other weights of the request's LoRA adapter, or they are not known.
+    ADAPTER_DIFFERS = "adapter_differs"
     # A route was tried and failed.
     RESERVE_FAILED = "reserve_failed"
     PREFILL_FAILED = "prefill_failed"
@@ -144,6 +147,8 @@ class RequestShape(msgspec.Struct, frozen=True, kw_only=True):
     send to another cluster. Clusters that could send nothing may be left out.
     The PD cluster is the request's home. `cached_in_pds` has the same numbers for each other PD
     cluster that has something cached, by name; `at` gives the shape for one of them.
+    `other_adapter_in` names the prefill clusters that do not have the request's LoRA adapter with
+    the weights that decode it, as far as is known.
     """
 
     num_prompt_tokens: int
@@ -162,6 +167,7 @@ class RequestShape(msgspec.Struct, frozen=True, kw_only=True):
     landing_cached_tokens: int = 0
     sendable_tokens: Mapping[str, int] = MappingProxyType({})
     cached_in_pds: Mapping[str, PdCached] = MappingProxyType({})
+    other_adapter_in: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_prompt_tokens < 0:

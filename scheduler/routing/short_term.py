@@ -37,7 +37,7 @@ from typing import Final, NamedTuple
 from scheduler.routing.candidates import (
     Candidate,
     RouteConfig,
-    has_landing_room,
+    hand_off_obstacle,
     local_candidate,
     obstacle,
     remote_candidate,
@@ -70,7 +70,9 @@ OBSTACLES: Final = (
     Reason.LINK_STALE,
     Reason.LINK_DOWN,
     Reason.PREFILL_UNHEALTHY,
+    Reason.KVCACHE_UNUSABLE,
     Reason.PREFILL_FAILED,
+    Reason.ADAPTER_DIFFERS,
 )
 """If several clusters are left out, the reason of the one that was nearest to serving is given.
 The order is from nearest to farthest.
@@ -166,20 +168,11 @@ def _choose(
     # An obstacle is a reason only for prompts that t would have given to its cluster.
     kept_by = [reason for cluster, reason in obstacles if uncached > cluster.threshold_tokens]
     reason = next((r for r in OBSTACLES if r in kept_by), None)
-    if reason is None and _lacks_room_for_hand_off(request, snapshot, config):
-        reason = Reason.NO_LANDING_ROOM
+    if reason is None and wants_hand_off(request, snapshot, config):
+        reason = hand_off_obstacle(request, snapshot, config)
     if not snapshot.prefill_clusters:
         return _Chosen(local, reason or Reason.NO_PREFILL_CLUSTER, local, None)
     return _from_local(local, remotes, config, reason or Reason.BELOW_THRESHOLD)
-
-
-def _lacks_room_for_hand_off(
-    request: RequestShape, snapshot: RegionSnapshot, config: RouteConfig
-) -> bool:
-    """Whether only a full landing arena keeps a prompt from the PD cluster's prefill instances."""
-    return wants_hand_off(request, snapshot, config) and not has_landing_room(
-        request, snapshot, config.kv
-    )
 
 
 def _obstacle(
@@ -192,6 +185,8 @@ def _obstacle(
     excluded: Set[str],
 ) -> Reason | None:
     """Why the cluster cannot take this request now, or None when it can."""
+    if cluster.name in request.other_adapter_in:
+        return Reason.ADAPTER_DIFFERS
     if cluster.name in excluded:
         return Reason.PREFILL_FAILED
     return obstacle(request, cluster, snapshot, config, now_s)

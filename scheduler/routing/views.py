@@ -71,7 +71,8 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     cluster; it is None inside of it. `links_in` lead here from the clusters whose cached prefixes
     can be received, by their names. Prompts with more than `threshold_tokens` uncached tokens are
     meant for this cluster. `plan_threshold_tokens` is the threshold while the link is well, None
-    where the two are not told apart.
+    where the two are not told apart. `can_feed` is False where no instance that decodes can use the
+    KVCache of any instance here.
     """
 
     name: str
@@ -85,6 +86,7 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     links_in: Mapping[str, LinkView] = MappingProxyType({})
     threshold_tokens: float = 0.0
     plan_threshold_tokens: float | None = None
+    can_feed: bool = True
 
     def __post_init__(self) -> None:
         free_s = self.free_s

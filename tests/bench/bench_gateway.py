@@ -28,8 +28,12 @@ from typing import Any
 
 import psutil
 import uvloop
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+
 from echo_engine import NUM_PACED_EVENTS, Client, EchoEngine, serve_engine
-from gateway_process import ROOT, answers, child, completion_request, free_port, gateway_process
+from free_ports import free_port
+from gateway_process import ROOT, answers, child, completion_request, gateway_process
 from smoke import add_smoke
 
 ROUTER = "vllm-router==0.1.17"

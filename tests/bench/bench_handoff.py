@@ -4,6 +4,8 @@ Run: python tests/bench/bench_handoff.py [--json FILE] [--smoke] [--blocks N] [-
 
 `block`: 64 KiB in the arena, from the word that they are ready until the engine that decodes has
 been told that they landed. The landing is open before, the engines are plain sockets of one thread.
+`echo`: the same message through a process that only passes it on (`echo_process`), in turns with
+`block`. So much of `block` is the machine's: sockets, and the waking of processes.
 `prompt`: a KVCache of many layers that are copied one after the other, from the first that is ready
 to the whole of it, and the CPU time of the agent meanwhile. `ttft`: real engines behind a gateway
 for each way, the same lengths in turns, and the CPU time of engines and agents for each request.
@@ -23,7 +25,8 @@ import statistics
 import sys
 import tempfile
 import time
-from contextlib import AsyncExitStack
+from collections import defaultdict
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from agent_process import AgentProcess
 from arena_bytes import put_bytes
 from e2e_systems import stream
+from echo_process import KINDS, EchoProcess
 from engine_region import region_spec
 from hand_off_ways import WAYS, gateway, two_nodes
 from running_region import served_model
@@ -169,39 +173,58 @@ def hand_over(
     return took_s, cpu_s
 
 
+def echo(agent: AgentProcess, process: EchoProcess) -> tuple[float, float]:
+    """Seconds of a message's way through `process`, and of the CPU of that."""
+    # Caches and cores are then as they are before a hand-over.
+    agent.status()
+    passing = psutil.Process(process.pid)
+    message = encode_frame(Ready(bytes(16), 1, [(0, PAGE_BYTES)]))
+    before_s = sum(passing.cpu_times()[:2])
+    began_s = time.perf_counter()
+    process.pass_on(message)
+    took_s = time.perf_counter() - began_s
+    return took_s, sum(passing.cpu_times()[:2]) - before_s
+
+
 def measure_agent(num_blocks: int, num_prompts: int, folder: Path) -> list[Row]:
     rows: list[Row] = []
     sizes = (("block", 1, BLOCK_TOKENS, num_blocks), ("prompt", LAYERS, PROMPT_TOKENS, num_prompts))
-    with AgentProcess(folder / "agent", arena_gib=0.5) as agent:
+    with ExitStack() as stack:
+        agent = stack.enter_context(AgentProcess(folder / "agent", arena_gib=0.5))
+        echoes = {
+            kind: stack.enter_context(EchoProcess(kind, folder / f"{kind}.sock")) for kind in KINDS
+        }
         for what, num_layers, num_tokens, repeats in sizes:
             described = layout(num_layers)
             with (
                 SocketEngine(agent, f"{what}-prefill", described) as prefill,
                 SocketEngine(agent, f"{what}-decode", described) as decode,
             ):
-                taken: dict[str, list[tuple[float, float]]] = {way: [] for way in BY_TRANSPORT}
+                engines = prefill, decode
+                taken: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
                 for number in range(repeats + 1):
-                    for way, by_transport in BY_TRANSPORT.items():
-                        found = hand_over(
-                            agent,
-                            (prefill, decode),
-                            num_tokens,
-                            described,
-                            by_transport=by_transport,
+                    found = {
+                        (what, way): hand_over(
+                            agent, engines, num_tokens, described, by_transport=by_transport
                         )
-                        if number:  # the first one of each way opens connections
-                            taken[way].append(found)
-            nbytes = described.transfer_bytes(num_tokens)
-            rows += [
-                {
-                    "what": what,
-                    "hand_off": way,
-                    "nbytes": nbytes,
-                    "seconds": [seconds for seconds, _ in found],
-                    "cpu_s": [cpu_s for _, cpu_s in found],
-                }
-                for way, found in taken.items()
-            ]
+                        for way, by_transport in BY_TRANSPORT.items()
+                    }
+                    if what == "block":
+                        found |= {("echo", kind): echo(agent, one) for kind, one in echoes.items()}
+                    if number:  # the first one of each way opens connections
+                        for key, numbers in found.items():
+                            taken[key].append(numbers)
+            for (name, way), measured in taken.items():
+                nbytes = 0 if name == "echo" else described.transfer_bytes(num_tokens)
+                rows.append(
+                    {
+                        "what": name,
+                        "hand_off": way,
+                        "nbytes": nbytes,
+                        "seconds": [seconds for seconds, _ in measured],
+                        "cpu_s": [cpu_s for _, cpu_s in measured],
+                    }
+                )
     return rows
 
 

@@ -31,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from attacked_agents import Way
 from echo_engine import Client, UnwantedHead
-from gateway_process import child, free_port
+from free_ports import free_port
+from gateway_process import child
 from hostile_attackers import Plan as Attack
 from hostile_region import HOSTILE_KEY, Region
 from hostile_report import CONDITIONS, LEFT_BOUND, PATHS, Condition, Phase, Watched, goals, tables

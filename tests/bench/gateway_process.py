@@ -32,13 +32,6 @@ def completion_request(
     )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @contextmanager
 def child(
     argv: list[str], is_up: Callable[[], bool], env: dict[str, str] | None = None

@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from agent_process import AgentProcess
 from attacked_agents import AttackedRegion, Way
-from gateway_process import answers, child, completion_request, free_port, gateway_process
+from free_ports import free_port
+from gateway_process import answers, child, completion_request, gateway_process
 
 from transport import RegionKey, TlsFiles
 

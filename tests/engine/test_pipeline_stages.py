@@ -124,9 +124,7 @@ async def sites(
 
 
 async def test_prompts_in_chunks_are_exact_eight_at_a_time(sites: Sites) -> None:
-    requests = [
-        prompt(f"{length}", length, 500 + number) for number, length in enumerate(LENGTHS)
-    ]
+    requests = [prompt(f"{length}", length, 500 + number) for number, length in enumerate(LENGTHS)]
     answers = await sites.ask(requests)
     for request in requests:
         answer, _ = answers[request.name]

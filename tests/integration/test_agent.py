@@ -251,6 +251,31 @@ def test_several_models_on_one_agent(pair: Pair) -> None:
     pair.receiver.reserve(NUM_TOKENS)
 
 
+def test_engines_of_two_models_get_their_own_landings(pair: Pair) -> None:
+    other = msgspec.structs.replace(SMALL_LAYOUT, weights="files:1")
+    with (
+        DrivenEngine(pair.sender, "other", other) as producer,
+        DrivenEngine(pair.receiver, "other", other) as consumer,
+    ):
+        models = {
+            SMALL_LAYOUT.fingerprint().hex(): (pair.producer, pair.consumer),
+            other.fingerprint().hex(): (producer, consumer),
+        }
+        landings = {name: pair.receiver.reserve(NUM_TOKENS, fingerprint=name) for name in models}
+        contents = {}
+        for name, (sending, receiving) in models.items():
+            landing = landings[name]
+            assert landing.layout_fingerprint == name
+            receiving.client.watch(bytes.fromhex(landing.transfer_id))
+            contents[name] = random.Random(name).randbytes(landing.nbytes)
+            send(pair.sender, sending, landing, contents[name])
+        for name, (_, receiving) in models.items():
+            landing = landings[name]
+            assert receiving.next() == ("landed", landing.transfer_id)
+            assert receiving.read(landing.runs, landing.nbytes) == contents[name]
+            receiving.client.release(bytes.fromhex(landing.transfer_id))
+
+
 def test_sender_with_another_layout_is_refused(pair: Pair) -> None:
     other = msgspec.structs.replace(SMALL_LAYOUT, weights="files:1")
     with DrivenEngine(pair.sender, "other", other):

@@ -320,7 +320,7 @@ def test_an_outbox_must_know_what_its_landing_stands_on(
     with CachingEngine(agent) as consumer, DrivenEngine(transfers.sender):
         consumer.store(keys)
         landing = agent.reserve(4 * B + 1, block_keys=join_keys([ROOT, *keys]))
-        for cached_tokens, words in ((0, "0 of them cached"), (7, "not whole pages")):
+        for cached_tokens, words in ((0, "0 of them cached"), (7, "not whole items")):
             with pytest.raises(RpcError, match=words):
                 transfers.sender.open_outbox(landing, 4 * B + 1, cached_tokens=cached_tokens)
 

@@ -1,116 +1,28 @@
 """Two real agents in one process, over real sockets: cached prefixes from one to the other."""
 
 import asyncio
-import contextlib
-import os
-import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from agent_process import SMALL_LAYOUT
-from arena_bytes import get_bytes, put_bytes
+from cache_node import BLOCK_KEYS, FINGERPRINT, KEYS, NBYTES, RESUME, SHAPE, Node, content, node
 
 from kvmanager.agent.between_agents import move_cache
 from kvmanager.agent.cache.move_messages import ReserveCacheMoveReply
-from kvmanager.agent.client import AgentClient, CacheMoveOrder
-from kvmanager.agent.config import AgentConfig
-from kvmanager.agent.control import ControlService
-from kvmanager.agent.engines.protocol import EngineHello
-from kvmanager.agent.messages import SERVICE
-from kvmanager.agent.service import NodeAgent
+from kvmanager.agent.client import CacheMoveOrder
 from kvmanager.agent.transfer_io import now_s
-from kvmanager.hashing import KEY_BYTES
-from kvmanager.pool.pool import HybridPool
 from kvmanager.pool.records import BlockPart
-from kvmanager.pool.shape import CacheShape
-from transport.rpc import RpcError, RpcServer
-
-SHAPE = CacheShape.of(SMALL_LAYOUT)
-FINGERPRINT = SMALL_LAYOUT.fingerprint().hex()
-ROOT = bytes([255]) * KEY_BYTES
-KEYS = [bytes([index]) * KEY_BYTES for index in range(8)]
-RESUME: list[BlockPart] = list(SHAPE.resume_parts(8))
-NBYTES = sum(SHAPE.parts[part].nbytes for _, part in RESUME)
-BLOCK_KEYS = ROOT + b"".join(KEYS)
+from transport.rpc import RpcError
 
 
 def order(parts: Sequence[BlockPart] = RESUME, fingerprint: str = FINGERPRINT) -> CacheMoveOrder:
     return CacheMoveOrder(fingerprint, BLOCK_KEYS, parts)
 
 
-def content(part: BlockPart) -> bytes:
-    return random.Random(repr(part)).randbytes(SHAPE.parts[part[1]].nbytes)
-
-
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():
             await asyncio.sleep(0.01)
-
-
-@dataclass
-class Node:
-    agent: NodeAgent
-    control: AgentClient
-
-    @property
-    def pool(self) -> HybridPool:
-        assert self.agent.cache is not None
-        return self.agent.cache.pool
-
-    @property
-    def num_used(self) -> int:
-        return self.agent.allocator.num_used
-
-    def store(self, parts: Sequence[BlockPart]) -> None:
-        """Put these parts into the cache, as an engine would."""
-        fill = self.pool.reserve(SHAPE, ROOT, 0, KEYS, parts, now_s())
-        for slot in fill.slots:
-            data = content((slot.index, slot.part))
-            put_bytes(self.agent.arena, slot.runs, data)
-            self.pool.commit(fill.fill_id, slot.index, slot.part, now_s())
-        self.pool.abort(fill.fill_id)
-
-    def read(self, part: BlockPart) -> bytes:
-        runs = self.pool.lookup(KEYS[part[0]], part[1])
-        assert runs is not None
-        nbytes = SHAPE.parts[part[1]].nbytes
-        return get_bytes(self.agent.arena, runs, nbytes)
-
-    def holds_nothing_for_moves(self) -> bool:
-        mover = self.agent.transfers.mover
-        assert mover is not None
-        self.pool.check_invariants()
-        return not mover.num_open("landing") and not mover.num_open("send")
-
-
-@contextlib.asynccontextmanager
-async def node(directory: Path, name: str, *, num_blocks: int = 256) -> AsyncIterator[Node]:
-    directory = directory / name
-    directory.mkdir()
-    config = AgentConfig(
-        listen="127.0.0.1:0",
-        control="127.0.0.1:0",
-        socket=directory / "agent.sock",
-        arena_dir=directory,
-        arena_gib=num_blocks * 4096 / (1 << 30),
-        block_bytes=4096,
-        transport={"num_connections": 2, "idle_timeout_s": 2.0, "ack_timeout_s": 2.0},
-    )
-    agent = NodeAgent(config)
-    await agent.start()
-    hello = EngineHello("engine", "worker", os.getpid(), SMALL_LAYOUT.encode())
-    agent.book.join(0, hello)
-    rpc = RpcServer(config.control, {SERVICE: ControlService(agent).methods()})
-    control = AgentClient(f"127.0.0.1:{await rpc.start()}")
-    try:
-        yield Node(agent, control)
-    finally:
-        await control.close()
-        await rpc.stop()
-        await agent.stop()
 
 
 @pytest.fixture

@@ -206,6 +206,15 @@ def test_engine_killed_while_it_owns_a_landing(
         transfer_works(sender, receiver, producer, consumer)
 
 
+def test_a_crash_is_told_by_whoever_ends_the_agent(tmp_path: Path) -> None:
+    agent = AgentProcess(tmp_path).start()
+    assert agent.process is not None
+    agent.process.kill()
+    agent.process.wait(10)
+    with pytest.raises(AssertionError, match=r"(?s)by itself with status -9.*agent serves"):
+        agent.end()
+
+
 def test_second_agent_on_the_same_socket_refuses_to_start(
     sender: AgentProcess, producer: DrivenEngine
 ) -> None:

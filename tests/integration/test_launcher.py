@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -27,6 +29,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from deploy.cli import app
+from deploy.region.launch import launcher, rundir, trust
 from deploy.region.launch.launcher import RunningRegion
 from deploy.region.launch.rundir import RunDirectoryError, read_state
 from deploy.region.launch.running import ProcessProgress, RegionStartFailed
@@ -34,6 +37,7 @@ from deploy.region.launch.status import region_status, render_status
 from deploy.region.spec.region import RegionSpec
 from kvmanager.agent.client import AgentClient
 from kvmanager.config_files.problems import FileError
+from kvmanager.private_files import write_private
 from prfaas.engines.errors import EngineStartFailed
 from prfaas.engines.supervision.supervisor import ProcessState
 from transport.rpc import RpcError
@@ -41,6 +45,9 @@ from transport.rpc import RpcError
 pytestmark = pytest.mark.slow
 
 __all__ = ["dummy_vllm"]
+
+SLOW_DISK_S = 0.25
+"""What a rename on a busy disk was seen to take."""
 
 
 @pytest.fixture
@@ -278,6 +285,57 @@ async def test_processes_can_be_killed_frozen_and_come_back(
         engine.resume()
         await region.gateway.stop()
         assert region.gateway.pid is None
+
+
+async def test_a_slow_disk_holds_up_no_event_loop(
+    dummy_vllm: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing: set[int] = set()
+
+    def slow_disk(path: Path, data: bytes) -> None:
+        writing.add(threading.get_ident())
+        time.sleep(SLOW_DISK_S)
+        write_private(path, data)
+
+    for module in (launcher, rundir, trust):
+        monkeypatch.setattr(module, "write_private", slow_disk)
+    async with RunningRegion(spec(dummy_vllm), run_dir) as region:
+        # Whoever waits for the region to run may then read its state.
+        state = read_state(run_dir)
+        assert state is not None
+        assert state.phase == "running"
+        assert {process.state for process in state.processes} == {ProcessState.HEALTHY}
+        engine = region.engine("b1-decode")
+        await engine.kill()
+        await engine.wait_restarted(60.0)
+
+        def num_restarts() -> int:
+            state = read_state(run_dir)
+            assert state is not None
+            return next(p.num_restarts for p in state.processes if p.name == engine.name)
+
+        await asyncio.to_thread(wait_for, lambda: num_restarts() == 1)
+    assert writing
+    assert threading.get_ident() not in writing
+    assert read_state(run_dir) is None
+    assert sorted(os.listdir(run_dir)) == ["gateway.learned", "logs"]
+
+
+async def test_a_full_disk_stops_no_region(
+    dummy_vllm: Path,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full_disk(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def fill(progress: ProcessProgress) -> None:
+        monkeypatch.setattr(rundir, "write_private", full_disk)
+
+    async with RunningRegion(spec(dummy_vllm), run_dir, on_progress=fill) as region:
+        assert {process.state for process in region.processes} == {ProcessState.HEALTHY}
+    assert "the state file could not be written: [Errno 28]" in caplog.text
 
 
 async def test_an_engine_that_fails_to_start_is_shown_and_all_is_stopped(

@@ -66,6 +66,17 @@ async def until_processes(region: RunningRegion, *names: str) -> None:
             await asyncio.sleep(0.1)
 
 
+def kept_arenas(directory: Path) -> set[str]:
+    return {path.name.rpartition("-")[0] for path in directory.glob("*.arena")}
+
+
+async def until_arenas(directory: Path, *names: str) -> None:
+    """A thread removes those of nodes that have left."""
+    async with asyncio.timeout(90):
+        while kept_arenas(directory) != set(names):
+            await asyncio.sleep(0.02)
+
+
 async def test_a_region_follows_its_file(dummy_vllm: Path, tmp_path: Path) -> None:
     relay = "link.prefill-a-to-pd-b.b1"
     async with RunningRegion(spec(dummy_vllm), tmp_path / "run") as region:
@@ -82,11 +93,7 @@ async def test_a_region_follows_its_file(dummy_vllm: Path, tmp_path: Path) -> No
             region, relay, "agent.a2", "agent.b1", "a2-prefill", "b1-decode", "gateway"
         )
         assert {p.name: p.pid for p in region.processes}.items() <= pids.items()
-        kept = {path.name for path in (dummy_vllm / "arenas").glob("*.arena")}
-        assert {name.rpartition("-")[0] for name in kept} == {
-            "prfaas-kept-test-a2",
-            "prfaas-kept-test-b1",
-        }
+        await until_arenas(dummy_vllm / "arenas", "prfaas-kept-test-a2", "prfaas-kept-test-b1")
 
 
 async def test_what_cannot_be_followed_changes_nothing(dummy_vllm: Path, tmp_path: Path) -> None:

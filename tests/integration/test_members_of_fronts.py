@@ -182,7 +182,7 @@ async def test_who_may_not_join(members: Members, monkeypatch: pytest.MonkeyPatc
     async with asyncio.timeout(30):
         while "may not join" not in await members.reason("p1"):
             await asyncio.sleep(0.02)
-    assert "p1 has the weights weights-2, p0 has weights-1" in await members.reason("p1")
+    assert "the weights are weights-2 at p1, but weights-1 at p0" in await members.reason("p1")
     assert await members.names(usable=True) == ["p0"]
     # Its engine loads the right ones.
     members.agents["p1"].fingerprint = members.agents["p0"].fingerprint

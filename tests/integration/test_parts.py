@@ -6,7 +6,6 @@ The hosts are two addresses of this machine, and everything is real but the engi
 from __future__ import annotations
 
 import json
-import socket
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from free_ports import free_port
 from region_hosts import PATIENCE_S, RegionHost, wait_for
 from two_hosts import two_hosts
 
@@ -95,7 +95,7 @@ def test_two_hosts_with_one_file_are_one_region(hosts: dict[str, RegionHost]) ->
 
 def test_a_host_with_two_addresses_gets_connections_at_both(tmp_path: Path) -> None:
     # Its data port listens on all addresses of this machine, so that it must be free on all.
-    port = free_port()
+    port = free_port("0.0.0.0")
 
     def several(region: dict[str, Any]) -> None:
         first = region["clusters"][1]["nodes"][0]
@@ -131,11 +131,6 @@ def test_a_host_with_two_addresses_gets_connections_at_both(tmp_path: Path) -> N
     finally:
         for host in both.values():
             host.close()
-
-
-def free_port() -> int:
-    with socket.create_server(("0.0.0.0", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def test_a_host_without_its_keys_is_told_what_to_copy(hosts: dict[str, RegionHost]) -> None:

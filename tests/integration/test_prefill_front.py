@@ -110,6 +110,15 @@ async def failure(work: Awaitable[PrefillResult]) -> PrefillFailed:
     return caught.value
 
 
+async def test_a_job_with_an_adapter_asks_for_it_by_name(rig: Rig) -> None:
+    job = prefill_job(1, model="tiny")
+    landing = msgspec.structs.replace(job.landing, adapter="files:1")
+    await rig.front.submit(msgspec.structs.replace(job, adapter="poet", landing=landing))
+    body = next(engine.requests[0] for engine in rig.engines if engine.requests)
+    assert body["model"] == "poet"
+    assert body["kv_transfer_params"]["prfaas"]["adapter"] == "files:1"
+
+
 async def test_a_job_runs_and_reports_its_numbers(rig: Rig) -> None:
     result = await rig.front.submit(prefill_job(1, num_tokens=8))
     assert (result.nbytes, result.cached_tokens) == (8 * BYTES_PER_TOKEN, 3)
@@ -127,6 +136,7 @@ async def test_a_job_runs_and_reports_its_numbers(rig: Rig) -> None:
         "num_tokens": 8,
         "arena_epoch": "e1",
         "attempt": 1,
+        "adapter": "",
         "runs": [[0, 1]],
         "layout_fingerprint": "ab" * 32,
         "cached_tokens": 0,
@@ -169,6 +179,31 @@ async def test_a_job_goes_where_its_prompt_is_cached(rig: Rig) -> None:
     result = await rig.front.submit(job)
     assert result.instance == "p1"
     assert result.reason == "cached; cached_tokens=6; tokens_ahead=0; instances=2"
+
+
+async def test_jobs_follow_the_layouts_of_engines_that_change(rig: Rig) -> None:
+    old, new = rig.agents[0].fingerprint, "ef" * 32
+
+    async def fingerprints() -> list[str]:
+        return [item.layout_fingerprint for item in (await rig.front.report()).instances]
+
+    async def change(index: int) -> None:
+        rig.agents[index].fingerprint = new
+        async with asyncio.timeout(20):
+            while (await fingerprints())[index] != new:
+                await asyncio.sleep(0.01)
+
+    assert await fingerprints() == [old, old]
+    await change(0)
+    used = [(await rig.front.submit(prefill_job(number))).instance for number in (1, 2)]
+    assert used == ["p1", "p1"]
+    await change(1)
+    error = await failure(rig.front.submit(prefill_job(3)))
+    assert error.code == "no_instance"
+    assert "p0 lays KVCache out otherwise than the landing: fake" in error.message
+    job = prefill_job(4)
+    landing = msgspec.structs.replace(job.landing, layout_fingerprint=new)
+    await rig.front.submit(msgspec.structs.replace(job, landing=landing))
 
 
 async def test_what_a_prefill_took_itself_begins_when_the_one_before_it_ended() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import random
 import shutil
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from agent_process import CHILD_ENV
 from certificates import make_authority, make_node
 from transport_loopback import LoopbackPair
 
@@ -26,6 +29,7 @@ from transport.rpc import RpcClient, RpcError, RpcServer
 from transport.tls import client_context, server_context
 
 MIB = 1024 * 1024
+HANDSHAKES_S = 1.5
 
 
 @pytest.fixture(scope="module")
@@ -271,6 +275,64 @@ async def test_rpc_shows_new_certificates_without_restart(
             await client.close()
         listener.close()
         await server.stop(0)
+
+
+SERVER = """
+import asyncio, sys
+from pathlib import Path
+from transport import TlsFiles
+from transport.rpc import RpcServer
+
+async def serve():
+    files = TlsFiles.in_directory(Path(sys.argv[1]))
+    print(await RpcServer("127.0.0.1:0", {"test.S": {}}, files).start(), flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(serve())
+"""
+
+
+def test_an_rpc_server_outlives_handshakes_at_once(
+    folder: Path, tmp_path: Path, node: TlsFiles
+) -> None:
+    """In a process of its own: what this is about is a segmentation fault in gRPC."""
+    (directory := tmp_path / "tls").mkdir()
+    install(node, directory)
+    argv = [sys.executable, "-c", SERVER, str(directory)]
+    context = client_context(node)
+    context.check_hostname = False
+    context.set_alpn_protocols(["h2"])
+    shown: set[object] = set()
+    stopping = threading.Event()
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=CHILD_ENV) as server:
+        assert server.stdout is not None
+        endpoint = Endpoint("127.0.0.1", int(server.stdout.readline()))
+
+        def shake_hands() -> None:
+            while not stopping.is_set() and server.poll() is None:
+                with (
+                    contextlib.suppress(OSError),
+                    connection(endpoint) as sock,
+                    context.wrap_socket(sock) as wrapped,
+                ):
+                    shown.add(peer_serial(wrapped))
+
+        threads = [threading.Thread(target=shake_hands) for _ in range(8)]
+        try:
+            for thread in threads:
+                thread.start()
+            time.sleep(HANDSHAKES_S)
+            (renewed_folder := tmp_path / "renewed").mkdir()
+            renewed = make_node(renewed_folder, "node", node.ca)
+            install(renewed, directory)
+            time.sleep(HANDSHAKES_S)
+            assert server.poll() is None, "the server crashed"
+        finally:
+            stopping.set()
+            for thread in threads:
+                thread.join()
+            server.terminate()
+    assert shown == {serial(node), serial(renewed)}
 
 
 async def test_rpc_names_unusable_files(tmp_path: Path) -> None:

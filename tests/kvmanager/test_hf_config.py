@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvmanager.config_files.units import format_tokens, parse_tokens
 from kvmanager.hf_config import ConfigError, LayerKv, ModelKv, differences, read_model_kv
-from kvmanager.layout import KVKind
+from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout, KVPart
 
 Config = dict[str, Any]
 
@@ -343,15 +343,26 @@ def test_a_checkpoint_with_an_fp8_kv_cache(quantization: Config) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tp_size", "rank_bytes", "bytes_per_token"),
-    [(1, 4096, 4096), (4, 1024, 4096), (8, 512, 4096), (16, 512, 8192), (32, 512, 16384)],
+    ("tp_size", "rank_bytes"), [(1, 4096), (4, 1024), (8, 512), (16, 512), (32, 512)]
 )
-def test_kv_heads_are_replicated_when_there_are_too_few(
-    tp_size: int, rank_bytes: int, bytes_per_token: int
+def test_kv_heads_are_replicated_when_there_are_too_few_and_sent_once(
+    tp_size: int, rank_bytes: int
 ) -> None:
     model = read_model_kv(LLAMA_31_8B, tp_size=tp_size)
     assert model.rank_bytes_per_token == 32 * rank_bytes
-    assert model.bytes_per_token == 32 * bytes_per_token
+    assert model.bytes_per_token == 32 * 4096
+
+
+@pytest.mark.parametrize(
+    "config", [KIMI_LINEAR_48B, QWEN3_NEXT_80B, GPT_OSS_120B, NEMOTRON_3_NANO, DEEPSEEK_V3]
+)
+def test_a_transfer_has_the_same_bytes_for_any_number_of_ranks(config: Config) -> None:
+    one, eight = read_model_kv(config), read_model_kv(config, tp_size=8)
+    for num_tokens in (1, 1000, 100_000):
+        assert eight.bytes_for(num_tokens) == one.bytes_for(num_tokens)
+        assert eight.bytes_by_kind(num_tokens) == one.bytes_by_kind(num_tokens)
+        held = 8 * eight.rank_bytes_for(num_tokens)
+        assert held >= one.rank_bytes_for(num_tokens) == one.bytes_for(num_tokens)
 
 
 def test_mla_is_on_every_rank_and_sent_once() -> None:
@@ -359,6 +370,25 @@ def test_mla_is_on_every_rank_and_sent_once() -> None:
     assert model.rank_bytes_per_token == model.bytes_per_token == 7 * 1152
     assert model.fixed_bytes == 20 * KDA_STATE_BYTES == 8 * model.rank_fixed_bytes
     assert model.rank_bytes_for(1000) == 7_000 * 1152 + model.rank_fixed_bytes
+
+
+@pytest.mark.parametrize("tp_size", [1, 8])
+@pytest.mark.parametrize(
+    ("config", "kind", "part"),
+    [
+        (DEEPSEEK_V3, MLA, KVPart("latent", 1, 1152, "bfloat16")),
+        (LLAMA_31_8B, FULL, KVPart("kv", 8, 512, "bfloat16")),
+    ],
+)
+def test_a_layout_of_the_model_has_the_same_bytes(
+    config: Config, kind: KVKind, part: KVPart, tp_size: int
+) -> None:
+    model = read_model_kv(config, tp_size=tp_size)
+    layers = tuple(KVLayer(f"layers.{layer.index}", (part,)) for layer in model.layers)
+    layout = KVLayout("m", "files:0", "0", tp_size, (KVGroup(kind, 16, layers),))
+    layout.validate()
+    assert layout.transfer_bytes(1001) == model.bytes_for(1001)
+    assert layout.block_bytes == tp_size * 16 * model.rank_bytes_per_token
 
 
 def test_recurrent_states_are_shared_out() -> None:
@@ -371,7 +401,8 @@ def test_a_single_mamba_group_is_on_every_rank() -> None:
     config = NEMOTRON_3_NANO | {"n_groups": 1}
     conv_of_group = 2 * 128 * 3 * 2
     one, four = read_model_kv(config), read_model_kv(config, tp_size=4)
-    assert four.fixed_bytes == one.fixed_bytes + 23 * 3 * conv_of_group
+    assert 4 * four.rank_fixed_bytes == one.fixed_bytes + 23 * 3 * conv_of_group
+    assert four.fixed_bytes == one.fixed_bytes
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Choices inside a local PD cluster, each with its reason."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from local_pd.placement import (
     Affinity,
@@ -182,3 +183,37 @@ def test_a_local_prefill_goes_where_part_of_it_is_cached_if_there_is_room() -> N
     assert choice.reason.startswith("holder_busy")
     full = [views[0], view("p1", "prefill", node="n1", num_prefills=4)]
     assert choose_prefill(full, wish(n1=1500)).name == "p0"
+
+
+OLD, NEW = {"layout_fingerprint": "a", "layout": "GQA"}, {"layout_fingerprint": "b"}
+
+
+def test_who_decodes_can_use_what_is_prefilled() -> None:
+    views = [view("d0", **OLD), view("d1", "decode", **NEW), view("d2")]
+    assert decode_order(views, "m").names == ("d0", "d1", "d2")
+    assert decode_order(views, "m", layouts=("b",)).names == ("d1", "d2")
+    assert decode_order(views, "m", layouts=("a", "b")).names == ("d0", "d1", "d2")
+    none = decode_order(views[:1], "m", layouts=("b",))
+    assert none.names == ()
+    said = "d0 (both) lays KVCache out otherwise than what is prefilled: GQA"
+    assert none.reason == f"no instance can decode: {said}"
+
+
+def test_who_decodes_can_use_what_is_prefilled_beside_it() -> None:
+    views = [view("d0", **OLD), view("d1", "decode", **NEW), view("p0", "prefill", **NEW)]
+    assert decode_order(views, "m", hands_off=True).names == ("d1",)
+    assert decode_order(views, "m").names == ("d0", "d1")
+    # One that has not said what it has may fit all.
+    unknown = [*views, view("p1", "prefill")]
+    assert decode_order(unknown, "m", hands_off=True).names == ("d0", "d1")
+    assert decode_order(views[:2], "m", hands_off=True).names == ("d0", "d1")
+
+
+def test_who_prefills_lays_kvcache_out_as_the_landing() -> None:
+    views = [view("p0", "prefill", **OLD), view("p1", "prefill", num_prefills=1, **NEW)]
+    assert choose_prefill(views, wish()).name == "p0"
+    assert choose_prefill(views, replace(wish(), layout_fingerprint="b")).name == "p1"
+    none = choose_prefill(views[:1], replace(wish(), layout_fingerprint="b"))
+    assert none.name is None
+    said = "p0 (prefill) lays KVCache out otherwise than the landing: GQA"
+    assert none.reason == f"no instance can prefill: {said}"

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.queue import PrefillQueue
-from prfaas.queue_values import FailJob, QueueConfig, QueuedJob, QueueInstance, StartJob
+from prfaas.queue_values import Effect, FailJob, QueueConfig, QueuedJob, QueueInstance, StartJob
 from scheduler.reports import JobReport
 from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.queue_order import QueueOrder, WaitingJob, priority_class
@@ -47,6 +47,43 @@ def test_an_instance_that_left_is_forgotten_and_what_only_it_could_take_fails() 
     assert q.finished("c", 2.0) == []
     assert q.instance_left("p2", 3.0) == []
     assert (q.depth, q.num_running) == (1, 1)
+    q.check_invariants()
+
+
+def test_a_job_runs_where_kvcache_is_laid_out_as_in_its_landing() -> None:
+    old, new = view("p0", layout_fingerprint="a", layout="GQA"), view("p1", layout_fingerprint="b")
+    q = queue(old, new, view("p2"))
+
+    def submit(key: str, fingerprint: str) -> list[Effect]:
+        return q.submit(QueuedJob(key, "m", 0, 100, layout_fingerprint=fingerprint), 0.0)
+
+    assert submit("new", "b") == [StartJob("new", "p1", 0.0, 1)]
+    # An instance that has not said what it has, and a landing of which nobody knows, fit all.
+    assert submit("also new", "b") == [StartJob("also new", "p2", 0.0, 1)]
+    assert submit("any", "") == [StartJob("any", "p0", 0.0, 1)]
+    assert submit("waits", "b") == []
+    q.finished("any", 1.0)
+    assert (q.running_on("p0"), q.depth) == (0, 1)
+    assert q.finished("new", 1.0) == [StartJob("waits", "p1", 1.0, 1)]
+    q.check_invariants()
+
+
+def test_a_job_whose_landing_no_instance_can_fill_fails_at_once() -> None:
+    q = queue(view("p0", layout_fingerprint="a", layout="GQA"))
+    wanted = QueuedJob("b", "m", 0, 100, layout_fingerprint="b")
+    (failed,) = q.submit(wanted, 0.0)
+    assert isinstance(failed, FailJob)
+    assert failed.code == "no_instance"
+    said = "p0 lays KVCache out otherwise than the landing: GQA"
+    assert failed.message == f"no usable instance in prefill-a: {said}"
+    # One that waits fails when the only instance that could fill its landing changes.
+    q.instance_changed(view("p0", layout_fingerprint="b"), 1.0)
+    assert q.submit(QueuedJob("x", "m", 0, 100, layout_fingerprint="b"), 1.0)
+    assert q.submit(wanted, 1.0) == []
+    (failed,) = q.instance_changed(view("p0", layout_fingerprint="a"), 2.0)
+    assert isinstance(failed, FailJob)
+    assert (failed.key, failed.code) == ("b", "no_instance")
+    assert q.running_on("p0") == 1
     q.check_invariants()
 
 

@@ -62,8 +62,7 @@ class Prompt:
     def part(self, block: int, part: int) -> bytes:
         """A part of a full block, as the prefix cache has it."""
         return b"".join(
-            content(self.keys[block], extent.layer)
-            for extent in part_extents(LAYOUT, SHAPE, part)
+            content(self.keys[block], extent.layer) for extent in part_extents(LAYOUT, SHAPE, part)
         )
 
     def layers(self, num_tokens: int, cached_tokens: int) -> Iterator[tuple[int, bytes]]:

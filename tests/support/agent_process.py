@@ -101,6 +101,7 @@ class AgentProcess:
 
     def start(self) -> Self:
         """Returns when the agent says that it is ready."""
+        self.ready = {}
         path = self.write_settings()
         with (self.directory / "agent.log").open("a") as log:
             self.process = subprocess.Popen(
@@ -116,13 +117,18 @@ class AgentProcess:
         return self
 
     def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 10.0) -> int:
-        """Send the signal and wait; the exit status."""
+        """Send the signal and wait; the exit status. AssertionError with its log if an agent that
+        was ready had ended before: it crashed.
+        """
         process, self.process = self.process, None
         if process is None:
             return 0
+        crashed = process.poll() is not None and bool(self.ready)
         process.send_signal(number)
         with contextlib.closing(process.stdout) if process.stdout else contextlib.nullcontext():
-            return process.wait(timeout_s)
+            status = process.wait(timeout_s)
+        assert not crashed, f"the agent ended by itself with status {status}: {self.log()}"
+        return status
 
     def __enter__(self) -> Self:
         return self.start() if self.process is None else self

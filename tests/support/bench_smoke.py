@@ -156,6 +156,7 @@ def check_handoff(kept: Any) -> None:
     """`ttft` needs engines: without them it has no rows."""
     rows = kept["rows"]
     expected = {(what, way) for what in ("block", "prompt") for way in ("arena", "transport")}
+    expected |= {("echo", kind) for kind in ("thread", "asyncio", "uvloop")}
     found = names(rows, "what", "hand_off")
     assert found in (expected, expected | {("ttft", "arena"), ("ttft", "transport")}), found
     for row in rows:

@@ -13,6 +13,7 @@ from kvmanager.pool.shape import CacheShape
 from kvmanager.vllm_connector.cache.plan import CachePages
 from kvmanager.vllm_connector.cache.scheduler import CacheScheduler, PrefixCacheOptions
 from kvmanager.vllm_connector.metadata import StoreStep
+from kvmanager.vllm_connector.weights import Adapters
 
 NAMESPACE = b"n" * 32
 LAYERS = (paged("layer", 100),)
@@ -86,7 +87,12 @@ class Engine:
         chosen: dict[str, Any] = {"namespace": NAMESPACE, "min_load_tokens": 1} | options
         client: Any = self.agent
         self.cache = CacheScheduler(
-            self.shape, pages, PrefixCacheOptions(**chosen), self.event, client
+            self.shape,
+            pages,
+            PrefixCacheOptions(**chosen),
+            self.event,
+            client,
+            adapters=Adapters(),
         )
         self.tables: list[list[int]] | None = tables_of(self.layout)
         self.offered: dict[tuple[int, int], int] = {}

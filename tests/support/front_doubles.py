@@ -91,13 +91,17 @@ class FakeAgent:
     `num_awaiting` those that wait for an end now. `cached_tokens`: what landings with block keys
     build on; `cache_model`: how its engines say that they cache; `kv_block_bytes`: what a block of
     theirs holds. `landing_bytes` of its 1 MiB hold landings of others; `tells_room` is False for an
-    agent of a version that does not say what is left.
+    agent of a version that does not say what is left. `fingerprints` has the KVCache layouts of
+    instances whose layout is not `fingerprint`, and `model` is what they serve.
     """
 
     def __init__(self, *instances: str) -> None:
         self.instances = list(instances)
         self.kv_block_bytes = 0
         self.fingerprint, self.weights = FINGERPRINT, "weights-1"
+        self.fingerprints: dict[str, str] = {}
+        self.model = ""
+        self.adapters: dict[str, str] = {}
         self.landing_bytes = 0
         self.tells_room = True
         self.outboxes: dict[str, _End] = {}
@@ -164,7 +168,7 @@ class FakeAgent:
             port=9,
             arena_epoch="e1",
             runs=[(0, 2), (5, 1)],
-            layout_fingerprint=FINGERPRINT,
+            layout_fingerprint=request.layout_fingerprint or self.fingerprint,
             lease_s=request.lease_s,
             cached_tokens=self.cached_tokens if request.block_keys else 0,
             cached_runs=[[(9, 1)]] if request.block_keys and self.cached_tokens else [],
@@ -234,8 +238,16 @@ class FakeAgent:
         await self._pause("Status")
         engines = [
             EngineStatus(
-                *(name, 2, 1, "fake", self.fingerprint, self.cache_model, self.kv_block_bytes),
+                instance=name,
+                num_connections=2,
+                tp_size=1,
+                layout="fake",
+                layout_fingerprint=self.fingerprints.get(name, self.fingerprint),
+                cache=self.cache_model,
+                kv_block_bytes=self.kv_block_bytes,
+                model=self.model,
                 weights=self.weights,
+                adapters=self.adapters,
             )
             for name in self.instances
         ]

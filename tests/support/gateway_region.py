@@ -223,6 +223,8 @@ class FakePd:
         self.reserve_gate = asyncio.Event()
         self.reserve_gate.set()
         self.prefill: FakePrefill | None = None
+        self.layouts: dict[str, str] = {}
+        """The fingerprints of the KVCache layouts of the engines that say which they have."""
         self.engine_numbers: dict[str, Any] = {}
         """Fields that reports of engines have besides."""
 
@@ -239,7 +241,11 @@ class FakePd:
         await self.reserve_gate.wait()
         if self.is_full:
             raise NoLandingRoom("every landing is full")
-        engine = self._usable()[0]
+        engine = next(
+            (item for item in self._usable() if self._fits(item.name, request.layouts)), None
+        )
+        if engine is None:
+            raise NoInstance("no engine has one of these layouts")
         self.num_reserved += 1
         transfer_id = f"{self.index:08x}{self.num_reserved:024x}"
         self.held[transfer_id] = engine.name
@@ -252,8 +258,9 @@ class FakePd:
             cached_tokens=self.cached_tokens,
             host="127.0.0.1",
             port=7100,
-            layout_fingerprint="cd" * 32,
+            layout_fingerprint=self.layouts.get(engine.name, "cd" * 32),
             token_digest=request.token_digest,
+            adapter=request.adapter,
         )
         return DecodeSlot(
             landing=landing,
@@ -307,7 +314,12 @@ class FakePd:
             report("both", engine.name, engine.name not in self.down, self.cache_model)
             for engine in self.engines.values()
         ]
-        instances = [structs.replace(item, **self.engine_numbers) for item in instances]
+        instances = [
+            structs.replace(
+                item, layout_fingerprint=self.layouts.get(item.name, ""), **self.engine_numbers
+            )
+            for item in instances
+        ]
         if self.prefill is not None:
             instances.append(report("prefill", "p0", True))
         return ClusterReport(
@@ -330,6 +342,9 @@ class FakePd:
 
     async def close(self) -> None: ...
 
+    def _fits(self, engine: str, layouts: Sequence[str]) -> bool:
+        return not layouts or self.layouts.get(engine, "") in ("", *layouts)
+
     def _usable(self) -> list[OpenAiEngine]:
         usable = [engine for name, engine in self.engines.items() if name not in self.down]
         if not usable:
@@ -350,7 +365,10 @@ class FakePrefill:
         self.error: Exception | None = None
         self.late_error: Exception | None = None
         self.cached_tokens = 0
+        self.adapters: dict[str, str] = {}
         self.is_healthy = True
+        self.layout = ""
+        """The fingerprint of its KVCache layout; "": it does not say."""
         self.started = asyncio.Event()
         self.gate = asyncio.Event()
         self.gate.set()
@@ -363,6 +381,8 @@ class FakePrefill:
         self.started.set()
         try:
             await self.gate.wait()
+            if self.layout not in ("", job.landing.layout_fingerprint):
+                raise PrefillFailed("no_instance", "KVCache is laid out otherwise")
             if self.error is not None:
                 raise self.error
             transfer_id = job.landing.transfer_id
@@ -394,7 +414,13 @@ class FakePrefill:
             healthy=self.is_healthy,
             queue_depth=0,
             running=self.num_running,
-            instances=(report("prefill", f"{self.name}-0", self.is_healthy),),
+            instances=(
+                structs.replace(
+                    report("prefill", f"{self.name}-0", self.is_healthy),
+                    adapters=self.adapters,
+                    layout_fingerprint=self.layout,
+                ),
+            ),
             max_queued=64,
         )
 

@@ -57,16 +57,24 @@ class Handoff:
         await self._receiver.close()
 
     async def land(
-        self, instance: str, node: str, token_ids: Sequence[int], *, by_transport: bool = False
+        self,
+        instance: str,
+        node: str,
+        token_ids: Sequence[int],
+        *,
+        by_transport: bool = False,
+        adapter: str = "",
+        identity: str = "",
     ) -> Landed:
         """Let the instance prefill these tokens and send them to the receiving node. An instance of
-        that node writes into the landing, unless `by_transport`.
+        that node writes into the landing, unless `by_transport`. The landing is for the `identity`
+        of the LoRA adapter of this name.
         """
         digest = token_digest(token_ids).hex()
         grant = reservation_grant(self._granter, len(token_ids), digest, b"")
         wanted = Reserve(len(token_ids), 60.0, token_digest=digest, grant=grant)
         reply = await self._receiver.reserve(wanted, TIMEOUT_S)
-        landing = reserved_landing(reply, len(token_ids), digest)
+        landing = reserved_landing(reply, len(token_ids), digest, identity)
         agent = AgentClient(self._region.agent_control(node), self._region.credentials("gateway"))
         try:
             place = PrefillPlace(
@@ -76,6 +84,7 @@ class Handoff:
                 request_id=f"by-hand-{reply.transfer_id[:8]}",
                 prompt_token_ids=TokenIds.of(token_ids),
                 landing=landing,
+                adapter=adapter,
             )
             job = granted_job(self._granter, job)
             result = await self._runner.run(job, place, by_transport=by_transport)

@@ -16,7 +16,7 @@ class PiecewiseSpace:
     def __init__(self, nbytes: int, *cuts: int) -> None:
         self.nbytes = nbytes
         self.memory = bytearray(nbytes)
-        self._cuts = sorted(cuts)
+        self._cuts = sorted(set(cuts))
 
     def views(self, offset: int, length: int) -> list[memoryview]:
         if offset < 0 or offset + length > self.nbytes:

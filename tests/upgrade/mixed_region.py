@@ -4,6 +4,9 @@ Everything is what users start (`prfaas agent`, `prefill`, `pd`, `directory`, `g
 region's key and grants; only engines are stand-ins, which compare what lands with what was sent.
 Files are those that the release before this one reads. Two gateways stand behind a load balancer:
 one has the front of the PD cluster inside, the other asks a front that is a process of its own.
+
+Where the two releases describe KVCache in other formats, an agent refuses an engine of the other
+release. Such an instance answers prompts, and no KVCache leaves or reaches it.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -36,6 +40,8 @@ PREVIOUS: Final = Path(__file__).with_name("PREVIOUS").read_text().strip()
 """The git revision of the release before this one."""
 PATIENCE_S: Final = 300.0
 MODEL: Final = "stand-in"
+NODES: Final = {"b1": "home", "b2": "home", "a1": "far"}
+"""Of which cluster."""
 NUM_CLIENTS: Final = 4
 SHORT_TOKENS, LONG_TOKENS = (40, 200), (700, 1500)
 
@@ -48,6 +54,14 @@ def unpack_previous(folder: Path) -> Path:
     folder.mkdir()
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
     return folder
+
+
+def layout_format(tree: Path) -> str:
+    """The format in which the release in `tree` describes KVCache."""
+    text = (tree / "kvmanager" / "layout.py").read_text()
+    found = re.search(r"^FORMAT_VERSION = (\d+)$", text, re.MULTILINE)
+    assert found
+    return found[1]
 
 
 def free_port() -> int:
@@ -131,6 +145,8 @@ class MixedRegion:
         self.routes: Counter[str] = Counter()
         self.failures: list[str] = []
         self.may_stream = True
+        self._formats: dict[str, str] = {}
+        """The format of layouts that each process knows."""
         self._urls: dict[str, str] = {}
         self._folder = folder
         self._num_asking: Counter[str] = Counter()
@@ -143,7 +159,7 @@ class MixedRegion:
         async with aiohttp.ClientSession() as self._session:
             try:
                 for process in self.processes.values():
-                    await process.start(tree)
+                    await self._start(process, tree)
                 for name in self._urls:
                     await until(lambda url=self._urls[name]: self._is_usable(url), name)
                 self.balanced = dict(self._urls)
@@ -171,7 +187,7 @@ class MixedRegion:
         await until(lambda: self._is_idle(away), f"requests of {away} end")
         process = self.processes[name]
         await process.stop()
-        await process.start(tree)
+        await self._start(process, tree)
         for gateway, url in self._urls.items():
             await until(lambda url=url: self._is_usable(url), f"{gateway} is whole with new {name}")
             self.balanced[gateway] = url
@@ -180,7 +196,8 @@ class MixedRegion:
 
         async def has_served() -> bool:
             grown = self.routes - before
-            wanted = [f"{g} {route}" for g in self._urls for route in ("prefill_cluster", "local")]
+            routes = ["local", *(["prefill_cluster"] if self._can_transfer() else [])]
+            wanted = [f"{g} {route}" for g in self._urls for route in routes]
             return bool(self.failures) or all(grown[key] >= 2 for key in wanted)
 
         await until(has_served, f"prompts are served with new {name}: {self.routes - before}")
@@ -191,11 +208,27 @@ class MixedRegion:
         logs = {item.name: item.log.read_text() for item in self.processes.values()}
         return [name for name, text in logs.items() if "Traceback" in text]
 
+    async def _start(self, process: Process, tree: Path) -> None:
+        self._formats[process.name] = layout_format(tree)
+        await process.start(tree)
+
+    def _format(self, node: str) -> str:
+        """The format that the node's agent and engine agree on; "" if they do not."""
+        formats = {self._formats[f"agent-{node}"], self._formats[f"{node}-engine"]}
+        return formats.pop() if len(formats) == 1 else ""
+
+    def _can_transfer(self) -> bool:
+        """Whether every node that decodes can have what the prefill cluster makes."""
+        formats = {self._format(node) for node in NODES}
+        return len(formats) == 1 and "" not in formats
+
     async def _is_idle(self, gateway: str) -> bool:
         return not self._num_asking[gateway] or gateway in self.balanced
 
     async def _is_usable(self, gateway: str) -> bool:
-        """Whether it could serve by every instance, and by the prefill cluster."""
+        """Whether it could serve by every instance, and by the prefill cluster; an instance whose
+        agent refuses it must be known to lack its agent.
+        """
         for process in self.processes.values():
             process.check_runs()
         try:
@@ -208,7 +241,9 @@ class MixedRegion:
             return False
         clusters = [seen["pd"], *seen["prefill"].values()]
         return all(clusters) and all(
-            item["healthy"] for cluster in clusters for item in cluster["instances"]
+            item["healthy"] == bool(self._format(item["name"].removesuffix("-engine")))
+            for cluster in clusters
+            for item in cluster["instances"]
         )
 
     # Clients.
@@ -258,15 +293,12 @@ class MixedRegion:
         keys = {"region.key": new_key().encode(), "engine.key": b"engine-key\n"}
         for name, data in {**keys, "granting.key": private, "granting.pub": public}.items():
             write_private(folder / name, data)
-        instances = {node: self._node(node) for node in ("b1", "b2", "a1")}
+        instances = {node: self._node(node) for node in NODES}
         pd = {"instances": [instances["b1"], instances["b2"]]}
         prefill_front = self._front("prefill", "far", [instances["a1"]])
         pd_front = self._front("pd", "home", pd["instances"])
         directory = f"127.0.0.1:{free_port()}"
-        agents = {
-            f"{cluster}/{node}": instances[node]["agent"]
-            for node, cluster in (("b1", "home"), ("b2", "home"), ("a1", "far"))
-        }
+        agents = {f"{cluster}/{node}": instances[node]["agent"] for node, cluster in NODES.items()}
         self._process("directory", "directory", {"listen": directory, "agents": agents})
         for node, instance in instances.items():
             self._engine(node, instance)

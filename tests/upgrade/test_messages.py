@@ -12,6 +12,9 @@ import msgspec
 import pytest
 from msgspec import inspect
 
+from kvmanager.agent.engines.instances import EngineNotServed, InstanceBook
+from kvmanager.agent.engines.protocol import EngineHello
+from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout, KVPart
 from tests.upgrade.messages import breaks, message_types, schemas
 from tests.upgrade.mixed_region import NEW, unpack_previous
 from transport.grants import Grant, Granted
@@ -20,6 +23,16 @@ TYPES = {found.__name__: found for found in message_types()}
 FILE = Path(__file__).with_name("messages.json")
 PREVIOUS = json.loads(FILE.read_text())
 NOW = schemas()
+OTHER_FORMAT = {
+    "KVLayer": ["page_bytes is gone, and was needed", "parts is new, and needed"],
+    "KVLayout": [
+        "cache_dtype is gone, and was needed",
+        "memory_order is gone, and was needed",
+    ],
+}
+"""Layouts are of format 2, those of the release before of format 1. Only engines and their own node
+agents exchange them, and each side refuses the other's.
+"""
 STRICT = {Grant, Granted}
 """A field that an agent does not know may be one more condition, so it refuses the grant."""
 
@@ -101,7 +114,19 @@ def test_a_message_may_have_a_field_more_or_less(name: str) -> None:
 @pytest.mark.parametrize("name", PREVIOUS)
 def test_a_message_of_the_release_before_is_understood_and_understands(name: str) -> None:
     assert name in NOW, "the release before this one sends it"
-    assert not breaks(PREVIOUS[name], NOW[name])
+    assert breaks(PREVIOUS[name], NOW[name]) == OTHER_FORMAT.get(name, [])
+
+
+def test_an_agent_refuses_an_engine_of_the_release_before_and_says_why() -> None:
+    groups = [{"kind": "full", "tokens_per_block": 16, "layers": [{"name": "a", "page_bytes": 9}]}]
+    texts = dict.fromkeys(("model_id", "weights", "config_digest", "cache_dtype"), "a")
+    layout = {**texts, "memory_order": "b", "tp_size": 1, "groups": groups, "format_version": 1}
+    assert layout.keys() == PREVIOUS["KVLayout"]["properties"].keys()
+    book = InstanceBook()
+    hello = EngineHello("d0", "scheduler", 1, msgspec.msgpack.encode(layout))
+    with pytest.raises(EngineNotServed, match="format 1 is not 2: both sides must run the same re"):
+        book.join(1, hello)
+    assert book.describe() == []
 
 
 def test_what_breaks_a_message_is_found() -> None:
@@ -119,6 +144,30 @@ def test_what_breaks_a_message_is_found() -> None:
         assert found.startswith(words)
     (found,) = breaks(old, old | {"additionalProperties": False})
     assert found.startswith("it has another shape")
+
+
+@pytest.mark.upgrade
+def test_an_agent_of_the_release_before_refuses_an_engine_of_this_one(tmp_path: Path) -> None:
+    tree = unpack_previous(tmp_path / "tree")
+    code = (
+        "import sys\n"
+        "from kvmanager.layout import KVLayout, LayoutError\n"
+        "try:\n"
+        "    KVLayout.decode(sys.stdin.buffer.read())\n"
+        "except LayoutError as error:\n"
+        "    print(error)\n"
+    )
+    part = KVPart("kv", 1, 256, "bfloat16")
+    group = KVGroup(KVKind.FULL, 16, (KVLayer("a", (part,)),))
+    told = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        cwd=tree,
+        env={"PYTHONPATH": str(tree)},
+        input=KVLayout("m", "files:0", "0", 1, (group,)).encode(),
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    assert b"not a KV layout: Object missing required field" in told.stdout
 
 
 @pytest.mark.upgrade

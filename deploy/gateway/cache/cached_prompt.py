@@ -41,13 +41,15 @@ _NONE: Final[Nodes] = MappingProxyType({})
 class PromptKeys:
     """The keys of a prompt's full blocks under `model`, in order; `root` comes before them.
 
-    `tenant` is whose prompt it is, "" also where that is not known.
+    `tenant` is whose prompt it is, "" also where that is not known. `adapter` is the identity of
+    the LoRA adapter that is part of the keys, "" for none.
     """
 
     model: CacheModel
     root: bytes
     blocks: tuple[bytes, ...]
     tenant: str = ""
+    adapter: str = ""
 
     @property
     def joined(self) -> bytes:
@@ -228,16 +230,22 @@ class CachedPrompt:
 
 
 async def prompt_keys(
-    model: CacheModel, token_ids: TokenIds, salt: str = "", tenant: str = ""
+    model: CacheModel,
+    token_ids: TokenIds,
+    salt: str = "",
+    tenant: str = "",
+    *,
+    adapter: str = "",
 ) -> PromptKeys | None:
     """The keys of a whole prompt's blocks without the last token; None if it has no full block.
-    `salt` is the request's `cache_salt`. The event loop runs between every `_STEP_BLOCKS`.
+    `salt` is the request's `cache_salt`, and `adapter` the identity of its LoRA adapter, "" for
+    none. The event loop runs between every `_STEP_BLOCKS`.
     """
     # The decoding engine computes the last token anyway: a block that ends with it saves nothing.
     prefix = token_ids[:-1]
     if len(prefix) < model.block_tokens:
         return None
-    root = root_key(bytes.fromhex(model.namespace), tenant=salt)
+    root = root_key(bytes.fromhex(model.namespace), tenant=salt, lora=adapter)
     keys: list[bytes] = []
     step_tokens = _STEP_BLOCKS * model.block_tokens
     for start in range(0, len(prefix), step_tokens):
@@ -245,7 +253,7 @@ async def prompt_keys(
             await asyncio.sleep(0)
         before = keys[-1] if keys else root
         keys += block_keys(prefix[start : start + step_tokens], model.block_tokens, before)
-    return PromptKeys(model, root, tuple(keys), tenant)
+    return PromptKeys(model, root, tuple(keys), tenant, adapter)
 
 
 def places_of(

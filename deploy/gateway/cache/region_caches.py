@@ -78,16 +78,23 @@ class RegionCaches:
                     await self._follow(targets)
 
     async def look_up(
-        self, places: CachePlaces, token_ids: TokenIds, salt: str = "", tenant: str = ""
+        self,
+        places: CachePlaces,
+        token_ids: TokenIds,
+        salt: str = "",
+        tenant: str = "",
+        *,
+        adapter: str = "",
     ) -> CachedPrompt:
-        """Find who has what of a prompt of `tenant` with this `cache_salt`. Never raises: nothing
-        is known of a prompt that cannot be hashed, and its engine words the error.
+        """Find who has what of a prompt of `tenant` with this `cache_salt`, computed with the LoRA
+        adapter of this identity. Never raises: nothing is known of a prompt that cannot be hashed,
+        and its engine words the error.
         """
         if places.model is None:
             return CachedPrompt(places=places)
         try:
             rule = ResumeRule.of_model(places.model)
-            keys = await prompt_keys(places.model, token_ids, salt, tenant)
+            keys = await prompt_keys(places.model, token_ids, salt, tenant, adapter=adapter)
         except ValueError as error:
             logger.warning("a prompt cannot be hashed: %s", error)
             return CachedPrompt(places=places)

@@ -59,41 +59,51 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServedModels:
-    """The models of one gateway, by name, in the order of the configuration."""
+    """The models of one gateway and their LoRA adapters, in the order of the configuration."""
 
     def __init__(self, models: Iterable[ModelConfig]) -> None:
         self._models = {model.name: model for model in models}
+        self._models_of_adapters = {
+            adapter: model.name for model in self._models.values() for adapter in model.adapters
+        }
         self._since_s = int(time.time())
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that clients may ask for."""
-        return tuple(self._models)
+        """The names that clients may ask for: of each model, then of its adapters."""
+        return tuple(
+            name for model in self._models.values() for name in (model.name, *model.adapters)
+        )
 
-    def resolve(self, name: str) -> str:
-        """The served model that a request for `name` means. Raises `ApiError` 404."""
+    def resolve(self, name: str) -> tuple[str, str]:
+        """The served model that a request for `name` means, and its adapter, "" for the model
+        itself. Raises `ApiError` 404.
+        """
         # As at an engine, a request without a name means the only model there is.
         if not name and len(self._models) == 1:
-            return next(iter(self._models))
+            return next(iter(self._models)), ""
         if name in self._models:
-            return name
-        names = ", ".join(self._models)
-        message = f"The model `{name[:200]}` does not exist. Served here: {names}."
+            return name, ""
+        if name in self._models_of_adapters:
+            return self._models_of_adapters[name], name
+        message = f"The model `{name[:200]}` does not exist. Served here: {', '.join(self.names)}."
         raise ApiError(404, "model_not_found", message, param="model")
 
     def card(self, name: str) -> ModelCard:
-        """The card of the model that `name` means. Raises `ApiError` 404."""
-        model = self._models[self.resolve(name)]
+        """The card of the model or adapter that `name` means. Raises `ApiError` 404."""
+        model_name, adapter = self.resolve(name)
+        model = self._models[model_name]
         return ModelCard(
-            id=model.name,
+            id=adapter or model.name,
             created=self._since_s,
-            root=model.root or model.name,
+            root=model.adapters[adapter] if adapter else model.root or model.name,
+            parent=model.name if adapter else None,
             max_model_len=model.max_model_len,
         )
 
     def cards(self) -> list[ModelCard]:
-        """The cards of all models."""
-        return [self.card(name) for name in self._models]
+        """The cards of all models and adapters."""
+        return [self.card(name) for name in self.names]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,7 +155,8 @@ class Intake:
             parsing_request(kind, accepted.body, template_tokens=self.template_tokens)
         )
         # What is learnt of a model must not depend on whether clients bother to name it.
-        inbound = msgspec.structs.replace(inbound, model=self.models.resolve(inbound.model))
+        model, adapter = self.models.resolve(inbound.model)
+        inbound = msgspec.structs.replace(inbound, model=model, adapter=adapter)
         self._check_priority(tenant, inbound, request.headers)
         home = self.homes.home(tenant, inbound.model, request.headers.get(HOME_HEADER))
         inbound = salted(inbound, self.salts.salt(tenant, inbound.cache_salt))
@@ -229,6 +240,7 @@ def _new_record(
         started_s=time.time(),
         endpoint=inbound.kind,
         model=inbound.model,
+        adapter=inbound.adapter,
         trace_id=headers["traceparent"][3:35],
         tenant=tenant,
         home=home,

@@ -96,7 +96,8 @@ class InboundRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A parsed request. `token_ids` is set if the client sent ids, so that no rendering is needed.
 
     A length in `shape` that is not exact is estimated from `content`, without anything that was
-    learnt of the model.
+    learnt of the model. `adapter` is the LoRA adapter of `model` that the client asks for, "" for
+    the model itself; the name in `body` stays the client's.
     """
 
     kind: Kind
@@ -116,6 +117,7 @@ class InboundRequest(msgspec.Struct, frozen=True, kw_only=True):
     has_long_events: bool
     """Whether an event of its stream may have many tokens."""
     request_id: str | None
+    adapter: str = ""
 
     def work_tokens(self, num_prompt_tokens: int) -> int:
         """Tokens that engines compute for it at most, with so many in all its prompts together:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ class _Latest:
     source: Callable[[], Awaitable[ClusterReport]]
     report: ClusterReport | None = None
     at_s: float = float("-inf")
+    judged_from: tuple[ClusterReport | None, ...] = ()
+    judged: ClusterReport | None = None
+    """What `without_incompatible` made of the reports `judged_from`."""
 
 
 class RegionWatcher:
@@ -85,11 +89,8 @@ class RegionWatcher:
         """The last report of every prefill cluster; None if there is none, or if it is too old.
         Instances whose KVCache nobody in a PD cluster can use are not healthy.
         """
-        pds = self.pd_reports().values()
-        return {
-            name: without_incompatible(self._fresh(latest), pds)
-            for name, latest in self._prefill.items()
-        }
+        pds = tuple(self.pd_reports().values())
+        return {name: self._judged(latest, pds) for name, latest in self._prefill.items()}
 
     def reports(self) -> list[ClusterReport | None]:
         """The last report of every cluster."""
@@ -123,6 +124,16 @@ class RegionWatcher:
             is_only_model=len(self._config.models) == 1,
             other_pds=others.values(),
         )
+
+    def _judged(
+        self, latest: _Latest, pds: tuple[ClusterReport | None, ...]
+    ) -> ClusterReport | None:
+        # Every request asks, and takes another object for news of the cluster.
+        heard = (self._fresh(latest), *pds)
+        known = latest.judged_from
+        if len(known) != len(heard) or not all(map(operator.is_, known, heard)):
+            latest.judged_from, latest.judged = heard, without_incompatible(heard[0], pds)
+        return latest.judged
 
     def _fresh(self, latest: _Latest) -> ClusterReport | None:
         is_fresh = self._clock() - latest.at_s <= self._config.report_stale_s

@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, TypeAlias
 
+from msgspec import structs
+
 from deploy.gateway.cache.placement import PrefixPlacement
 from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import EngineStatus
@@ -20,7 +22,7 @@ from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
 from prfaas.engines.errors import UnknownInstance
 from prfaas.engines.members import Join, Leave, LetGo, MemberRefused
-from scheduler.reports import ClusterReport, InstanceReport, unlike
+from scheduler.reports import ClusterReport, InstanceReport, engine_report, unlike
 from transport.rpc import RpcError
 from transport.tasks import start_task
 
@@ -125,18 +127,7 @@ class MemberKeeper:
             names = ", ".join(item.instance for item in engines) or "none"
             message = f"no engine called {order.name} is connected to {order.agent}; there: {names}"
             raise MemberRefused(message)
-        new = InstanceReport(
-            name=order.name,
-            role=order.role,
-            model=order.model,
-            healthy=True,
-            draining=False,
-            running=0,
-            max_concurrent=order.max_concurrent,
-            layout_fingerprint=found.layout_fingerprint,
-            layout=found.layout,
-            weights=found.weights,
-        )
+        new = structs.replace(engine_report(found), model=order.model)
         for _, item in self.instances():
             if item.healthy and (why := unlike(new, item)):
                 raise MemberRefused(why)

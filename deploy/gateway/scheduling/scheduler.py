@@ -23,7 +23,7 @@ from scheduler.live.events import (
 )
 from scheduler.live.learning.knowledge import ModelKnowledge
 from scheduler.live.settings import LiveSettings, PdSettings
-from scheduler.live.snapshots import LinkPair, Reported
+from scheduler.live.snapshots import LinkPair, ReportDigest, Reported
 from scheduler.live.thresholds import ThresholdNow
 from scheduler.planning.region_model import Uplink
 from scheduler.routing.decision import RequestShape
@@ -115,6 +115,14 @@ class RegionScheduler:
     def pairs(self) -> tuple[LinkPair, ...]:
         """Each prefill cluster with each PD cluster that it has a link to."""
         return self.live.settings.pairs
+
+    def layouts_at(self, cluster: str, model: str) -> tuple[str, ...]:
+        """The fingerprints of the KVCache that a prefill cluster computes for a model; none while
+        they are not known.
+        """
+        reported = self.live.reports.get(cluster)
+        found = None if reported is None else ReportDigest(reported, model).layouts
+        return tuple(sorted(found or ()))
 
     def knowledge(self, model: str) -> ModelKnowledge:
         """The profiles and traffic learnt of a served model, for reading only."""

@@ -23,6 +23,7 @@ from deploy.gateway.proxy.slow_client import ClientPatience
 from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.feedback import Feedback
 from deploy.gateway.scheduling.scheduler import RegionScheduler
+from deploy.gateway.serving.adapters import AdapterPlaces, adapter_places
 from deploy.gateway.serving.background import Background
 from deploy.gateway.serving.records import RequestRecord
 from local_pd.cluster import PdCluster
@@ -46,15 +47,16 @@ PATHS: Final[dict[Kind, str]] = {
 class Services:
     """What every request uses and the gateway owns.
 
-    `spill` has the rule of each PD cluster, and `reports` gives their last reports. `places` says
-    where prompts for a model may be cached that belong to a PD cluster. Without `caches` nothing is
-    known to be cached, and without `placement` no cached prefix is moved. Without `granter` nothing
-    is signed for node agents.
+    `spill` has the rule of each PD cluster, and `reports` gives their last reports, as
+    `prefill_reports` does those of prefill clusters. `places` says where prompts for a model may be
+    cached that belong to a PD cluster. Without `caches` nothing is known to be cached, and without
+    `placement` no cached prefix is moved. Without `granter` nothing is signed for node agents.
     """
 
     pds: Mapping[str, PdCluster]
     spill: Mapping[str, Spill]
     reports: Callable[[], Reports]
+    prefill_reports: Callable[[], Reports]
     prefill_clusters: dict[str, PrefillCluster]
     engines: EngineHttpClient
     background: Background
@@ -71,6 +73,13 @@ class Services:
     def feedback(self) -> Feedback:
         """Tells the scheduler how requests go."""
         return Feedback(self.scheduler)
+
+    def adapter_places(self, inbound: InboundRequest, pd: str) -> AdapterPlaces:
+        """Where the request's LoRA adapter has the weights with which `pd` decodes it."""
+        if not inbound.adapter:
+            return AdapterPlaces()
+        decoding = self.reports().get(pd)
+        return adapter_places(inbound.model, inbound.adapter, decoding, self.prefill_reports())
 
     def tell_ended(self, cluster: str, instance: str) -> None:
         """Tell a PD cluster's front, in the background, that an instance is done with a request."""

@@ -143,6 +143,11 @@ class Offload:
 
     async def _reserve(self) -> DecodeSlot:
         started_s = self._exchange.elapsed_s()
+        places = self._services.adapter_places(self._inbound, self._routed.pd)
+        adapter = places.identity_for(self._routed.target, self._cached.keys)
+        if adapter is None:
+            message = f"{self._inbound.adapter} is not known to be the same adapter at both ends"
+            raise NotOffloaded(Reason.ADAPTER_DIFFERS, message)
         digest, block_keys = token_digest(self._prefix).hex(), self._cached.block_keys
         granter = self._services.granter
         request = ReserveRequest(
@@ -155,6 +160,8 @@ class Offload:
             tenant=self._exchange.record.tenant,
             grant=reservation_grant(granter, len(self._prefix), digest, block_keys),
             hands_off=self._routed.target == HAND_OFF,
+            adapter=adapter,
+            layouts=self._services.scheduler.layouts_at(self._routed.target, self._inbound.model),
         )
         try:
             async with asyncio.timeout(self._timeouts.cluster_s):
@@ -199,6 +206,7 @@ class Offload:
             priority=self._inbound.priority,
             traceparent=self._exchange.headers["traceparent"],
             model=self._inbound.model,
+            adapter=self._inbound.adapter,
             cached_tokens=self._cached.computing_tokens(target),
             pd=self._routed.pd,
         )

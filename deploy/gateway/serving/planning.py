@@ -107,14 +107,24 @@ async def judge(services: Services, exchange: Exchange) -> RequestPlan:
         token_ids = await _render(services, exchange)
     else:
         exchange.counted(len(token_ids))
-    cached = CachedPrompt()
-    if services.caches is not None:
+    cached, adapter = CachedPrompt(), services.adapter_places(inbound, home)
+    # Nobody can name what is cached of an adapter whose weights are not known.
+    if services.caches is not None and adapter.identity is not None:
         places = services.places(inbound.model, home)
         cached = await services.caches.look_up(
-            places, token_ids, inbound.cache_salt or "", exchange.record.tenant
+            places,
+            token_ids,
+            inbound.cache_salt or "",
+            exchange.record.tenant,
+            adapter=adapter.identity,
         )
     shape = cached.shape(
-        msgspec.structs.replace(inbound.shape, num_prompt_tokens=len(token_ids), is_exact=True)
+        msgspec.structs.replace(
+            inbound.shape,
+            num_prompt_tokens=len(token_ids),
+            is_exact=True,
+            other_adapter_in=adapter.without,
+        )
     )
     decision = services.scheduler.route(inbound.model, shape, home=home, priority=inbound.priority)
     return RequestPlan(decision, shape, token_ids, cached)

@@ -60,7 +60,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     """One request from arrival to end. `started_s` is wall-clock; all other times are durations.
 
     `is_settled` turns true when both legs are over and nothing will change any more.
-    `num_prompt_tokens` is None for a prompt that was too short to be counted.
+    `num_prompt_tokens` is None for a prompt that was too short to be counted. `adapter` is the LoRA
+    adapter of `model` that computed it, "" for none.
 
     `home` is the PD cluster that the request belongs to, `cluster` the one that decodes it, and
     `spill` why that is another one, "" where it is its home.
@@ -87,6 +88,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     started_s: float
     endpoint: str
     model: str = ""
+    adapter: str = ""
     trace_id: str = ""
     num_prompt_tokens: int | None = None
     home: str = ""

@@ -23,6 +23,7 @@ from blake3 import blake3
 from deploy.gateway.config import ModelConfig
 from deploy.gateway.links.region_links import RegionLinks
 from deploy.gateway.scheduling.scheduler import RegionScheduler
+from kvmanager.latest_writer import LatestWriter
 from kvmanager.private_files import open_private, write_private
 from scheduler.live.core import Event
 from scheduler.live.feedback import CacheMoveOver, Observation
@@ -114,6 +115,7 @@ class StateFile:
         self._links = links
         self._wall_clock = wall_clock
         self._has_news = False
+        self._writer = LatestWriter("what was learnt", self._write)
         self._task: asyncio.Task[None] | None = None
 
     async def restore(self) -> bool:
@@ -144,7 +146,8 @@ class StateFile:
             return
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await self._write()
+        self._save()
+        await self._writer.written()
 
     def _note(self, event: Event[Any], _now_s: float) -> None:
         self._has_news = self._has_news or isinstance(event, _TEACHES)
@@ -153,21 +156,19 @@ class StateFile:
         while True:
             await asyncio.sleep(SAVE_EVERY_S)
             if self._has_news:
-                await self._write()
+                self._save()
 
-    async def _write(self) -> None:
+    def _save(self) -> None:
         self._has_news = False
         scheduler = self._scheduler
         rates = () if self._links is None else self._links.rates()
         # Copied here, where no event can come between; encoded and written in a thread.
         state = learned_state(scheduler.live, scheduler.clock(), rates)
-        wall_s = self._wall_clock()
-        try:
-            await asyncio.to_thread(
-                lambda: write_private(self._path, encoded(state, self._about, wall_s))
-            )
-        except OSError as error:
-            logger.warning("what was learnt could not be written: %s", error)
+        self._writer.put((state, self._wall_clock()))
+
+    def _write(self, kept: tuple[LearnedState, float]) -> None:
+        state, wall_s = kept
+        write_private(self._path, encoded(state, self._about, wall_s))
 
 
 def _read(path: Path) -> bytes | None:

@@ -65,9 +65,9 @@ def kv_command(
     """Show how much KVCache a model makes, by kind of layer and by prompt length.
 
     Reads the model's config.json and nothing else: no weights, no GPU. Sizes are what a transfer
-    moves, without padding: the sum over tensor-parallel ranks, MLA once. With prefill times it
-    shows Phi, the size by the time, and with --gpus the egress of that many GPUs that prefill
-    without a pause. --verify builds the model in the installed vLLM, without weights.
+    moves: each KV head, latent vector and state once, for any --tp. With prefill times it shows
+    Phi, the size by the time, and with --gpus the egress of that many GPUs that prefill without a
+    pause. --verify builds the model in the installed vLLM, without weights.
 
     \b
     prfaas plan kv config.json

@@ -36,7 +36,7 @@ def print_tables(console: Console, model: ModelKv, rows: Sequence[LengthRow]) ->
 
 
 def _kinds_table(model: ModelKv) -> Table:
-    """The bytes that each kind of layer keeps, over all layers and ranks."""
+    """The bytes that each kind of layer has to transfer, over all layers."""
     table = new_table("kind", numbers=("layers", "B/token"))
     table.add_column("kept for", overflow="fold")
     table.add_column("fixed\nMiB", justify="right")

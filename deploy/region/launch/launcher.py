@@ -56,10 +56,12 @@ from deploy.region.spec.loading import missing_models, missing_packages
 from deploy.region.spec.region import RegionSpec, gateway_process
 from kvmanager.config_files.fields import tls_files
 from kvmanager.config_files.problems import FileError, Problem
+from kvmanager.latest_writer import LatestWriter
 from kvmanager.private_files import read_secret, write_private
 from prfaas.engines.access import EngineAccess
 from prfaas.engines.client import open_session
 from prfaas.engines.members import LEAVE_LIMIT_S
+from prfaas.engines.ownership import finished
 from transport import Credentials, Endpoint, Role
 from transport.rpc import RpcError
 from transport.tasks import start_task
@@ -105,7 +107,9 @@ class RunningRegion:
         self._devices = Division()
         self._session: aiohttp.ClientSession | None = None
         self._prober: Prober | None = None
-        self._processes = RunningProcesses(on_progress, self._write_state)
+        self._states: LatestWriter[RegionState] | None = None
+        """Writes the state file; None unless there is a run directory."""
+        self._processes = RunningProcesses(on_progress, self._put_state)
         self._phase: Phase = "starting"
         self._started_s = time.time()
         self._reloading = asyncio.Lock()
@@ -231,13 +235,14 @@ class RunningRegion:
             problems = await asyncio.to_thread(_problems, self._wanted, self._part)
             if problems:
                 raise FileError(f"region {self._wanted.name}", problems)
-            self._prepare()
+            # To its end: `stop` must see the lock and the directory that it has made.
+            await finished(asyncio.to_thread(self._prepare))
             await self._start_all()
+            self._phase = "running"
+            await self._write_state()
         except BaseException:
             await self.stop()
             raise
-        self._phase = "running"
-        self._write_state()
 
     async def wait_settled(self, timeout_s: float) -> None:
         """Wait until the gateway's fronts, which probe by themselves, find the instances usable
@@ -290,20 +295,28 @@ class RunningRegion:
         # The files of the front and the gateway come last: what they name must serve.
         files = planner.files() | {directory.wanted_file: region_text(after)}
         last = {path for path in files if not path.name.startswith("agent.")}
-        _write({path: text for path, text in files.items() if path not in last})
+        first = {path: text for path, text in files.items() if path not in last}
+        await finished(asyncio.to_thread(_write, first))
         new = self._supervise([i for i in planned.values() if i.name not in self._processes])
         try:
             await self._processes.start(new)
         except BaseException:
             await self._processes.discard(new)
             raise
-        _write({path: text for path, text in files.items() if path in last})
-        self._wanted, self._resolved, self._planner = after, resolved, planner
-        self._part, self._devices = part, devices
+
+        async def take_over() -> None:
+            await asyncio.to_thread(
+                _write, {path: text for path, text in files.items() if path in last}
+            )
+            self._wanted, self._resolved, self._planner = after, resolved, planner
+            self._part, self._devices = part, devices
+
+        # To its end: `stop` discards the arenas of the nodes that are known then.
+        await finished(take_over())
         gone = [item for item in self._processes if item.name not in planned]
         if gone:
             start_task(self._stop_gone(gone, running), "what has left the region", self._leaving)
-        self._write_state()
+        await self._write_state()
         return changes
 
     async def _stop_gone(self, gone: Sequence[RunningProcess], before: ResolvedRegion) -> None:
@@ -315,7 +328,7 @@ class RunningRegion:
         gone = [item for item in gone if item.name not in wanted]
         await self._processes.discard(gone)
         nodes = {item.name.removeprefix("agent.") for item in gone if item.kind == "agent"}
-        discard_arenas(before.region, self._root, nodes)
+        await finished(asyncio.to_thread(discard_arenas, before.region, self._root, nodes))
 
     async def part_left(self) -> None:
         """Wait until no front gives work to this part, whose nodes the region's file names no more:
@@ -337,8 +350,8 @@ class RunningRegion:
                     await asyncio.sleep(LOOK_S)
 
     async def differences(self) -> list[str]:
-        """A sentence for each pair of engines of one name between which no KVCache is shared. Hosts
-        may start their parts at any time, so agents elsewhere that do not answer are left out.
+        """A sentence for each two groups of engines of one model that share no KVCache. Hosts may
+        start their parts at any time, so agents elsewhere that do not answer are left out.
 
         Raises RpcError where an agent of this machine does not answer.
         """
@@ -381,6 +394,7 @@ class RunningRegion:
         # The lock before ports are chosen: two launchers in one directory must not both go on.
         self._lock = RunLock(self._root)
         directory = self._directory = open_run_directory(self._root)
+        self._states = LatestWriter("the state file", directory.write_state)
         resolved = resolve_ports(region) if part.is_whole else resolve_part(region, part)
         self._resolved = resolved
         self._devices = divided_here(region, part, self._environment)
@@ -395,7 +409,7 @@ class RunningRegion:
         self._prober = Prober(self._session, self.credentials("operator"), access)
         assert self._planner is not None
         processes = self._supervise(self._planner.processes())
-        self._write_state()
+        await self._write_state()
         await self._processes.start(processes)
         if self._part.has_gateway:
             await self.wait_settled(SETTLE_TIMEOUT_S)
@@ -410,7 +424,7 @@ class RunningRegion:
         for task in self._leaving:
             task.cancel()
         await asyncio.gather(*self._leaving, return_exceptions=True)
-        self._write_state()
+        await self._write_state()
         await self._processes.stop(self.processes)
         if self._prober is not None:
             await self._prober.close()
@@ -418,22 +432,34 @@ class RunningRegion:
         if self._session is not None:
             await self._session.close()
             self._session = None
+        if self._states is not None:
+            # A late write would leave a state file behind.
+            await self._states.written()
+            self._states = None
         if self._lock is not None:
-            # While the lock is held: a new launcher in this directory may use the same arenas.
-            if self._resolved is not None:
-                discard_arenas(self._resolved.region, self._root)
-            remove_leftovers(self._root)
-            self._directory = None
-            self._lock.release()
-            self._lock = None
+            await asyncio.to_thread(self._clean_up, self._lock)
+            self._directory = self._lock = None
+
+    def _clean_up(self, lock: RunLock) -> None:
+        # While the lock is held: a new launcher in this directory may use the same arenas.
+        if self._resolved is not None:
+            discard_arenas(self._resolved.region, self._root)
+        remove_leftovers(self._root)
+        lock.release()
 
     # -- reporting --------------------------------------------------------------------------------
 
-    def _write_state(self) -> None:
-        directory = self._directory
-        if directory is None or self._resolved is None:
+    async def _write_state(self) -> None:
+        """Whoever reads the state file from now on finds this state or a newer one."""
+        if self._states is not None:
+            self._put_state()
+            await self._states.written()
+
+    def _put_state(self) -> None:
+        """Have the state file written soon: the event loop does not wait for a slow disk."""
+        if self._states is None or self._resolved is None:
             return
-        own, admin_urls = psutil.Process(), self._admin_urls()
+        own, admin_urls, directory = psutil.Process(), self._admin_urls(), self.directory
         state = RegionState(
             region=self.region.name,
             part=self._part.name,
@@ -453,9 +479,7 @@ class RunningRegion:
             },
             agents=self._agent_controls(),
         )
-        # A full disk must not stop a region that serves.
-        with suppress(OSError):
-            directory.write_state(state)
+        self._states.put(state)
 
     def _agent_controls(self) -> dict[str, str]:
         return {

@@ -56,7 +56,12 @@ def gateway_file(resolved: ResolvedRegion, directory: RunDirectory, node: str = 
         gateway=GatewayConfig(
             **settings,
             models=tuple(
-                ModelConfig(name=model.name, max_model_len=model.max_model_len, root=model.path)
+                ModelConfig(
+                    name=model.name,
+                    max_model_len=model.max_model_len,
+                    root=model.path,
+                    adapters=model.adapters,
+                )
                 for model in region.models
             ),
         ),

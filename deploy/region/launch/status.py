@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -21,8 +21,9 @@ from deploy.gateway.scheduling.plan_overview import PlanOverview
 from deploy.gateway.sharing.overview import SharingOverview
 from deploy.lab.emulator.control import RelayControl, RelayError
 from deploy.lab.emulator.faults import LinkReport
-from deploy.region.cache_identity import unlike_engines
+from deploy.region.cache_identity import engines_of
 from deploy.region.client import CannotAsk, asked
+from deploy.region.launch.probes import cluster_reports
 from deploy.region.launch.rundir import RegionState, operator_key
 from deploy.region.launch.trust import credentials_in
 from deploy.table_style import new_table
@@ -30,6 +31,7 @@ from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import StatusReply
 from kvmanager.config_files.units import format_age, format_bytes, format_duration, format_rate
 from prfaas.engines.supervision.guard import live_session_members
+from scheduler.reports import ClusterReport, unlike_groups
 from transport import Credentials
 from transport.rpc import RpcError
 
@@ -55,6 +57,8 @@ class RegionStatus(msgspec.Struct, frozen=True):
     plan: PlanOverview | None = None
     gateways: dict[str, SharingOverview] = {}
     """What each gateway says of its sharing with others, by its process."""
+    unlike: tuple[str, ...] = ()
+    """Which engines of one model can share no KVCache, and why."""
 
 
 async def region_status(state: RegionState) -> RegionStatus:
@@ -64,20 +68,23 @@ async def region_status(state: RegionState) -> RegionStatus:
     # The agents of a dead launcher are gone, and asking them would only take time.
     started = {item.name for item in state.processes} if lives else set()
     own = {node: at for node, at in state.agents.items() if f"agent.{node}" in started}
-    agents, plan, gateways = await asyncio.gather(
+    agents, plan, gateways, reports = await asyncio.gather(
         asyncio.gather(*(_agent(control, credentials) for control in own.values())),
         _plan(state, lives),
         _sharing(state, lives),
+        _reports(state, lives),
     )
+    answers = {n: s for n, s in zip(own, agents, strict=True) if s is not None}
     links = [_link(Path(path)) for path in state.relays.values()]
     return RegionStatus(
         state=state,
         launcher_lives=lives,
         use={item.name: _use(item.pid) for item in state.processes if lives and item.pid},
-        agents={n: s for n, s in zip(own, agents, strict=True) if s is not None},
+        agents=answers,
         links={n: r for n, r in zip(state.relays, links, strict=True) if r is not None},
         plan=plan,
         gateways=gateways,
+        unlike=tuple(_unlike(answers.values(), reports)),
     )
 
 
@@ -105,8 +112,8 @@ def render_status(status: RegionStatus) -> RenderableType:
         parts += [Text(), *sharing]
     if omissions := list(_omissions(status.plan)):
         parts += [Text(), *map(Text, omissions)]
-    if unlike := unlike_engines(status.agents.values()):
-        parts += [Text(), *(Text(sentence, style="red") for sentence in unlike)]
+    if status.unlike:
+        parts += [Text(), *(Text(sentence, style="red") for sentence in status.unlike)]
     logs = sorted({str(Path(item.log).parent) for item in state.processes})
     return Group(*parts, Text(), Text(f"logs are in {', '.join(logs)}", style="dim"))
 
@@ -214,16 +221,40 @@ def _link_table(status: RegionStatus) -> Table:
     return table
 
 
+def _unlike(agents: Iterable[StatusReply], reports: Iterable[ClusterReport]) -> list[str]:
+    """Why engines of one model share no KVCache. The gateway knows those of other hosts, too."""
+    known = {item.name: item for item in engines_of(agents)}
+    heard = (item for report in reports for item in report.instances)
+    known |= {item.name: item for item in heard if item.layout_fingerprint}
+    return unlike_groups(known.values())
+
+
 async def _plan(state: RegionState, lives: bool) -> PlanOverview | None:
     if not (lives and state.gateway_url):
         return None
     try:
-        key = await asyncio.to_thread(operator_key, Path(state.region_file).parent)
         async with asyncio.timeout(_TIMEOUT_S):
-            url = state.admin_url or state.gateway_url
+            url, key = await _gateway(state)
             return await asked(url, "/prfaas/plan", PlanOverview, key=key)
     except (CannotAsk, TimeoutError):
         return None
+
+
+async def _reports(state: RegionState, lives: bool) -> list[ClusterReport]:
+    """The clusters as the gateway here sees them; none if there is no gateway, or no answer."""
+    if not (lives and state.gateway_url):
+        return []
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            return await cluster_reports(*await _gateway(state))
+    except (CannotAsk, TimeoutError):
+        return []
+
+
+async def _gateway(state: RegionState) -> tuple[str, str]:
+    """Where the gateway's pages for operators are, and the key that they need."""
+    key = await asyncio.to_thread(operator_key, Path(state.region_file).parent)
+    return state.admin_url or state.gateway_url, key
 
 
 async def _sharing(state: RegionState, lives: bool) -> dict[str, SharingOverview]:

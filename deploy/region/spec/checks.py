@@ -5,7 +5,7 @@ It sees one specification and nothing else: no files, and no ports of this machi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,12 +25,14 @@ from kvmanager.config_files.units import parse_rate
 from transport import Endpoint
 
 MAX_NUM_SEQS: Final = "--max-num-seqs"
+_LORA_FLAGS: Final = frozenset({"--lora-modules", "--enable-lora", "--max-lora-rank"})
 
 
 def check_region(region: RegionSpec) -> list[Problem]:
     """All problems between the parts of `region`; empty if it can be started."""
     return [
         *_check_names(region),
+        *_check_adapters(region),
         *_check_clusters(region),
         *_check_gateway(region),
         *_check_links(region),
@@ -74,6 +76,30 @@ def _check_names(region: RegionSpec) -> Iterator[Problem]:
         if name in gateways or name.startswith(("agent.", "front.", "link.")):
             message = f"{name!r} names another process of the region; choose another name"
             yield Problem((*path, "name"), message)
+
+
+def _check_adapters(region: RegionSpec) -> Iterator[Problem]:
+    names = {model.name for model in region.models}
+    for m, model in enumerate(region.models):
+        for adapter in model.adapters:
+            if adapter in names:
+                message = f"another model or adapter is called {adapter!r}; clients ask by name"
+                yield Problem(("models", m, "adapters", adapter), message)
+            names.add(adapter)
+        if model.max_lora_rank is not None and not model.adapters:
+            yield Problem(("models", m, "max_lora_rank"), "there are no adapters; leave it out")
+        yield from _check_lora_args(("models", m, "args"), model.args)
+    for path, _, node in _nodes(region):
+        for i, instance in enumerate(node.instances):
+            yield from _check_lora_args((*path, "instances", i, "args"), instance.args)
+
+
+def _check_lora_args(at: KeyPath, args: Iterable[str]) -> Iterator[Problem]:
+    # The gateway would answer 404 for adapters that only an engine knows, and nobody would compare
+    # their weights.
+    for arg in args:
+        if (flag := arg.split("=")[0]) in _LORA_FLAGS:
+            yield Problem(at, f"{flag} is made of the model's adapters; name them there instead")
 
 
 def _check_clusters(region: RegionSpec) -> Iterator[Problem]:

@@ -8,11 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Final, get_args
+
+import msgspec
 
 from deploy.region.spec.checks import check_region
-from deploy.region.spec.region import ClusterSpec, RegionSpec
-from kvmanager.config_files.problems import Problem
+from deploy.region.spec.region import ClusterSpec, ModelSpec, RegionSpec
+from kvmanager.config_files.problems import KeyPath, Problem
 from kvmanager.config_files.yaml_files import parse_yaml, read_text
+from prfaas.engines.command import DEFAULT_LORA_RANK, LoraRank
+
+_RELATIVE: Final = "a relative path starts at the region file's directory"
 
 EXPECTED = "a region file is a mapping with the keys models, clusters, links, security"
 
@@ -42,7 +48,9 @@ def parse_region(
 
 
 def _absolute(region: RegionSpec, directory: Path) -> RegionSpec:
-    """The region with absolute paths. A model's path is only changed if it is no name on a hub."""
+    """The region with absolute paths. The path of a model or adapter is only changed if it is no
+    name on a hub.
+    """
     base = directory.resolve()
 
     def model_path(text: str) -> str:
@@ -52,7 +60,11 @@ def _absolute(region: RegionSpec, directory: Path) -> RegionSpec:
     def full(path: Path) -> Path:
         return (base / path.expanduser()).resolve()
 
-    models = tuple(m.model_copy(update={"path": model_path(m.path)}) for m in region.models)
+    def full_model(model: ModelSpec) -> ModelSpec:
+        adapters = {name: model_path(path) for name, path in model.adapters.items()}
+        return model.model_copy(update={"path": model_path(model.path), "adapters": adapters})
+
+    models = tuple(map(full_model, region.models))
     gateway, security = region.gateway, region.security
     if gateway.api_keys_file is not None:
         gateway = gateway.model_copy(update={"api_keys_file": full(gateway.api_keys_file)})
@@ -99,8 +111,8 @@ def missing_packages(region: RegionSpec, nodes: Collection[str] | None = None) -
 
 
 def missing_models(region: RegionSpec, nodes: Collection[str] | None = None) -> list[Problem]:
-    """The models whose path is a directory that this machine does not have. With `nodes`, those
-    that these nodes serve.
+    """The models and LoRA adapters whose path is a directory that this machine does not have, and
+    adapters that their model's engines would refuse. With `nodes`, those that these nodes serve.
     """
     served = {
         region.model_of(instance).name
@@ -108,11 +120,43 @@ def missing_models(region: RegionSpec, nodes: Collection[str] | None = None) -> 
         if nodes is None or node.name in nodes
         for instance in node.instances
     }
-    return [
-        Problem(
-            ("models", index, "path"),
-            f"there is no {model.path} here; a relative path starts at the region file's directory",
+    found: list[Problem] = []
+    for index, model in enumerate(region.models):
+        if model.name not in served:
+            continue
+        at: KeyPath = ("models", index)
+        if _is_missing(model.path):
+            found.append(Problem((*at, "path"), f"there is no {model.path} here; {_RELATIVE}"))
+        for name, path in model.adapters.items():
+            if _is_missing(path):
+                message = f"there is no {path} here; {_RELATIVE}"
+            elif (rank := _adapter_rank(Path(path))) > (model.max_lora_rank or DEFAULT_LORA_RANK):
+                fitting = [most for most in get_args(LoraRank) if most >= rank]
+                cure = f"write max_lora_rank: {fitting[0]}" if fitting else "vLLM serves none"
+                message = f"its rank is {rank}; {cure}"
+            else:
+                continue
+            found.append(Problem((*at, "adapters", name), message))
+    return found
+
+
+class _AdapterConfig(msgspec.Struct):
+    """The ranks in the file that PEFT writes beside an adapter."""
+
+    r: int
+    rank_pattern: dict[str, int] | None = None
+
+
+def _is_missing(path: str) -> bool:
+    return Path(path).is_absolute() and not Path(path).is_dir()
+
+
+def _adapter_rank(folder: Path) -> int:
+    """The largest rank of an adapter's layers, 0 where this machine does not have the adapter."""
+    try:
+        config = msgspec.json.decode(
+            (folder / "adapter_config.json").read_bytes(), type=_AdapterConfig
         )
-        for index, model in enumerate(region.models)
-        if model.name in served and Path(model.path).is_absolute() and not Path(model.path).is_dir()
-    ]
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return 0  # the engine reads it, or says what is wrong with it
+    return max([config.r, *(config.rank_pattern or {}).values()])

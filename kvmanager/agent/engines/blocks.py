@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from kvmanager.agent.engines.kv_events import (
@@ -74,10 +75,19 @@ class _Group:
 class EngineBlocks:
     """The blocks of one engine. One thread only."""
 
-    def __init__(self, layout: KVLayout, namespace: bytes, *, max_blocks: int = MAX_BLOCKS) -> None:
-        """`namespace` is the engine's part of its root keys (`kvmanager.hashing`)."""
+    def __init__(
+        self,
+        layout: KVLayout,
+        namespace: bytes,
+        adapters: Mapping[str, str] = MappingProxyType({}),
+        *,
+        max_blocks: int = MAX_BLOCKS,
+    ) -> None:
+        """`namespace` is the engine's part of its root keys (`kvmanager.hashing`). `adapters` has
+        the identities of its LoRA adapters by name.
+        """
         self._block_tokens = CacheShape.of(layout).block_tokens
-        self._prefixes = EnginePrefixes(self._block_tokens, namespace, max_blocks)
+        self._prefixes = EnginePrefixes(self._block_tokens, namespace, max_blocks, adapters)
         self._num_groups = Counter(_LAYOUT_KINDS[group.kind] for group in layout.groups)
         self._groups: dict[int, _Group] = {}
         self._told: dict[Prefix, None] = {}

@@ -132,9 +132,7 @@ class EngineClient:
 
         `parts` are (index into the keys of `cache_reserve`, part), as in the slots given.
         """
-        return self._send_made(
-            lambda: CacheWritten(handle, list(parts), is_last, self._tp_rank)
-        )
+        return self._send_made(lambda: CacheWritten(handle, list(parts), is_last, self._tp_rank))
 
     def cache_cancel(self, handle: int) -> bool:
         """Cancel a `cache_reserve` that no worker has heard of."""

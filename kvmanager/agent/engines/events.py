@@ -18,6 +18,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -59,8 +60,16 @@ class EngineCaches:
         self._telling: set[asyncio.Task[None]] = set()
         """Tasks that still report the blocks of engines that have left."""
 
-    def engine_joined(self, instance: str, layout: KVLayout, namespace: bytes) -> None:
-        """Follow this engine, which is connected to the agent, if its endpoint is known."""
+    def engine_joined(
+        self,
+        instance: str,
+        layout: KVLayout,
+        namespace: bytes,
+        adapters: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Follow this engine, which is connected to the agent, if its endpoint is known. `adapters`
+        has the identities of its LoRA adapters by name.
+        """
         endpoint = self._endpoints.get(instance)
         if endpoint is None or instance in self._tasks or not namespace:
             return
@@ -70,7 +79,8 @@ class EngineCaches:
             if self._tasks.get(instance) is task and changes:
                 self._changed(self._merged.instance_changed(instance, changes))
 
-        follower = _Follower(self._context, instance, endpoint, layout, namespace, tell)
+        new_blocks = partial(EngineBlocks, layout, namespace, adapters)
+        follower = _Follower(self._context, instance, endpoint, new_blocks, tell)
         task = start_task(follower.run(), f"following the KV events of {instance}")
         self._tasks[instance] = task
 
@@ -101,14 +111,13 @@ class _Follower:
         context: zmq.asyncio.Context,
         instance: str,
         endpoint: str,
-        layout: KVLayout,
-        namespace: bytes,
+        new_blocks: Callable[[], EngineBlocks],
         tell: Changed,
     ) -> None:
         self._context = context
         self._instance = instance
         self._endpoint, _, self._replay_endpoint = endpoint.partition(",")
-        self._new_blocks = partial(EngineBlocks, layout, namespace)
+        self._new_blocks = new_blocks
         self._blocks = self._new_blocks()
         self._sequence = EventSequence()
         self._tell = tell

@@ -34,6 +34,8 @@ class _Instance:
     pids: dict[int, int] = field(default_factory=dict)
     """The process of each connection."""
     engine: str = ""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """The identities of its LoRA adapters by name, from its scheduler."""
 
     @property
     def cache(self) -> CacheModel | None:
@@ -86,6 +88,7 @@ class InstanceBook:
         instance.namespace = instance.namespace or hello.namespace
         instance.pids[conn_id] = hello.pid
         instance.engine = instance.engine or hello.engine
+        instance.adapters = instance.adapters or hello.adapters
         return EnginePeer(
             conn_id,
             hello.instance,
@@ -175,6 +178,7 @@ class InstanceBook:
                 instance.layout.model_id,
                 instance.layout.weights,
                 instance.engine,
+                instance.adapters,
                 instance.pp_size,
             )
             for name, instance in sorted(self._instances.items())

@@ -7,9 +7,9 @@ windows and recurrent states leave out blocks without saying which. Their hashes
 a complete event of another group has named them.
 
 Some prefixes are not learnt: children of an unknown parent; blocks with multimodal inputs or prompt
-embeddings, and all blocks after them; prompts with a LoRA adapter, because events have its name and
-our keys also depend on its path; and blocks beyond `max_blocks` while the engine holds all that are
-known.
+embeddings, and all blocks after them; prompts with a LoRA adapter of which the engine has not told
+the identity, because events have only its name; and blocks beyond `max_blocks` while the engine
+holds all that are known.
 
 It does not know groups of layers, and of a prefix only whether any group holds it.
 """
@@ -17,7 +17,8 @@ It does not know groups of layers, and of a prefix only whether any group holds 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -33,7 +34,7 @@ class Prefix:
 
     `key` is our key of the last whole block of ours in the prefix, or the root key. `inside` are
     the children, if this prefix ends inside a block of ours. A root has no parent; its name is its
-    salt. `held` has a bit for each group that holds the last engine block. `bits` is the last
+    key. `held` has a bit for each group that holds the last engine block. `bits` is the last
     reported state of the block of ours that ends here. `is_queued`: it is in the queue of prefixes
     that may be forgotten when there is no room.
     """
@@ -69,13 +70,22 @@ class Prefix:
 class EnginePrefixes:
     """The named prefixes of one engine. One thread only."""
 
-    def __init__(self, block_tokens: int, namespace: bytes, max_blocks: int) -> None:
-        """`block_tokens` is our block size; `namespace` is the engine's part of its root keys."""
+    def __init__(
+        self,
+        block_tokens: int,
+        namespace: bytes,
+        max_blocks: int,
+        adapters: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`block_tokens` is our block size; `namespace` is the engine's part of its root keys, and
+        `adapters` has the identities of its LoRA adapters by name.
+        """
         self._block_tokens = block_tokens
         self._namespace = namespace
+        self._adapters = adapters
         self._max_blocks = max_blocks
         self._roots: dict[EngineHash, Prefix] = {}
-        """Roots by their salts."""
+        """Roots by their keys."""
         self._nodes: dict[EngineHash, Prefix] = {}
         self._maybe_idle: deque[Prefix] = deque()
         """Prefixes that perhaps no group holds any more, each once, the oldest entry first."""
@@ -118,13 +128,13 @@ class EnginePrefixes:
         if event.parent_block_hash is not None:
             return self._nodes.get(event.parent_block_hash)
         salt = _salt(event)
-        if salt is None or event.lora_name:
+        adapter = self._adapters.get(event.lora_name, "") if event.lora_name else ""
+        if salt is None or (event.lora_name and not adapter):
             return None
-        name = salt.encode()
-        if name not in self._roots:
-            key = root_key(self._namespace, tenant=salt)
-            self._roots[name] = Prefix(name, None, b"", 0, key)
-        return self._roots[name]
+        key = root_key(self._namespace, tenant=salt, lora=adapter)
+        if key not in self._roots:
+            self._roots[key] = Prefix(key, None, b"", 0, key)
+        return self._roots[key]
 
     def _enter(self, name: EngineHash, parent: Prefix, tokens: bytes) -> Prefix | None:
         node = self._nodes.get(name)
@@ -220,9 +230,13 @@ class EnginePrefixes:
 
 
 def _extras(event: BlockStored, index: int) -> list[Any]:
-    """The inputs of a block's hash other than tokens (vLLM's `generate_block_hash_extra_keys`)."""
+    """The inputs of a block's hash other than tokens and LoRA adapter (vLLM's
+    `generate_block_hash_extra_keys`).
+    """
     keys = event.extra_keys
-    return list(keys[index] or ()) if keys is not None and index < len(keys) else []
+    found = list(keys[index] or ()) if keys is not None and index < len(keys) else []
+    # The adapter's name comes first, in every block.
+    return found[1:] if event.lora_name and found[:1] == [event.lora_name] else found
 
 
 def _salt(event: BlockStored) -> str | None:
@@ -236,5 +250,7 @@ def _salt(event: BlockStored) -> str | None:
 
 
 def _is_plain(event: BlockStored, index: int, *, is_first: bool) -> bool:
-    """Whether the block's KVCache depends on tokens alone. The root holds the first one's salt."""
+    """Whether the block's KVCache depends on tokens alone. The root holds the first one's salt, and
+    the adapter.
+    """
     return is_first or not _extras(event, index)

@@ -52,6 +52,7 @@ MAX_FRAME_BYTES: Final = 4 << 20
 MAX_RANGES_PER_READY: Final = 8192
 MAX_CACHE_BLOCKS: Final = 1 << 16
 MAX_CACHE_SLOTS: Final = 1 << 17
+MAX_ADAPTERS: Final = 1024
 
 _LENGTH: Final = struct.Struct("<I")
 LENGTH_BYTES: Final = _LENGTH.size
@@ -83,7 +84,8 @@ class EngineHello(msgspec.Struct, frozen=True, tag="hello"):
     worker says later is said for itself.
 
     `namespace` goes into the roots of its cache keys (`kvmanager.hashing.root_key`); empty: this
-    engine does not use the prefix cache.
+    engine does not use the prefix cache. `adapters` has the identities of its LoRA adapters by
+    name (`kvmanager.vllm_connector.weights`); only its scheduler tells them.
     """
 
     instance: Name
@@ -98,6 +100,7 @@ class EngineHello(msgspec.Struct, frozen=True, tag="hello"):
     oldest_version: int = 0
     """The oldest one. 0, as engines of 0.1.0 say: no other than `version`."""
     engine: Annotated[str, msgspec.Meta(max_length=200)] = ""
+    adapters: Annotated[dict[Name, Name], msgspec.Meta(max_length=MAX_ADAPTERS)] = {}
     pp_rank: Rank = 0
     pp_size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)] = 1
 
@@ -317,6 +320,11 @@ class FrameDecoder:
         After an error the stream has no frame boundary any more and must be closed.
         """
         buffer = self._buffer
+        # An engine that says one thing and waits sends one whole frame: it needs no buffer.
+        if not buffer and len(data) > _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(data)
+            if length == len(data) - _LENGTH.size <= MAX_FRAME_BYTES:
+                return [data[_LENGTH.size :]]
         buffer += data
         payloads = []
         start = 0

@@ -33,9 +33,7 @@ def namespace_of(vllm_config: VllmConfig, layout: KVLayout) -> bytes:
     one of, and the quantisation that the engine applies to its weights as it loads them.
     """
     cache = vllm_config.cache_config
-    if not cache.enable_prefix_caching or getattr(cache, "calculate_kv_scales", False):
-        # With calculate_kv_scales vLLM measures scales on its first requests, so the same tokens
-        # have other bytes in every engine.
+    if not cache.enable_prefix_caching:
         return b""
     quantization = str(vllm_config.model_config.quantization)
     block_tokens = CacheShape.of(layout).block_tokens

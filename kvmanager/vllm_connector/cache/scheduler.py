@@ -72,6 +72,8 @@ class CacheScheduler:
         options: PrefixCacheOptions,
         agent_said: threading.Event,
         client: EngineClient,
+        *,
+        adapters: Adapters,
     ) -> None:
         self._block_tokens = shape.block_tokens
         self._has_states = shape.state_part is not None
@@ -79,6 +81,7 @@ class CacheScheduler:
         self._options = options
         self._agent_said = agent_said
         self._client = client
+        self._adapters = adapters
         self._lock = threading.RLock()
         # Handles begin at the time, because a restarted engine has the name of the one before it,
         # and the agent may still hold that one's handles.
@@ -88,7 +91,6 @@ class CacheScheduler:
         self._finds: dict[int, Tracked] = {}
         self._ahead: dict[str, int] = {}
         self._loading: dict[str, Find] = {}
-        self._adapters = Adapters()
         self.is_stopped = False
 
     # Events of the agent, on the client's thread.

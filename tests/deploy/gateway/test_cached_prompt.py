@@ -60,6 +60,11 @@ async def test_keys_are_of_full_blocks_before_the_last_token() -> None:
     other = await prompt_keys(MODEL, TokenIds.of(range(129)), "bob")
     assert other is not None
     assert not set(other.blocks) & set(keys.blocks)
+    tuned = await prompt_keys(MODEL, TokenIds.of(range(129)), "alice", adapter="files:1")
+    assert tuned is not None
+    assert tuned.adapter == "files:1"
+    assert tuned.root == root_key(bytes.fromhex(NAMESPACE), tenant="alice", lora="files:1")
+    assert not set(tuned.blocks) & set(keys.blocks)
 
 
 async def test_a_long_prompt_is_hashed_alike() -> None:

@@ -95,6 +95,27 @@ def test_instances_whose_kvcache_nobody_can_use_get_no_prompts() -> None:
     assert swapped.reason == swapped.instances[0].reason == INCOMPATIBLE
 
 
+async def test_a_cluster_of_which_nothing_new_was_heard_has_the_same_report() -> None:
+    home, far = Front("home"), Front("far")
+    home.instances = (instance(role="both", layout_fingerprint="a"),)
+    far.instances = (instance(layout_fingerprint="b"),)
+    config = GatewayConfig(models=(ModelConfig(name="tiny"),))
+    pds: Any = [home]
+    clusters: Any = {"far": far}
+    watcher = RegionWatcher(config, pds, clusters)
+    await watcher.start()
+    first = watcher.prefill_reports()["far"]
+    assert first is not None
+    assert not first.instances[0].compatible
+    assert watcher.prefill_reports()["far"] is first
+    far.instances = (instance(layout_fingerprint="a"),)
+    await watcher.start()
+    await watcher.close()
+    mended = watcher.prefill_reports()["far"]
+    assert mended is not None
+    assert mended.instances[0].compatible
+
+
 async def test_a_front_that_raises_is_not_healthy() -> None:
     home, far = Front("home"), Front("far")
     home.instances = (instance(role="both"),)

@@ -210,7 +210,7 @@ def test_comparing_with_the_engine() -> None:
     same = compare(model, answer())
     assert same.ok
     assert "each of 60 layers" in same.words()
-    other = compare(model, answer(rank_bytes_per_token=656))
+    other = compare(model, answer(bytes_per_token=656, rank_bytes_per_token=656))
     assert not other.ok
     assert "layer 3: mla 1152 B/token, the engine has mla 656 B/token" in other.words()
     failed = compare(model, {"error": "no such kernel"})

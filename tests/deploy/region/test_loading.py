@@ -105,6 +105,16 @@ def test_the_example_is_right() -> None:
          "clusters[0].nodes[0].instances[0].role", "leave it out"),
         ("name: a1-prefill", "name: a1-prefill\n            args: [--max-num-seqs=8]",
          "clusters[0].nodes[0].instances[0].args", "write decode_slots instead"),
+        ("name: a1-prefill", "name: a1-prefill\n            args: ['--lora-modules=poet=/a']",
+         "clusters[0].nodes[0].instances[0].args", "made of the model's adapters"),
+        ("max_model_len: 8192", "max_model_len: 8192\n    args: [--enable-lora]",
+         "models[0].args", "made of the model's adapters"),
+        ("max_model_len: 8192", "max_model_len: 8192\n    adapters: {demo: ./poet}",
+         "models[0].adapters.demo", "another model or adapter is called 'demo'"),
+        ("max_model_len: 8192", "max_model_len: 8192\n    adapters: {poet: ''}",
+         "models[0].adapters.poet", "at least 1"),
+        ("max_model_len: 8192", "max_model_len: 8192\n    max_lora_rank: 64",
+         "models[0].max_lora_rank", "there are no adapters"),
         ("port: 8000", "port: 8000\n  max_body_bytes: huge",
          "gateway.max_body_bytes", "such as 16MiB"),
         ("arena_gib: 0.5", "arena_gib: 0.5, advertise: here",
@@ -297,3 +307,34 @@ def test_a_model_that_is_not_here_is_named(tmp_path: Path) -> None:
     assert "/models/tiny" in problem.message
     assert missing_models(load_region(EXAMPLE, {"MODEL": str(tmp_path)})) == []
     assert missing_models(load_region(EXAMPLE, {"MODEL": "org/name-on-a-hub"})) == []
+
+
+def with_adapters(path: str, options: str = "") -> str:
+    return with_change("max_model_len: 8192", f"adapters: {{poet: {path}}}\n{options}")
+
+
+def test_an_adapters_path_is_relative_to_the_file_unless_it_is_on_a_hub(tmp_path: Path) -> None:
+    for written, path in (("./poet", str(tmp_path / "poet")), ("org/poet", "org/poet")):
+        region = parse_region(with_adapters(written), VARIABLES, directory=tmp_path)
+        assert region.models[0].adapters == {"poet": path}
+
+
+def test_an_adapter_that_engines_would_not_load_is_named(tmp_path: Path) -> None:
+    def problem(options: str = "") -> tuple[str, str]:
+        text = with_adapters(str(tmp_path / "poet"), options)
+        found = missing_models(parse_region(text, {"MODEL": str(tmp_path)}))
+        return ("", "") if not found else (found[0].where, found[0].message)
+
+    assert problem()[0] == "models[0].adapters.poet"
+    assert "poet here; a relative path starts at" in problem()[1]
+    (tmp_path / "poet").mkdir()
+    assert problem() == ("", ""), "the engine says what else is wrong with it"
+    config = tmp_path / "poet" / "adapter_config.json"
+    for settings in ({"r": 16}, {"r": "x"}, {}, {"r": 8, "rank_pattern": None}):
+        config.write_text(json.dumps(settings))
+        assert problem() == ("", "")
+    config.write_text(json.dumps({"r": 8, "rank_pattern": {"q_proj": 20}}))
+    assert problem() == ("models[0].adapters.poet", "its rank is 20; write max_lora_rank: 32")
+    assert problem("    max_lora_rank: 32\n") == ("", "")
+    config.write_text(json.dumps({"r": 1024}))
+    assert problem()[1] == "its rank is 1024; vLLM serves none"

@@ -77,6 +77,18 @@ def test_engines_of_a_cluster_with_nixl_have_its_connector_and_ours(region: Regi
     assert gateway_file(made.resolved, made.directory).pd[0].hand_off == "nixl"
 
 
+def test_adapters_reach_engines_and_gateway(region: RegionSpec) -> None:
+    model = region.models[0].model_copy(update={"adapters": {"poet": "/adapters/poet"}})
+    made = planner(region.model_copy(update={"models": (model,)}))
+    for process in made.processes():
+        if process.kind == "engine":
+            argv = list(process.process.argv)
+            module = json.loads(argv[argv.index("--lora-modules") + 1])
+            assert module == {"name": "poet", "path": "/adapters/poet"}
+    file = gateway_file(made.resolved, made.directory)
+    assert file.gateway.models[0].adapters == {"poet": "/adapters/poet"}
+
+
 def test_no_free_port_is_an_error(region: RegionSpec) -> None:
     with pytest.raises(OSError, match="no free port on 127"):
         resolve_ports(region, is_free=lambda _host, _port: False)

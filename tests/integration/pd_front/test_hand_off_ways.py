@@ -53,6 +53,29 @@ async def test_the_way_follows_from_setting_and_nodes(
         assert counted.labels("west", between)._value.get() >= 1
 
 
+async def test_kvcache_of_an_adapter_does_not_go_by_nixl() -> None:
+    """NixlConnector asks nobody whether both engines have the same adapter."""
+    async with make_rig("remote", replace(CONFIG, hand_off="nixl")) as rig:
+        _, far = await near_and_far(rig)
+        landing = msgspec.structs.replace(far.landing, adapter="files:1")
+        job = msgspec.structs.replace(whole_prompt(rig, far), adapter="poet", landing=landing)
+        result = await rig.front.prefill_locally(job)
+        assert result.hand_off == "transport"
+        (asked,) = rig.engines["p0"].requests
+        assert asked["model"] == "poet"
+        assert asked["kv_transfer_params"]["prfaas"]["adapter"] == "files:1"
+
+
+@pytest.mark.parametrize(("adapter", "identity"), [("poet", ""), ("", "files:1")])
+async def test_a_job_and_its_landing_agree_on_the_adapter(adapter: str, identity: str) -> None:
+    async with make_rig("embedded") as rig:
+        _, far = await near_and_far(rig)
+        landing = msgspec.structs.replace(far.landing, adapter=identity)
+        job = msgspec.structs.replace(rig.job_for(far), adapter=adapter, landing=landing)
+        with pytest.raises(PrefillFailed, match="the landing was reserved for another"):
+            await rig.front.prefill_locally(job)
+
+
 async def test_nixl_prefills_the_whole_prompt_and_opens_no_outbox() -> None:
     async with make_rig("embedded", replace(CONFIG, hand_off="nixl")) as rig:
         _, far = await near_and_far(rig)

@@ -10,6 +10,7 @@ from front_doubles import (
 )
 from pd_front_rig import PdRig, make_rig
 
+from local_pd.errors import NoInstance
 from local_pd.messages import ReserveRequest
 from prfaas.engines.errors import PrefillFailed
 
@@ -31,6 +32,32 @@ async def test_grants_reach_the_agents(rig: PdRig) -> None:
     assert rig.landing(slot).grant == b"to land"
     await rig.front.prefill_locally(msgspec.structs.replace(rig.job_for(slot), grant=b"to send"))
     assert rig.nodes[0].grants == [b"to send"]
+
+
+async def test_an_instance_prefills_for_those_that_lay_kvcache_out_as_it_does(rig: PdRig) -> None:
+    other = "ef" * 32
+    rig.nodes[0].fingerprints = {"p0": other}
+
+    async def fingerprints() -> dict[str, str]:
+        return {i.name: i.layout_fingerprint for i in (await rig.front.report()).instances}
+
+    async with asyncio.timeout(20):
+        while (await fingerprints())["p0"] != other:
+            await asyncio.sleep(0.01)
+    slot = await rig.reserve()
+    with pytest.raises(PrefillFailed, match="otherwise than the landing: fake") as caught:
+        await rig.front.prefill_locally(rig.job_for(slot))
+    assert caught.value.code == "no_instance"
+    with pytest.raises(NoInstance, match=r"d0 .* otherwise than what is prefilled: fake, d1"):
+        await rig.reserve(hands_off=True)
+    rig.nodes[1].fingerprint = other
+    async with asyncio.timeout(20):
+        while (await fingerprints())["d1"] != other:
+            await asyncio.sleep(0.01)
+    assert (await rig.reserve(hands_off=True)).instance == "d1"
+    slot = await rig.reserve(layouts=(other,))
+    assert (slot.instance, slot.landing.layout_fingerprint) == ("d1", other)
+    assert (await rig.front.prefill_locally(rig.job_for(slot))).instance == "p0"
 
 
 async def test_cancelling_a_local_prefill_aborts_it(rig: PdRig) -> None:

@@ -159,6 +159,25 @@ def test_tenants_have_keys_of_their_own() -> None:
 def test_prompts_of_a_lora_adapter_are_not_known_by_its_name_alone() -> None:
     event = stored(PROMPT[:64], 0, lora_name="poet", extra_keys=[["poet"]] * 4)
     assert Followed(FULL).apply(event) == {}
+    assert Followed(FULL, adapters={"other": "files:1"}).apply(event) == {}
+
+
+def test_prompts_of_a_known_adapter_have_keys_of_its_identity() -> None:
+    engine = Followed(FULL, adapters={"poet": "files:1"})
+    plain = stored(PROMPT[:64], 0)
+    extras = [["poet", "alice"], *[["poet"]] * 3]
+    of_poet: dict[str, Any] = {
+        "lora_name": "poet",
+        "block_hashes": [name(PROMPT[:end], "poet and alice") for end in range(16, 65, 16)],
+    }
+    engine.apply(plain, stored(PROMPT[:64], 0, extra_keys=extras, **of_poet))
+    root = root_key(NAMESPACE, tenant="alice", lora="files:1")
+    (key,) = block_keys(PROMPT[:64], 64, root)
+    assert set(engine.held) == {key[:8], *keys(PROMPT[:64])}
+    # Whatever else a block depends on ends what is known, as it does without an adapter.
+    with_image = [["poet", ["image", 3]], *[["poet"]] * 3]
+    other = Followed(FULL, adapters={"poet": "files:1"})
+    assert other.apply(stored(PROMPT[:64], 0, extra_keys=with_image, **of_poet)) == {}
 
 
 @pytest.mark.parametrize("extra", [["image", 3], b"digest of embeddings", "late salt"])

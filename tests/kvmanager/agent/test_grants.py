@@ -9,7 +9,8 @@ import msgspec
 import pytest
 from granting import grant_files
 
-from kvmanager.agent.grants import AgentGrants, probe_send, reservation
+from kvmanager.agent.cache.move_messages import ReserveCacheMove
+from kvmanager.agent.grants import AgentGrants, move_landing, probe_send, reservation
 from kvmanager.agent.probe_messages import ProbeSend
 from kvmanager.transfers.records import CallNotGranted, NoArenaRoom
 from transport import Endpoint
@@ -45,6 +46,22 @@ def test_a_grant_is_good_once_unless_nothing_came_of_it(files: tuple[GrantFile, 
     # A grant of the same content is another one.
     with grants.once(Granter(files[0]).grant(WANTED), WANTED):
         pass
+
+
+def test_a_move_is_granted_for_one_cache_namespace(files: tuple[GrantFile, GrantFile]) -> None:
+    grants, granter = AgentGrants(files[1], agent="a:1", send_to=None), Granter(files[0])
+    plain = ReserveCacheMove("00" * 32, b"keys", [(0, 0)], 30.0)
+    named = [msgspec.structs.replace(plain, namespace=name) for name in ("aa", "bb")]
+    for granted, asked in ((plain, named[0]), (named[0], named[1]), (named[0], plain)):
+        raw = granter.grant(move_landing(granted, "a:1"))
+        with (
+            pytest.raises(CallNotGranted, match="for content"),
+            grants.once(raw, move_landing(asked, "a:1")),
+        ):
+            raise AssertionError("the call is let in")
+    for request in (plain, *named):
+        with grants.once(granter.grant(move_landing(request, "a:1")), move_landing(request, "a:1")):
+            pass
 
 
 def test_used_grants_are_forgotten_when_they_hold_no_more(

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from agent_process import SMALL_LAYOUT
 from pydantic import ValidationError
+from simple_layouts import hybrid
 
 from kvmanager.agent.config import AgentConfig, load
 from kvmanager.agent.engines.instances import EngineNotServed, InstanceBook, UnknownLayout
@@ -17,6 +18,7 @@ from kvmanager.agent.transfer_io import OutboxProgress
 from kvmanager.arena import Arena, ArenaSpace
 from kvmanager.config_files.problems import FileError
 from kvmanager.pool.placement import StatePlacement
+from kvmanager.pool.shape import CacheShape
 from kvmanager.transfers.records import LandingRecord, LandingSpec, OutboxRecord, OutboxSpec, State
 from transport import (
     Endpoint,
@@ -67,6 +69,36 @@ class TestInstances:
             book.join(9, hello("a", PAIR))
         assert engine.layout_fingerprint == PAIR.fingerprint().hex()
 
+    def test_ranks_of_an_instance_are_cut_in_one_way(self) -> None:
+        book = InstanceBook()
+        short, long = (hybrid(tp_size=2, block=block) for block in (16, 32))
+        book.join(1, hello("a", short, 0))
+        with pytest.raises(EngineNotServed, match=r"in blocks of 16.* has .*in blocks of 32"):
+            book.join(2, hello("a", long, 1))
+        assert book.layout_of("a") == short
+
+    def test_engines_of_one_layout_may_have_other_blocks(self) -> None:
+        book = InstanceBook()
+        short, long, ranks = hybrid(block=16), hybrid(block=528), hybrid(block=16, tp_size=2)
+        assert len({cut.fingerprint() for cut in (short, long, ranks)}) == 1
+        fingerprint = short.fingerprint()
+        cuts = {"a": (short, b"s"), "b": (long, b"l"), "c": (ranks, b"s"), "d": (ranks, b"")}
+        for conn_id, (name, (cut, namespace)) in enumerate(cuts.items()):
+            book.join(conn_id, msgspec.structs.replace(hello(name, cut), namespace=namespace))
+        assert {name: book.layout_of(name) for name in cuts} == {
+            name: cut for name, (cut, _) in cuts.items()
+        }
+        known = {shape.block_tokens: cut for cut, shape in book.cached_layouts(fingerprint)}
+        assert known.keys() == {16, 528}
+        assert known[528] == long
+        for namespace, cut in ((b"s", short), (b"l", long)):
+            assert book.cached_layout(fingerprint, namespace) == (cut, CacheShape.of(cut))
+        assert book.cached_layout(fingerprint, b"")[0].fingerprint() == fingerprint
+        with pytest.raises(UnknownLayout, match="no connected engine has cache namespace 78"):
+            book.cached_layout(fingerprint, b"x")
+        with pytest.raises(UnknownLayout, match="no connected engine has KV layout"):
+            book.cached_layout(bytes(32), b"s")
+
     def test_the_last_one_takes_the_layout_along(self) -> None:
         book = InstanceBook()
         peers = [book.join(i, hello("a")) for i in (1, 2)]
@@ -105,6 +137,14 @@ class TestInstances:
             book.join(3, msgspec.structs.replace(mine, namespace=b"m"))
         with pytest.raises(EngineNotServed, match="another KV layout"):
             book.join(3, msgspec.structs.replace(hello("b", OTHER), namespace=b"n"))
+
+    def test_adapters_are_those_of_the_scheduler(self) -> None:
+        book = InstanceBook()
+        book.join(1, hello("a"))
+        assert book.describe()[0].adapters == {}
+        book.join(2, msgspec.structs.replace(hello("a"), adapters={"poet": "files:1"}))
+        book.join(3, hello("a"))
+        assert book.describe()[0].adapters == {"poet": "files:1"}
 
     @pytest.mark.parametrize(
         ("change", "words"),

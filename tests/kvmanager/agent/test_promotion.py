@@ -129,9 +129,14 @@ def cut(block: int, tp_size: int = 1, *, split: bool = False) -> KVLayout:
     [
         (cut(16), 64, 32, [(2, KV), (3, KV), (2, WINDOW), (3, WINDOW), (3, STATE)]),
         # Cached tokens end inside of a block of 64 or 48.
-        (cut(16, 2, split=True), 100, 16, [*((i, KV) for i in range(1, 6)), (5, WINDOW)]),
-        # The window begins inside of a block, which is not whole then.
-        (cut(64, 2), 128, 0, [(0, KV), (1, KV), (1, WINDOW), (1, STATE)]),
+        (
+            cut(16, 2, split=True),
+            100,
+            16,
+            [*((i, KV) for i in range(1, 6)), (4, WINDOW), (5, WINDOW)],
+        ),
+        # The window of 33 tokens begins inside of a block of 64, whose part is not whole then.
+        (cut(64, 2), 128, 0, [(0, KV), (1, KV), (1, STATE)]),
         (cut(64), 160, 64, [(1, KV)]),
         (cut(32, 8), 31, 0, []),
     ],

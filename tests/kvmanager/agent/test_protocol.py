@@ -32,6 +32,7 @@ from kvmanager.agent.engines.protocol import (
 TID = bytes(range(16))
 FROM_ENGINE: list[EngineMessage] = [
     EngineHello("prefill-0", "worker", 12, b"layout", 1, 2),
+    EngineHello("prefill-0", "scheduler", 12, b"layout", adapters={"poet": "files:1"}),
     Attach(TID, 3),
     Ready(TID, 3, [(0, 5), (1 << 40, 7)]),
     PrefillEnd(TID, 3, 1),
@@ -143,6 +144,8 @@ def test_frame_over_the_limit_cannot_be_made() -> None:
         EngineHello("x" * 201, "worker", 1, b""),
         EngineHello("x", "boss", 1, b""),  # type: ignore[arg-type]
         EngineHello("x", "worker", 1, b"", tp_size=0),
+        EngineHello("x", "scheduler", 1, b"", adapters={str(n): "i" for n in range(1025)}),
+        EngineHello("x", "scheduler", 1, b"", adapters={"a": ""}),
         AbortOutbox(TID, 3, "x" * 5000),
     ],
 )

@@ -59,3 +59,8 @@ def test_a_worker_says_which_stage_and_rank_it_is() -> None:
     assert (worker.role, worker.pp_rank, worker.pp_size, worker.tp_rank) == ("worker", 2, 3, 0)
     assert (scheduler.role, scheduler.pp_rank, scheduler.pp_size) == ("scheduler", 0, 3)
     assert worker.layout == scheduler.layout
+
+
+def test_an_engine_says_which_adapters_it_has() -> None:
+    assert _hello(config_of("p0"), SMALL_LAYOUT, None).adapters == {}
+    assert _hello(config_of("p0"), SMALL_LAYOUT, None, {"a": "i"}).adapters == {"a": "i"}

@@ -14,6 +14,7 @@ from kvmanager.vllm_connector.cache.keys import LOSSY_SALT
 from kvmanager.vllm_connector.cache.scheduler import PrefixCacheOptions
 from kvmanager.vllm_connector.metadata import PartPages, PrfaasMetadata
 from kvmanager.vllm_connector.scheduler import SchedulerSide, idle_wait_s
+from kvmanager.vllm_connector.weights import Adapters
 
 LAYOUT = KVLayout(
     "m",
@@ -81,7 +82,10 @@ class CachingClient(RecordingClient):
 
 
 def scheduler_side(
-    client: RecordingClient, landing_timeout_s: float = 60, **roles: bool
+    client: RecordingClient,
+    landing_timeout_s: float = 60,
+    adapters: Adapters | None = None,
+    **roles: bool,
 ) -> SchedulerSide:
     spec = SimpleNamespace(block_size=16)
     config: Any = SimpleNamespace(
@@ -101,6 +105,7 @@ def scheduler_side(
         cache=PrefixCacheOptions(b"n" * 32)
         if isinstance(client, CachingClient)
         else PrefixCacheOptions(),
+        adapters=adapters,
     )
     side.start()
     if isinstance(client, CachingClient):
@@ -231,16 +236,56 @@ def test_a_landing_of_something_else_is_never_loaded(changes: dict[str, Any]) ->
     assert client.said == [("watch", TRANSFER), ("release", TRANSFER)]
 
 
-def test_a_transfer_of_an_adapters_kvcache_is_refused() -> None:
+POET = "files:poet"
+
+
+class OneAdapter(Adapters):
+    """An engine that has loaded the adapter "poet", and can identify no other one."""
+
+    def identity(self, lora_request: Any) -> str | None:
+        if not lora_request:
+            return ""
+        return POET if lora_request.lora_name == "poet" else None
+
+
+def tuned(role: str, name: str, told: str) -> Any:
+    """A request with a LoRA adapter, or with none for "". The other engine's has the identity
+    `told`.
+    """
+    made = request(role, 70 if role == "producer" else 71, adapter=told)
+    made.lora_request = SimpleNamespace(lora_name=name) if name else None
+    return made
+
+
+@pytest.mark.parametrize(
+    ("adapter", "told", "failure"),
+    [
+        ("poet", POET, ""),
+        ("", "", ""),
+        ("poet", "files:other", "of the adapter files:other, here it is the adapter files:poet"),
+        ("poet", "", "of the base model, here it is the adapter files:poet"),
+        ("", POET, "of the adapter files:poet, here it is the base model"),
+        ("stranger", POET, "the adapter stranger cannot be identified"),
+    ],
+)
+def test_kvcache_moves_between_engines_with_the_same_adapter(
+    adapter: str, told: str, failure: str
+) -> None:
     client = RecordingClient()
-    side = scheduler_side(client)
-    for role, num_tokens in (("producer", 70), ("consumer", 71)):
-        tuned = request(role, num_tokens)
-        tuned.lora_request = SimpleNamespace(lora_int_id=1, lora_name="a", lora_path="/a")
-        side.on_new_request(tuned)
-    assert client.said == [("watch", TRANSFER), ("release", TRANSFER)]
-    (ended,) = step(side, {}).ended
-    assert "adapter" in ended.failure
+    side = scheduler_side(client, adapters=OneAdapter())
+    consumer = tuned("consumer", adapter, told)
+    side.on_new_request(consumer)
+    side.on_landed(TRANSFER)
+    waits = (0, False) if failure else (70, True)
+    assert side.get_num_new_matched_tokens(consumer, 0) == waits
+    assert (("release", TRANSFER) in client.said) == bool(failure), "a refused landing goes back"
+
+    producing = scheduler_side(RecordingClient(), adapters=OneAdapter())
+    producing.on_new_request(tuned("producer", adapter, told))
+    meta = step(producing, {"r1": (0, 70)})
+    assert len(meta.sends) == (not failure)
+    assert [ended.failure for ended in meta.ended if failure not in ended.failure] == []
+    assert len(meta.ended) == bool(failure)
 
 
 def test_what_lands_with_less_precision_is_shared_with_no_other_request() -> None:
@@ -549,4 +594,5 @@ def test_an_idle_engine_takes_an_answer_in_the_pass_in_which_it_comes(
     monkeypatch.setattr(side._agent_said, "wait", answer_meanwhile)
     assert side.get_num_new_matched_tokens(plain, 0) == (64, True)
     assert len(waits) == 1
-    assert 0 < waits[0] <= 0.025
+    # Differences of times on the clock round.
+    assert 0 < waits[0] <= 0.025 + 1e-9

@@ -1,4 +1,4 @@
-"""Workers of pipeline stages: together they send and store every byte once, and each loads its own."""
+"""Workers of pipeline stages send and store every byte once together, and each loads its own."""
 
 import itertools
 import time
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from page_views import page_view
+from recording_client import RecordingClient
 from simple_layouts import layout, paged, state
 
 from kvmanager.agent.engines.protocol import Welcome
@@ -42,41 +43,11 @@ PARTS = {0: ((4, 1),), 1: ((5, 1),), 2: ((6, 1),)}
 """One block of the cache, of a page: the full layers' pages, the window's, the state."""
 
 
-class Client:
-    """Remembers what its worker said to the agent."""
-
-    def __init__(self, arena: Arena) -> None:
-        self.arena = arena
-        self.ranges: list[tuple[int, int]] = []
-        self.num_ended = 0
-        self.written: list[tuple[int, list[tuple[int, int]], bool]] = []
-
-    def start(self, events: object) -> None: ...
-    def close(self) -> None: ...
-
-    def attach(self, transfer_id: bytes, attempt: int) -> bool:
-        return True
-
-    def ready(self, transfer_id: bytes, attempt: int, ranges: list[tuple[int, int]]) -> bool:
-        self.ranges += ranges
-        return True
-
-    def prefill_end(self, transfer_id: bytes, attempt: int) -> bool:
-        self.num_ended += 1
-        return True
-
-    def cache_written(
-        self, handle: int, parts: Sequence[tuple[int, int]], *, is_last: bool = False
-    ) -> bool:
-        self.written.append((handle, list(parts), is_last))
-        return True
-
-
 class Worker:
     """One rank of one stage, whose pages are random or zero."""
 
     def __init__(self, arena: Arena, layers: Sequence[str], rank: int, *, seed: int = 0) -> None:
-        self.client = Client(arena)
+        self.client = RecordingClient(arena)
         self.pages: dict[str, torch.Tensor] = {}
         views = {}
         for _, layer in LAYOUT.layers:
@@ -104,6 +75,14 @@ class Worker:
             if name != "layers.2":
                 self.side.save_kv_layer(meta, name)
         self.side.wait_for_save(meta)
+
+    def said(self, what: str) -> list[list[Any]]:
+        return [rest for said, *rest in self.client.said if said == what]
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """What it said is ready."""
+        return [found for _, _, ranges in self.said("ready") for found in ranges]
 
     def load(self, step: LoadStep) -> None:
         self.side.start_step(PrfaasMetadata(loads=[step]))
@@ -170,11 +149,11 @@ def test_stages_fill_an_outbox_chunk_by_chunk_and_one_engine_loads_it(
         meta = PrfaasMetadata(sends=[SendStep(ref, blocks(computed), computed)])
         for worker in stages.values():
             worker.step(meta)
-    ranges = sorted(found for worker in stages.values() for found in worker.client.ranges)
+    ranges = sorted(found for worker in stages.values() for found in worker.ranges)
     ends = [offset + length for offset, length in ranges]
     assert [offset for offset, _ in ranges] == [0, *ends[:-1]]
     assert ends[-1] == LAYOUT.transfer_bytes(NUM_TOKENS)
-    assert [worker.client.num_ended for worker in stages.values()] == [1] * 4
+    assert [worker.said("prefill_end") for worker in stages.values()] == [[[TID, 1]]] * 4
     landing = TransferRef(TID, NUM_TOKENS, arena.epoch, RUNS)
     for other in others.values():
         other.load(LoadStep("r", time.monotonic(), landing, blocks(NUM_TOKENS)))
@@ -191,7 +170,7 @@ def test_a_stage_may_run_ahead_of_the_next_one(
             meta = PrfaasMetadata(sends=[SendStep(ref, blocks(computed), computed)])
             for rank in range(2):
                 stages[stage, rank].step(meta)
-    total = sum(length for worker in stages.values() for _, length in worker.client.ranges)
+    total = sum(length for worker in stages.values() for _, length in worker.ranges)
     assert total == LAYOUT.transfer_bytes(NUM_TOKENS)
     landing = TransferRef(TID, NUM_TOKENS, arena.epoch, RUNS)
     for other in others.values():
@@ -209,8 +188,8 @@ def test_stages_store_and_load_the_cache_with_engines_of_one_stage(
     cached = CachedParts(arena.epoch, time.monotonic(), parts)
     for worker in stages.values():
         worker.step(PrfaasMetadata(stores=[StoreStep(3, cached, is_last=True)]))
-    assert [worker.client.written for worker in stages.values()] == [
-        [(3, [(0, 0), (0, 1), (0, 2)], True)]
+    assert [worker.said("cache_written") for worker in stages.values()] == [
+        [[3, [(0, 0), (0, 1), (0, 2)], True]]
     ] * 4
     given = CachedParts(arena.epoch, time.monotonic(), parts)
     for other in others.values():

@@ -32,9 +32,7 @@ WINDOW = SlidingWindowSpec(
     block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=128
 )
 NUM_LAYERS = 12
-GLOBAL = {
-    f"model.layers.{n}.attn": FULL if n % 4 == 0 else WINDOW for n in range(NUM_LAYERS)
-}
+GLOBAL = {f"model.layers.{n}.attn": FULL if n % 4 == 0 else WINDOW for n in range(NUM_LAYERS)}
 """A hybrid model: every fourth layer has full attention."""
 
 
@@ -49,7 +47,13 @@ def groups_of(layers: dict[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:
 
 
 def engine(**parallel: int) -> Any:
-    sizes = {"tensor_parallel_size": 1, "decode_context_parallel_size": 1} | parallel
+    settings = {
+        "tensor_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "enable_dbo": False,
+        "ubatch_size": 0,
+    }
     hf_config = SimpleNamespace(to_dict=lambda: {"num_hidden_layers": NUM_LAYERS})
     model = {
         "served_model_name": "m",
@@ -60,7 +64,7 @@ def engine(**parallel: int) -> Any:
         "multimodal_config": None,
     }
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(**sizes),
+        parallel_config=SimpleNamespace(**(settings | parallel)),
         speculative_config=None,
         model_config=SimpleNamespace(**model),
         cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[]),
@@ -79,7 +83,7 @@ def stages_of(*counts: int) -> list[Stage]:
         own = {name: GLOBAL[name] for name in names[at : at + count]}
         at += count
         groups = _project_kv_cache_groups_to_worker(groups_of(GLOBAL), own)
-        config: Any = SimpleNamespace(transfer_groups=groups)
+        config: Any = SimpleNamespace(transfer_groups=groups, kv_cache_layout=None)
         found.append(stage_of(engine(), config))
     return found
 
@@ -160,8 +164,8 @@ def test_stages_of_other_engines_are_refused() -> None:
 
 
 def test_context_parallelism_stays_refused() -> None:
-    config: Any = SimpleNamespace(transfer_groups=groups_of(GLOBAL))
-    with pytest.raises(LayoutError, match="decode context parallelism is not supported"):
+    config: Any = SimpleNamespace(transfer_groups=groups_of(GLOBAL), kv_cache_layout=None)
+    with pytest.raises(LayoutError, match="--decode-context-parallel-size 2 is not supported"):
         stage_of(engine(decode_context_parallel_size=2), config)
 
 

@@ -7,15 +7,21 @@ from typing import Any
 
 import pytest
 
-from kvmanager.vllm_connector.weights import Adapters, adapter_identity, weights_identity
+from kvmanager.vllm_connector.weights import (
+    Adapters,
+    adapter_identity,
+    adapter_settings,
+    weights_identity,
+)
 from kvmanager.weights import WeightsError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def config(model: Path | str, load_format: str = "auto", **changes: Any) -> Any:
-    extra = changes.pop("extra", {})
+    extra, lora_config = changes.pop("extra", {}), changes.pop("lora", None)
     return SimpleNamespace(
+        lora_config=lora_config,
         model_config=SimpleNamespace(
             model=str(model), revision=None, seed=0, model_weights="", **changes
         ),
@@ -114,3 +120,37 @@ def test_an_adapter_that_cannot_be_told_is_not_shared(tmp_path: Path) -> None:
     assert adapters.identity(lora(made)) == adapter_identity(str(made))
     assert adapters.identity(lora(tmp_path / "nowhere")) is None
     assert adapters.identity(lora(made, load_inplace=True)) is None
+
+
+def test_an_adapter_of_the_start_is_what_the_engine_loaded_then(tmp_path: Path) -> None:
+    made = adapter(tmp_path / "made", b"a")
+    identity = adapter_identity(str(made))
+    adapters = Adapters({"a": str(made), "gone": str(tmp_path / "gone")})
+    assert adapters.told == {"a": identity}, "what cannot be identified is not told"
+    adapter(made, b"other")
+    assert adapter_identity(str(made)) != identity
+    assert adapters.identity(lora(made)) == adapters.told["a"] == identity
+
+
+def test_settings_that_change_an_adapter_are_part_of_its_identity(tmp_path: Path) -> None:
+    def settings(lora_dtype: str = "torch.float16", **changes: Any) -> str:
+        lora_config = {
+            "target_modules": None,
+            "lora_dtype": lora_dtype,
+            "enable_moe_shared_loras": False,
+        }
+        return adapter_settings(
+            config("m", dtype="torch.float16", lora=SimpleNamespace(**(lora_config | changes)))
+        )
+
+    assert settings() == settings("auto") == adapter_settings(config("m")) == ""
+    found = {
+        settings(target_modules=["q_proj"]),
+        settings(target_modules=["q_proj", "o_proj"]),
+        settings("torch.bfloat16"),
+        settings(enable_moe_shared_loras=True),
+    }
+    assert len(found) == 4
+    assert settings(target_modules=["o_proj", "q_proj"]) in found, "their order means nothing"
+    paths = {"a": str(adapter(tmp_path / "a", b"a"))}
+    assert len({Adapters(paths, told).told["a"] for told in ("", *found)}) == 5

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from page_views import page_view
+from recording_client import RecordingClient
 from simple_layouts import paged
 
 from kvmanager.agent.engines.protocol import Welcome
@@ -37,41 +38,6 @@ TID = bytes(range(16))
 NUM_TOKENS = 32
 """Two pages, which two steps of 16 tokens compute."""
 GRACE_S = 15.0
-
-
-class RecordingClient:
-    """Stands for the client of an agent that answers nothing."""
-
-    def __init__(self, arena: Arena) -> None:
-        self.arena: Arena | None = arena
-        self.said: list[tuple[Any, ...]] = []
-
-    def start(self, events: object) -> None: ...
-    def close(self) -> None: ...
-
-    def attach(self, transfer_id: bytes, attempt: int) -> bool:
-        self.said.append(("attach", transfer_id, attempt))
-        return True
-
-    def ready(self, transfer_id: bytes, attempt: int, ranges: list[tuple[int, int]]) -> bool:
-        self.said.append(("ready", transfer_id, attempt, ranges))
-        return True
-
-    def prefill_end(self, transfer_id: bytes, attempt: int) -> bool:
-        self.said.append(("prefill_end", transfer_id, attempt))
-        return True
-
-    def abort(self, transfer_id: bytes, attempt: int, reason: str) -> bool:
-        self.said.append(("abort", transfer_id, attempt, reason))
-        return True
-
-    def release(self, transfer_id: bytes, attempt: int = 0) -> bool:
-        self.said.append(("release", transfer_id, attempt))
-        return True
-
-    def take(self) -> list[tuple[Any, ...]]:
-        said, self.said = self.said, []
-        return said
 
 
 class Engine:
@@ -104,15 +70,25 @@ class Engine:
         self.client.arena = None
         self.side.on_disconnected()
 
-    def step(self, attempt: int, computed_tokens: int, ended: EndedSend | None = None) -> None:
-        """One engine step that computes up to `computed_tokens` of the transfer's prompt."""
+    def step(
+        self,
+        attempt: int,
+        computed_tokens: int,
+        ended: EndedSend | None = None,
+        *,
+        calls_hooks: bool = True,
+    ) -> None:
+        """One engine step that computes up to `computed_tokens` of the transfer's prompt. vLLM
+        calls no hooks of layers that it replays from a CUDA graph.
+        """
         ref = TransferRef(TID, NUM_TOKENS, self.arena.epoch, ((0, 1),), attempt)
         meta = PrfaasMetadata(ended=[ended] if ended is not None else [])
         if computed_tokens:
             num_blocks = computed_tokens // 16
             meta.sends.append(SendStep(ref, ([1, 2][:num_blocks],), computed_tokens))
         self.side.start_step(meta)
-        self.side.save_kv_layer(meta, "full")
+        if calls_hooks:
+            self.side.save_kv_layer(meta, "full")
         self.side.wait_for_save(meta)
 
     def written(self) -> bool:
@@ -139,6 +115,17 @@ def test_pages_are_announced_as_steps_fill_them(engine: Engine) -> None:
         ("prefill_end", TID, 5),
     ]
     assert bytes(engine.arena.memory[: 2 * PAGE]) == bytes([7]) * 2 * PAGE
+
+
+def test_layers_whose_hook_was_not_called_are_sent_after_the_step(engine: Engine) -> None:
+    engine.step(5, 16, calls_hooks=False)
+    engine.step(5, 32, calls_hooks=False)
+    assert engine.client.take() == [
+        ("attach", TID, 5),
+        ("ready", TID, 5, [(0, PAGE)]),
+        ("ready", TID, 5, [(PAGE, PAGE)]),
+        ("prefill_end", TID, 5),
+    ]
 
 
 def test_an_outbox_from_before_the_connection_is_not_begun(engine: Engine) -> None:
@@ -235,7 +222,7 @@ def test_however_many_outboxes_failed_none_of_them_is_begun(
 
 
 class BrokenCopier:
-    """A GPU that takes every copy and fails it later."""
+    """A GPU that takes every copy and ends or fails it later."""
 
     def __init__(self) -> None:
         self.done: list[Any] = []
@@ -261,8 +248,22 @@ def test_a_copy_that_fails_late_ends_the_transfer_instead_of_announcing_it(
         ("attach", TID, 5),
         ("abort", TID, 5, "RuntimeError: the GPU is lost"),
     ]
-    engine.step(5, 32)
+    engine.step(5, 16)
     assert len(copier.done) == 1
+
+
+def test_a_prefill_is_over_when_its_last_copy_is(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copier = BrokenCopier()
+    monkeypatch.setattr(engine.side._access, "open", lambda epoch: (engine.arena, copier))
+    engine.step(5, 32)
+    (attach,) = engine.client.take()
+    assert attach[0] == "attach"
+    pages, end = copier.done
+    pages(None)
+    end(None)
+    assert [said[0] for said in engine.client.take()] == ["ready", "prefill_end"]
 
 
 @pytest.mark.parametrize(("age_s", "fails"), [(0.0, False), (GRACE_S + 1, True)])

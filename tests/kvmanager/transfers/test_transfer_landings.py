@@ -30,7 +30,7 @@ class TestLanding:
         assert table.landings.watch(1, TID) == []
         table.landings.accepted(TID)
         assert landing.state is State.RECEIVING
-        assert table.landings.complete(TID, 1) == [OutcomeKnown(landing.key), TellLanded(1, TID)]
+        assert table.landings.complete(TID, 1) == [TellLanded(1, TID), OutcomeKnown(landing.key)]
         assert table.landings.release(1, TID, 2) == [DropLanding(TID, "released")]
         assert used(table) == 3, "the receiver has not let go yet"
         table.landings.dropped(TID)

@@ -86,6 +86,40 @@ def test_everything_set() -> None:
     }
 
 
+def lora_options(**changes: object) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """The options with one value, and the modules."""
+    argv = spec(**changes).argv()
+    argv = argv[argv.index("--enable-lora") + 1 :]
+    at = argv.index("--lora-modules")
+    single = dict(zip(argv[:at:2], argv[1:at:2], strict=True))
+    return single, [json.loads(item) for item in argv[at + 1 :]]
+
+
+def test_adapters_become_vllms_options() -> None:
+    assert "--enable-lora" not in spec().argv()
+    adapters = {"poet": "/adapters/poet", "a=b": "org/lawyer"}
+    options, modules = lora_options(adapters=adapters)
+    assert options == {"--max-loras": "2", "--max-cpu-loras": "2"}
+    assert modules == [{"name": name, "path": path} for name, path in adapters.items()]
+    options, _ = lora_options(adapters=adapters, max_lora_rank=64)
+    assert options["--max-lora-rank"] == "64"
+    # All stay in host memory, and so as they were identified; few take memory of the device.
+    options, _ = lora_options(adapters={f"a{n}": "/a" for n in range(20)})
+    assert options == {"--max-loras": "8", "--max-cpu-loras": "20"}
+    assert spec(adapters=adapters, args=("--max-loras", "1")).argv()[-2:] == ["--max-loras", "1"]
+
+
+def test_the_connector_is_told_what_the_adapters_are() -> None:
+    argv = spec(adapters={"poet": "/a"}, agent_socket="/run/agent.sock").argv()
+    config = json.loads(argv[argv.index("--kv-transfer-config") + 1])
+    assert config["kv_connector_extra_config"]["adapters"] == {"poet": "/a"}
+
+
+def test_ranks_are_those_that_vllm_takes() -> None:
+    with pytest.raises(ValidationError, match="max_lora_rank"):
+        spec(max_lora_rank=5)
+
+
 def test_a_cpu_engine_gets_the_cpu_environment() -> None:
     env = spec(kv_space_gib=2).environment({"HOME": "/h", "PYTHONPATH": "/x:/y"})
     assert env["VLLM_CPU_KVCACHE_SPACE"] == "2"
@@ -102,6 +136,8 @@ def test_a_gpu_engine_does_not() -> None:
 def test_the_hub_is_off_for_a_local_model_only(tmp_path: Path) -> None:
     assert spec(model=str(tmp_path)).environment({})["HF_HUB_OFFLINE"] == "1"
     assert "HF_HUB_OFFLINE" not in spec(model="org/model").environment({})
+    adapters = {"lawyer": "org/lawyer"}
+    assert "HF_HUB_OFFLINE" not in spec(model=str(tmp_path), adapters=adapters).environment({})
 
 
 def test_the_specs_own_environment_wins() -> None:

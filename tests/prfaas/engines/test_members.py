@@ -12,7 +12,7 @@ def spec(name: str, **changes: object) -> InstanceSpec:
     return InstanceSpec.model_validate({"name": name, "url": "http://e", "agent": "a:1"} | changes)
 
 
-def report(name: str, **changes: str) -> InstanceReport:
+def report(name: str, **changes: object) -> InstanceReport:
     made = InstanceReport(
         name=name,
         role="decode",
@@ -48,9 +48,18 @@ def test_why_two_engines_of_one_model_cannot_work_together_names_both_values() -
     assert unlike(one, report("d1")) == ""
     assert unlike(one, report("d1", layout_fingerprint="")) == ""
     other_weights = report("d1", layout_fingerprint="cd" * 32, weights="w2")
-    assert unlike(other_weights, one) == "d1 has the weights w2 of m, d0 has w1"
+    assert unlike(other_weights, one) == "the weights of m are w2 at d1, but w1 at d0"
     other_layout = report("d1", layout_fingerprint="cd" * 32, layout="GQA")
     said = unlike(other_layout, one)
-    assert "d1 lays KVCache of m out as GQA (cdcdcdcdcdcdcdcd)" in said
-    assert "d0 as MLA (abababababababab)" in said
+    assert "KVCache of m is laid out as GQA (cdcdcdcdcdcdcdcd) at d1" in said
+    assert "but as MLA (abababababababab) at d0" in said
     assert unlike(one, structs.replace(other_layout, model="other")) == ""
+
+
+def test_why_two_engines_cannot_share_an_adapter_names_both_identities() -> None:
+    one = report("d0", adapters={"poet": "files:1", "lawyer": "files:3"})
+    assert unlike(one, report("d1", adapters={"lawyer": "files:3"})) == ""
+    assert unlike(one, report("d1")) == "", "an adapter that one does not know is no difference"
+    other = report("d1", adapters={"poet": "files:2"})
+    assert unlike(other, one) == "d1 has the adapter poet of m as files:2, d0 as files:1"
+    assert unlike(structs.replace(other, model="other"), one) == ""

@@ -399,3 +399,55 @@ def test_what_a_newcomer_will_overtake_is_not_ahead_of_it() -> None:
     assert queued_s(500, priority=3) == seconds(111)
     (far,) = snapshot(scheduler, MODEL).prefill_clusters
     assert far.queued_s == seconds(111)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "can_feed"),
+    [
+        (["a"], ["a"], True),
+        (["a"], ["b"], False),
+        (["a", "c"], ["b", "c"], True),
+        (["a", "c"], ["b"], False),
+        ([""], ["b"], True),
+        (["a", ""], ["b"], True),
+        (["a"], ["b", ""], True),
+        (["a"], [], True),
+    ],
+)
+def test_whether_a_cluster_can_feed_another_follows_from_their_layouts(
+    prefill: list[str], decode: list[str], can_feed: bool
+) -> None:
+    def named(role: str, layouts: list[str]) -> list[Any]:
+        return [
+            instance(f"{role}{i}", role, layout_fingerprint=one) for i, one in enumerate(layouts)
+        ]
+
+    region = Region()
+    region.far = report("far", *named("prefill", prefill))
+    region.home = report("home", *named("decode", decode))
+    assert far_of(region.scheduler()).can_feed is can_feed
+    region.home = report("home", *named("prefill", prefill), *named("decode", decode))
+    assert snapshot(region.scheduler()).local.can_feed is can_feed
+
+
+def test_layouts_are_those_of_the_model_and_of_who_serves_it() -> None:
+    region = Region()
+    region.home = report("home", instance("d0", "both", layout_fingerprint="a"))
+    others = [
+        instance("p1", layout_fingerprint="a", healthy=False),
+        instance("p2", layout_fingerprint="a", draining=True),
+        instance("p3", layout_fingerprint="a", model="other"),
+    ]
+    own = instance("p0", layout_fingerprint="b")
+    region.far = report("far", own, *others)
+    scheduler = region.scheduler()
+    assert not far_of(scheduler).can_feed
+    assert scheduler.layouts_at("far", MODEL) == ("b",)
+    assert scheduler.layouts_at("far", "other") == ("a",)
+    assert scheduler.layouts_at(HAND_OFF, MODEL) == ()
+    # One that nobody in the region can feed is not healthy, and its layout is why.
+    own = instance("p0", layout_fingerprint="b", healthy=False, compatible=False)
+    region.far = report("far", own, *others)
+    assert not far_of(region.scheduler()).can_feed
+    region.far = report("far", *others)
+    assert far_of(region.scheduler()).can_feed

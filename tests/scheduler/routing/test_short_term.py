@@ -79,6 +79,9 @@ def test_what_one_engine_must_serve_whole() -> None:
         ((), Reason.NO_PREFILL_CLUSTER),
         ((far(is_healthy=False),), Reason.PREFILL_UNHEALTHY),
         ((far(free_s=()),), Reason.PREFILL_UNHEALTHY),
+        ((far(can_feed=False),), Reason.KVCACHE_UNUSABLE),
+        ((far(can_feed=False, is_healthy=False),), Reason.KVCACHE_UNUSABLE),
+        ((far("a", can_feed=False), far("b", is_healthy=False)), Reason.PREFILL_UNHEALTHY),
         ((far(num_queued=4, max_queued=4),), Reason.PREFILL_QUEUE_FULL),
         ((far(link=None),), Reason.LINK_STALE),
         ((far(link=replace(GOOD_LINK, age_s=5.1)),), Reason.LINK_STALE),
@@ -92,6 +95,29 @@ def test_a_cluster_that_cannot_be_had(clusters: tuple[ClusterView, ...], reason:
     found = routed(20_000, region(*clusters))
     assert (found.route, found.reason) == ("local", reason)
     assert found.remote is None
+
+
+def test_a_cluster_with_another_adapter_is_passed_over() -> None:
+    view = region(far("a"), far("b", num_queued=1))
+    assert routed(20_000, view).target == "a"
+    assert routed(20_000, view, other_adapter_in=("a",)).target == "b"
+    found = routed(20_000, view, other_adapter_in=("a", "b"))
+    assert (found.route, found.reason) == ("local", Reason.ADAPTER_DIFFERS)
+    assert routed(100, view, other_adapter_in=("a", "b")).reason is Reason.BELOW_THRESHOLD
+
+
+def test_a_cluster_that_can_feed_takes_what_another_one_cannot() -> None:
+    assert routed(20_000, region(far("a", can_feed=False), far("b"))).target == "b"
+
+
+@pytest.mark.parametrize("clusters", [(), (far(),)])
+def test_no_hand_off_between_instances_that_share_no_kvcache(
+    clusters: tuple[ClusterView, ...],
+) -> None:
+    unlike = region(*clusters, local=near(can_feed=False), engines=near())
+    found = routed(5000, unlike)
+    assert (found.target, found.reason) == (ONE_ENGINE, Reason.KVCACHE_UNUSABLE)
+    assert routed(5000, replace(unlike, local=near())).target == HAND_OFF
 
 
 def test_a_snapshot_ages_with_its_links() -> None:

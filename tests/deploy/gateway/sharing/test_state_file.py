@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ from live_region_cases import MODEL, Region, teach
 from deploy.gateway.config import ModelConfig
 from deploy.gateway.sharing import state_file
 from deploy.gateway.sharing.state_file import StateFile, UnusableState, about, decoded, encoded
+from kvmanager.private_files import write_private
 from scheduler.live.feedback import RequestArrived
 from scheduler.live.sharing.learned_state import LearnedState, learned_state
 
@@ -68,6 +70,33 @@ async def test_a_directory_that_is_gone_is_only_logged(
     with caplog.at_level(logging.WARNING):
         await keeper.close()
     assert "could not be written" in caplog.text
+
+
+async def test_what_was_learnt_last_follows_a_write_that_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_file, "SAVE_EVERY_S", 0.01)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def slow_disk(path: Path, data: bytes) -> None:
+        begun.set()
+        assert goes_on.wait(20)
+        write_private(path, data)
+
+    monkeypatch.setattr(state_file, "write_private", slow_disk)
+    path, region = tmp_path / "learned", Region()
+    scheduler = region.scheduler()
+    keeper = StateFile(path, MODELS, scheduler, wall_clock=lambda: 5000.0)
+    keeper.start()
+    scheduler.tell(RequestArrived(MODEL, 100, 0))
+    assert await asyncio.to_thread(begun.wait, 20)
+    teach(scheduler, "far", 2e-4)
+    closing = asyncio.create_task(keeper.close())
+    await asyncio.sleep(0.05)
+    goes_on.set()
+    await closing
+    last = learned_state(scheduler.live, region.now_s)
+    assert path.read_bytes() == encoded(last, about(MODELS), 5000.0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,148 @@
+"""A stand-in for CUDA on tensors of the CPU, whose streams work only when they are told to."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+
+class FakeCuda:
+    """CUDA's streams and events: work waits in its stream until `run`, or a `synchronize` of the
+    stream; waiting for an event waits for somebody else to run what is before it.
+    """
+
+    def __init__(self) -> None:
+        self.here = threading.local()
+        self.changed = threading.Condition()
+        self.streams: list[FakeStream] = []
+        self.registered: dict[int, tuple[int, int]] = {}
+        self.unregistered: list[int] = []
+        self.register_status = 0
+        self.devices: list[object] = []
+        """Chosen while host memory was registered or unregistered."""
+        self.thread_devices: list[tuple[str, object]] = []
+        self.error: Exception | None = None
+        """What waiting for an event raises."""
+        self.kept_for: list[tuple[int, FakeStream]] = []
+        self.synchronizing = threading.Event()
+
+    def stream(self) -> "FakeStream | None":
+        return getattr(self.here, "stream", None)
+
+    # What the copier calls.
+
+    def make_stream(self, device: torch.device) -> "FakeStream":
+        self.streams.append(FakeStream(self))
+        return self.streams[-1]
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: "FakeStream") -> Iterator[None]:
+        before, self.here.stream = self.stream(), stream
+        yield
+        self.here.stream = before
+
+    @contextlib.contextmanager
+    def on_device(self, device: torch.device) -> Iterator[None]:
+        self.here.device = device
+        yield
+        self.here.device = None
+
+    def set_device(self, device: torch.device) -> None:
+        self.thread_devices.append((threading.current_thread().name, device))
+
+    def cudart(self) -> "FakeCuda":
+        return self
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.devices.append(self.here.device)
+        self.registered[address] = nbytes, flags
+        return self.register_status
+
+    def cudaHostUnregister(self, address: int) -> None:
+        self.devices.append(self.here.device)
+        self.unregistered.append(address)
+
+
+class FakeStream:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        self.queue: list[Callable[[], object]] = []
+        self.num_queued = 0
+        self.num_done = 0
+        self.waits_for: list[object] = []
+
+    def add(self, work: Callable[[], object]) -> None:
+        self.queue.append(work)
+        self.num_queued += 1
+
+    def wait_stream(self, other: object) -> None:
+        assert self.num_done == self.num_queued or self.queue, "a stream waits before its copies"
+        self.waits_for.append(other)
+
+    def run(self, count: int | None = None) -> None:
+        """The GPU works off the first `count` pieces of work, or all."""
+        with self.cuda.changed:
+            for work in self.queue[:count]:
+                work()
+                self.num_done += 1
+            del self.queue[:count]
+            self.cuda.changed.notify_all()
+
+    def synchronize(self) -> None:
+        self.cuda.synchronizing.set()
+        if self.cuda.error is not None:
+            raise self.cuda.error
+        self.run()
+
+
+class FakeEvent:
+    def __init__(self, *, blocking: bool = False) -> None:
+        assert blocking, "waiting for it would use up a core"
+        self.stream: FakeStream | None = None
+        self.position = 0
+
+    def record(self, stream: FakeStream) -> None:
+        self.stream, self.position = stream, stream.num_queued
+
+    def synchronize(self) -> None:
+        stream = self.stream
+        assert stream is not None
+        with stream.cuda.changed:
+            assert stream.cuda.changed.wait_for(lambda: stream.num_done >= self.position, 5)
+            if stream.cuda.error is not None:
+                raise stream.cuda.error
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """Put the stand-in into `torch.cuda`."""
+    cuda = FakeCuda()
+
+    def on_its_stream(name: str) -> None:
+        really = getattr(torch.Tensor, name)
+
+        def queued(tensor: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+            stream = cuda.stream()
+            if stream is None:
+                result: torch.Tensor = really(tensor, *arguments, **named)
+                return result
+            stream.add(lambda: really(tensor, *arguments, **named))
+            return tensor
+
+        monkeypatch.setattr(torch.Tensor, name, queued)
+
+    on_its_stream("copy_")
+    on_its_stream("index_copy_")
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda t, stream: cuda.kept_for.append((t.numel(), stream))
+    )
+    monkeypatch.setattr(torch.cuda, "Stream", cuda.make_stream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "stream", cuda.on_stream)
+    monkeypatch.setattr(torch.cuda, "device", cuda.on_device)
+    monkeypatch.setattr(torch.cuda, "set_device", cuda.set_device)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the engine's stream")
+    monkeypatch.setattr(torch.cuda, "cudart", cuda.cudart)
+    return cuda
