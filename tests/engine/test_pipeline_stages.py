@@ -16,11 +16,13 @@ import pytest
 import pytest_asyncio
 from conversation import most_bytes
 from engine_region import (
+    RECURRENT,
     WINDOW,
     agent_status,
     ask_region,
     engine_metrics,
     everything_is_given_back,
+    expected_answers,
     model_dir,
     prompt,
     region_spec,
@@ -77,7 +79,7 @@ class Sites:
         return metrics.get("vllm:prfaas_cache_loaded_bytes_total", 0.0)
 
 
-def staged(spec: RegionSpec, stages: dict[str, int]) -> RegionSpec:
+def staged(spec: RegionSpec, stages: dict[str, int], *prefill_args: str) -> RegionSpec:
     """The region whose engines have so many pipeline stages."""
 
     def instance(given: RegionInstance) -> RegionInstance:
@@ -85,7 +87,7 @@ def staged(spec: RegionSpec, stages: dict[str, int]) -> RegionSpec:
         changes: dict[str, Any] = {"pipeline_parallel_size": num_stages}
         changes["env"] = rank_environment(num_stages)
         if given.name == PREFILL:
-            changes["args"] = ("--num-gpu-blocks-override", str(NUM_KV_BLOCKS))
+            changes["args"] = prefill_args
         return given.model_copy(update=changes)
 
     def cluster(given: ClusterSpec) -> ClusterSpec:
@@ -115,9 +117,10 @@ async def sites(
         threshold_tokens=THRESHOLD_TOKENS,
         local_prefill=False,
     )
+    spec = staged(spec, stages, "--num-gpu-blocks-override", str(NUM_KV_BLOCKS))
     folder = tmp_path_factory.mktemp("stages")
     async with (
-        running(staged(spec, stages), folder / "region") as region,
+        running(spec, folder / "region") as region,
         aiohttp.ClientSession() as session,
     ):
         yield Sites(region, session, stages)
@@ -166,3 +169,29 @@ async def test_both_engines_have_one_layout_and_hold_nothing_at_the_end(sites: S
     assert [engine.num_connections for engine in engines] == [1 + e.pp_size for e in engines]
     assert len({engine.layout_fingerprint for engine in engines}) == 1
     await everything_is_given_back(sites.region)
+
+
+async def test_states_of_a_recurrent_model_come_from_two_stages(
+    models_dir: Path, tmp_path: Path
+) -> None:
+    """Alone, since other chunks round otherwise in bfloat16; a plain engine says what is right."""
+    path = model_dir(models_dir, RECURRENT)
+    wanted = [prompt(f"{length}", length, 900 + length) for length in (256, 1500, 3001)]
+    requests, expected = await expected_answers(path, RECURRENT, wanted, tmp_path / "plain")
+    spec = region_spec(
+        path,
+        RECURRENT,
+        threshold_tokens=THRESHOLD_TOKENS,
+        local_prefill=False,
+        prefix_caching=False,
+    )
+    spec = staged(spec, {PREFILL: 2, DECODE: 1})
+    async with running(spec, tmp_path / "region") as region:
+        for request in requests:
+            answer = (await ask_region(region, RECURRENT, [request]))[request.name]
+            assert answer.token_ids == expected[request.name].token_ids, request.name
+            record = await settled_record(region, answer.request_id)
+            assert (record["route"], record["prefill_error"]) == ("prefill_cluster", ""), record
+        (engine,) = (await agent_status(region, "a1")).engines
+        assert (engine.pp_size, engine.num_connections) == (2, 3)
+        await everything_is_given_back(region)

@@ -301,6 +301,18 @@ def test_nixl_needs_nodes_that_are_reached_where_they_listen() -> None:
     assert "b2 does not" in problem.message
 
 
+def test_nixl_is_not_for_pipeline_stages() -> None:
+    prefill, pd = load_region(EXAMPLE, VARIABLES).clusters
+    (node,) = pd.nodes
+    staged = RegionInstance(name="b2-decode", role="decode", pipeline_parallel_size=2)
+    other = node.model_copy(update={"name": "b2", "instances": (staged,)})
+    pd = pd.model_copy(update={"nodes": (node, other), "hand_off": "nixl"})
+    region = load_region(EXAMPLE, VARIABLES).model_copy(update={"clusters": (prefill, pd)})
+    (problem,) = check_region(region)
+    assert problem.where == "clusters[1].nodes[1].instances[0].pipeline_parallel_size"
+    assert "exclude each other" in problem.message
+
+
 def test_a_model_that_is_not_here_is_named(tmp_path: Path) -> None:
     (problem,) = missing_models(load_region(EXAMPLE, VARIABLES))
     assert problem.where == "models[0].path"

@@ -57,6 +57,7 @@ def engine(**parallel: int) -> Any:
     hf_config = SimpleNamespace(to_dict=lambda: {"num_hidden_layers": NUM_LAYERS})
     model = {
         "served_model_name": "m",
+        "dtype": torch.bfloat16,
         "hf_config": hf_config,
         "hf_text_config": hf_config,
         "disable_sliding_window": False,
