@@ -18,6 +18,10 @@ word that identifies weights which are in no file (`kvmanager.vllm_connector.wei
 `adapters` has the names and paths of the engine's `--lora-modules`: the agent is told which they
 are. KVCache of other adapters is cached by their content, and the gateway moves none of it.
 
+With pipeline parallelism the connectors of the workers exchange the layers of their stages when
+they are made, and vLLM's handshake brings them to the scheduler's process, whose connector begins
+only then (`kvmanager.vllm_connector.stages`).
+
 `kv_role` may also be `kv_producer` or `kv_consumer`. The engine then computes the other role's
 requests as if they had no parameters. A `kv_producer` whose steps overlap (asynchronous scheduling,
 pipelines) stores in the prefix cache and never loads from it. The interface is vLLM's

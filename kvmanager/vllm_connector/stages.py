@@ -10,7 +10,8 @@ the order in which processes connect, and the agent sees one layout on all conne
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -19,6 +20,9 @@ from vllm.distributed import get_pp_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
 from kvmanager.layout import KVGroup, KVLayout, LayoutError
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+"""Has another text on every host, and the same in all containers of a host."""
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -82,16 +86,22 @@ def exchanged(own: Stage) -> list[Stage]:
     """The stages of all workers of this worker's pipeline, in order. All of them must call it.
 
     vLLM makes the connectors of all workers in one call to all of them, before any step, so that
-    nothing else is under way in the group.
+    nothing else is under way in the group. Raises `LayoutError` where they run on several hosts.
     """
     pipeline = get_pp_group()
     if pipeline.world_size == 1:
         return [own]
-    encoded: list[Any] = [None] * pipeline.world_size
-    torch.distributed.all_gather_object(
-        encoded, msgspec.msgpack.encode(own), group=pipeline.cpu_group
-    )
-    return [msgspec.msgpack.decode(stage, type=Stage) for stage in encoded]
+    told: list[Any] = [None] * pipeline.world_size
+    mine = _BOOT_ID.read_text(), msgspec.msgpack.encode(own)
+    torch.distributed.all_gather_object(told, mine, group=pipeline.cpu_group)
+    num_hosts = len({boot_id for boot_id, _ in told})
+    if num_hosts > 1:
+        # Each worker would write into the arena of its own host, and no transfer be whole.
+        raise LayoutError(
+            f"the pipeline stages run on {num_hosts} hosts: put all of an engine on the host of "
+            "its node agent"
+        )
+    return [msgspec.msgpack.decode(stage, type=Stage) for _, stage in told]
 
 
 def layout_from(handshakes: Mapping[tuple[int, int], object], num_workers: int) -> KVLayout:

@@ -125,20 +125,31 @@ def test_a_stage_travels_between_workers_as_it_is() -> None:
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(stage), type=Stage) == stage
 
 
+def gather(monkeypatch: pytest.MonkeyPatch, others: list[tuple[Stage, str]]) -> None:
+    """The group of this worker and of `others`, which follow it; each with its host."""
+
+    def all_gather_object(found: list[Any], own: tuple[str, bytes], group: object) -> None:
+        assert group == "gloo"
+        assert len(found) == 1 + len(others)
+        told = [(host or own[0], msgspec.msgpack.encode(stage)) for stage, host in others]
+        found[:] = [own, *told]
+
+    pipeline = SimpleNamespace(world_size=1 + len(others), cpu_group="gloo")
+    monkeypatch.setattr(stages, "get_pp_group", lambda: pipeline)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
+
+
 def test_every_worker_has_all_stages_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = stages_of(4, 4, 4)
-    pipeline = SimpleNamespace(world_size=3, cpu_group="gloo")
-    monkeypatch.setattr(stages, "get_pp_group", lambda: pipeline)
-    told: list[bytes] = []
+    gather(monkeypatch, [(stage, "") for stage in parts[1:]])
+    assert exchanged(parts[0]) == parts
 
-    def all_gather_object(found: list[Any], own: bytes, group: object) -> None:
-        assert group == "gloo"
-        told.append(own)
-        found[:] = [msgspec.msgpack.encode(stage) for stage in parts]
 
-    monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
-    assert exchanged(parts[1]) == parts
-    assert told == [msgspec.msgpack.encode(parts[1])]
+def test_stages_on_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = stages_of(6, 6)
+    gather(monkeypatch, [(second, "another boot")])
+    with pytest.raises(LayoutError, match="stages run on 2 hosts: put all of an engine on"):
+        exchanged(first)
 
 
 def test_an_engine_of_one_stage_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
