@@ -240,6 +240,7 @@ class WorkerSide:
         if stop <= first:
             return
         outgoing.num_sent_pages[extent.layer.name] = stop
+        self._check_blocks(blocks[first:stop], extent)
         slabs = self._slabs(extent, blocks[first:stop], first, outgoing.space, is_sent=True)
         if not slabs:
             return  # another rank sends this layer
@@ -354,8 +355,9 @@ class WorkerSide:
 
     @staticmethod
     def _check_blocks(blocks: Sequence[int], extent: LayerExtent) -> None:
-        """Raise ValueError for block 0, vLLM's null block: writing to it would hide an error in the
-        block tables.
+        """Raise ValueError for block 0, vLLM's null block, which stands for a page that the engine
+        does not keep. A producer may lack pages where the receiver's windows begin at a multiple of
+        larger pages than its own, and its own cache had the rest.
         """
         if 0 in blocks:
             raise ValueError(
@@ -366,12 +368,11 @@ class WorkerSide:
 
     def _extents(self, ref: TransferRef) -> Iterator[LayerExtent]:
         """This worker's layers of a transfer, at their places among all layers."""
-        for extent in self._layout.extents(ref.num_tokens, ref.cached_tokens):
-            if extent.layer.name in self._views:
-                yield extent
+        extents = self._layout.extents(ref.num_tokens, ref.cached_tokens, ref.window_step)
+        return (extent for extent in extents if extent.layer.name in self._views)
 
     def _space(self, ref: TransferRef) -> tuple[ArenaSpace, PageCopier]:
         """A transfer's bytes and the copier. Raises `StaleArenaError` when its agent is gone."""
         arena, copier = self._access.open(ref.arena_epoch)
-        nbytes = self._layout.transfer_bytes(ref.num_tokens, ref.cached_tokens)
+        nbytes = self._layout.transfer_bytes(ref.num_tokens, ref.cached_tokens, ref.window_step)
         return arena.view(ref.runs, nbytes), copier
