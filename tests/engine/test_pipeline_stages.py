@@ -7,7 +7,7 @@ own cache forgets a conversation between two turns, and takes the first one from
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from engine_region import (
     ask_region,
     engine_metrics,
     everything_is_given_back,
-    expected_answers,
     model_dir,
     prompt,
     region_spec,
@@ -31,8 +30,11 @@ from engine_region import (
 )
 
 from deploy.lab.demo.answers import Answer
-from deploy.lab.demo.regions import rank_environment
+from deploy.lab.demo.reference import decided_answers, plain_engine
+from deploy.lab.demo.regions import demo_region, rank_environment
 from deploy.lab.demo.scenario import DemoRequest
+from deploy.lab.demo.tiny_models import build_model
+from deploy.lab.demo.tiny_specs import MODELS, TinyModel
 from deploy.region.launch.launcher import RunningRegion
 from deploy.region.spec.region import ClusterSpec, RegionInstance, RegionSpec
 
@@ -171,16 +173,24 @@ async def test_both_engines_have_one_layout_and_hold_nothing_at_the_end(sites: S
     await everything_is_given_back(sites.region)
 
 
+def with_experts_in_each_stage(model: TinyModel) -> TinyModel:
+    """vLLM's Qwen3-Next asks every stage for a layer with experts; the demo's model has one."""
+    config = {**model.config, "mlp_only_layers": [0, 1, 4, 5]}
+    return replace(model, name=f"{model.name}-stages", config=config)
+
+
 async def test_states_of_a_recurrent_model_come_from_two_stages(
     models_dir: Path, tmp_path: Path
 ) -> None:
     """Alone, since other chunks round otherwise in bfloat16; a plain engine says what is right."""
-    path = model_dir(models_dir, RECURRENT)
+    model = with_experts_in_each_stage(MODELS[RECURRENT])
+    path = build_model(model, models_dir)
     wanted = [prompt(f"{length}", length, 900 + length) for length in (256, 1500, 3001)]
-    requests, expected = await expected_answers(path, RECURRENT, wanted, tmp_path / "plain")
-    spec = region_spec(
+    async with plain_engine(model, path, tmp_path / "plain") as url:
+        requests, expected = await decided_answers(url, model, wanted, answered)
+    spec = demo_region(
+        model,
         path,
-        RECURRENT,
         threshold_tokens=THRESHOLD_TOKENS,
         local_prefill=False,
         prefix_caching=False,
@@ -188,10 +198,14 @@ async def test_states_of_a_recurrent_model_come_from_two_stages(
     spec = staged(spec, {PREFILL: 2, DECODE: 1})
     async with running(spec, tmp_path / "region") as region:
         for request in requests:
-            answer = (await ask_region(region, RECURRENT, [request]))[request.name]
+            answer = (await ask_region(region, model.name, [request]))[request.name]
             assert answer.token_ids == expected[request.name].token_ids, request.name
             record = await settled_record(region, answer.request_id)
             assert (record["route"], record["prefill_error"]) == ("prefill_cluster", ""), record
         (engine,) = (await agent_status(region, "a1")).engines
         assert (engine.pp_size, engine.num_connections) == (2, 3)
         await everything_is_given_back(region)
+
+
+def answered(request: DemoRequest, answer: Answer) -> None:
+    assert not answer.error, f"no reference for {request.name}: {answer.error}"
