@@ -13,10 +13,11 @@ is reported, so that vLLM computes the prompt.
 import logging
 import math
 import queue
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
@@ -78,6 +79,8 @@ class WorkerSide:
         self._may_begin_after: float = math.inf
         # Later attempts that failed before their first step.
         self._lost: set[int] = set()
+        # Attention layers whose hook vLLM has called in the running step.
+        self._hooked: set[str] = set()
         self._stats = TransferStats()
         self._cache = CacheWorker(layout, client, self._access, views, stats=lambda: self._stats)
         self._results_lock = threading.Lock()
@@ -164,6 +167,7 @@ class WorkerSide:
 
     def save_kv_layer(self, meta: PrfaasMetadata, layer_name: str) -> None:
         """Send the pages that the running step has completed in this attention layer."""
+        self._hooked.add(layer_name)
         for step in meta.sends:
             self._guarded_send(step, layer_name)
 
@@ -173,13 +177,25 @@ class WorkerSide:
         the prefill is over, once its copies are. Then copy the parts that the step has completed
         into the prefix cache.
         """
+        hooked, self._hooked = self._hooked, set()
+        # vLLM calls this in a `finally`, also when the forward pass has raised.
+        if (error := sys.exc_info()[0]) is not None:
+            self._give_up_step(meta, f"the engine's step failed: {error.__name__}")
+            return
         for step in meta.sends:
-            # Those of this worker's pipeline stage.
+            # The views are of this worker's pipeline stage.
             for name in self._views:
-                self._guarded_send(step, name)
+                if name not in hooked:
+                    self._guarded_send(step, name)
             if step.is_last:
                 self._end_prefill(step.ref)
         self._cache.store(meta.stores)
+
+    def _give_up_step(self, meta: PrfaasMetadata, reason: str) -> None:
+        """Send and store nothing of a step whose pages may hold anything."""
+        for send in meta.sends:
+            self._fail(send.ref, reason)
+        self._cache.store([replace(s, cached=replace(s.cached, parts=())) for s in meta.stores])
 
     def _end_prefill(self, ref: TransferRef) -> None:
         """Tell the agent that the prefill is over, once all copies that have begun have ended: the
