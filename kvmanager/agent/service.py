@@ -252,8 +252,8 @@ class NodeAgent:
         )
 
     def _join_cache(self, peer: EnginePeer, hello: EngineHello) -> StatePlacement | None:
-        """Join an engine to the prefix cache; None if it does not use it. Its scheduler's connection
-        says what the engine holds; workers write what that one reserved.
+        """Join an engine to the prefix cache; None if it does not use it. Its scheduler reserves
+        parts and says what the engine holds; its workers write them.
         """
         if self.cache is None or not (hello.namespace or peer.role == "worker"):
             return None

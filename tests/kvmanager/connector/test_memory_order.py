@@ -247,7 +247,7 @@ def test_pages_that_keep_scales_apart_travel_whole_and_once(spec: AttentionSpec)
 def test_pages_that_keep_the_keys_of_all_heads_apart_are_only_equal_for_equal_engines() -> None:
     spec = attention(2, num_head_slots=2, state_content_bytes=32)
     alone = part(spec, config())
-    assert alone.encoding == "opaque cuda tp 1 LBHNC default of 9.0 2 slots of None B bfloat16 none"
+    assert alone.encoding == "opaque cuda tp 1 LBHNC default of 9.0 2 slots of 32 B bfloat16 none"
     others = [
         part(spec, config(2, 4)),
         part(spec, config(), "LBNHC"),

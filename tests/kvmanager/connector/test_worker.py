@@ -134,11 +134,15 @@ def test_what_a_failed_forward_pass_left_is_not_sent(engine: Engine) -> None:
     engine.client.take()
     ref = TransferRef(TID, NUM_TOKENS, engine.arena.epoch, ((0, 1),), 5)
     meta = PrfaasMetadata(sends=[SendStep(ref, ([1, 2],), 32)])
-    with pytest.raises(RuntimeError, match="out of memory"):
+
+    def forward() -> None:
         try:
             raise RuntimeError("out of memory")
         finally:
             engine.side.wait_for_save(meta)
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        forward()
     assert engine.client.take() == [
         ("abort", TID, 5, "the engine's step failed: RuntimeError"),
     ]
