@@ -60,13 +60,13 @@ class WorkerSide:
     def __init__(
         self,
         layout: KVLayout,
-        tp_rank: int,
         client: EngineClient,
         views: Mapping[str, tuple[PartView, ...]],
     ) -> None:
-        """`views` show this rank's memory of each part by layer: all of `layout`, on one device."""
+        """`views` show this worker's memory of each part by layer, on one device. They are of all
+        layers of `layout`, or of those of a pipeline stage.
+        """
         self._layout = layout
-        self._tp_rank = tp_rank
         self._client = client
         self._views = views
         device = next(iter(views.values()))[0].device
@@ -91,7 +91,8 @@ class WorkerSide:
         self._load_queue: queue.SimpleQueue[LoadStep | BrokenSend | None] = queue.SimpleQueue()
         self._loader = threading.Thread(target=self._run_loads, name="prfaas-load", daemon=True)
 
-        logger.info("moving %s, %s", layout.describe(), device)
+        num_layers = f"{len(views)} of {len(layout.layers)} layers"
+        logger.info("moving %s of %s, %s", num_layers, layout.describe(), device)
 
     def start(self) -> None:
         """Connect to the agent in the background, and be ready to load."""
@@ -182,9 +183,10 @@ class WorkerSide:
             self._give_up_step(meta, f"the engine's step failed: {error.__name__}")
             return
         for step in meta.sends:
-            for _, layer in self._layout.layers:
-                if layer.name not in hooked:
-                    self._guarded_send(step, layer.name)
+            # The views are of this worker's pipeline stage.
+            for name in self._views:
+                if name not in hooked:
+                    self._guarded_send(step, name)
             if step.is_last:
                 self._end_prefill(step.ref)
         self._cache.store(meta.stores)
@@ -208,7 +210,7 @@ class WorkerSide:
             self._prefill_ended(ref)
 
     def _prefill_ended(self, ref: TransferRef) -> None:
-        self._client.prefill_end(*ref.opening, self._tp_rank)
+        self._client.prefill_end(*ref.opening)
 
     def _guarded_send(self, step: SendStep, layer_name: str) -> None:
         ref = step.ref
@@ -381,7 +383,9 @@ class WorkerSide:
     # Arena.
 
     def _extents(self, ref: TransferRef) -> Iterator[LayerExtent]:
-        return self._layout.extents(ref.num_tokens, ref.cached_tokens, ref.window_step)
+        """This worker's layers of a transfer, at their places among all layers."""
+        extents = self._layout.extents(ref.num_tokens, ref.cached_tokens, ref.window_step)
+        return (extent for extent in extents if extent.layer.name in self._views)
 
     def _space(self, ref: TransferRef) -> tuple[ArenaSpace, PageCopier]:
         """A transfer's bytes and the copier. Raises `StaleArenaError` when its agent is gone."""

@@ -177,6 +177,10 @@ def _check_node(
             yield Problem((*at, "model"), message + suggestion(instance.model, models))
         else:
             yield from _check_slots(at, instance, region.model_of(instance))
+            if cluster.hand_off == "nixl" and region.pipeline_parallel_size_of(instance) > 1:
+                # vLLM's handshake reaches one connector of an engine, and both would need it.
+                message = "pipeline stages and hand_off: nixl exclude each other; write 1 here"
+                yield Problem((*at, "pipeline_parallel_size"), message)
         if cluster.kind == "prefill" and instance.role not in (None, "prefill"):
             message = f"role {instance.role!r} in a prefill cluster; leave it out or write prefill"
             yield Problem((*at, "role"), message)

@@ -42,7 +42,7 @@ class Writing:
 
 
 class CacheWorker:
-    """Called by `WorkerSide`. `views` show this rank's memory of each part, by layer. `stats`
+    """Called by `WorkerSide`. `views` show this worker's memory of each part, by layer. `stats`
     returns the counters of the running interval.
     """
 
@@ -193,6 +193,8 @@ class CacheWorker:
                 continue
             spaces = [arena.view(item.runs, shape.nbytes) for item in blocks]
             for extent in part_extents(self._layout, self._shape, part):
+                if extent.layer.name not in self._views:
+                    continue  # a layer of another pipeline stage
                 group = shape.groups.index(extent.group_index)
                 slabs = [
                     slab

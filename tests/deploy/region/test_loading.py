@@ -331,6 +331,18 @@ def test_nixl_needs_instances_of_a_model_that_are_cut_the_same() -> None:
     assert with_nixl(RegionInstance(name="b2", model="unknown", block_size=16)) == []
 
 
+def test_nixl_is_not_for_pipeline_stages() -> None:
+    prefill, pd = load_region(EXAMPLE, VARIABLES).clusters
+    (node,) = pd.nodes
+    staged = RegionInstance(name="b2-decode", role="decode", pipeline_parallel_size=2)
+    other = node.model_copy(update={"name": "b2", "instances": (staged,)})
+    pd = pd.model_copy(update={"nodes": (node, other), "hand_off": "nixl"})
+    region = load_region(EXAMPLE, VARIABLES).model_copy(update={"clusters": (prefill, pd)})
+    (problem,) = check_region(region)
+    assert problem.where == "clusters[1].nodes[1].instances[0].pipeline_parallel_size"
+    assert "exclude each other" in problem.message
+
+
 def test_a_model_that_is_not_here_is_named(tmp_path: Path) -> None:
     (problem,) = missing_models(load_region(EXAMPLE, VARIABLES))
     assert problem.where == "models[0].path"
