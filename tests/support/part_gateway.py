@@ -41,6 +41,7 @@ def _write_part(region: RunningRegion, instances: Collection[str], folder: Path,
     file["gateway"] |= {"port": port, "state": str(folder / f"learned.{port}"), "admin": None}
     for cluster in (*file["pd"], *file["prefill"]):
         cluster["instances"] = [i for i in cluster["instances"] if i["name"] in instances]
+    file["prefill"] = [cluster for cluster in file["prefill"] if cluster["instances"]]
     path = folder / f"gateway.{port}.json"
     path.write_text(json.dumps(file))
     return path
