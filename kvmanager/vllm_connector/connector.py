@@ -18,6 +18,9 @@ word that identifies weights which are in no file (`kvmanager.vllm_connector.wei
 `adapters` has the names and paths of the engine's `--lora-modules`: the agent is told which they
 are. KVCache of other adapters is cached by their content, and the gateway moves none of it.
 
+On a GPU `staging_mib` (64) is the memory through which pages are stored, and as much again through
+which they are loaded: on the device, beyond `gpu_memory_utilization`, and pinned on the host.
+
 `kv_role` may also be `kv_producer` or `kv_consumer`. The engine then computes the other role's
 requests as if they had no parameters. A `kv_producer` whose steps overlap (asynchronous scheduling,
 pipelines) stores in the prefix cache and never loads from it. The interface is vLLM's
@@ -52,6 +55,7 @@ from kvmanager.vllm_connector.cache.scheduler import (
     DEFAULT_MIN_LOAD_TOKENS,
     PrefixCacheOptions,
 )
+from kvmanager.vllm_connector.cuda_pages import DEFAULT_STAGING_MIB
 from kvmanager.vllm_connector.engine_layout import layout_of, registered_views
 from kvmanager.vllm_connector.metadata import PrfaasMetadata
 from kvmanager.vllm_connector.scheduler import SchedulerSide
@@ -160,7 +164,9 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         views = registered_views(self._layout, kv_caches, self._kv_cache_config, self._tp_rank)
         # Not earlier: a load needs the views, and the agent may give this worker work once it is
         # connected.
-        self._worker = WorkerSide(self._layout, self._tp_rank, self._client, views)
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        staging_bytes = int(extra.get("staging_mib", DEFAULT_STAGING_MIB)) << 20
+        self._worker = WorkerSide(self._layout, self._tp_rank, self._client, views, staging_bytes)
         self._worker.start()
 
     def unregister_kv_caches(self) -> None:
@@ -182,7 +188,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
         assert self._worker is not None
-        self._worker.save_kv_layer(self._metadata(), layer_name)
+        self._worker.save_kv_layer(layer_name)
 
     def wait_for_save(self) -> None:
         assert self._worker is not None

@@ -20,8 +20,60 @@ from kvmanager.layout import KVPart, PartExtent
 if TYPE_CHECKING:
     from transport import ByteSpace
 
-_PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of an element's size: copies move bits, and NumPy knows no bfloat16."""
+
+
+class BlockTable:
+    """Ids of an engine's blocks of one group: of all that one step copies, or one load. The copier
+    of a GPU uploads them once for all layers.
+
+    uploaded: by rows of a block, the rows on the device; written by the copier.
+    """
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.ids: _Ids = np.asarray(ids, dtype=np.int64)
+        self.uploaded: dict[int, torch.Tensor] = {}
+        self._rows: dict[int, _Ids] = {1: self.ids}
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def rows(self, rows_per_block: int) -> _Ids:
+        """The rows of all blocks, where a block is so many neighbouring rows."""
+        rows = self._rows.get(rows_per_block)
+        if rows is None:
+            spread = self.ids[:, None] * rows_per_block + np.arange(rows_per_block)
+            rows = self._rows[rows_per_block] = spread.ravel()
+        return rows
+
+    def blocks(self, start: int, stop: int) -> BlockIds:
+        """Some of the blocks, by position."""
+        return BlockIds(self, start, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockIds:
+    """The blocks from position `start` to `stop` of a table."""
+
+    table: BlockTable
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, ids: Sequence[int]) -> BlockIds:
+        """All blocks of a table of their own."""
+        return cls(BlockTable(ids), 0, len(ids))
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def rows(self, rows_per_block: int) -> _Ids:
+        """The rows of these blocks."""
+        rows = self.table.rows(rows_per_block)
+        return rows[self.start * rows_per_block : self.stop * rows_per_block]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +122,6 @@ class PartView:
     def items_per_row(self) -> int:
         return int(self.pieces[0].memory.shape[2])
 
-    def rows(self, block_ids: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """The rows of these blocks."""
-        blocks = np.asarray(block_ids, dtype=np.int64)
-        if self.rows_per_block == 1:
-            return blocks
-        spread = blocks[:, None] * self.rows_per_block + np.arange(self.rows_per_block)
-        return spread.ravel()
-
 
 @dataclass(frozen=True, slots=True)
 class Slab:
@@ -89,7 +133,7 @@ class Slab:
 
     view: PartView
     units: range
-    block_ids: Sequence[int]
+    block_ids: BlockIds
     first_item: int
     num_items: int
     space: ByteSpace
@@ -101,7 +145,7 @@ class Slab:
         cls,
         view: PartView,
         units: range,
-        block_ids: Sequence[int],
+        block_ids: BlockIds,
         block_items: int,
         items: range,
         extent: PartExtent,
@@ -144,7 +188,7 @@ class Slab:
         in the order of items.
         """
         per_row = self.view.items_per_row
-        rows = self.view.rows(self.block_ids)
+        rows = self.block_ids.rows(self.view.rows_per_block)
         first, last = self.first_item // per_row, -(-(self.first_item + self.num_items) // per_row)
         rows = rows[first:last]
         # A run ends where the next row is not the next one in memory, and around the rows of which
@@ -237,4 +281,4 @@ def _copy(slab: Slab, memory: _Bytes, unit_stride: int, *, into_space: bool) -> 
 
 def plain(memory: torch.Tensor) -> torch.Tensor:
     """The same memory as integers."""
-    return memory.view(_PLAIN[memory.element_size()])
+    return memory.view(INTEGERS[memory.element_size()])

@@ -88,7 +88,7 @@ class Engine:
             meta.sends.append(SendStep(ref, ([1, 2][:num_blocks],), computed_tokens))
         self.side.start_step(meta)
         if calls_hooks:
-            self.side.save_kv_layer(meta, "full")
+            self.side.save_kv_layer("full")
         self.side.wait_for_save(meta)
 
     def written(self) -> bool:
