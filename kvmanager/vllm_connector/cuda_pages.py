@@ -26,6 +26,7 @@ from kvmanager.vllm_connector.pages import (
 )
 from kvmanager.vllm_connector.slabs import INTEGERS, BlockIds, BlockTable, PartView, Slab, copy_slab
 from kvmanager.vllm_connector.staging import (
+    MAX_KEPT_PLACES,
     Ring,
     Span,
     StagedRows,
@@ -76,10 +77,19 @@ class Staging:
         self.ring = Ring(nbytes)
         self.stream = torch.cuda.Stream(device)
         self.views: dict[tuple[int, range], StagedView] = {}
+        self.chunk_bytes = nbytes // NUM_CHUNKS
+        self._ranges: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    @property
-    def chunk_bytes(self) -> int:
-        return self.ring.nbytes // NUM_CHUNKS
+    def range(self, base: int, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A range of bytes on the device, and the same on the host."""
+        found = self._ranges.get((base, nbytes))
+        if found is None:
+            if len(self._ranges) >= MAX_KEPT_PLACES:
+                self._ranges.clear()
+            end = base + nbytes
+            found = self.device[1][base:end], self.host[base:end]
+            self._ranges[base, nbytes] = found
+        return found
 
 
 @dataclass(slots=True)
@@ -173,9 +183,9 @@ class CudaPageCopier:
                 gather(staging, some, chunk.base)
             # The DMA must follow the gathers, which run on the engine's stream.
             staging.stream.wait_stream(torch.cuda.current_stream(self._device))
-            device, end = staging.device[1], chunk.base + nbytes
+            device, host = staging.range(chunk.base, nbytes)
             with torch.cuda.stream(staging.stream):
-                staging.host[chunk.base : end].copy_(device[chunk.base : end], non_blocking=True)
+                host.copy_(device, non_blocking=True)
             # Without `blocking` (cudaEventBlockingSync) the waiting thread would spin on a core.
             event = torch.cuda.Event(blocking=True)
             event.record(staging.stream)
@@ -325,8 +335,8 @@ def _bring(staging: Staging, rows: list[StagedRows], base: int, nbytes: int) -> 
             share = some.share(slab, view, numbers)
             if share is not None:
                 copy_slab(share, into_space=False)
-    device = staging.device[1][base : base + nbytes]
-    device.copy_(staging.host[base : base + nbytes], non_blocking=True)
+    device, host = staging.range(base, nbytes)
+    device.copy_(host, non_blocking=True)
     for some in rows:
         scatter(staging, some, base)
 
@@ -374,7 +384,7 @@ def _uploaded(span: Span, first_row: int, stop_row: int) -> torch.Tensor:
         numbers = torch.from_numpy(table.rows(per_block))
         rows = _pinned(numbers).to(staged.view.device, non_blocking=True)
         table.uploaded[per_block] = rows
-    return rows if len(rows) == stop_row - first_row else rows[first_row:stop_row]
+    return rows if rows.shape[0] == stop_row - first_row else rows[first_row:stop_row]
 
 
 def _pinned(memory: torch.Tensor) -> torch.Tensor:

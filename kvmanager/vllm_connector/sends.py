@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvmanager.arena import ArenaSpace
 from kvmanager.layout import KVKind, KVLayout, LayerExtent
-from kvmanager.vllm_connector.metadata import SendStep, TransferRef
 from kvmanager.vllm_connector.slabs import BlockIds, BlockTable, PartView, Slab
+
+if TYPE_CHECKING:  # which imports vLLM
+    from kvmanager.vllm_connector.metadata import SendStep, TransferRef
 
 Units = Mapping[str, tuple[tuple[PartView, range], ...]]
 """By layer, the views of its parts, each with some of its units."""

@@ -8,6 +8,7 @@ arena. Knows no requests, no steps and no specs of vLLM.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -30,11 +31,13 @@ class BlockTable:
     """Ids of an engine's blocks of one group: of all that one step copies, or one load. The copier
     of a GPU uploads them once for all layers.
 
+    are_neighbours: every block is the next one in memory.
     uploaded: by rows of a block, the rows on the device; written by the copier.
     """
 
     def __init__(self, ids: Sequence[int]) -> None:
         self.ids: _Ids = np.asarray(ids, dtype=np.int64)
+        self.are_neighbours = isinstance(ids, range) and ids.step == 1
         self.uploaded: dict[int, torch.Tensor] = {}
         self._rows: dict[int, _Ids] = {1: self.ids}
 
@@ -107,7 +110,7 @@ class PartView:
 
     def __post_init__(self) -> None:
         item_bytes = sum(
-            int(np.prod(piece.item_shape)) * piece.memory.element_size() for piece in self.pieces
+            math.prod(piece.item_shape) * piece.memory.element_size() for piece in self.pieces
         )
         if item_bytes != self.part.item_bytes:
             raise ValueError(f"items of {item_bytes} bytes for part {self.part}")
@@ -193,9 +196,10 @@ class Slab:
         rows = rows[first:last]
         # A run ends where the next row is not the next one in memory, and around the rows of which
         # only some items are copied.
-        breaks = np.flatnonzero(np.diff(rows) != 1) + 1
         skipped, end = self.first_item - first * per_row, self.first_item + self.num_items
-        edges = {0, len(rows), *breaks.tolist()}
+        edges = {0, len(rows)}
+        if not self.block_ids.table.are_neighbours:
+            edges.update((np.flatnonzero(rows[1:] - rows[:-1] != 1) + 1).tolist())
         if skipped and len(rows):
             edges.add(1)
         if (last * per_row != end) and len(rows):
@@ -257,16 +261,14 @@ def _copy(slab: Slab, memory: _Bytes, unit_stride: int, *, into_space: bool) -> 
     for piece in view.pieces:
         engine = plain(piece.memory).numpy()[:, first_unit : first_unit + len(slab.units)]
         size, done = engine.itemsize, 0
-        inner_strides = tuple(
-            size * int(np.prod(piece.item_shape[axis + 1 :]))
-            for axis in range(len(piece.item_shape))
-        )
+        shape = piece.item_shape
+        inner_strides = tuple(size * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         for row, num_rows, first_item, num_items in slab.runs():
             # Only a run of one row has items that are left out.
             per_run_row = num_items if num_rows == 1 else per_row
             ours = engine[row : row + num_rows, :, first_item : first_item + per_run_row]
             theirs = np.ndarray(
-                (len(slab.units), num_rows, per_run_row, *piece.item_shape),
+                (len(slab.units), num_rows, per_run_row, *shape),
                 engine.dtype,
                 memory.data,
                 done * item_bytes + piece.offset,

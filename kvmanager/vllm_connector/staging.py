@@ -27,6 +27,9 @@ from kvmanager.vllm_connector.slabs import (
 ALIGNMENT_BYTES = 256
 """Of everything in staging memory: wide integers and whole sectors of the GPU's memory."""
 
+MAX_KEPT_PLACES = 64
+"""Views of staging memory that are kept, because making one takes as long as using it."""
+
 _WORD_BYTES = 8
 
 
@@ -73,11 +76,13 @@ class StagedPiece:
 
     memory: of the units that are copied, as the widest integers that its innermost run allows;
         shape (rows, units, items of a row, *words of the item).
+    places: the last results of `place`. Layers of a step often have the same ones.
     """
 
     piece: Piece
     memory: torch.Tensor
     item_bytes: int
+    places: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     @property
     def row_bytes(self) -> int:
@@ -85,9 +90,16 @@ class StagedPiece:
 
     def place(self, words: torch.Tensor, at: int, num_rows: int) -> torch.Tensor:
         """The rows from byte `at` on, where `words` are staging memory as these integers."""
+        found = self.places.get((at, num_rows))
+        if found is not None:
+            return found
+        if len(self.places) >= MAX_KEPT_PLACES:
+            self.places.clear()
         shape = (num_rows, *self.memory.shape[1:])
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        return words.as_strided(shape, strides, at // words.element_size())
+        place = words.as_strided(shape, strides, at // words.element_size())
+        self.places[at, num_rows] = place
+        return place
 
 
 class StagedView:

@@ -205,6 +205,7 @@ class WorkerSide:
         for step in meta.sends:
             if step.is_last:
                 self._end_prefill(step.ref)
+        self._step = StepSends(self._layout, ())  # the plan would keep the arena of a dead agent
         self._cache.store(meta.stores)
 
     def _end_prefill(self, ref: TransferRef) -> None:

@@ -168,8 +168,8 @@ class LateCopier:
     def __init__(self) -> None:
         self.done: list[Any] = []
 
-    def store(self, slabs: Any, done: Any) -> None:
-        self.done.append(done)
+    def store(self, reads: Any, blocks: Any, copies: Any) -> None:
+        self.done += [copy.done for copy in copies()]
 
     def drain(self) -> None: ...
     def close(self) -> None: ...
