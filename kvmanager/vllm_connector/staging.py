@@ -127,8 +127,9 @@ class StagedView:
 
     def num_rows(self, nbytes: int) -> int:
         """The number of rows for which so many bytes are enough."""
-        slack = ALIGNMENT_BYTES * len(self._row_bytes)
-        return max(0, nbytes - slack) // self._all_row_bytes
+        whole = nbytes - nbytes % ALIGNMENT_BYTES
+        slack = ALIGNMENT_BYTES * (len(self._row_bytes) - 1)
+        return max(0, whole - slack) // self._all_row_bytes
 
     def places(self, at: int, num_rows: int) -> Iterator[tuple[StagedPiece, int]]:
         """Each piece, and where so many rows of it begin if they begin at `at`."""

@@ -85,7 +85,8 @@ class FakeStream:
 
     def run(self, count: int | None = None) -> None:
         """The GPU works off the first `count` pieces of work, or all."""
-        with self.cuda.changed:
+        # Work is queued in an inference-mode block, of which CUDA would know nothing.
+        with self.cuda.changed, torch.inference_mode():
             for work in self.queue[:count]:
                 work()
                 self.num_done += 1
