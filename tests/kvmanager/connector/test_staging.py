@@ -1,5 +1,7 @@
 """Staging memory: its ring never overlaps, and copies are cut into chunks that fit."""
 
+import subprocess
+import sys
 from collections import deque
 
 import pytest
@@ -118,3 +120,12 @@ def test_the_widest_integers_that_the_innermost_run_allows() -> None:
 def test_staging_memory_must_have_room_for_the_largest_page() -> None:
     views = [view_of((2, 1, 1, 100), torch.uint8), view_of((2, 3, 1, 100), torch.uint8, 2)]
     assert largest_row_bytes(views) == 2 * 512
+
+
+def test_the_copier_needs_no_vllm() -> None:
+    """Hosts with a GPU and PyTorch but without vLLM can measure it."""
+    code = (
+        "import sys; sys.modules['vllm'] = None\n"
+        "import kvmanager.vllm_connector.cuda_pages, kvmanager.vllm_connector.sends"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
