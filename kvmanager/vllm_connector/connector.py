@@ -188,7 +188,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
         assert self._worker is not None
-        self._worker.save_kv_layer(layer_name)
+        self._worker.save_kv_layer(self._metadata(), layer_name)
 
     def wait_for_save(self) -> None:
         assert self._worker is not None

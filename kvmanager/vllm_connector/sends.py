@@ -58,6 +58,14 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class BrokenSend:
+    """A copy into an outbox that failed after `store` had returned."""
+
+    ref: TransferRef
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class GroupSends:
     """All shares in one group. `blocks` are those of all of them, one share behind the other."""
 

@@ -16,7 +16,6 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -31,6 +30,7 @@ from kvmanager.vllm_connector.cuda_pages import DEFAULT_STAGING_MIB, copier_for
 from kvmanager.vllm_connector.metadata import LoadStep, PrfaasMetadata, TransferRef
 from kvmanager.vllm_connector.pages import NO_BLOCKS, Copy, PageCopier
 from kvmanager.vllm_connector.sends import (
+    BrokenSend,
     GroupSends,
     Outgoing,
     Send,
@@ -45,14 +45,6 @@ from kvmanager.vllm_connector.stats import TransferStats
 logger = logging.getLogger("prfaas.kvmanager.connector")
 
 MAX_LOST = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class BrokenSend:
-    """A copy into an outbox that failed after `store` had returned."""
-
-    ref: TransferRef
-    reason: str
 
 
 class WorkerSide:
@@ -79,7 +71,7 @@ class WorkerSide:
         self._sending = threading.Lock()
         # By opening of the outbox. None: this worker gave it up, so later steps skip it.
         self._outgoing: dict[tuple[bytes, int], Outgoing | None] = {}
-        self._step = StepSends(layout, ())
+        self._step: tuple[PrfaasMetadata, StepSends] | None = None
         # Outboxes up to this attempt are not begun: they may have ended while this worker had no
         # connection. Without a connection no outbox is begun.
         self._may_begin_after: float = math.inf
@@ -164,8 +156,8 @@ class WorkerSide:
     # Producer.
 
     def start_step(self, meta: PrfaasMetadata) -> None:
-        """Begin the step's loads, end outboxes, and plan what the step sends. vLLM calls it before
-        the forward pass.
+        """Begin the step's loads, and end outboxes. vLLM calls it before the forward pass of the
+        step or, as loads here do not hold up a step, behind it.
         """
         for load in meta.loads:
             self._load_queue.put(load)
@@ -178,19 +170,10 @@ class WorkerSide:
                     self._access.copier.drain()
             if ended.failure:
                 self._client.abort(*ended.opening, ended.failure)
-        opened = [(step, self._opened(step.ref)) for step in meta.sends]
-        planned = [(step, outgoing) for step, outgoing in opened if outgoing is not None]
-        try:
-            self._step = StepSends(self._layout, planned)
-        except Exception as error:
-            logger.exception("planning what a step sends")
-            self._step = StepSends(self._layout, ())
-            for step, _ in planned:
-                self._fail(step.ref, f"{type(error).__name__}: {error}")
 
-    def save_kv_layer(self, layer_name: str) -> None:
+    def save_kv_layer(self, meta: PrfaasMetadata, layer_name: str) -> None:
         """Send the pages that the running step has completed in this attention layer."""
-        sends = self._step.take(layer_name)
+        sends = self._planned(meta).take(layer_name)
         if sends is not None:
             self._send(sends, layer_name)
 
@@ -200,13 +183,29 @@ class WorkerSide:
         the prefill is over, once its copies are. Then copy the parts that the step has completed
         into the prefix cache.
         """
-        for layer_name in self._step.left():
-            self.save_kv_layer(layer_name)
+        for layer_name in self._planned(meta).left():
+            self.save_kv_layer(meta, layer_name)
         for step in meta.sends:
             if step.is_last:
                 self._end_prefill(step.ref)
-        self._step = StepSends(self._layout, ())  # the plan would keep the arena of a dead agent
+        self._step = None  # the plan would keep the arena of a dead agent
         self._cache.store(meta.stores)
+
+    def _planned(self, meta: PrfaasMetadata) -> StepSends:
+        """What the step sends, planned when it is first asked for."""
+        if self._step is not None and self._step[0] is meta:
+            return self._step[1]
+        opened = [(step, self._opened(step.ref)) for step in meta.sends]
+        steps = [(step, outgoing) for step, outgoing in opened if outgoing is not None]
+        try:
+            plan = StepSends(self._layout, steps)
+        except Exception as error:
+            logger.exception("planning what a step sends")
+            plan = StepSends(self._layout, ())
+            for step, _ in steps:
+                self._fail(step.ref, f"{type(error).__name__}: {error}")
+        self._step = meta, plan
+        return plan
 
     def _end_prefill(self, ref: TransferRef) -> None:
         """Tell the agent that the prefill is over, once all copies that have begun have ended: the

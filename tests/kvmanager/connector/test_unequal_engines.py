@@ -122,7 +122,7 @@ class Rank:
             self.side.start_step(meta)
             for _, layer in self.layout.layers:
                 if layer is not STATE:
-                    self.side.save_kv_layer(layer.name)
+                    self.side.save_kv_layer(meta, layer.name)
             self.side.wait_for_save(meta)
         said = self.client.take()
         assert said[-1] == ("prefill_end", TID, ref.attempt, self.side._tp_rank)
