@@ -20,6 +20,7 @@ class ReservedLanding(msgspec.Struct, frozen=True, kw_only=True):
     first `cached_tokens` is cached there already and not part of the `nbytes`. With `is_lossy` the
     rest may lose precision on its way. `adapter` identifies the weights of the LoRA adapter with
     which the KVCache is computed (`kvmanager.vllm_connector.weights`), "" for the base model.
+    Windows begin at multiples of `window_step` tokens; 0: of the receiver's own pages.
     """
 
     transfer_id: str
@@ -33,6 +34,7 @@ class ReservedLanding(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     is_lossy: bool = False
     adapter: str = ""
+    window_step: int = 0
 
 
 def reserved_landing(
@@ -51,6 +53,7 @@ def reserved_landing(
         cached_tokens=reply.cached_tokens,
         is_lossy=reply.is_lossy,
         adapter=adapter,
+        window_step=reply.window_step,
     )
 
 
@@ -66,6 +69,7 @@ def producer_params(landing: ReservedLanding, outbox: OpenOutboxReply) -> dict[s
             "attempt": outbox.attempt,
             "layout_fingerprint": landing.layout_fingerprint,
             "cached_tokens": landing.cached_tokens,
+            "window_step": landing.window_step,
             "adapter": landing.adapter,
         }
     }
@@ -92,6 +96,7 @@ def consumer_params(
             "runs": [list(run) for run in runs],
             "layout_fingerprint": landing.layout_fingerprint,
             "cached_tokens": landing.cached_tokens,
+            "window_step": landing.window_step,
             "is_lossy": landing.is_lossy,
             "adapter": landing.adapter,
             "cached_runs": [[list(run) for run in block] for block in cached_runs],

@@ -117,17 +117,23 @@ class ControlService:
         token_digest = hex_bytes(request.token_digest, None, "token_digest")
         base = await self._base(request, fingerprint, layout)
         cached_tokens = base.cached_tokens if base is not None else 0
+        window_step = agent.book.window_step(fingerprint)
+        try:
+            nbytes = layout.transfer_bytes(request.num_tokens, cached_tokens, window_step)
+        except ValueError as error:
+            raise BadRequest(str(error)) from error
         # Whoever knows id and token may write into the landing, so they must not be guessable.
         spec = LandingSpec(
             transfer_id=secrets.token_bytes(ID_BYTES),
             token=secrets.token_bytes(KEY_BYTES),
-            nbytes=layout.transfer_bytes(request.num_tokens, cached_tokens),
+            nbytes=nbytes,
             num_tokens=request.num_tokens,
             fingerprint=fingerprint,
             token_digest=token_digest,
             lease_s=request.lease_s,
             tenant=request.tenant,
             cached_tokens=cached_tokens,
+            window_step=window_step,
         )
         landing = await agent.transfers.reserve(spec, base)
         return ReserveReply(
@@ -144,6 +150,7 @@ class ControlService:
             cached_runs=base.runs if base is not None else [],
             landing_room_bytes=agent.landing_room_bytes,
             is_lossy=agent.config.is_lossy,
+            window_step=window_step,
         )
 
     async def _base(
@@ -168,7 +175,9 @@ class ControlService:
             hex_bytes(request.layout_fingerprint, KEY_BYTES, "layout_fingerprint")
         )
         try:
-            expected = layout.transfer_bytes(_num_tokens(request.num_tokens), request.cached_tokens)
+            expected = layout.transfer_bytes(
+                _num_tokens(request.num_tokens), request.cached_tokens, request.window_step
+            )
         except ValueError as error:
             raise BadRequest(str(error)) from error
         # The landing's size comes from the layout of the receiving engine: a difference shows that

@@ -73,6 +73,7 @@ class LandingSpec:
     """A requested landing. `nbytes` is the exact size of the transfer.
 
     The full-attention KVCache of the first `cached_tokens` is cached here and not part of it.
+    Windows begin at multiples of `window_step` tokens.
     """
 
     transfer_id: bytes
@@ -84,6 +85,7 @@ class LandingSpec:
     lease_s: float
     tenant: str = ""
     cached_tokens: int = 0
+    window_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,7 +206,7 @@ class SchedulerSide:
                 f"{self._fingerprint[:12]} ({self._layout.describe()})"
             )
         try:
-            self._layout.transfer_bytes(params.num_tokens, params.cached_tokens)
+            self._layout.transfer_bytes(params.num_tokens, params.cached_tokens, params.window_step)
         except ValueError as error:
             return str(error)
         if problem := self._other_adapter(request, params):
@@ -223,6 +223,12 @@ class SchedulerSide:
         # A caller that mixes up requests would otherwise decode with another prompt's KVCache.
         if token_digest(tokens[:-1]).hex() != params.token_digest:
             return "the landing holds other tokens than this prompt's"
+        # With smaller steps the engine would get half of a page, and keep it as a whole one.
+        step, own_step = params.window_step, self._layout.window_step
+        if own_step > 1 and (step < 1 or step % own_step):
+            return (
+                f"the landing's windows begin at steps of {step} tokens, pages here at {own_step}"
+            )
         num_cached = len(params.cached_runs)
         is_kv = self._shape.has_kv or not num_cached
         if not is_kv or num_cached * self._shape.block_tokens != params.cached_tokens:
@@ -347,7 +353,7 @@ class SchedulerSide:
         group = self._layout.groups[group_index]
         if group.kind is KVKind.RECURRENT:
             return [table[self._state_index(group_index, computed)]]
-        pages = group.pages(ref.num_tokens, ref.cached_tokens)
+        pages = group.pages(ref.num_tokens, ref.cached_tokens, ref.window_step)
         return table[pages.start : pages.stop]
 
     def reset_cache(self) -> None:

@@ -6,12 +6,14 @@ before its forward pass, and a layer only adds where its bytes belong. Knows no 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvmanager.arena import ArenaSpace
 from kvmanager.layout import KVKind, KVLayout, LayerExtent
+from kvmanager.vllm_connector.pages import Copy
 from kvmanager.vllm_connector.slabs import BlockIds, BlockTable, PartView, Slab
 
 if TYPE_CHECKING:  # which imports vLLM
@@ -65,6 +67,10 @@ class BrokenSend:
     reason: str
 
 
+Copied = Callable[[Send, Sequence[tuple[int, int]], BaseException | None], None]
+"""Gets a share of one layer whose copy has ended, and the (offset, length) ranges that it wrote."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupSends:
     """All shares in one group. `blocks` are those of all of them, one share behind the other."""
@@ -72,21 +78,57 @@ class GroupSends:
     blocks: BlockTable
     sends: tuple[Send, ...]
 
+    def copies(
+        self, layout: KVLayout, layer_name: str, units: Units, copied: Copied
+    ) -> Iterator[Copy]:
+        """The copies of a layer, when they can be written. Whoever gives up an outbox waits for
+        copies under way, so what is not given up here may be written.
+        """
+        for send in self.sends:
+            if not send.outgoing.is_given_up:
+                ranges: list[tuple[int, int]] = []
+                slabs = _noted_slabs(layout, layer_name, units, send, ranges)
+                yield Copy(slabs, partial(copied, send, ranges))
+
+
+def _noted_slabs(
+    layout: KVLayout, layer_name: str, units: Units, send: Send, ranges: list[tuple[int, int]]
+) -> Iterator[Slab]:
+    """The slabs of one request; their places go to `ranges`."""
+    extent, space = send.outgoing.extents[layer_name], send.outgoing.space
+    check_blocks(send.blocks, extent)
+    views = units[layer_name]
+    for slab in slabs_of(layout, extent, views, send.blocks, send.first_page, space):
+        ranges += slab.ranges()
+        yield slab
+
+
+def check_blocks(blocks: BlockIds, extent: LayerExtent) -> None:
+    """Raise ValueError for block 0, vLLM's null block, which stands for a page that the engine does
+    not keep. A producer may lack pages where the receiver's windows begin at a multiple of larger
+    pages than its own, and its own cache had the rest.
+    """
+    if 0 in blocks.rows(1):
+        raise ValueError(
+            f"the engine gave no block for a page that layer {extent.layer.name} needs"
+        )
+
 
 class StepSends:
     """All groups of one step. Each layer is taken once, by its hook or after the step."""
 
-    def __init__(self, layout: KVLayout, steps: Sequence[tuple[SendStep, Outgoing]]) -> None:
-        """Plan `steps`, and count their pages as sent."""
+    def __init__(
+        self, layout: KVLayout, units: Units, steps: Sequence[tuple[SendStep, Outgoing]]
+    ) -> None:
+        """Plan `steps` for the layers of `units`, and count their pages as sent."""
         self._groups: dict[int, GroupSends] = {}
         self._layers: dict[str, int] = {}  # those that nobody has taken
         for index in range(len(layout.groups)) if steps else ():
             planned = _planned(layout, index, steps)
             if planned.sends:
                 self._groups[index] = planned
-                self._layers |= dict.fromkeys(
-                    (layer.name for layer in layout.groups[index].layers), index
-                )
+                names = (layer.name for layer in layout.groups[index].layers)
+                self._layers |= dict.fromkeys((name for name in names if name in units), index)
 
     def take(self, layer_name: str) -> GroupSends | None:
         """The shares of a layer, the first time that it is asked for."""
@@ -105,7 +147,7 @@ def _planned(
     ids: list[int] = []
     for step, outgoing in steps:
         ref = step.ref
-        pages = layout.groups[index].pages(ref.num_tokens, ref.cached_tokens)
+        pages = layout.groups[index].pages(ref.num_tokens, ref.cached_tokens, ref.window_step)
         first = outgoing.num_planned_pages.get(index, 0)
         stop = _num_final_pages(layout, index, step, pages)
         if stop <= first:

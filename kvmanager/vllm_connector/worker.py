@@ -13,10 +13,11 @@ is reported, so that vLLM computes the prompt.
 import logging
 import math
 import queue
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
@@ -35,6 +36,7 @@ from kvmanager.vllm_connector.sends import (
     Outgoing,
     Send,
     StepSends,
+    check_blocks,
     slabs_of,
     units_held,
     units_sent,
@@ -77,6 +79,7 @@ class WorkerSide:
         self._may_begin_after: float = math.inf
         # Later attempts that failed before their first step.
         self._lost: set[int] = set()
+        # Attention layers whose hook vLLM has called in the running step.
         self._stats = TransferStats()
         self._cache = CacheWorker(layout, client, self._access, views, stats=lambda: self._stats)
         self._results_lock = threading.Lock()
@@ -183,12 +186,18 @@ class WorkerSide:
         the prefill is over, once its copies are. Then copy the parts that the step has completed
         into the prefix cache.
         """
-        for layer_name in self._planned(meta).left():
-            self.save_kv_layer(meta, layer_name)
+        plan, self._step = self._planned(meta), None  # kept, it would keep a dead agent's arena
+        # vLLM calls this in a `finally`, also when the forward pass has raised.
+        if (error := sys.exc_info()[0]) is not None:
+            self._give_up_step(meta, f"the engine's step failed: {error.__name__}")
+            return
+        for layer_name in plan.left():
+            sends = plan.take(layer_name)
+            if sends is not None:
+                self._send(sends, layer_name)
         for step in meta.sends:
             if step.is_last:
                 self._end_prefill(step.ref)
-        self._step = None  # the plan would keep the arena of a dead agent
         self._cache.store(meta.stores)
 
     def _planned(self, meta: PrfaasMetadata) -> StepSends:
@@ -198,14 +207,20 @@ class WorkerSide:
         opened = [(step, self._opened(step.ref)) for step in meta.sends]
         steps = [(step, outgoing) for step, outgoing in opened if outgoing is not None]
         try:
-            plan = StepSends(self._layout, steps)
+            plan = StepSends(self._layout, self._sent, steps)
         except Exception as error:
             logger.exception("planning what a step sends")
-            plan = StepSends(self._layout, ())
+            plan = StepSends(self._layout, self._sent, ())
             for step, _ in steps:
                 self._fail(step.ref, f"{type(error).__name__}: {error}")
         self._step = meta, plan
         return plan
+
+    def _give_up_step(self, meta: PrfaasMetadata, reason: str) -> None:
+        """Send and store nothing of a step whose pages may hold anything."""
+        for send in meta.sends:
+            self._fail(send.ref, reason)
+        self._cache.store([replace(s, cached=replace(s.cached, parts=())) for s in meta.stores])
 
     def _end_prefill(self, ref: TransferRef) -> None:
         """Tell the agent that the prefill is over, once all copies that have begun have ended: the
@@ -265,35 +280,15 @@ class WorkerSide:
             return  # another rank sends this layer
         try:
             self._access.copier.store(
-                reads, sends.blocks, lambda: self._copies(sends.sends, layer_name)
+                reads,
+                sends.blocks,
+                lambda: sends.copies(self._layout, layer_name, self._sent, self._copied),
             )
         except Exception as error:
             # The engine must go on whatever happens to its transfers.
             logger.exception("sending layer %s", layer_name)
             for send in sends.sends:
                 self._fail(send.ref, f"{type(error).__name__}: {error}")
-
-    def _copies(self, sends: Sequence[Send], layer_name: str) -> Iterator[Copy]:
-        """The copies of a layer, when they can be written. Whoever gives up an outbox waits for
-        copies under way, so what is not given up here may be written.
-        """
-        for send in sends:
-            if not send.outgoing.is_given_up:
-                ranges: list[tuple[int, int]] = []
-                yield Copy(
-                    self._noted_slabs(send, layer_name, ranges),
-                    partial(self._copied, send, ranges),
-                )
-
-    def _noted_slabs(
-        self, send: Send, layer_name: str, ranges: list[tuple[int, int]]
-    ) -> Iterator[Slab]:
-        """The slabs of one request; their places go to `ranges`."""
-        extent, space = send.outgoing.extents[layer_name], send.outgoing.space
-        views = self._sent[layer_name]
-        for slab in slabs_of(self._layout, extent, views, send.blocks, send.first_page, space):
-            ranges += slab.ranges()
-            yield slab
 
     def _copied(
         self, send: Send, ranges: list[tuple[int, int]], error: BaseException | None
@@ -364,7 +359,7 @@ class WorkerSide:
                 blocks = tables[extent.group_index]
                 if not blocks:
                     continue
-                self._check_blocks(step.blocks[extent.group_index], extent)
+                check_blocks(blocks, extent)
                 skipped = len(extent.pages) - len(blocks)
                 views = self._held[extent.layer.name]
                 for slab in slabs_of(self._layout, extent, views, blocks, skipped, space):
@@ -374,23 +369,13 @@ class WorkerSide:
         copier.load(slabs())
         self._stats.add_loaded(nbytes)
 
-    @staticmethod
-    def _check_blocks(blocks: Sequence[int], extent: LayerExtent) -> None:
-        """Raise ValueError for block 0, vLLM's null block: writing to it would hide an error in the
-        block tables.
-        """
-        if 0 in blocks:
-            raise ValueError(
-                f"the engine gave no block for a page that layer {extent.layer.name} needs"
-            )
-
     # Arena.
 
     def _extents(self, ref: TransferRef) -> Iterator[LayerExtent]:
-        return self._layout.extents(ref.num_tokens, ref.cached_tokens)
+        return self._layout.extents(ref.num_tokens, ref.cached_tokens, ref.window_step)
 
     def _space(self, ref: TransferRef) -> tuple[ArenaSpace, PageCopier]:
         """A transfer's bytes and the copier. Raises `StaleArenaError` when its agent is gone."""
         arena, copier = self._access.open(ref.arena_epoch)
-        nbytes = self._layout.transfer_bytes(ref.num_tokens, ref.cached_tokens)
+        nbytes = self._layout.transfer_bytes(ref.num_tokens, ref.cached_tokens, ref.window_step)
         return arena.view(ref.runs, nbytes), copier

@@ -33,8 +33,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "support"))
 
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout, KVPart
 from kvmanager.vllm_connector.cuda_pages import DEFAULT_STAGING_MIB, CudaPageCopier
-from kvmanager.vllm_connector.pages import Copy
-from kvmanager.vllm_connector.sends import Outgoing, Send, StepSends, Units, slabs_of, units_sent
+from kvmanager.vllm_connector.sends import GroupSends, Outgoing, StepSends, Units, units_sent
 from kvmanager.vllm_connector.slabs import PartView, Piece, Slab, copy_slab
 
 PAGE_TOKENS = 16
@@ -63,6 +62,7 @@ class Memory:
 class Ref:
     num_tokens: int
     cached_tokens: int = 0
+    window_step: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,18 +127,11 @@ class Engine:
     def plan(self) -> StepSends:
         for _, outgoing in self.steps:
             outgoing.num_planned_pages.clear()
-        return StepSends(self.layout, self.steps)
+        return StepSends(self.layout, self.units, self.steps)
 
-    def slabs(self, send: Send, layer: str) -> Iterator[Slab]:
-        outgoing = send.outgoing
-        yield from slabs_of(
-            self.layout,
-            outgoing.extents[layer],
-            self.units[layer],
-            send.blocks,
-            send.first_page,
-            outgoing.space,
-        )
+    def slabs(self, sends: GroupSends, layer: str) -> Iterator[Slab]:
+        for copy in sends.copies(self.layout, layer, self.units, lambda *ended: None):
+            yield from copy.slabs
 
     def store(self, copier: CudaPageCopier, plan: StepSends, layer: str, errors: list[Any]) -> None:
         """Store a layer as the connector's worker does. `errors` gets what every copy ends with."""
@@ -147,7 +140,9 @@ class Engine:
         copier.store(
             self.units[layer],
             sends.blocks,
-            lambda: [Copy(self.slabs(send, layer), errors.append) for send in sends.sends],
+            lambda: sends.copies(
+                self.layout, layer, self.units, lambda send, ranges, error: errors.append(error)
+            ),
         )
 
     def check(self, layer: str) -> None:
@@ -206,7 +201,7 @@ def host_rate(num_heads: int, num_tokens: int, rounds: int) -> dict[str, float]:
         for layer in engine.views:
             sends = plan.take(layer)
             assert sends is not None
-            slabs = list(engine.slabs(sends.sends[0], layer))
+            slabs = list(engine.slabs(sends, layer))
             begin_s = time.thread_time()
             for slab in slabs:
                 copy_slab(slab, into_space=True)
@@ -257,8 +252,7 @@ def pcie_rates(engine: Engine, copier: CudaPageCopier, rounds: int) -> dict[str,
             slab
             for layer, sends in found
             if sends is not None
-            for send in sends.sends
-            for slab in engine.slabs(send, layer)
+            for slab in engine.slabs(sends, layer)
         )
 
     def copied(into: torch.Tensor, out_of: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from agent_process import SMALL_LAYOUT
 from arena_bytes import get_bytes, put_bytes
@@ -23,6 +24,7 @@ from kvmanager.hashing import KEY_BYTES
 from kvmanager.pool.pool import HybridPool
 from kvmanager.pool.records import BlockPart
 from kvmanager.pool.shape import CacheShape
+from kvmanager.transfers.blocks import Run
 from transport.rpc import RpcServer
 
 SHAPE = CacheShape.of(SMALL_LAYOUT)
@@ -62,7 +64,7 @@ class Node:
         fill = self.pool.reserve(shape, ROOT, 0, list(keys), parts, now_s())
         for slot in fill.slots:
             data = content((slot.index, slot.part), shape)
-            put_bytes(self.agent.arena, slot.runs, data)
+            put_bytes(self.agent.arena, _pairs(slot.runs), data)
             self.pool.commit(fill.fill_id, slot.index, slot.part, now_s())
         self.pool.abort(fill.fill_id)
 
@@ -70,7 +72,7 @@ class Node:
         runs = self.pool.lookup(KEYS[part[0]], part[1])
         assert runs is not None
         nbytes = SHAPE.parts[part[1]].nbytes
-        return get_bytes(self.agent.arena, runs, nbytes)
+        return get_bytes(self.agent.arena, _pairs(runs), nbytes)
 
     def holds_nothing_for_moves(self) -> bool:
         mover = self.agent.transfers.mover
@@ -79,19 +81,24 @@ class Node:
         return not mover.num_open("landing") and not mover.num_open("send")
 
 
+def _pairs(runs: Sequence[Run]) -> list[tuple[int, int]]:
+    return [(run.first, run.length) for run in runs]
+
+
 @contextlib.asynccontextmanager
 async def node(directory: Path, name: str, *, num_blocks: int = 256) -> AsyncIterator[Node]:
     directory = directory / name
     directory.mkdir()
-    config = AgentConfig(
-        listen="127.0.0.1:0",
-        control="127.0.0.1:0",
-        socket=directory / "agent.sock",
-        arena_dir=directory,
-        arena_gib=num_blocks * 4096 / (1 << 30),
-        block_bytes=4096,
-        transport={"num_connections": 2, "idle_timeout_s": 2.0, "ack_timeout_s": 2.0},
-    )
+    settings: dict[str, Any] = {
+        "listen": "127.0.0.1:0",
+        "control": "127.0.0.1:0",
+        "socket": directory / "agent.sock",
+        "arena_dir": directory,
+        "arena_gib": num_blocks * 4096 / (1 << 30),
+        "block_bytes": 4096,
+        "transport": {"num_connections": 2, "idle_timeout_s": 2.0, "ack_timeout_s": 2.0},
+    }
+    config = AgentConfig.model_validate(settings)
     agent = NodeAgent(config)
     await agent.start()
     hello = EngineHello("engine", "worker", os.getpid(), SMALL_LAYOUT.encode())

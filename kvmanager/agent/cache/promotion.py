@@ -30,15 +30,22 @@ class LandedParts:
     """The whole parts of full blocks in a transfer of `num_tokens`."""
 
     def __init__(
-        self, layout: KVLayout, shape: CacheShape, num_tokens: int, cached_tokens: int = 0
+        self,
+        layout: KVLayout,
+        shape: CacheShape,
+        num_tokens: int,
+        cached_tokens: int = 0,
+        window_step: int = 0,
     ) -> None:
         """Raises ValueError for impossible counts (`KVLayout.transfer_bytes`)."""
-        layout.transfer_bytes(num_tokens, cached_tokens)  # checks the counts
+        layout.transfer_bytes(num_tokens, cached_tokens, window_step)  # checks the counts
         self._layout = layout
         self._shape = shape
         self._num_tokens = num_tokens
+        self._wanted = [list(part_extents(layout, shape, part)) for part in range(len(shape.parts))]
         self._extents: dict[str, LayerExtent] = {
-            extent.layer.name: extent for extent in layout.extents(num_tokens, cached_tokens)
+            extent.layer.name: extent
+            for extent in layout.extents(num_tokens, cached_tokens, window_step)
         }
 
     def parts(self) -> list[BlockPart]:
@@ -53,7 +60,7 @@ class LandedParts:
 
     def ranges(self, index: int, part: int) -> Iterator[CopyRange]:
         """The ranges to copy for one of `parts`."""
-        for wanted in part_extents(self._layout, self._shape, part):
+        for wanted in self._wanted[part]:
             landed = self._extents[wanted.layer.name]
             for source, target in zip(landed.parts, wanted.parts, strict=True):
                 yield from self._part_ranges(index, source, target)
@@ -69,7 +76,7 @@ class LandedParts:
             yield CopyRange(source.place(unit, first), target.place(unit, 0), target.unit_bytes)
 
     def _is_whole(self, index: int, part: int) -> bool:
-        for wanted in part_extents(self._layout, self._shape, part):
+        for wanted in self._wanted[part]:
             if self._layout.groups[wanted.group_index].kind is KVKind.RECURRENT:
                 # A transfer carries recurrent states after its last token only, so they belong to a
                 # block only if the block ends there.

@@ -6,11 +6,12 @@ forgotten when its last connection leaves. It does not know sockets, transfers o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from kvmanager.agent.engines.protocol import EngineHello, agreed_version
 from kvmanager.agent.messages import CacheModel, EngineStatus
-from kvmanager.layout import KVLayout, LayoutError
+from kvmanager.layout import MAX_WINDOW_STEP_TOKENS, KVLayout, LayoutError
 from kvmanager.pool.shape import CacheShape
 from kvmanager.transfers.records import BadRequest, EnginePeer
 from transport.versions import NoCommonVersion
@@ -70,6 +71,12 @@ class InstanceBook:
         fingerprint = layout.fingerprint()
         # Before the instance is entered: a refused connection must leave nothing behind.
         self._check_namespace(hello, fingerprint)
+        step = math.lcm(self.window_step(fingerprint), layout.window_step)
+        if step > MAX_WINDOW_STEP_TOKENS:
+            raise EngineNotServed(
+                f"its pages of windows begin at multiples of {layout.window_step} tokens, those of "
+                f"the engines here at {self.window_step(fingerprint)}: no transfer suits all"
+            )
         instance = self._instances.setdefault(
             hello.instance, _Instance(layout, fingerprint, hello.tp_size, CacheShape.of(layout))
         )
@@ -111,6 +118,17 @@ class InstanceBook:
             if instance.fingerprint == fingerprint and instance.namespace
         }
         return list(found.values())
+
+    def window_step(self, fingerprint: bytes) -> int:
+        """The tokens at whose multiples windows must begin that any engine with this layout may
+        load: their pages may have different sizes.
+        """
+        steps = {
+            instance.layout.window_step
+            for instance in self._instances.values()
+            if instance.fingerprint == fingerprint
+        }
+        return math.lcm(*steps)
 
     def cached_layout(self, fingerprint: bytes, namespace: bytes) -> tuple[KVLayout, CacheShape]:
         """The layout and cache shape of the engines with this cache namespace; without one, those

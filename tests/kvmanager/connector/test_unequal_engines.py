@@ -29,7 +29,7 @@ from kvmanager.vllm_connector.worker import WorkerSide
 TID = bytes(range(16))
 NUM_TOKENS, STEPS = 75, (20, 40, 75)
 NUM_BLOCKS = 18
-ARENA_RUNS = ((3, 1), (0, 1), (5, 3))
+ARENA_RUNS = ((3, 1), (0, 1), (5, 4))
 
 FULL = KVLayer("layers.1", (KVPart("kv", 2, 60, "bytes"),))
 LATENT = KVLayer("layers.10", (KVPart("latent", 1, 100, "bytes", 4),))
@@ -40,7 +40,7 @@ STATE = KVLayer(
 
 
 def layout(tp_size: int, block_tokens: int, *, has_states: bool = True) -> KVLayout:
-    groups = (
+    groups: tuple[KVGroup, ...] = (
         KVGroup(KVKind.FULL, block_tokens, (FULL,)),
         KVGroup(KVKind.WINDOW, block_tokens, (WINDOW,), window_tokens=33),
         KVGroup(KVKind.RECURRENT, 1, (STATE,)),
@@ -112,11 +112,13 @@ class Rank:
     def send(self, ref: TransferRef) -> list[tuple[int, int]]:
         """Send in steps, and return the ranges that were announced."""
         for computed in STEPS:
+            wanted = [
+                group.tokens(NUM_TOKENS, ref.cached_tokens, ref.window_step)
+                for group in self.layout.groups
+            ]
             blocks = tuple(
-                self.table(
-                    index, range(group.tokens(NUM_TOKENS, ref.cached_tokens).start, computed)
-                )
-                for index, group in enumerate(self.layout.groups)
+                self.table(index, range(tokens.start, computed))
+                for index, tokens in enumerate(wanted)
             )
             meta = PrfaasMetadata(sends=[SendStep(ref, blocks, computed)])
             self.side.start_step(meta)
@@ -159,7 +161,7 @@ def arena(tmp_path: Path) -> Iterator[Arena]:
 
 
 def transfer_of(found: KVLayout, cached_tokens: int) -> bytes:
-    """The bytes of a transfer: layer, part, unit, item."""
+    """The bytes of a transfer to an engine with this layout: layer, part, unit, item."""
     extents = (
         (extent.layer, number, part.items)
         for extent in found.extents(NUM_TOKENS, cached_tokens)
@@ -191,8 +193,10 @@ def test_a_transfer_has_the_same_bytes_for_all_engines(
 ) -> None:
     ours, theirs = layout(*sender), layout(*receiver)
     assert ours.fingerprint() == theirs.fingerprint()
-    nbytes = ours.transfer_bytes(NUM_TOKENS, cached_tokens)
-    ref = TransferRef(TID, NUM_TOKENS, arena.epoch, ARENA_RUNS, 1, cached_tokens)
+    nbytes = theirs.transfer_bytes(NUM_TOKENS, cached_tokens)
+    step = theirs.window_step
+    assert ours.transfer_bytes(NUM_TOKENS, cached_tokens, step) == nbytes
+    ref = TransferRef(TID, NUM_TOKENS, arena.epoch, ARENA_RUNS, 1, cached_tokens, step)
     ranges: list[tuple[int, int]] = []
     for tp_rank in range(ours.tp_size):
         rank = Rank(ours, tp_rank, arena, is_full=True)
@@ -202,7 +206,7 @@ def test_a_transfer_has_the_same_bytes_for_all_engines(
     assert all(offset + length == other for (offset, length), (other, _) in pairwise(ranges))
     assert (ranges[0][0], sum(ranges[-1])) == (0, nbytes)
     found = b"".join(bytes(view) for view in arena.view(ARENA_RUNS, nbytes).views(0, nbytes))
-    assert found == transfer_of(ours, cached_tokens)
+    assert found == transfer_of(theirs, cached_tokens)
     first_tokens = {
         group.kind: group.tokens(NUM_TOKENS, cached_tokens).start for group in theirs.groups
     }
@@ -216,9 +220,32 @@ def test_a_transfer_has_the_same_bytes_for_all_engines(
         rank.check(first_tokens, NUM_TOKENS)
 
 
+def test_a_sender_without_a_page_of_the_receivers_window_fails_the_transfer(arena: Arena) -> None:
+    """Its own cache had the prompt but for the last tokens, and keeps no page before their window.
+    The receiver would keep what it got as a whole page for later prompts.
+    """
+    ours, theirs = layout(1, 16), layout(1, 64)
+    step = theirs.window_step
+    ref = TransferRef(TID, NUM_TOKENS, arena.epoch, ARENA_RUNS, 1, window_step=step)
+    rank = Rank(ours, 0, arena, is_full=True)
+    blocks = tuple(
+        [0, *rank.table(index, group.tokens(NUM_TOKENS, 0, step))[1:]]
+        if group.kind is KVKind.WINDOW
+        else rank.table(index, group.tokens(NUM_TOKENS, 0, step))
+        for index, group in enumerate(ours.groups)
+    )
+    meta = PrfaasMetadata(sends=[SendStep(ref, blocks, NUM_TOKENS)])
+    rank.side.start_step(meta)
+    rank.side.wait_for_save(meta)
+    rank.side.close()
+    (abort,) = [said for said in rank.client.take() if said[0] == "abort"]
+    assert "no block for a page" in abort[3]
+
+
 def test_a_receiver_leaves_out_the_pages_that_it_has(arena: Arena) -> None:
     ours, theirs = layout(2, 16), layout(1, 32)
-    ref = TransferRef(TID, NUM_TOKENS, arena.epoch, ARENA_RUNS, 1)
+    step = theirs.window_step
+    ref = TransferRef(TID, NUM_TOKENS, arena.epoch, ARENA_RUNS, 1, window_step=step)
     for tp_rank in range(2):
         sender = Rank(ours, tp_rank, arena, is_full=True)
         sender.send(ref)
