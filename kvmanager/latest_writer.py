@@ -23,8 +23,8 @@ _NOTHING: Final[Any] = object()
 class LatestWriter(Generic[T]):
     """Hands states to `write`, on a thread and in order: one at a time, while the newest waits.
 
-    A state that waits is left out when a newer one comes. An OSError of `write` costs that state
-    only and is logged. All methods belong to one event loop.
+    A state that waits is left out when a newer one comes. An error of `write` costs that state only
+    and is logged. All methods belong to one event loop.
     """
 
     def __init__(self, what: str, write: Callable[[T], None]) -> None:
@@ -57,3 +57,6 @@ class LatestWriter(Generic[T]):
                 await asyncio.to_thread(self._write, state)
             except OSError as error:
                 logger.warning("%s could not be written: %s", self._what, error)
+            except Exception:
+                # A mistake in the state, which the next one need not have.
+                logger.exception("%s could not be written", self._what)

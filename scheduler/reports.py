@@ -147,21 +147,14 @@ def engine_report(engine: EngineStatus) -> InstanceReport:
 
 def unlike(one: InstanceReport, other: InstanceReport) -> str:
     """Why two instances of one model cannot use each other's KVCache, with both values; "" if they
-    can, serve different models, or one has not said what it has. Adapters of one name are compared
-    as far as both have said what they are.
+    can, serve different models, or one has not said what it has. It is about the model without
+    adapters: those are compared for each request.
     """
     if not is_of_model(one, other.model):
         return ""
-    model = one.model or other.model
-    of = f" of {model}" if model else ""
+    of = _of(one.model or other.model)
     if same_layout(one.layout_fingerprint, other.layout_fingerprint):
-        differing = (
-            f"{one.name} has the adapter {name}{of} as {identity}, "
-            f"{other.name} as {other.adapters[name]}"
-            for name, identity in one.adapters.items()
-            if other.adapters.get(name, identity) != identity
-        )
-        return next(differing, "")
+        return ""
     if one.weights != other.weights:
         return (
             f"the weights{of} are {one.weights} at {one.name}, but {other.weights} at {other.name}"
@@ -173,18 +166,32 @@ def unlike(one: InstanceReport, other: InstanceReport) -> str:
 
 
 def unlike_groups(instances: Iterable[InstanceReport]) -> list[str]:
-    """Why instances of one model cannot use each other's KVCache: a sentence for each two groups
-    that differ, with both values and the names of all instances of both groups.
+    """Why instances of one model cannot use each other's KVCache, or that of an adapter: a sentence
+    for each two groups that differ, with both values and the names of all instances of both groups.
     """
     # By groups: while the arguments of many engines change, a sentence for each pair of instances
     # would fill screens.
     groups: dict[tuple[str, str], list[InstanceReport]] = {}
+    adapters: dict[tuple[str, str], dict[str, list[str]]] = {}
     for item in instances:
         if item.layout_fingerprint:
             groups.setdefault((item.model, item.layout_fingerprint), []).append(item)
+        for name, identity in item.adapters.items():
+            names = adapters.setdefault((item.model, name), {})
+            names.setdefault(identity, []).append(item.name)
     named = [
         msgspec.structs.replace(group[0], name=", ".join(sorted(item.name for item in group)))
         for _, group in sorted(groups.items())
     ]
-    found = (unlike(one, other) for one, other in combinations(named, 2))
-    return [f"{sentence}; they share no KVCache" for sentence in found if sentence]
+    found = [unlike(one, other) for one, other in combinations(named, 2)]
+    sentences = [f"{sentence}; they share no KVCache" for sentence in found if sentence]
+    return sentences + [
+        f"the adapter {name}{_of(model)} is {one} at {', '.join(sorted(first))}, "
+        f"but {other} at {', '.join(sorted(second))}; they share no KVCache of it"
+        for (model, name), known in sorted(adapters.items())
+        for (one, first), (other, second) in combinations(sorted(known.items()), 2)
+    ]
+
+
+def _of(model: str) -> str:
+    return f" of {model}" if model else ""

@@ -74,7 +74,9 @@ REASONS: Final[dict[Reason, str]] = {
     ),
     Reason.LINK_DOWN: "the link from the prefill cluster is down",
     Reason.LINK_STALE: "no agent has reported lately about the link from the prefill cluster",
-    Reason.ADAPTER_DIFFERS: "the prefill cluster has other weights of the adapter, or none",
+    Reason.ADAPTER_DIFFERS: (
+        "the engines that would prefill have other weights of the adapter, or do not say which"
+    ),
     Reason.RESERVE_FAILED: "the PD cluster did not reserve a landing",
     Reason.PREFILL_FAILED: "the prefill elsewhere failed",
     Reason.DECODE_FAILED: "the engine that was to decode failed",

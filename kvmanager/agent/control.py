@@ -54,7 +54,7 @@ from kvmanager.agent.request_values import (
 )
 from kvmanager.agent.service import ControlMethod, NodeAgent
 from kvmanager.agent.transfer_io import now_s
-from kvmanager.hashing import KEY_BYTES as BLOCK_KEY_BYTES
+from kvmanager.hashing import split_keys
 from kvmanager.layout import KVLayout
 from kvmanager.transfers.holds import Key, Kind
 from kvmanager.transfers.records import (
@@ -156,17 +156,27 @@ class ControlService:
     async def _base(
         self, request: Reserve, fingerprint: bytes, layout: KVLayout
     ) -> LandingBase | None:
-        """The cached prefix for the landing; None without a prefix cache for this layout."""
+        """The cached prefix for the landing; None without a prefix cache for this layout, and for
+        keys of blocks that no engine of the node caches.
+        """
         num_tokens, agent = _num_tokens(request.num_tokens), self._agent
         known, bases = agent.book.cached_layouts(fingerprint), agent.transfers.bases
         if not request.block_keys or bases is None or not known:
             return None
+        try:
+            root, *keys = split_keys(request.block_keys)
+        except ValueError as error:
+            raise BadRequest(f"block_keys: {error}") from error
         # The keys are those of the engine that will load the landing: one for each of its blocks.
-        num_blocks = len(request.block_keys) // BLOCK_KEY_BYTES - 1
-        layout, shape = next(
-            (item for item in known if num_tokens // item[1].block_tokens == num_blocks), known[0]
+        cut = next(
+            (item for item in known if num_tokens // item[1].block_tokens == len(keys)), None
         )
-        return await bases.pin(layout, shape, num_tokens, request.block_keys)
+        # The engine may be about to join, or cut its blocks in a way of its own. Its KVCache lands
+        # all the same, whole, and is not kept.
+        if cut is None:
+            return None
+        layout, shape = cut
+        return await bases.pin(layout, shape, num_tokens, root, keys)
 
     async def open_outbox(self, request: OpenOutbox) -> OpenOutboxReply:
         agent = self._agent

@@ -209,6 +209,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     weights: str = ""
     engine: str = ""
     adapters: dict[str, str] = {}
+    pp_size: int = 1
 
 
 class LinkStatus(msgspec.Struct, frozen=True):

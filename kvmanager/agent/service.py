@@ -237,7 +237,7 @@ class NodeAgent:
             return HelloRefused(str(error))
         self._peers[conn_id] = peer
         self.transfers.table.connect(peer)
-        logger.info("engine %s: %s rank %d connected", peer.instance, peer.role, peer.tp_rank)
+        logger.info("engine %s: %s rank %d connected", peer.instance, peer.role, peer.rank)
         arena = self.arena
         return Welcome(
             arena.epoch,
@@ -275,7 +275,7 @@ class NodeAgent:
     def connection_lost(self, conn_id: int) -> None:
         peer = self._peers.pop(conn_id)
         self.book.leave(peer)
-        logger.info("engine %s: %s rank %d is lost", peer.instance, peer.role, peer.tp_rank)
+        logger.info("engine %s: %s rank %d is lost", peer.instance, peer.role, peer.rank)
         self.transfers.connection_lost(conn_id)
         if self.cache is not None:
             self.cache.connection_lost(conn_id)

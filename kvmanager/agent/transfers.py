@@ -237,8 +237,8 @@ class AgentTransfers:
                 effects = outboxes.ranges_ready(conn_id, transfer_id, attempt, ranges, now_s())
             case Attach(_, attempt):
                 effects = outboxes.attach(conn_id, transfer_id, attempt)
-            case PrefillEnd(_, attempt, tp_rank):
-                effects = outboxes.prefill_end(conn_id, transfer_id, attempt, tp_rank, now_s())
+            case PrefillEnd(attempt=attempt):
+                effects = outboxes.prefill_end(conn_id, transfer_id, attempt, now_s())
             case AbortOutbox(_, attempt, reason):
                 effects = outboxes.abort(conn_id, transfer_id, attempt, reason, now_s())
             case Watch():

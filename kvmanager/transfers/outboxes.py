@@ -167,9 +167,9 @@ class OutboxTable:
         return [ForwardReady(transfer_id, fresh)] if fresh else []
 
     def prefill_end(
-        self, conn_id: int, transfer_id: bytes, attempt: int, tp_rank: int, now_s: float
+        self, conn_id: int, transfer_id: bytes, attempt: int, now_s: float
     ) -> list[Effect]:
-        """The last chunk's forward pass is over on `tp_rank`.
+        """The last chunk's forward pass is over in this worker.
 
         Changes nothing after the end, or if the engine does not fill the outbox.
         """
@@ -178,8 +178,9 @@ class OutboxTable:
             return []
         if conn_id not in outbox.attached:
             return []
-        outbox.ended_ranks.add(tp_rank)
-        if not outbox.ended_ranks.issuperset(range(self._books.peers[conn_id].tp_size)):
+        peer = self._books.peers[conn_id]
+        outbox.ended_ranks.add(peer.rank)
+        if len(outbox.ended_ranks) < peer.world_size:
             return []
         outbox.prefill_end_s = now_s
         return [RecordPrefillEnd(transfer_id)]

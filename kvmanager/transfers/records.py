@@ -99,13 +99,16 @@ class OutboxSpec:
 
 @dataclass(frozen=True, slots=True)
 class EnginePeer:
-    """One connection of an engine. All connections of an `instance` have the same layout."""
+    """One connection of an engine. All connections of an `instance` have the same layout.
+
+    rank: of `world_size` workers, over all pipeline stages and tensor-parallel ranks.
+    """
 
     conn_id: int
     instance: str
     role: str
-    tp_rank: int
-    tp_size: int
+    rank: int
+    world_size: int
     fingerprint: bytes
 
 

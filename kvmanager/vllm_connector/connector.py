@@ -21,6 +21,10 @@ are. KVCache of other adapters is cached by their content, and the gateway moves
 On a GPU `staging_mib` (64) is the memory through which pages are stored, and as much again through
 which they are loaded: on the device, beyond `gpu_memory_utilization`, and pinned on the host.
 
+With pipeline parallelism the connectors of the workers exchange the layers of their stages when
+they are made, and vLLM's handshake brings them to the scheduler's process, whose connector begins
+only then (`kvmanager.vllm_connector.stages`).
+
 `kv_role` may also be `kv_producer` or `kv_consumer`. The engine then computes the other role's
 requests as if they had no parameters. A `kv_producer` whose steps overlap (asynchronous scheduling,
 pipelines) stores in the prefix cache and never loads from it. The interface is vLLM's
@@ -32,13 +36,14 @@ import logging
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
@@ -56,9 +61,10 @@ from kvmanager.vllm_connector.cache.scheduler import (
     PrefixCacheOptions,
 )
 from kvmanager.vllm_connector.cuda_pages import DEFAULT_STAGING_MIB
-from kvmanager.vllm_connector.engine_layout import layout_of, registered_views
+from kvmanager.vllm_connector.engine_layout import layout_of, registered_views, stage_of
 from kvmanager.vllm_connector.metadata import PrfaasMetadata
 from kvmanager.vllm_connector.scheduler import SchedulerSide
+from kvmanager.vllm_connector.stages import LayoutHandshake, exchanged, layout_from
 from kvmanager.vllm_connector.stats import PrfaasPromMetrics, TransferStats
 from kvmanager.vllm_connector.versions.check import check_vllm
 from kvmanager.vllm_connector.weights import Adapters, adapter_settings
@@ -104,8 +110,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
-        socket_path = extra.get("agent_socket")
-        if not socket_path:
+        if not extra.get("agent_socket"):
             raise ValueError(
                 "PrfaasConnector needs kv_connector_extra_config.agent_socket: "
                 "the path that `prfaas agent --socket` listens on"
@@ -113,41 +118,39 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         # vLLM 0.33 refuses it by `supports_sleep_mode`; 0.32 does not ask.
         if vllm_config.model_config.enable_sleep_mode:
             raise ValueError(f"PrfaasConnector: {NO_SLEEP}; remove --enable-sleep-mode")
-        layout = layout_of(vllm_config, kv_cache_config)
-        namespace = namespace_of(vllm_config, layout) if extra.get("prefix_pool", True) else b""
-        instance = instance_name(vllm_config)
         # vLLM makes one connector in the scheduler's process and one in each worker, and calls only
         # the methods of its role.
-        is_scheduler = role is KVConnectorRole.SCHEDULER
-        self._layout = layout
-        self._tp_rank = 0 if is_scheduler else get_tensor_model_parallel_rank()
-        side: Literal["scheduler", "worker"] = "scheduler" if is_scheduler else "worker"
-        adapters = Adapters()
-        if is_scheduler:
-            adapters = Adapters(extra.get("adapters"), adapter_settings(vllm_config))
-        hello = _hello(instance, side, layout, self._tp_rank, namespace, adapters.told)
-        self._client = EngineClient(socket_path, hello)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        if is_scheduler:
-            self._scheduler = SchedulerSide(
-                layout,
-                kv_cache_config,
-                self._client,
-                mamba_cache_mode=vllm_config.cache_config.mamba_cache_mode,
-                landing_timeout_s=float(extra.get("landing_timeout_s", DEFAULT_LANDING_TIMEOUT_S)),
-                produces=self._kv_transfer_config.is_kv_producer,
-                consumes=self._kv_transfer_config.is_kv_consumer,
-                cache=_cache_options(extra, namespace, loads=self._may_load(vllm_config)),
-                adapters=adapters,
+        self._layout: KVLayout | None = None
+        stage = stage_of(vllm_config, kv_cache_config)
+        if role is KVConnectorRole.WORKER:
+            self._layout = layout_of(vllm_config, exchanged(stage))
+        elif vllm_config.parallel_config.pipeline_parallel_size == 1:
+            self._start_scheduler(layout_of(vllm_config, [stage]))
+
+    def _start_scheduler(self, layout: KVLayout) -> None:
+        config, extra = self._vllm_config, self._kv_transfer_config.kv_connector_extra_config
+        adapters = Adapters(extra.get("adapters"), adapter_settings(config))
+        hello = _hello(config, layout, None, adapters.told)
+        self._scheduler = SchedulerSide(
+            layout,
+            self._kv_cache_config,
+            EngineClient(extra["agent_socket"], hello),
+            mamba_cache_mode=config.cache_config.mamba_cache_mode,
+            landing_timeout_s=float(extra.get("landing_timeout_s", DEFAULT_LANDING_TIMEOUT_S)),
+            produces=self._kv_transfer_config.is_kv_producer,
+            consumes=self._kv_transfer_config.is_kv_consumer,
+            cache=_cache_options(extra, hello.namespace, loads=self._may_load(config)),
+            adapters=adapters,
+        )
+        if not extra.get("instance"):
+            logger.warning(
+                "kv_connector_extra_config names no instance: this engine is %s to its node "
+                "agent, and something else after the next start",
+                hello.instance,
             )
-            if not extra.get("instance"):
-                logger.warning(
-                    "kv_connector_extra_config names no instance: this engine is %s to its node "
-                    "agent, and something else after the next start",
-                    instance,
-                )
-            self._scheduler.start()
+        self._scheduler.start()
 
     def _may_load(self, vllm_config: "VllmConfig") -> bool:
         """Whether no load can meet a running step that still writes the same block.
@@ -161,12 +164,17 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        views = registered_views(self._layout, kv_caches, self._kv_cache_config, self._tp_rank)
+        assert self._layout is not None
+        tp_rank = get_tensor_model_parallel_rank()
+        views = registered_views(self._layout, kv_caches, self._kv_cache_config, tp_rank)
+        worker = get_pp_group().rank_in_group, tp_rank
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        hello = _hello(self._vllm_config, self._layout, worker)
+        client = EngineClient(extra["agent_socket"], hello)
         # Not earlier: a load needs the views, and the agent may give this worker work once it is
         # connected.
-        extra = self._kv_transfer_config.kv_connector_extra_config
         staging_bytes = int(extra.get("staging_mib", DEFAULT_STAGING_MIB)) << 20
-        self._worker = WorkerSide(self._layout, self._tp_rank, self._client, views, staging_bytes)
+        self._worker = WorkerSide(self._layout, client, views, staging_bytes)
         self._worker.start()
 
     def unregister_kv_caches(self) -> None:
@@ -176,6 +184,15 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         its place, and reaches whoever asked vLLM for it.
         """
         raise RuntimeError(f"PrfaasConnector: {NO_SLEEP}; stop the engine instead")
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """The layout of all pipeline stages. None without stages: the scheduler's process has it,
+        and a connector beside this one may need vLLM's handshake.
+        """
+        if self._vllm_config.parallel_config.pipeline_parallel_size == 1:
+            return None
+        assert self._layout is not None
+        return LayoutHandshake(self._layout.encode())
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         assert self._worker is not None
@@ -207,6 +224,14 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata
 
     # Scheduler side.
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Begin, with the layout of all pipeline stages. vLLM calls it before any request comes."""
+        if self._scheduler is None:
+            num_workers = self._vllm_config.parallel_config.world_size
+            self._start_scheduler(layout_from(metadata, num_workers))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -328,24 +353,33 @@ def instance_name(vllm_config: "VllmConfig") -> str:
     return f"{name}_dp{rank}" if rank else str(name)
 
 
+def _namespace(config: "VllmConfig", layout: KVLayout) -> bytes:
+    """The start of the engine's cache keys; empty: it does not use the agent's prefix cache."""
+    assert config.kv_transfer_config is not None
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    return namespace_of(config, layout) if extra.get("prefix_pool", True) else b""
+
+
 def _hello(
-    instance: str,
-    role: Literal["scheduler", "worker"],
+    config: "VllmConfig",
     layout: KVLayout,
-    tp_rank: int,
-    namespace: bytes,
+    worker: tuple[int, int] | None,
     adapters: Mapping[str, str] = MappingProxyType({}),
 ) -> EngineHello:
+    """`worker`: (pipeline stage, tensor-parallel rank); None: the scheduler's process."""
+    pp_rank, tp_rank = worker or (0, 0)
     return EngineHello(
         version=PROTOCOL_VERSIONS.newest,
         oldest_version=PROTOCOL_VERSIONS.oldest,
-        instance=instance,
-        role=role,
+        instance=instance_name(config),
+        role="scheduler" if worker is None else "worker",
         pid=os.getpid(),
         tp_rank=tp_rank,
         tp_size=layout.tp_size,
+        pp_rank=pp_rank,
+        pp_size=config.parallel_config.pipeline_parallel_size,
         layout=layout.encode(),
-        namespace=namespace,
+        namespace=_namespace(config, layout),
         adapters=dict(adapters),
         engine=f"vllm {vllm_version}",
     )

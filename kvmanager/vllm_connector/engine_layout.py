@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout, LayoutError
 from kvmanager.vllm_connector.memory_order import parts_of, views_of
 from kvmanager.vllm_connector.slabs import PartView
+from kvmanager.vllm_connector.stages import Stage, joined
 from kvmanager.vllm_connector.weights import weights_identity
 
 if TYPE_CHECKING:
@@ -56,26 +57,35 @@ _SPEC_FIELDS = (
 """Fields of vLLM's specs that say what the bytes of a page mean, beside its size."""
 
 
-def layout_of(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> KVLayout:
-    """The layout of one engine's transferable KVCache.
+def stage_of(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> Stage:
+    """The transferable KVCache of the layers in this configuration: of the whole engine, or of one
+    of its pipeline stages.
 
     Raises `LayoutError` for KVCache that the connector cannot move: cross attention, chunked local
-    attention, pipeline and context parallelism, and heads that the ranks cannot divide.
-    Raises `WeightsError` for weights that cannot be identified.
+    attention and context parallelism.
     """
-    parallel = vllm_config.parallel_config
     _refuse_unsupported(vllm_config)
-    model = vllm_config.model_config
-    served_names = model.served_model_name
+    groups, page_order = kv_cache_config.transfer_groups, kv_cache_config.kv_cache_layout
+    return Stage(
+        tuple(_group(group, vllm_config, page_order or "default") for group in groups),
+        {name: _reading(spec) for group in groups for name, spec in _layer_specs(group)},
+    )
+
+
+def layout_of(vllm_config: "VllmConfig", stages: Sequence[Stage]) -> KVLayout:
+    """The layout of the engine that consists of these stages.
+
+    Raises `LayoutError` for heads that the ranks cannot divide and for stages of other engines,
+    `WeightsError` for weights that cannot be identified.
+    """
+    engine = joined(stages)
+    served_names = vllm_config.model_config.served_model_name
     layout = KVLayout(
         model_id=served_names if isinstance(served_names, str) else served_names[0],
         weights=weights_identity(vllm_config),
-        config_digest=_config_digest(vllm_config, kv_cache_config),
-        tp_size=parallel.tensor_parallel_size,
-        groups=tuple(
-            _group(group, vllm_config, kv_cache_config.kv_cache_layout or "default")
-            for group in kv_cache_config.transfer_groups
-        ),
+        config_digest=_config_digest(vllm_config, engine),
+        tp_size=vllm_config.parallel_config.tensor_parallel_size,
+        groups=engine.groups,
     )
     layout.validate()
     return layout
@@ -84,9 +94,9 @@ def layout_of(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> KV
 def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
     """Raise `LayoutError` that names a setting with which KVCache cannot be moved."""
     parallel = vllm_config.parallel_config
-    # Units are divided among tensor-parallel ranks, and among no others.
+    # Units are divided among tensor-parallel ranks, layers among pipeline stages, and nothing is
+    # divided among any others.
     sizes = {
-        "--pipeline-parallel-size": parallel.pipeline_parallel_size,
         "--decode-context-parallel-size": parallel.decode_context_parallel_size,
         "--prefill-context-parallel-size": parallel.prefill_context_parallel_size,
     }
@@ -106,7 +116,9 @@ def registered_views(
     config: "KVCacheConfig",
     tp_rank: int,
 ) -> dict[str, tuple[PartView, ...]]:
-    """All layers' parts by name, in the tensors that vLLM registered. Raises `LayoutError`."""
+    """The parts of this stage's layers by name, in the tensors that vLLM registered. Raises
+    `LayoutError`.
+    """
     specs = {name: spec for group in config.transfer_groups for name, spec in _layer_specs(group)}
     return {
         layer.name: views_of(
@@ -118,6 +130,7 @@ def registered_views(
             tp_rank,
         )
         for _, layer in layout.layers
+        if layer.name in specs
     }
 
 
@@ -133,7 +146,7 @@ def state_block_index(spec: KVCacheSpec, mamba_cache_mode: str, computed_tokens:
     return (computed_tokens - 1) // spec.block_size
 
 
-def _config_digest(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str:
+def _config_digest(vllm_config: "VllmConfig", engine: Stage) -> str:
     """Digest of what, beside the weights, decides the KVCache of given tokens: the model's
     configuration with all overrides (rope scaling, windows) and vLLM's own settings.
     """
@@ -144,8 +157,8 @@ def _config_digest(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") 
         values.append(model.max_model_len)  # by which vLLM chooses the factors
     if model.multimodal_config is not None:
         values.append(model.multimodal_config.mm_processor_kwargs)
-    for group in kv_cache_config.transfer_groups:
-        values += [(name, *_numbers(spec)) for name, spec in _layer_specs(group)]
+    # In one order, whatever stages and groups the layers are in.
+    values += sorted(engine.readings.items())
     return blake3(repr(values).encode()).hexdigest()[:32]
 
 
@@ -159,14 +172,15 @@ def _kept(config: Any) -> Any:
     return config
 
 
-def _numbers(spec: KVCacheSpec) -> tuple[object, ...]:
+def _reading(spec: KVCacheSpec) -> tuple[str, ...]:
     """How one layer's pages are to be read."""
     return tuple(str(getattr(spec, name, None)) for name in _SPEC_FIELDS)
 
 
 def _group(group: "KVCacheGroupSpec", vllm_config: "VllmConfig", page_order: str) -> KVGroup:
     specs = dict(_layer_specs(group))
-    spec = next(iter(specs.values()))
+    # A pipeline stage may have no layer of a group, which is of some kind nevertheless.
+    spec = next(iter(specs.values()), _any_spec(group.kv_cache_spec))
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
     recurrent = isinstance(spec, MambaSpec)
     return KVGroup(
@@ -183,6 +197,12 @@ def _layer_specs(group: "KVCacheGroupSpec") -> Iterator[tuple[str, KVCacheSpec]]
     spec = group.kv_cache_spec
     for name in group.layer_names:
         yield name, spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _any_spec(spec: KVCacheSpec) -> KVCacheSpec:
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return next(iter(spec.kv_cache_specs.values()))
+    return spec
 
 
 def kind_of(spec: KVCacheSpec) -> KVKind:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from blake3 import blake3
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from kvmanager.weights import WeightsError, checkpoint_digest
@@ -90,7 +90,13 @@ def weights_identity(vllm_config: VllmConfig) -> str:
 
 
 def adapter_identity(path: str) -> str:
-    """The identity of a LoRA adapter, in the form of `weights_identity`. Raises `WeightsError`."""
+    """The identity of a LoRA adapter, in the form of `weights_identity`. A name on the hub has one
+    only while the hub's client is offline. Raises `WeightsError`.
+    """
+    if not Path(path).expanduser().exists() and not constants.HF_HUB_OFFLINE:
+        # vLLM's workers download the newest commit when they load the adapter, which may be another
+        # one than the cache has at this time.
+        raise WeightsError(f"{path} may change on the hub; give its directory, or HF_HUB_OFFLINE=1")
     folder = _folder(path, None, None)
     if folder is None:
         raise WeightsError(f"the adapter {path} is not on this host")

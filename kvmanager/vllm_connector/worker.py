@@ -55,16 +55,15 @@ class WorkerSide:
     def __init__(
         self,
         layout: KVLayout,
-        tp_rank: int,
         client: EngineClient,
         views: Mapping[str, tuple[PartView, ...]],
         staging_bytes: int = DEFAULT_STAGING_MIB << 20,
     ) -> None:
-        """`views` show this rank's memory of each part by layer: all of `layout`, on one device.
-        `staging_bytes`: see `copier_for`, which raises ValueError.
+        """`views` show this worker's memory of each part by layer, on one device. They are of all
+        layers of `layout`, or of those of a pipeline stage. `staging_bytes`: see `copier_for`,
+        which raises ValueError.
         """
         self._layout = layout
-        self._tp_rank = tp_rank
         self._client = client
         self._sent, self._held = units_sent(views), units_held(views)
         every = [view for parts in views.values() for view in parts]
@@ -90,7 +89,8 @@ class WorkerSide:
         self._load_queue: queue.SimpleQueue[LoadStep | BrokenSend | None] = queue.SimpleQueue()
         self._loader = threading.Thread(target=self._run_loads, name="prfaas-load", daemon=True)
 
-        logger.info("moving %s, %s", layout.describe(), every[0].device)
+        num_layers = f"{len(views)} of {len(layout.layers)} layers"
+        logger.info("moving %s of %s, %s", num_layers, layout.describe(), every[0].device)
 
     def start(self) -> None:
         """Connect to the agent in the background, and be ready to load."""
@@ -235,7 +235,7 @@ class WorkerSide:
             self._prefill_ended(ref)
 
     def _prefill_ended(self, ref: TransferRef) -> None:
-        self._client.prefill_end(*ref.opening, self._tp_rank)
+        self._client.prefill_end(*ref.opening)
 
     def _opened(self, ref: TransferRef) -> Outgoing | None:
         """The outbox of a request, attached to at its first step; None: it is given up."""
@@ -291,7 +291,7 @@ class WorkerSide:
                 self._fail(send.ref, f"{type(error).__name__}: {error}")
 
     def _copied(
-        self, send: Send, ranges: list[tuple[int, int]], error: BaseException | None
+        self, send: Send, ranges: Sequence[tuple[int, int]], error: BaseException | None
     ) -> None:
         if error is None:
             self._stats.add_sent(sum(nbytes for _, nbytes in ranges))
@@ -372,7 +372,9 @@ class WorkerSide:
     # Arena.
 
     def _extents(self, ref: TransferRef) -> Iterator[LayerExtent]:
-        return self._layout.extents(ref.num_tokens, ref.cached_tokens, ref.window_step)
+        """This worker's layers of a transfer, at their places among all layers."""
+        extents = self._layout.extents(ref.num_tokens, ref.cached_tokens, ref.window_step)
+        return (extent for extent in extents if extent.layer.name in self._held)
 
     def _space(self, ref: TransferRef) -> tuple[ArenaSpace, PageCopier]:
         """A transfer's bytes and the copier. Raises `StaleArenaError` when its agent is gone."""

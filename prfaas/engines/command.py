@@ -26,6 +26,11 @@ KEY_GUARD: Final = "kvmanager.vllm_connector.key_guard.KeyGuard"
 # The `vllm` console command looks up a distribution called vllm, which the CPU build does not have.
 _SERVER_MODULE: Final = "vllm.entrypoints.openai.api_server"
 
+# vLLM 0.32 warms no eager engine up whose KV memory on the CPU is given, and then every pipeline
+# stage but the first fails at the first prompt, for want of its input buffers. Mode 1 is plain
+# torch.compile, which TORCHDYNAMO_DISABLE makes eager.
+_EAGER_WITH_WARM_UP: Final = "-cc.mode=1"
+
 _PROJECT_ROOT: Final = Path(__file__).resolve().parents[2]
 
 
@@ -56,6 +61,10 @@ class EngineOptions(Section):
     """
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """GPUs that share each layer of an instance."""
+    pipeline_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Stages that divide the layers of an instance, each on `tensor_parallel_size` GPUs. Chunks of
+    prompts follow each other through them.
+    """
     weights: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,64}$")] | None = None
     """A word of yours that identifies the weights. Engines with the same word share KVCache. Left
     out, their files or their commit on the hub do; needed only where weights are in no file here.
@@ -118,6 +127,10 @@ class EngineSpec(EngineOptions):
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
         return f"{'http' if self.tls is None else 'https'}://{Endpoint(host, self.port)}"
 
+    @property
+    def _is_pipeline_on_cpu(self) -> bool:
+        return self.pipeline_parallel_size > 1 and self.kv_space_gib is not None
+
     def kv_transfer_config(self) -> dict[str, object]:
         """The value of vLLM's `--kv-transfer-config`."""
         if self.nixl_at is None:
@@ -176,10 +189,12 @@ class EngineSpec(EngineOptions):
                 argv += [flag, str(value)]
         if self.tensor_parallel_size > 1:
             argv += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
+        if self.pipeline_parallel_size > 1:
+            argv += ["--pipeline-parallel-size", str(self.pipeline_parallel_size)]
         prefix = "" if self.enable_prefix_caching else "no-"
         argv.append(f"--{prefix}enable-prefix-caching")
         if self.enforce_eager:
-            argv.append("--enforce-eager")
+            argv.append(_EAGER_WITH_WARM_UP if self._is_pipeline_on_cpu else "--enforce-eager")
         # Without the first option an answer's usage has no `cached_tokens`; without the second,
         # every health probe writes a line into the engine's log.
         argv += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
@@ -237,6 +252,8 @@ class EngineSpec(EngineOptions):
             # Threads that spin while they wait starve the other engines of a shared CPU: measured
             # with three engines on two cores, prefills took four to ten times as long.
             environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        if self.enforce_eager and self._is_pipeline_on_cpu:
+            environment["TORCHDYNAMO_DISABLE"] = "1"
         return environment | self.env
 
 

@@ -304,9 +304,13 @@ class PrefillRunner:
                 timeout_s=self._config.prefill_timeout_s + 5.0,
             )
         except EngineRefused as error:
-            # A 4xx is about the request itself: every other instance would refuse it too.
+            # A 4xx is about the request itself: every other instance would refuse it too. Only the
+            # adapter is not, while engines are restarted one by one with another list of adapters.
             if error.status < 500:
-                raise AttemptFailed("rejected", f"{place.instance}: {error}") from error
+                is_absent = error.status == 404 and bool(job.adapter)
+                raise AttemptFailed(
+                    "rejected", f"{place.instance}: {error}", retryable=is_absent
+                ) from error
             raise AttemptFailed(
                 "engine_failed", f"{place.instance}: {error}", retryable=True
             ) from error

@@ -390,6 +390,10 @@ class ReportedViews:
         """The free decode slots of the last report."""
         return self._digest(live, model, pd.name).decoding.num_free
 
+    def layouts(self, live: LiveScheduler, model: str, cluster: str) -> frozenset[str] | None:
+        """The layouts that `ReportDigest.layouts` finds in the last report."""
+        return self._digest(live, model, cluster).layouts
+
     def _digest(self, live: LiveScheduler, model: str, cluster: str) -> ReportDigest:
         source = live.reports[cluster]
         kept = self._digests.get(cluster)

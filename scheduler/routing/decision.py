@@ -167,7 +167,7 @@ class RequestShape(msgspec.Struct, frozen=True, kw_only=True):
     landing_cached_tokens: int = 0
     sendable_tokens: Mapping[str, int] = MappingProxyType({})
     cached_in_pds: Mapping[str, PdCached] = MappingProxyType({})
-    other_adapter_in: tuple[str, ...] = ()
+    other_adapter_in: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.num_prompt_tokens < 0:

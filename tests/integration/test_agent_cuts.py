@@ -85,9 +85,21 @@ async def test_a_landing_stands_on_the_blocks_whose_keys_it_has(source: Node) ->
         assert landing.cached_tokens == cached_tokens
         assert landing.nbytes == item.layout.transfer_bytes(NUM_TOKENS, cached_tokens)
         await source.control.cancel(landing.transfer_id, "the test is over", 5.0)
-    wanted = Reserve(NUM_TOKENS, 30.0, fingerprint, block_keys=join_keys([ROOT, *SHORT.keys[:3]]))
-    with pytest.raises(RpcError, match="3 keys behind the root; 300 tokens have 4 full blocks"):
-        await source.control.reserve(wanted, 5.0)
+
+
+async def test_a_landing_of_blocks_that_no_engine_caches_stands_on_nothing(source: Node) -> None:
+    SHORT.store(source, 3)
+    fingerprint = SHORT.layout.fingerprint().hex()
+    num_used = source.num_used
+    keys = join_keys([ROOT, *SHORT.keys[:3]])
+    wanted = Reserve(NUM_TOKENS, 30.0, fingerprint, block_keys=keys)
+    landing = await source.control.reserve(wanted, 5.0)
+    assert (landing.cached_tokens, landing.cached_runs) == (0, [])
+    assert landing.nbytes == SHORT.layout.transfer_bytes(NUM_TOKENS)
+    await source.control.cancel(landing.transfer_id, "the test is over", 5.0)
+    assert source.num_used == num_used
+    with pytest.raises(RpcError, match="block_keys: 33 bytes are no sequence of 16 byte keys"):
+        await source.control.reserve(replace(wanted, block_keys=bytes(33)), 5.0)
 
 
 async def test_a_move_is_of_the_blocks_of_its_namespace(source: Node, destination: Node) -> None:

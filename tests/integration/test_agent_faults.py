@@ -299,6 +299,8 @@ HOSTILE = [
     (encode_frame(hello(layout=b"")), "layout"),
     (encode_frame(hello(tp_size=2)), "ranks"),
     (encode_frame(hello(tp_rank=1)), "tp_rank 1"),
+    (encode_frame(hello(pp_rank=3, pp_size=3)), "pp_rank 3 of pp_size 3"),
+    (encode_frame(hello("engine", pp_size=65535)), "65535"),
     (encode_frame(hello("engine", layout=OTHER_LAYOUT)), "instance engine is connected"),
     (encode_frame(hello()) + encode_frame(Ready(b"short", 1, [])), "bad message"),
     (encode_frame(hello()) + encode_frame(Ready(TID, 1, [(-1, 2)])), "bad message"),

@@ -405,8 +405,8 @@ def test_the_prefix_cache_is_asked_and_answers(
         CacheFind(1, TID + other),
         CacheFree(1),
         CacheReserve(2, other, 3, TID, [(0, 0), (0, 1)]),
-        CacheWritten(2, 3, [(0, 1)]),
-        CacheWritten(2, 3, [], True),
+        CacheWritten(2, [(0, 1)], tp_rank=3),
+        CacheWritten(2, [], True, 3),
         CacheCancel(3),
     ]
     found = CacheFound(1, 1, 2, [(0, 0, [(5, 2)])])

@@ -67,7 +67,7 @@ class Region:
         ready_bytes = int(len(self.data) * self.share)
         self.producer.client.ready(*opening, [(0, ready_bytes)])
         if self.share == 1.0:
-            self.producer.client.prefill_end(*opening, 0)
+            self.producer.client.prefill_end(*opening)
 
     async def begin(self) -> tuple[DecodeSlot, asyncio.Task[PrefillResult]]:
         """Reserve, let the decode engine watch, submit."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from deploy.region.launch.launcher import RunningRegion
 from deploy.region.launch.parts import whole
 from deploy.region.launch.running import RegionStartFailed
 from deploy.region.spec.region import RegionSpec
-from kvmanager.config_files.problems import FileError
+from kvmanager.config_files.problems import FileError, Problem
 
 pytestmark = pytest.mark.slow
 __all__ = ["dummy_vllm"]
@@ -96,7 +97,9 @@ async def test_a_region_follows_its_file(dummy_vllm: Path, tmp_path: Path) -> No
         await until_arenas(dummy_vllm / "arenas", "prfaas-kept-test-a2", "prfaas-kept-test-b1")
 
 
-async def test_what_cannot_be_followed_changes_nothing(dummy_vllm: Path, tmp_path: Path) -> None:
+async def test_what_cannot_be_followed_changes_nothing(
+    dummy_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(file: dict[str, Any]) -> None:
         add_node(file)
         (instance,) = file["clusters"][0]["nodes"][1]["instances"]
@@ -118,6 +121,18 @@ async def test_what_cannot_be_followed_changes_nothing(dummy_vllm: Path, tmp_pat
         receiving = changed(dummy_vllm, receive)
         with pytest.raises(FileError, match="b2 would receive over the emulated link"):
             await region.reload(receiving, whole(receiving))
+        threads: list[threading.Thread] = []
+
+        def missing(*_: object) -> list[Problem]:
+            threads.append(threading.current_thread())
+            return [Problem(("models", 0, "path"), "there is no such folder")]
+
+        with monkeypatch.context() as patched:
+            patched.setattr("deploy.region.launch.launcher.missing_models", missing)
+            with pytest.raises(FileError, match="no such folder"):
+                await region.reload(failing, whole(failing))
+        (thread,) = threads
+        assert thread is not threading.main_thread(), "folders may answer slowly"
         other = changed(dummy_vllm, other_agent)
         changes = await region.reload(other, whole(other))
         assert (changes.made, changes.needs_restart) == ((), ("clusters",))

@@ -24,7 +24,7 @@ from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.prefill_run import RunnerConfig
-from prfaas.jobs import PrefillResult
+from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.metrics import PrefillMetrics
 from prfaas.queue_values import QueueConfig
 from prfaas.remote import RemotePrefillCluster
@@ -110,10 +110,14 @@ async def failure(work: Awaitable[PrefillResult]) -> PrefillFailed:
     return caught.value
 
 
-async def test_a_job_with_an_adapter_asks_for_it_by_name(rig: Rig) -> None:
-    job = prefill_job(1, model="tiny")
+def poet_job(number: int) -> PrefillJob:
+    job = prefill_job(number, model="tiny")
     landing = msgspec.structs.replace(job.landing, adapter="files:1")
-    await rig.front.submit(msgspec.structs.replace(job, adapter="poet", landing=landing))
+    return msgspec.structs.replace(job, adapter="poet", landing=landing)
+
+
+async def test_a_job_with_an_adapter_asks_for_it_by_name(rig: Rig) -> None:
+    await rig.front.submit(poet_job(1))
     body = next(engine.requests[0] for engine in rig.engines if engine.requests)
     assert body["model"] == "poet"
     assert body["kv_transfer_params"]["prfaas"]["adapter"] == "files:1"
@@ -370,6 +374,19 @@ async def test_a_request_the_engine_refuses_is_not_tried_elsewhere(rig: Rig) -> 
     assert "refused by the fake" in error.message
     assert sum(len(engine.requests) for engine in rig.engines) == 1
     assert rig.num_outboxes == 0
+
+
+async def test_an_adapter_that_one_engine_lacks_is_looked_for_at_another(rig: Rig) -> None:
+    rig.engines[0].status = 404
+    result = await rig.front.submit(poet_job(1))
+    assert (result.instance, result.num_attempts) == ("p1", 2)
+    assert [len(engine.requests) for engine in rig.engines] == [1, 1]
+    rig.engines[1].status = 404
+    assert (await failure(rig.front.submit(poet_job(2)))).code == "rejected"
+    num_requests = sum(len(engine.requests) for engine in rig.engines)
+    error = await failure(rig.front.submit(prefill_job(3)))
+    assert error.code == "rejected", "a wrong model is a mistake of the request"
+    assert sum(len(engine.requests) for engine in rig.engines) == num_requests + 1
 
 
 async def test_a_transfer_that_fails_aborts_the_prefill(rig: Rig) -> None:

@@ -25,7 +25,9 @@ security: {trusted_network: true}
 """
 
 
-def cluster(name: str, instance: str, role: Any, fingerprint: str) -> ClusterReport:
+def cluster(
+    name: str, instance: str, role: Any, fingerprint: str, adapters: dict[str, str] | None = None
+) -> ClusterReport:
     found = InstanceReport(
         name=instance,
         role=role,
@@ -37,6 +39,7 @@ def cluster(name: str, instance: str, role: Any, fingerprint: str) -> ClusterRep
         layout_fingerprint=fingerprint,
         layout=f"layout of {instance}",
         weights="w",
+        adapters=adapters or {},
     )
     return ClusterReport(name=name, healthy=True, queue_depth=0, running=0, instances=(found,))
 
@@ -81,6 +84,18 @@ async def test_the_gateway_knows_engines_of_other_hosts(tmp_path: Path, fingerpr
     )
     assert status.unlike == (sentence,)
     assert sentence in printed(status)
+
+
+async def test_adapters_of_one_name_that_differ_are_named(tmp_path: Path) -> None:
+    home = cluster("home", "d", "both", "f1", {"poet": "files:1"})
+    far = cluster("far", "p", "prefill", "f1", {"poet": "files:2"})
+    page = {"pds": {"home": home}, "prefill": {"far": far}}
+    async with answering("127.0.0.1", {"/prfaas/region": page}) as port:
+        status = await seen(tmp_path, gateway_url=f"http://127.0.0.1:{port}")
+    sentence = (
+        "the adapter poet of m is files:1 at d, but files:2 at p; they share no KVCache of it"
+    )
+    assert status.unlike == (sentence,)
 
 
 async def test_without_a_gateway_agents_tell(tmp_path: Path) -> None:

@@ -101,21 +101,24 @@ async def test_nothing_was_put() -> None:
     await LatestWriter("numbers", lambda state: None).written()
 
 
-async def test_a_write_that_breaks_does_not_end_the_writer(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_write_that_breaks_costs_one_state(caplog: pytest.LogCaptureFixture) -> None:
     written: list[int] = []
+    begun, go = threading.Event(), threading.Event()
 
     def write(state: int) -> None:
+        begun.set()
+        assert go.wait(timeout=20)
         if state == 0:
             raise ValueError("this state cannot be encoded")
         written.append(state)
 
-    writer = LatestWriter("numbers", write)
+    writer = LatestWriter("the numbers", write)
     writer.put(0)
-    await writer.written()
-    await asyncio.sleep(0)
-    assert "this state cannot be encoded" in caplog.text
+    assert await asyncio.to_thread(begun.wait, 20)
     writer.put(1)
+    go.set()
     await writer.written()
-    assert written == [1]
+    assert written == [1], "the state that waited is written after the one that broke"
+    (record,) = caplog.records
+    assert (record.levelname, record.message) == ("ERROR", "the numbers could not be written")
+    assert "this state cannot be encoded" in caplog.text

@@ -321,7 +321,8 @@ class FakePd:
             for item in instances
         ]
         if self.prefill is not None:
-            instances.append(report("prefill", "p0", True))
+            prefill = report("prefill", "p0", True)
+            instances.append(structs.replace(prefill, adapters=self.prefill.adapters))
         return ClusterReport(
             name=self.name,
             healthy=len(self.down) < len(self.engines),

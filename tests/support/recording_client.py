@@ -24,8 +24,8 @@ class RecordingClient:
         self.said.append(("ready", transfer_id, attempt, ranges))
         return True
 
-    def prefill_end(self, transfer_id: bytes, attempt: int, tp_rank: int) -> bool:
-        self.said.append(("prefill_end", transfer_id, attempt, tp_rank))
+    def prefill_end(self, transfer_id: bytes, attempt: int) -> bool:
+        self.said.append(("prefill_end", transfer_id, attempt))
         return True
 
     def abort(self, transfer_id: bytes, attempt: int, reason: str) -> bool:

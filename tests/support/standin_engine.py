@@ -66,7 +66,7 @@ class StandIn:
         self._agent.client.attach(*opening)
         self._agent.write(params["runs"], pages(params["num_tokens"], nbytes))
         self._agent.client.ready(*opening, [(0, nbytes)])
-        self._agent.client.prefill_end(*opening, 0)
+        self._agent.client.prefill_end(*opening)
         return "prompt"
 
     def _load(self, params: dict[str, Any]) -> str:

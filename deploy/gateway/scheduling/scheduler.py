@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from deploy.gateway.config import GatewayConfig, SharedUplink
 from deploy.gateway.scheduling.recorder import Recorder, without_texts
 from netmon.region_link import LinkView
-from scheduler.live.core import Event, LiveScheduler
+from scheduler.live.core import Event, LiveScheduler, ReportedViews
 from scheduler.live.events import (
     LinkHeard,
     ReportHeard,
@@ -23,7 +23,7 @@ from scheduler.live.events import (
 )
 from scheduler.live.learning.knowledge import ModelKnowledge
 from scheduler.live.settings import LiveSettings, PdSettings
-from scheduler.live.snapshots import LinkPair, ReportDigest, Reported
+from scheduler.live.snapshots import LinkPair, Reported
 from scheduler.live.thresholds import ThresholdNow
 from scheduler.planning.region_model import Uplink
 from scheduler.routing.decision import RequestShape
@@ -55,7 +55,8 @@ class RegionScheduler:
         """`link` gives the present state of a link between two clusters. Without it, no link
         is known.
         """
-        self.live = LiveScheduler(settings)
+        self._views = ReportedViews()
+        self.live = LiveScheduler(settings, self._views)
         self.clock = clock
         self._reports = reports
         self._heard: dict[str, Reported] = {}
@@ -120,9 +121,9 @@ class RegionScheduler:
         """The fingerprints of the KVCache that a prefill cluster computes for a model; none while
         they are not known.
         """
-        reported = self.live.reports.get(cluster)
-        found = None if reported is None else ReportDigest(reported, model).layouts
-        return tuple(sorted(found or ()))
+        if cluster not in self.live.reports:
+            return ()
+        return tuple(sorted(self._views.layouts(self.live, model, cluster) or ()))
 
     def knowledge(self, model: str) -> ModelKnowledge:
         """The profiles and traffic learnt of a served model, for reading only."""

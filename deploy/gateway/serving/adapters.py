@@ -21,7 +21,7 @@ class AdapterPlaces:
     """
 
     identity: str | None = ""
-    without: tuple[str, ...] = ()
+    without: frozenset[str] = frozenset()
 
     def identity_for(self, target: str, keys: PromptKeys | None) -> str | None:
         """The identity if the target of a route has it as well, and if the prompt's keys, where it
@@ -38,22 +38,19 @@ def adapter_places(
 ) -> AdapterPlaces:
     """Where an adapter of `model` can be used for what `pd` decodes."""
     identity = _identity(pd, model, adapter)
-    without = (
+    without = frozenset(
         name
-        for name, report in sorted(prefill.items())
+        for name, report in prefill.items()
         if identity is None or _identity(report, model, adapter) != identity
     )
-    return AdapterPlaces(identity, tuple(without))
+    return AdapterPlaces(identity, without)
 
 
 def _identity(report: ClusterReport | None, model: str, adapter: str) -> str | None:
-    """The identity that all engines of the cluster tell which know the adapter, else None."""
+    """The identity that every engine of the cluster tells that serves the model, else None."""
     if report is None:
         return None
-    found = {
-        item.adapters[adapter]
-        for item in report.instances
-        if serves(item, model) and adapter in item.adapters
-    }
-    # With several, nobody knows which one the cluster will choose for a request.
+    found = {item.adapters.get(adapter) for item in report.instances if serves(item, model)}
+    # With several, nobody knows which one the cluster will choose for a request. One that tells
+    # none, since it lacks the adapter or cannot identify it, may be chosen, too.
     return found.pop() if len(found) == 1 else None

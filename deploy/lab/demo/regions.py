@@ -9,19 +9,19 @@ from deploy.lab.demo.tiny_specs import TinyModel
 from deploy.region.spec.region import RegionInstance, RegionSpec
 
 
-def rank_environment(tensor_parallel_size: int = 1) -> dict[str, str]:
+def rank_environment(num_workers: int = 1) -> dict[str, str]:
     """The environment with which an engine starts quickly on a small machine without a GPU.
 
-    One rank computes in the engine core's process, as on a GPU. vLLM's CPU platform gives it a
+    One worker computes in the engine core's process, as on a GPU. vLLM's CPU platform gives it a
     process of its own, which imports everything a third time, to set OpenMP variables that nothing
     here sets. Without `VLLM_ENABLE_V1_MULTIPROCESSING` it does not. API server and engine core are
     two processes in both cases.
 
-    Several ranks share this machine's cores with one computing thread each. vLLM's parallel
+    Several workers share this machine's cores with one computing thread each. vLLM's parallel
     embedding would be compiled at the first request, eager mode or not, which takes two ranks most
     of a minute here. `TORCHDYNAMO_DISABLE` prevents it.
     """
-    if tensor_parallel_size == 1:
+    if num_workers == 1:
         return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 

@@ -129,7 +129,7 @@ def _gpus_of(region: RegionSpec, engines: Sequence[RegionInstance], gpus: Sequen
     }
     free = [name for name in gpus if name not in taken]
     wanting = [item for item in engines if _given(region, item, GPU_VARIABLE) is None]
-    sizes = [region.tensor_parallel_size_of(item) for item in wanting]
+    sizes = [region.num_workers_of(item) for item in wanting]
     if sum(sizes) > len(free):
         note = f"{len(wanting)} engines want {sum(sizes)} GPUs and {len(free)} are free"
         return {}, [f"{note}: none is assigned; give {GPU_VARIABLE} in env"]
@@ -147,14 +147,14 @@ def _cores_of(
     # Nobody knows here which cores an engine takes that binds itself.
     if len(wanting) < len(engines) or not wanting or not cores:
         return {}, []
-    workers = sum(region.tensor_parallel_size_of(item) for item in wanting)
+    workers = sum(region.num_workers_of(item) for item in wanting)
     share = len(cores) // workers
     # Measured: also where some share a core, engines are faster than with threads on every core.
     notes = [] if share else [f"{workers} workers of engines have {len(cores)} CPU cores to share"]
     rest = cycle(cores)
     parts: dict[str, dict[str, str]] = {}
     for item in wanting:
-        size = region.tensor_parallel_size_of(item)
+        size = region.num_workers_of(item)
         groups = [",".join(map(str, islice(rest, max(1, share)))) for _ in range(size)]
         parts[item.name] = {CORE_VARIABLE: "|".join(groups)}
     return parts, notes

@@ -286,7 +286,8 @@ class RunningRegion:
         if not changes.made:
             return changes
         problems = check_region(after) or [*member_problems(before, after, part)]
-        if problems := problems or missing_models(after, part.nodes):
+        # Folders of models and adapters may be on a network's disk.
+        if problems := problems or await asyncio.to_thread(missing_models, after, part.nodes):
             raise FileError(f"region {wanted.name}", problems)
         resolved = await asyncio.to_thread(resolve_again, after, running, part)
         devices = divided_for(resolved.region, part, self._environment, self._devices)

@@ -275,6 +275,7 @@ def engine_spec(
     options = {name: getattr(model, name) for name in EngineOptions.model_fields}
     options |= {
         "tensor_parallel_size": region.tensor_parallel_size_of(instance),
+        "pipeline_parallel_size": region.pipeline_parallel_size_of(instance),
         "block_size": instance.block_size or model.block_size,
         "args": model.args + instance.args,
         "env": dict(devices or {}) | model.env | instance.env,

@@ -25,7 +25,9 @@ from kvmanager.config_files.units import parse_rate
 from transport import Endpoint
 
 MAX_NUM_SEQS: Final = "--max-num-seqs"
-_LORA_FLAGS: Final = frozenset({"--lora-modules", "--enable-lora", "--max-lora-rank"})
+_LORA_FLAGS: Final = frozenset(
+    {"--lora-modules", "--enable-lora", "--max-lora-rank", "--max-loras", "--max-cpu-loras"}
+)
 
 
 def check_region(region: RegionSpec) -> list[Problem]:
@@ -96,9 +98,11 @@ def _check_adapters(region: RegionSpec) -> Iterator[Problem]:
 
 def _check_lora_args(at: KeyPath, args: Iterable[str]) -> Iterator[Problem]:
     # The gateway would answer 404 for adapters that only an engine knows, and nobody would compare
-    # their weights.
+    # their weights. With room for fewer adapters an engine would read their files again later, when
+    # they may have changed.
     for arg in args:
-        if (flag := arg.split("=")[0]) in _LORA_FLAGS:
+        # vLLM reads an underscore in the name of an option as a hyphen.
+        if (flag := arg.split("=")[0].replace("_", "-")) in _LORA_FLAGS:
             yield Problem(at, f"{flag} is made of the model's adapters; name them there instead")
 
 
@@ -132,6 +136,31 @@ def _check_hand_off(region: RegionSpec, path: KeyPath, cluster: ClusterSpec) -> 
             if node.bound_host != node.host:
                 message = f"nixl needs nodes that listen on their `host`; {node.name} does not"
                 yield Problem(at, message)
+        yield from _check_equal_cuts(region, at, cluster)
+
+
+def _check_equal_cuts(region: RegionSpec, at: KeyPath, cluster: ClusterSpec) -> Iterator[Problem]:
+    # vLLM's NixlConnector moves KVCache between unequal engines in some cases only, and often one
+    # way only.
+    models = {model.name: model for model in region.models}
+    first: dict[str, RegionInstance] = {}
+    for instance in cluster.instances:
+        model = models.get(instance.model or region.models[0].name)
+        if model is None:
+            continue
+        one = first.setdefault(model.name, instance)
+        for name, default in (
+            ("tensor_parallel_size", model.tensor_parallel_size),
+            ("block_size", model.block_size),
+        ):
+            value, other = (getattr(item, name) or default for item in (one, instance))
+            if value != other:
+                message = (
+                    f"nixl needs one {name} for all instances of {model.name}: {one.name} has "
+                    f"{value or 'none written'}, {instance.name} {other or 'none written'}; make "
+                    "them equal, or write transport"
+                )
+                yield Problem(at, message)
 
 
 def _check_node(
@@ -148,6 +177,10 @@ def _check_node(
             yield Problem((*at, "model"), message + suggestion(instance.model, models))
         else:
             yield from _check_slots(at, instance, region.model_of(instance))
+            if cluster.hand_off == "nixl" and region.pipeline_parallel_size_of(instance) > 1:
+                # vLLM's handshake reaches one connector of an engine, and both would need it.
+                message = "pipeline stages and hand_off: nixl exclude each other; write 1 here"
+                yield Problem((*at, "pipeline_parallel_size"), message)
         if cluster.kind == "prefill" and instance.role not in (None, "prefill"):
             message = f"role {instance.role!r} in a prefill cluster; leave it out or write prefill"
             yield Problem((*at, "role"), message)

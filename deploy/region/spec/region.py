@@ -78,7 +78,9 @@ class RegionInstance(Section):
     max_num_batched_tokens if that is less.
     """
     tensor_parallel_size: Annotated[int, Field(ge=1)] | None = None
-    """GPUs of this instance, where they are other than those of its model."""
+    """GPUs of each layer of this instance, where they are other than those of its model."""
+    pipeline_parallel_size: Annotated[int, Field(ge=1)] | None = None
+    """Pipeline stages of this instance, where they are other than those of its model."""
     block_size: Tokens | None = None
     """Tokens of one of its KV blocks, where they are other than those of its model."""
     args: tuple[str, ...] = ()
@@ -325,6 +327,14 @@ class RegionSpec(Section):
     def tensor_parallel_size_of(self, instance: RegionInstance) -> int:
         """How many GPUs share each layer of the instance."""
         return instance.tensor_parallel_size or self.model_of(instance).tensor_parallel_size
+
+    def pipeline_parallel_size_of(self, instance: RegionInstance) -> int:
+        """How many stages divide the layers of the instance."""
+        return instance.pipeline_parallel_size or self.model_of(instance).pipeline_parallel_size
+
+    def num_workers_of(self, instance: RegionInstance) -> int:
+        """How many GPUs, or worker processes on the CPU, the instance has."""
+        return self.pipeline_parallel_size_of(instance) * self.tensor_parallel_size_of(instance)
 
     def decode_slots_of(self, instance: RegionInstance) -> int:
         """How many requests the instance's engine decodes at a time."""

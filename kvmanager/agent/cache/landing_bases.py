@@ -15,12 +15,11 @@ from kvmanager.agent.cache.service import PARTS_PER_STEP, AgentCache
 from kvmanager.agent.messages import Runs
 from kvmanager.agent.transfer_io import now_s
 from kvmanager.arena import Arena
-from kvmanager.hashing import split_keys
 from kvmanager.layout import KVLayout
 from kvmanager.pool.records import BlockPart
 from kvmanager.pool.shape import CacheShape
 from kvmanager.transfers.holds import PROMOTION, BlockHolds, Key, Kind
-from kvmanager.transfers.records import BadRequest, LandingRecord
+from kvmanager.transfers.records import LandingRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +47,18 @@ class LandingBases:
         self._adopted: dict[bytes, LandingBase] = {}
 
     async def pin(
-        self, layout: KVLayout, shape: CacheShape, num_tokens: int, block_keys: bytes
+        self,
+        layout: KVLayout,
+        shape: CacheShape,
+        num_tokens: int,
+        root: bytes,
+        keys: Sequence[bytes],
     ) -> LandingBase:
-        """Pin the cached KV of a prompt whose KVCache is to land. Raises BadRequest.
+        """Pin the cached KV of a prompt whose KVCache is to land. `keys`: one for each full block.
 
         Parts that are only on SSD count if they can be read quickly. The caller must call `adopt`
         or `drop` afterwards.
         """
-        try:
-            root, *keys = split_keys(block_keys)
-        except ValueError as error:
-            raise BadRequest(f"block_keys: {error}") from error
-        if len(keys) != num_tokens // shape.block_tokens:
-            raise BadRequest(
-                f"block_keys: {len(keys)} keys behind the root; {num_tokens} tokens have "
-                f"{num_tokens // shape.block_tokens} full blocks"
-            )
         if not shape.has_kv:
             return LandingBase(layout, shape, root, tuple(keys), 0, [], None)
         pool = self._cache.pool

@@ -52,7 +52,7 @@ class LacksWorkers:
 
     instance: str
     num_ranks: int
-    tp_size: int
+    world_size: int
 
 
 CacheEffect = Tell | Fetch | Seal | LacksWorkers
@@ -94,7 +94,7 @@ class Abandoned:
 
 @dataclass(slots=True)
 class OpenFill:
-    """A `CacheReserve` that was given memory. `writers` and `done_ranks` hold TP ranks."""
+    """A `CacheReserve` that was given memory. `writers` and `done_ranks` hold ranks of workers."""
 
     fill_id: int
     scheduler: int
@@ -104,7 +104,7 @@ class OpenFill:
     parent: bytes
     replaces: bytes
     slots: dict[BlockPart, Slot]
-    tp_size: int
+    world_size: int
     writers: dict[BlockPart, set[int]] = field(default_factory=dict)
     done_ranks: set[int] = field(default_factory=set)
     num_sealing: int = 0

@@ -110,9 +110,9 @@ class CacheRequests:
         for (instance, _), fill in self._fills.items():
             # Without its scheduler nobody tells the workers that a fill ends, and a lost worker
             # never sends its last message.
-            silent = peer.role == "scheduler" or peer.tp_rank not in fill.done_ranks
+            silent = peer.role == "scheduler" or peer.rank not in fill.done_ranks
             if instance == peer.instance and fill.abandoned is None and silent:
-                writing = {c for c, p in workers.items() if p.tp_rank not in fill.done_ranks}
+                writing = {c for c, p in workers.items() if p.rank not in fill.done_ranks}
                 fill.abandoned = Abandoned(writing, now_s + self._drain_s)
         self._take_back(now_s)
 
@@ -228,11 +228,11 @@ class CacheRequests:
         shape, keys = self._shapes[peer.conn_id], keys_of(message.keys)
         check_reserve(message, shape, keys)
         nothing: list[CacheEffect] = [Tell(peer.conn_id, CacheSlots(message.handle, []))]
-        ranks = {worker.tp_rank for worker in self._workers(peer.instance).values()}
-        if len(ranks) < peer.tp_size:
+        ranks = {worker.rank for worker in self._workers(peer.instance).values()}
+        if len(ranks) < peer.world_size:
             if peer.instance not in self._lacking:
                 self._lacking.add(peer.instance)
-                nothing.append(LacksWorkers(peer.instance, len(ranks), peer.tp_size))
+                nothing.append(LacksWorkers(peer.instance, len(ranks), peer.world_size))
             return nothing
         self._lacking.discard(peer.instance)
         given = self._pool.reserve(
@@ -252,7 +252,7 @@ class CacheRequests:
             message.parent,
             message.replaces,
             {(slot.index, slot.part): slot for slot in given.slots[: len(slots)]},
-            peer.tp_size,
+            peer.world_size,
         )
         return [Tell(peer.conn_id, CacheSlots(message.handle, slots))]
 
@@ -269,19 +269,17 @@ class CacheRequests:
     def _written(self, peer: EnginePeer, message: CacheWritten, now_s: float) -> list[CacheEffect]:
         fill_key = peer.instance, message.handle
         fill = self._fills.get(fill_key)
-        if message.tp_rank != peer.tp_rank:
-            raise ProtocolError(f"rank {peer.tp_rank} speaks for rank {message.tp_rank}")
         if fill is None:
             # The fill may have been taken back because another rank was lost, which this worker
             # cannot know.
             if fill_key not in self._taken_back:
                 raise ProtocolError(f"no handle {message.handle} was given memory")
             return []
-        if peer.tp_rank in fill.done_ranks:
-            raise ProtocolError(f"rank {peer.tp_rank} wrote after its last word")
-        whole = [slot for part in message.parts if (slot := _wrote(fill, part, peer.tp_rank))]
+        if peer.rank in fill.done_ranks:
+            raise ProtocolError(f"rank {peer.rank} wrote after its last word")
+        whole = [slot for part in message.parts if (slot := _wrote(fill, part, peer.rank))]
         if message.is_last:
-            fill.done_ranks.add(peer.tp_rank)
+            fill.done_ranks.add(peer.rank)
             if fill.abandoned is not None:
                 fill.abandoned.conn_ids.discard(peer.conn_id)
         if whole:
@@ -292,7 +290,7 @@ class CacheRequests:
         return []
 
     def _end_if_over(self, fill_key: InstanceHandle, fill: OpenFill) -> None:
-        if not fill.num_sealing and len(fill.done_ranks) == fill.tp_size:
+        if not fill.num_sealing and len(fill.done_ranks) == fill.world_size:
             self._end(fill_key, fill)
 
     def _end(self, fill_key: InstanceHandle, fill: OpenFill) -> None:
@@ -361,4 +359,4 @@ def _wrote(fill: OpenFill, part: BlockPart, rank: int) -> Slot | None:
     if rank in ranks:
         raise ProtocolError(f"rank {rank} wrote part {part[1]} of block {part[0]} twice")
     ranks.add(rank)
-    return slot if len(ranks) == fill.tp_size else None
+    return slot if len(ranks) == fill.world_size else None

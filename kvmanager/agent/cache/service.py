@@ -180,14 +180,14 @@ class AgentCache:
             match effect:
                 case Tell(conn_id, message):
                     self._send(conn_id, message)
-                case LacksWorkers(instance, num_ranks, tp_size):
+                case LacksWorkers(instance, num_ranks, world_size):
                     logger.warning(
                         "engine %s stores nothing in the prefix cache: workers of %d of its %d "
                         "ranks are connected. All processes of an engine need one name, the "
                         "`instance` of its kv_connector_extra_config",
                         instance,
                         num_ranks,
-                        tp_size,
+                        world_size,
                     )
                 case Fetch():
                     self.spawn(self._serve_fetch(effect), "fetching for an engine")

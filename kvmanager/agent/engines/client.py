@@ -44,7 +44,7 @@ class EngineClient:
     """Speaks to the agent at `socket_path` for one process of an engine."""
 
     def __init__(self, socket_path: str | Path, hello: EngineHello) -> None:
-        self._hello = hello
+        self._tp_rank = hello.tp_rank
         self._connection = AgentConnection(socket_path, hello)
         self.start = self._connection.start
         self.close = self._connection.close
@@ -80,10 +80,9 @@ class EngineClient:
             for start in range(0, len(pairs), MAX_RANGES_PER_READY)
         )
 
-    def prefill_end(self, transfer_id: bytes, attempt: int, tp_rank: int | None = None) -> bool:
-        """Say that the last chunk's forward pass is over on this rank (default: the own rank)."""
-        rank = self._hello.tp_rank if tp_rank is None else tp_rank
-        return self._send(PrefillEnd(transfer_id, attempt, rank))
+    def prefill_end(self, transfer_id: bytes, attempt: int) -> bool:
+        """Say that the last chunk's forward pass is over in this worker."""
+        return self._send(PrefillEnd(transfer_id, attempt, self._tp_rank))
 
     def abort(self, transfer_id: bytes, attempt: int, reason: str) -> bool:
         """Give the outbox up. This process does not write into it any more."""
@@ -128,13 +127,12 @@ class EngineClient:
     def cache_written(
         self, handle: int, parts: Sequence[BlockPart], *, is_last: bool = False
     ) -> bool:
-        """Say that this rank has written its share of these slots. `is_last`: it touches no other
+        """Say that this worker has written its share of these slots. `is_last`: it touches no other
         slot of the handle any more.
 
         `parts` are (index into the keys of `cache_reserve`, part), as in the slots given.
         """
-        rank = self._hello.tp_rank
-        return self._send_made(lambda: CacheWritten(handle, rank, list(parts), is_last))
+        return self._send_made(lambda: CacheWritten(handle, list(parts), is_last, self._tp_rank))
 
     def cache_cancel(self, handle: int) -> bool:
         """Cancel a `cache_reserve` that no worker has heard of."""

@@ -29,7 +29,7 @@ class UnknownLayout(BadRequest):
 class _Instance:
     layout: KVLayout
     fingerprint: bytes
-    tp_size: int
+    pp_size: int
     shape: CacheShape
     namespace: bytes = b""
     pids: dict[int, int] = field(default_factory=dict)
@@ -58,8 +58,10 @@ class InstanceBook:
             agreed_version(hello)
         except NoCommonVersion as error:
             raise EngineNotServed(str(error)) from error
-        if hello.tp_rank >= hello.tp_size:
-            raise EngineNotServed(f"tp_rank {hello.tp_rank} of tp_size {hello.tp_size}")
+        for what in ("tp", "pp"):
+            rank, size = getattr(hello, f"{what}_rank"), getattr(hello, f"{what}_size")
+            if rank >= size:
+                raise EngineNotServed(f"{what}_rank {rank} of {what}_size {size}")
         try:
             layout = KVLayout.decode(hello.layout)
         except LayoutError as error:
@@ -78,19 +80,29 @@ class InstanceBook:
                 f"the engines here at {self.window_step(fingerprint)}: no transfer suits all"
             )
         instance = self._instances.setdefault(
-            hello.instance, _Instance(layout, fingerprint, hello.tp_size, CacheShape.of(layout))
+            hello.instance, _Instance(layout, fingerprint, hello.pp_size, CacheShape.of(layout))
         )
         if instance.layout != layout:
             raise EngineNotServed(
                 f"instance {hello.instance} is connected with the layout "
                 f"{instance.layout.describe()}, this connection has {layout.describe()}"
             )
+        if instance.pp_size != hello.pp_size:
+            raise EngineNotServed(
+                f"instance {hello.instance} is connected with {instance.pp_size} pipeline stages, "
+                f"this connection has {hello.pp_size}"
+            )
         instance.namespace = instance.namespace or hello.namespace
         instance.pids[conn_id] = hello.pid
         instance.engine = instance.engine or hello.engine
         instance.adapters = instance.adapters or hello.adapters
         return EnginePeer(
-            conn_id, hello.instance, hello.role, hello.tp_rank, hello.tp_size, fingerprint
+            conn_id,
+            hello.instance,
+            hello.role,
+            hello.pp_rank * hello.tp_size + hello.tp_rank,
+            hello.pp_size * hello.tp_size,
+            fingerprint,
         )
 
     def _check_namespace(self, hello: EngineHello, fingerprint: bytes) -> None:
@@ -176,7 +188,7 @@ class InstanceBook:
             EngineStatus(
                 name,
                 len(instance.pids),
-                instance.tp_size,
+                instance.layout.tp_size,
                 instance.layout.describe(),
                 instance.fingerprint.hex(),
                 instance.cache,
@@ -185,6 +197,7 @@ class InstanceBook:
                 instance.layout.weights,
                 instance.engine,
                 instance.adapters,
+                instance.pp_size,
             )
             for name, instance in sorted(self._instances.items())
         ]

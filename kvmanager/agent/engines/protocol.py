@@ -28,9 +28,9 @@ Rules for touching memory and giving it back:
 - An engine's scheduler connection asks the prefix cache, under handles that the instance chooses
   and uses once. `CacheFind` pins the parts that it finds until `CacheFree`, or until the connection
   is closed. `CacheReserve` gives memory to fill. Either the scheduler gives it back with
-  `CacheCancel` before any worker has heard of it, or every rank's worker sends `CacheWritten`, the
-  last time with `is_last`, and then does not touch the memory any more. A part is in the cache once
-  every rank has written it.
+  `CacheCancel` before any worker has heard of it, or every worker sends `CacheWritten`, the last
+  time with `is_last`, and then does not touch the memory any more. A part is in the cache once
+  every worker has written its share of it.
 """
 
 from __future__ import annotations
@@ -77,8 +77,11 @@ class ProtocolError(Exception):
 
 
 class EngineHello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first message of an engine, with its identity. `layout` is `KVLayout.encode()`, `engine`
-    the program with its version.
+    """The first message of an engine, with its identity. `layout` is `KVLayout.encode()` of all its
+    pipeline stages, `engine` the program with its version.
+
+    A worker is known by its pipeline stage `pp_rank` and its tensor-parallel rank `tp_rank`; what a
+    worker says later is said for itself.
 
     `namespace` goes into the roots of its cache keys (`kvmanager.hashing.root_key`); empty: this
     engine does not use the prefix cache. `adapters` has the identities of its LoRA adapters by
@@ -98,6 +101,8 @@ class EngineHello(msgspec.Struct, frozen=True, tag="hello"):
     """The oldest one. 0, as engines of 0.1.0 say: no other than `version`."""
     engine: Annotated[str, msgspec.Meta(max_length=200)] = ""
     adapters: Annotated[dict[Name, Name], msgspec.Meta(max_length=MAX_ADAPTERS)] = {}
+    pp_rank: Rank = 0
+    pp_size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)] = 1
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
@@ -116,7 +121,10 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class PrefillEnd(msgspec.Struct, frozen=True, tag="prefill_end"):
-    """The forward pass of the last chunk is over on this rank."""
+    """The forward pass of the last chunk is over in this worker.
+
+    `tp_rank` is for agents of 0.1.0, which do not know by the connection which worker speaks.
+    """
 
     transfer_id: TransferId
     attempt: Attempt
@@ -178,14 +186,14 @@ class CacheReserve(msgspec.Struct, frozen=True, tag="cache_reserve"):
 
 
 class CacheWritten(msgspec.Struct, frozen=True, tag="cache_written"):
-    """This rank has written its share of these slots. With `is_last` it is done with the handle,
-    and will not write the slots that it has not named.
+    """This worker has written its share of these slots. With `is_last` it is done with the handle,
+    and will not write the slots that it has not named. `tp_rank` is for agents of 0.1.0.
     """
 
     handle: Handle
-    tp_rank: Rank
     parts: BlockParts
     is_last: bool = False
+    tp_rank: Rank = 0
 
 
 class CacheCancel(msgspec.Struct, frozen=True, tag="cache_cancel"):

@@ -44,7 +44,7 @@ class Writing:
 
 
 class CacheWorker:
-    """Called by `WorkerSide`. `views` show this rank's memory of each part, by layer. `stats`
+    """Called by `WorkerSide`. `views` show this worker's memory of each part, by layer. `stats`
     returns the counters of the running interval.
     """
 
@@ -204,6 +204,8 @@ class CacheWorker:
             spaces = [arena.view(item.runs, shape.nbytes) for item in items]
             tables: dict[int, BlockTable] = {}
             for extent in part_extents(self._layout, self._shape, part):
+                if extent.layer.name not in units:
+                    continue  # a layer of another pipeline stage
                 group = shape.groups.index(extent.group_index)
                 if group not in tables:
                     ids = [block for item in items for block in item.blocks[group]]

@@ -26,6 +26,7 @@ logger = logging.getLogger("prfaas.kvmanager.connector")
 OWN_CLASSES = (
     "kvmanager.vllm_connector.connector.PrfaasConnector",
     "kvmanager.vllm_connector.metadata.PrfaasMetadata",
+    "kvmanager.vllm_connector.stages.LayoutHandshake",
     "kvmanager.vllm_connector.stats.PrfaasPromMetrics",
     "kvmanager.vllm_connector.stats.TransferStats",
 )

@@ -67,7 +67,13 @@ def test_models_and_adapters_have_different_names(name: str) -> None:
 
 def test_an_adapter_is_usable_where_all_engines_tell_one_identity() -> None:
     prefill = {
-        "same": cluster(instance("p0", "files:1"), instance("p1")),
+        "same": cluster(
+            instance("p0", "files:1"),
+            instance("p1", "files:1"),
+            instance("p8", draining=True),
+            instance("p9", model="large"),
+        ),
+        "one does not tell": cluster(instance("p10", "files:1"), instance("p11")),
         "other": cluster(instance("p2", "files:2")),
         "both": cluster(instance("p3", "files:1"), instance("p4", "files:2")),
         "without": cluster(instance("p5")),
@@ -77,16 +83,22 @@ def test_an_adapter_is_usable_where_all_engines_tell_one_identity() -> None:
     }
     found = adapter_places("tiny", "poet", cluster(instance("d0", "files:1")), prefill)
     assert found.identity == "files:1"
-    assert found.without == tuple(sorted(set(prefill) - {"same"}))
+    assert found.without == set(prefill) - {"same"}
 
 
 @pytest.mark.parametrize(
     "pd",
-    [None, cluster(instance("d0")), cluster(instance("d0", "files:1"), instance("d1", "files:2"))],
+    [
+        None,
+        cluster(),
+        cluster(instance("d0")),
+        cluster(instance("d0", "files:1"), instance("d1")),
+        cluster(instance("d0", "files:1"), instance("d1", "files:2")),
+    ],
 )
 def test_without_one_identity_where_it_is_decoded_nobody_prefills(pd: ClusterReport | None) -> None:
     places = adapter_places("tiny", "poet", pd, {"far": cluster(instance("p0", "files:1"))})
-    assert places == AdapterPlaces(None, ("far",))
+    assert places == AdapterPlaces(None, frozenset({"far"}))
     assert places.identity_for("far", None) is places.identity_for("hand_off", None) is None
 
 
@@ -94,7 +106,7 @@ def test_what_lands_must_be_what_its_keys_say() -> None:
     def keys(adapter: str) -> PromptKeys:
         return PromptKeys(CacheModel("ab", 64, []), b"", (), adapter=adapter)
 
-    places = AdapterPlaces("files:1", ("other",))
+    places = AdapterPlaces("files:1", frozenset({"other"}))
     assert places.identity_for("far", None) == "files:1"
     assert places.identity_for("far", keys("files:1")) == "files:1"
     assert places.identity_for("far", keys("files:2")) is None

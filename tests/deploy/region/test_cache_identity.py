@@ -57,10 +57,12 @@ def test_adapters_of_one_name_that_differ_are_told() -> None:
         same = engine(instance, "f1", "w", model)
         return msgspec.structs.replace(same, adapters={"poet": identity})
 
-    agents = [agent(tuned("p", "files:1"), engine("q", "f1", "w")), agent(tuned("d", "files:2"))]
+    agents = [
+        agent(tuned("p", "files:1"), engine("q", "f1", "w")),
+        agent(tuned("d1", "files:2"), tuned("d0", "files:2")),
+    ]
     assert unlike_engines(agents) == [
-        "m: p and d have different adapters called poet, files:1 and files:2; no KVCache of it is "
-        "shared between them"
+        "the adapter poet of m is files:1 at p, but files:2 at d0, d1; they share no KVCache of it"
     ]
     assert unlike_engines([agent(tuned("p", "files:1"), tuned("d", "files:1"))]) == []
     of_another = tuned("o", "files:2", "other")

@@ -42,6 +42,21 @@ def test_gpus_go_to_engines_in_order() -> None:
     )
 
 
+def test_each_pipeline_stage_has_gpus_or_cores_of_its_own() -> None:
+    stages = "pipeline_parallel_size: 3"
+    region = region_of("tensor_parallel_size: 2", f"{{name: p, {stages}}}", "{name: d}")
+    assert parts(region, gpus="01234567").environment == {
+        "p": {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5"},
+        "d": {"CUDA_VISIBLE_DEVICES": "6,7"},
+    }
+    on_cpu = region_of(
+        f"kv_space_gib: 1, {stages}", "{name: p}", "{name: d, tensor_parallel_size: 2}"
+    )
+    found = parts(on_cpu, cores=9).environment
+    assert found["p"] == {"VLLM_CPU_OMP_THREADS_BIND": "0|1|2"}
+    assert found["d"] == {"VLLM_CPU_OMP_THREADS_BIND": "3|4|5|6|7|8"}
+
+
 def test_gpus_that_the_file_gives_away_are_left_to_it() -> None:
     region = region_of("dtype: auto", "{name: p}", '{name: d, env: {CUDA_VISIBLE_DEVICES: "0"}}')
     found = parts(region, gpus="012")

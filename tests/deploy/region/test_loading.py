@@ -109,6 +109,10 @@ def test_the_example_is_right() -> None:
          "clusters[0].nodes[0].instances[0].args", "made of the model's adapters"),
         ("max_model_len: 8192", "max_model_len: 8192\n    args: [--enable-lora]",
          "models[0].args", "made of the model's adapters"),
+        ("max_model_len: 8192", "max_model_len: 8192\n    args: [--max_cpu_loras, '1']",
+         "models[0].args", "--max-cpu-loras is made of the model's adapters"),
+        ("name: a1-prefill", "name: a1-prefill\n            args: [--max-loras=1]",
+         "clusters[0].nodes[0].instances[0].args", "--max-loras is made of the model's adapters"),
         ("max_model_len: 8192", "max_model_len: 8192\n    adapters: {demo: ./poet}",
          "models[0].adapters.demo", "another model or adapter is called 'demo'"),
         ("max_model_len: 8192", "max_model_len: 8192\n    adapters: {poet: ''}",
@@ -299,6 +303,44 @@ def test_nixl_needs_nodes_that_are_reached_where_they_listen() -> None:
     region = load_region(EXAMPLE, VARIABLES).model_copy(update={"clusters": (prefill, pd)})
     (problem,) = [item for item in check_region(region) if "hand_off" in item.where]
     assert "b2 does not" in problem.message
+
+
+def with_nixl(*instances: RegionInstance, **model: int) -> list[str]:
+    """What is said of `hand_off` where the PD cluster has a second node with these instances."""
+    region = load_region(EXAMPLE, VARIABLES)
+    prefill, pd = region.clusters
+    (node,) = pd.nodes
+    other = node.model_copy(update={"name": "b2", "instances": instances})
+    pd = pd.model_copy(update={"nodes": (node, other), "hand_off": "nixl"})
+    models = (region.models[0].model_copy(update=model),)
+    region = region.model_copy(update={"clusters": (prefill, pd), "models": models})
+    return [item.message for item in check_region(region) if "hand_off" in item.where]
+
+
+def test_nixl_needs_instances_of_a_model_that_are_cut_the_same() -> None:
+    equal = RegionInstance(name="b2-decode", role="decode", tensor_parallel_size=1, block_size=16)
+    assert with_nixl(equal, block_size=16) == []
+    wider = RegionInstance(name="b2-wide", tensor_parallel_size=2, block_size=32)
+    assert with_nixl(wider, block_size=16) == [
+        f"nixl needs one {name} for all instances of demo: b1-prefill has {value}, "
+        f"b2-wide {other}; make them equal, or write transport"
+        for name, value, other in (("tensor_parallel_size", 1, 2), ("block_size", 16, 32))
+    ]
+    (problem,) = with_nixl(equal)
+    assert "b1-prefill has none written, b2-decode 16" in problem
+    assert with_nixl(RegionInstance(name="b2", model="unknown", block_size=16)) == []
+
+
+def test_nixl_is_not_for_pipeline_stages() -> None:
+    prefill, pd = load_region(EXAMPLE, VARIABLES).clusters
+    (node,) = pd.nodes
+    staged = RegionInstance(name="b2-decode", role="decode", pipeline_parallel_size=2)
+    other = node.model_copy(update={"name": "b2", "instances": (staged,)})
+    pd = pd.model_copy(update={"nodes": (node, other), "hand_off": "nixl"})
+    region = load_region(EXAMPLE, VARIABLES).model_copy(update={"clusters": (prefill, pd)})
+    (problem,) = check_region(region)
+    assert problem.where == "clusters[1].nodes[1].instances[0].pipeline_parallel_size"
+    assert "exclude each other" in problem.message
 
 
 def test_a_model_that_is_not_here_is_named(tmp_path: Path) -> None:

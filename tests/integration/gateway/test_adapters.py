@@ -22,16 +22,18 @@ POET = {"poet": "files:1"}
 
 
 async def have_adapters(region: Any, home: dict[str, str], far: dict[str, str]) -> None:
-    """The engines of both clusters tell that they have these from now on."""
+    """The engines of both clusters tell that they have these from now on; those of the PD cluster
+    that prefill have what the prefill cluster has.
+    """
     region.pd.engine_numbers = {"adapters": home}
     region.far.adapters = far
     watcher = region.gateway._watcher
-    await region.until(
-        lambda: (
-            watcher.pd_reports()["home"].instances[0].adapters == home
-            and watcher.prefill_reports()["far"].instances[0].adapters == far
-        )
-    )
+
+    def is_told() -> bool:
+        told = *watcher.pd_reports()["home"].instances, *watcher.prefill_reports()["far"].instances
+        return all(item.adapters == (far if item.role == "prefill" else home) for item in told)
+
+    await region.until(is_told)
 
 
 def no_agent(_target: str) -> Any:
@@ -89,10 +91,12 @@ async def test_a_hand_off_needs_the_identity_too(open_region: Any) -> None:
         region.pd.prefill = region.far
         reports = region.gateway._watcher.pd_reports
         await region.until(lambda: len(reports()["home"].instances) == 2)
-        status, headers, _ = await region.post(region.long_body(model="poet"))
-        assert (status, headers["x-prfaas-route"]) == (200, "local")
-        assert headers["x-prfaas-reason"].startswith("adapter_differs")
-        assert region.pd.num_reserved == 0
+        for lacking in ({}, {"poet": "files:2"}):
+            await have_adapters(region, POET, lacking)
+            status, headers, _ = await region.post(region.long_body(model="poet"))
+            assert (status, headers["x-prfaas-route"]) == (200, "local")
+            assert headers["x-prfaas-reason"].startswith("adapter_differs")
+            assert region.pd.num_reserved == 0
         await have_adapters(region, POET, POET)
         await region.post(region.long_body(model="poet"))
         (job,) = region.far.jobs

@@ -73,7 +73,7 @@ class Whole:
         self.producer.write(params["runs"], self.sent)
         self.producer.client.ready(*opening, [(0, int(self.nbytes * self.share))])
         if self.share == 1.0:
-            self.producer.client.prefill_end(*opening, 0)
+            self.producer.client.prefill_end(*opening)
 
     async def load(self, params: dict[str, Any]) -> str:
         """What the connector does before a decode."""

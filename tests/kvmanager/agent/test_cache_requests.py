@@ -41,10 +41,10 @@ def keys(count: int, prompt: int = 0) -> list[bytes]:
 
 
 class Rig:
-    """The requests, their pool, and one instance with a scheduler and `tp_size` workers."""
+    """The requests, their pool, and one instance with a scheduler and `world_size` workers."""
 
     def __init__(
-        self, num_blocks: int = 30, tp_size: int = 1, *, shape: CacheShape = SHAPE, ssd: int = 0
+        self, num_blocks: int = 30, world_size: int = 1, *, shape: CacheShape = SHAPE, ssd: int = 0
     ) -> None:
         self.allocator = BlockAllocator(num_blocks)
         self.pool = HybridPool(self.allocator, BLOCK, ssd_bytes=ssd)
@@ -55,13 +55,13 @@ class Rig:
             has_slow_tier=bool(ssd),
             on_end=lambda ended, _: self.ended.extend(ended),
         )
-        self.shape, self.tp_size = shape, tp_size
+        self.shape, self.world_size = shape, world_size
         self.connect(SCHEDULER, "scheduler")
-        for rank in range(tp_size):
+        for rank in range(world_size):
             self.connect(WORKER + rank, "worker", rank)
 
     def connect(self, conn_id: int, role: str, rank: int = 0, instance: str = "a") -> None:
-        peer = EnginePeer(conn_id, instance, role, rank, self.tp_size, bytes(32))
+        peer = EnginePeer(conn_id, instance, role, rank, self.world_size, bytes(32))
         self.requests.connect(peer, self.shape)
 
     def say(
@@ -107,7 +107,7 @@ class Rig:
         is_last: bool = False,
         now_s: float = 0.0,
     ) -> list[Seal]:
-        message = CacheWritten(handle, rank, list(parts), is_last)
+        message = CacheWritten(handle, list(parts), is_last)
         effects = self.say(message, WORKER + rank, now_s)
         assert all(isinstance(effect, Seal) for effect in effects)
         return [effect for effect in effects if isinstance(effect, Seal)]
@@ -132,7 +132,7 @@ class Rig:
             wanted, parts, handle, parent=parent, first_block=first_block, replaces=replaces
         )
         given = [(index, part) for index, part, _ in slots.slots]
-        for rank in range(self.tp_size):
+        for rank in range(self.world_size):
             for effect in self.written(given, handle, rank=rank, is_last=True):
                 self.seal(effect)
 
@@ -238,7 +238,7 @@ class TestFind:
 
 class TestFill:
     def test_a_part_is_there_once_every_rank_wrote_it(self) -> None:
-        rig = Rig(tp_size=2)
+        rig = Rig(world_size=2)
         wanted = keys(3)
         slots = rig.reserve(wanted, [*kv(3), (2, STATE)])
         assert [(index, part) for index, part, _ in slots.slots] == [*kv(3), (2, STATE)]
@@ -278,7 +278,7 @@ class TestFill:
         assert rig.allocator.num_used == 0
 
     def test_nothing_is_given_while_a_rank_has_no_worker(self) -> None:
-        rig = Rig(tp_size=2)
+        rig = Rig(world_size=2)
         rig.requests.connection_lost(WORKER_1, 0.0)
         assert rig.reserve(keys(1), kv(1)).slots == []
         rig.connect(9, "worker", 1)
@@ -286,7 +286,7 @@ class TestFill:
 
     def test_an_engine_without_all_workers_is_told_of_once_each_time(self) -> None:
         """Its workers may call themselves something else: then it would never store anything."""
-        rig = Rig(tp_size=2)
+        rig = Rig(world_size=2)
         rig.connect(5, "scheduler", instance="b")
         rig.connect(6, "worker", 1, instance="b")
         asked = [CacheReserve(n, ROOT, 0, join_keys(keys(1)), kv(1)) for n in range(5)]
@@ -299,7 +299,7 @@ class TestFill:
         assert warning in rig.say(asked[3], 5)
 
     def test_a_killed_workers_memory_waits_for_the_end_of_its_process(self) -> None:
-        rig = Rig(tp_size=2)
+        rig = Rig(world_size=2)
         rig.reserve(keys(2), kv(2))
         rig.written([(0, KV)], rank=0)
         rig.requests.connection_lost(WORKER_1, 5.0)
@@ -310,7 +310,7 @@ class TestFill:
         rig.written([(1, KV)], rank=0, is_last=True)
         assert rig.is_idle
         assert rig.allocator.num_used == 0
-        rig.requests.message(WORKER, CacheWritten(1, 0, [], False), 8.0)
+        rig.requests.message(WORKER, CacheWritten(1, [], False), 8.0)
 
     def test_a_silent_workers_memory_comes_back_after_the_drain_time(self) -> None:
         rig = Rig()
@@ -406,7 +406,7 @@ class TestGarbage:
             (CacheReserve(1, ROOT, 0, join_keys(keys(1) * 2), []), "twice"),
             (CacheReserve(1, ROOT, 65535, join_keys(keys(2)), []), "at most"),
             (CacheReserve(1, ROOT, 0, b"", [], b"xy"), "a key of 2 bytes"),
-            (CacheWritten(8, 0, []), "for a worker to say"),
+            (CacheWritten(8, []), "for a worker to say"),
         ],
     )
     def test_of_a_scheduler(self, message: CacheMessage, words: str) -> None:
@@ -421,17 +421,16 @@ class TestGarbage:
     @pytest.mark.parametrize(
         ("message", "words"),
         [
-            (CacheWritten(9, 0, []), "no handle 9"),
-            (CacheWritten(8, 1, []), "speaks for rank 1"),
-            (CacheWritten(8, 0, [(0, 1)]), "was not given"),
-            (CacheWritten(8, 0, [(5, 0)]), "was not given"),
-            (CacheWritten(8, 0, [(0, 0)]), "twice"),
-            (CacheWritten(10, 0, []), "after its last word"),
+            (CacheWritten(9, []), "no handle 9"),
+            (CacheWritten(8, [(0, 1)]), "was not given"),
+            (CacheWritten(8, [(5, 0)]), "was not given"),
+            (CacheWritten(8, [(0, 0)]), "twice"),
+            (CacheWritten(10, []), "after its last word"),
             (CacheFind(1, b""), "for a scheduler to say"),
         ],
     )
     def test_of_a_worker(self, message: CacheMessage, words: str) -> None:
-        rig = Rig(tp_size=2)
+        rig = Rig(world_size=2)
         for handle in (8, 10):
             rig.reserve(keys(2, handle), kv(2), handle)
         rig.written([(0, KV)], 8)
@@ -469,7 +468,7 @@ def test_the_listener_of_the_pool_hears_of_what_engines_store() -> None:
     for conn_id, role in ((1, "scheduler"), (2, "worker")):
         rig.connect(EnginePeer(conn_id, "a", role, 0, 1, bytes(32)), SHAPE)
     rig.message(1, CacheReserve(1, ROOT, 0, join_keys(keys(1)), kv(1)), 0.0)
-    (effect,) = rig.message(2, CacheWritten(1, 0, kv(1), True), 0.0)
+    (effect,) = rig.message(2, CacheWritten(1, kv(1), True), 0.0)
     assert isinstance(effect, Seal)
     rig.sealed(effect.fill, kv(1), 0.0)
     assert [(c.stored, c.key, c.parent, c.index) for c in changes] == [(True, keys(1)[0], ROOT, 0)]

@@ -39,6 +39,10 @@ def hello(instance: str, layout: object = SMALL_LAYOUT, rank: int = 0) -> Engine
     return EngineHello(instance, "worker", 1, layout.encode(), rank, layout.tp_size)
 
 
+def staged(given: EngineHello, stage: int, num_stages: int) -> EngineHello:
+    return msgspec.structs.replace(given, pp_rank=stage, pp_size=num_stages)
+
+
 class TestInstances:
     def test_ranks_of_an_instance_must_agree(self) -> None:
         book = InstanceBook()
@@ -46,9 +50,24 @@ class TestInstances:
         with pytest.raises(EngineNotServed, match="instance a"):
             book.join(2, hello("a", OTHER))
         peer = book.join(2, hello("a", PAIR, 1))
-        assert (peer.tp_rank, peer.tp_size) == (1, 2)
+        assert (peer.rank, peer.world_size) == (1, 2)
         assert [(e.instance, e.num_connections) for e in book.describe()] == [("a", 2)]
         assert book.describe()[0].kv_block_bytes == PAIR.block_bytes
+
+    def test_workers_of_all_pipeline_stages_are_counted(self) -> None:
+        """Each has the layout of all stages, and a rank of its own."""
+        book = InstanceBook()
+        workers = [(stage, rank) for stage in range(3) for rank in range(2)]
+        peers = [
+            book.join(number, staged(hello("a", PAIR, rank), stage, 3))
+            for number, (stage, rank) in enumerate(workers)
+        ]
+        assert [(peer.rank, peer.world_size) for peer in peers] == [(n, 6) for n in range(6)]
+        (engine,) = book.describe()
+        assert (engine.pp_size, engine.tp_size) == (3, 2)
+        with pytest.raises(EngineNotServed, match="with 3 pipeline stages, this connection has 1"):
+            book.join(9, hello("a", PAIR))
+        assert engine.layout_fingerprint == PAIR.fingerprint().hex()
 
     def test_ranks_of_an_instance_are_cut_in_one_way(self) -> None:
         book = InstanceBook()
@@ -132,6 +151,7 @@ class TestInstances:
         [
             ({"version": 1}, "version 1"),
             ({"tp_rank": 1}, "tp_rank 1 of"),
+            ({"pp_rank": 2, "pp_size": 2}, "pp_rank 2 of pp_size 2"),
             ({"tp_size": 2}, "2, but the layout is for 1"),
             ({"layout": b"x"}, "layout"),
         ],

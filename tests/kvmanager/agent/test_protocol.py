@@ -138,6 +138,8 @@ def test_frame_over_the_limit_cannot_be_made() -> None:
         Ready(TID, 3, [(0, 1 << 62)]),
         Ready(TID, 3, [(0, 1)] * 8193),
         PrefillEnd(TID, 3, -1),
+        EngineHello("x", "worker", 1, b"", pp_size=0),
+        EngineHello("x", "worker", 1, b"", pp_rank=-1),
         EngineHello("", "worker", 1, b""),
         EngineHello("x" * 201, "worker", 1, b""),
         EngineHello("x", "boss", 1, b""),  # type: ignore[arg-type]

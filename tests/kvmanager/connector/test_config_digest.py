@@ -8,7 +8,8 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from kvmanager.vllm_connector.engine_layout import _config_digest
+from kvmanager.vllm_connector.engine_layout import _config_digest, _reading
+from kvmanager.vllm_connector.stages import Stage
 
 CONFIG = {
     "_name_or_path": "/models/a",
@@ -18,8 +19,8 @@ CONFIG = {
 }
 
 
-def engine(**changes: Any) -> tuple[Any, Any]:
-    """An engine's configuration and that of its cache; `changes` of dotted names."""
+def engine(**changes: Any) -> tuple[Any, Stage]:
+    """An engine's configuration and its layers; `changes` of dotted names."""
     attention = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
     state = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float16,))
     hf_config = copy.deepcopy(CONFIG)
@@ -29,10 +30,10 @@ def engine(**changes: Any) -> tuple[Any, Any]:
         for part in path:
             place = place[part]
         place[last] = value
-    groups = [
-        SimpleNamespace(kv_cache_spec=changes.pop("attention", attention), layer_names=["layer.0"]),
-        SimpleNamespace(kv_cache_spec=changes.pop("state", state), layer_names=["layer.1"]),
-    ]
+    readings = {
+        "layer.0": _reading(changes.pop("attention", attention)),
+        "layer.1": _reading(changes.pop("state", state)),
+    }
     model = {
         "hf_config": SimpleNamespace(to_dict=lambda: copy.deepcopy(hf_config)),
         "disable_sliding_window": False,
@@ -43,7 +44,7 @@ def engine(**changes: Any) -> tuple[Any, Any]:
         model_config=SimpleNamespace(**(model | changes)),
         cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=changes.pop("skip", [])),
     )
-    return config, SimpleNamespace(transfer_groups=groups)
+    return config, Stage((), readings)
 
 
 def digest(**changes: Any) -> str:

@@ -16,9 +16,10 @@ def config_of(instance: str = "", dp_rank: int = 0) -> Any:
     transfer = KVTransferConfig(
         kv_connector="PrfaasConnector",
         kv_role="kv_both",
-        kv_connector_extra_config={"instance": instance} if instance else {},
+        kv_connector_extra_config={"prefix_pool": False}
+        | ({"instance": instance} if instance else {}),
     )
-    parallel = SimpleNamespace(data_parallel_index=dp_rank)
+    parallel = SimpleNamespace(data_parallel_index=dp_rank, pipeline_parallel_size=1)
     return SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel)
 
 
@@ -47,10 +48,19 @@ def test_two_engines_without_a_configured_name_have_different_ones() -> None:
 
 def test_an_engine_says_which_vllm_it_is_however_that_was_installed() -> None:
     """The build for CPUs is a package of another name."""
-    said = _hello("p0", "scheduler", SMALL_LAYOUT, 0, b"").engine
+    said = _hello(config_of("p0"), SMALL_LAYOUT, None).engine
     assert said.startswith("vllm 0.")
 
 
+def test_a_worker_says_which_stage_and_rank_it_is() -> None:
+    config = config_of("p0")
+    config.parallel_config.pipeline_parallel_size = 3
+    worker, scheduler = _hello(config, SMALL_LAYOUT, (2, 0)), _hello(config, SMALL_LAYOUT, None)
+    assert (worker.role, worker.pp_rank, worker.pp_size, worker.tp_rank) == ("worker", 2, 3, 0)
+    assert (scheduler.role, scheduler.pp_rank, scheduler.pp_size) == ("scheduler", 0, 3)
+    assert worker.layout == scheduler.layout
+
+
 def test_an_engine_says_which_adapters_it_has() -> None:
-    assert _hello("p0", "scheduler", SMALL_LAYOUT, 0, b"").adapters == {}
-    assert _hello("p0", "scheduler", SMALL_LAYOUT, 0, b"", {"a": "i"}).adapters == {"a": "i"}
+    assert _hello(config_of("p0"), SMALL_LAYOUT, None).adapters == {}
+    assert _hello(config_of("p0"), SMALL_LAYOUT, None, {"a": "i"}).adapters == {"a": "i"}

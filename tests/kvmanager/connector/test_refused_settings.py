@@ -22,14 +22,13 @@ def engine(*, speculative: object = None, **parallel: Any) -> Any:
     )
 
 
-def test_tensor_parallel_ranks_alone_are_served() -> None:
-    _refuse_unsupported(engine())
+def test_tensor_parallel_ranks_and_pipeline_stages_are_served() -> None:
+    _refuse_unsupported(engine(tensor_parallel_size=4, pipeline_parallel_size=2))
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
         ({"decode_context_parallel_size": 4}, "--decode-context-parallel-size 4"),
         ({"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size 2"),
         ({"enable_dbo": True}, "--enable-dbo"),

@@ -65,7 +65,7 @@ class Rank:
     """One worker, whose pages have tokens before heads, and padding."""
 
     def __init__(self, layout: KVLayout, tp_rank: int, arena: Arena, *, is_full: bool) -> None:
-        self.layout = layout
+        self.layout, self.tp_rank = layout, tp_rank
         self.client = RecordingClient(arena)
         self.memory: dict[tuple[str, int], torch.Tensor] = {}
         views: dict[str, tuple[PartView, ...]] = {}
@@ -85,7 +85,7 @@ class Rank:
                 sent = part.sent_units(layout.tp_size, tp_rank)
                 views[layer.name] += (PartView(part, held, sent, (Piece(memory),)),)
         client: Any = self.client
-        self.side = WorkerSide(layout, tp_rank, client, views)
+        self.side = WorkerSide(layout, client, views)
         self.side.start()
         welcome = Welcome(
             arena.epoch,
@@ -127,7 +127,7 @@ class Rank:
                     self.side.save_kv_layer(meta, layer.name)
             self.side.wait_for_save(meta)
         said = self.client.take()
-        assert said[-1] == ("prefill_end", TID, ref.attempt, self.side._tp_rank)
+        assert said[-1] == ("prefill_end", TID, ref.attempt)
         return [range_ for message in said if message[0] == "ready" for range_ in message[3]]
 
     def load(self, step: LoadStep) -> None:
@@ -141,7 +141,7 @@ class Rank:
         for group_index, layer in self.layout.layers:
             group = self.layout.groups[group_index]
             for number, part in enumerate(layer.parts):
-                held = part.held_units(self.layout.tp_size, self.side._tp_rank)
+                held = part.held_units(self.layout.tp_size, self.tp_rank)
                 memory = self.memory[layer.name, number]
                 blocks = self.table(group_index, range(128))
                 data = whole(layer, number)[held.start : held.stop].clone()

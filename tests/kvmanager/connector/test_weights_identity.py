@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from kvmanager.vllm_connector.weights import (
     Adapters,
@@ -108,6 +109,21 @@ def test_an_adapter_is_its_content_and_rank(tmp_path: Path) -> None:
     identities = [adapter_identity(str(path)) for path in (one, same, other, wider)]
     assert identities[0] == identities[1]
     assert len(set(identities)) == 3
+
+
+def test_an_adapter_of_the_hub_has_an_identity_only_while_the_hub_is_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--org--poet"
+    made = adapter(cached / "snapshots" / COMMIT, b"a")
+    folder(cached / "blobs")
+    folder(cached / "refs", main=COMMIT.encode())
+    for is_offline, told in ((True, {"a": f"hub:{COMMIT}"}), (False, {})):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+        assert Adapters({"a": "org/poet"}).told == told
+    assert "org/poet may change on the hub; give its directory, or HF_HUB_OFFLINE=1" in caplog.text
+    assert adapter_identity(str(made)) == f"hub:{COMMIT}", "the content of a directory is fixed"
 
 
 def lora(path: Path, number: int = 1, **changes: Any) -> Any:

@@ -49,7 +49,7 @@ class Engine:
         client: Any = self.client
         rows = torch.full((4, PAGE), 7, dtype=torch.uint8)
         views = {"full": page_view(LAYOUT.groups[0].layers[0].parts[0], rows)}
-        self.side = WorkerSide(LAYOUT, 0, client, views)
+        self.side = WorkerSide(LAYOUT, client, views)
         self.side.start()
         self.connect(last_attempt=0)
 
@@ -112,7 +112,7 @@ def test_pages_are_announced_as_steps_fill_them(engine: Engine) -> None:
         ("attach", TID, 5),
         ("ready", TID, 5, [(0, PAGE)]),
         ("ready", TID, 5, [(PAGE, PAGE)]),
-        ("prefill_end", TID, 5, 0),
+        ("prefill_end", TID, 5),
     ]
     assert bytes(engine.arena.memory[: 2 * PAGE]) == bytes([7]) * 2 * PAGE
 
@@ -135,7 +135,7 @@ def test_layers_whose_hook_was_not_called_are_sent_after_the_step(engine: Engine
         ("attach", TID, 5),
         ("ready", TID, 5, [(0, PAGE)]),
         ("ready", TID, 5, [(PAGE, PAGE)]),
-        ("prefill_end", TID, 5, 0),
+        ("prefill_end", TID, 5),
     ]
 
 
@@ -229,7 +229,7 @@ def test_the_end_of_an_earlier_attempt_does_not_end_the_present_one(engine: Engi
     assert engine.client.take() == [
         ("abort", TID, 5, "prefill ended early"),
         ("ready", TID, 6, [(PAGE, PAGE)]),
-        ("prefill_end", TID, 6, 0),
+        ("prefill_end", TID, 6),
     ]
 
 

@@ -40,8 +40,8 @@ class TestOutbox:
         assert table.outboxes.ranges_ready(1, TID, 1, [(5, 20)], 1) == [
             ForwardReady(TID, [(10, 10)])
         ]
-        assert table.outboxes.prefill_end(1, TID, 1, 0, 2) == [RecordPrefillEnd(TID)]
-        assert table.outboxes.prefill_end(1, TID, 1, 0, 3) == []
+        assert table.outboxes.prefill_end(1, TID, 1, 2) == [RecordPrefillEnd(TID)]
+        assert table.outboxes.prefill_end(1, TID, 1, 3) == []
         assert table.outboxes.ended(TID, None, 4) == [OutcomeKnown(outbox.key)]
         assert used(table, Kind.OUTBOX) == 0
         assert outbox.state is State.COMPLETE
@@ -52,9 +52,20 @@ class TestOutbox:
         table.outboxes.open(outbox_spec(), 0)
         table.outboxes.attach(5, TID, 1)
         table.outboxes.attach(6, TID, 1)
-        assert table.outboxes.prefill_end(5, TID, 1, 0, 1) == []
-        assert table.outboxes.prefill_end(5, TID, 1, 0, 1) == []
-        assert table.outboxes.prefill_end(6, TID, 1, 1, 1) == [RecordPrefillEnd(TID)]
+        assert table.outboxes.prefill_end(5, TID, 1, 1) == []
+        assert table.outboxes.prefill_end(5, TID, 1, 1) == []
+        assert table.outboxes.prefill_end(6, TID, 1, 1) == [RecordPrefillEnd(TID)]
+
+    def test_every_pipeline_stage_must_end_its_prefill(self, table: TransferTable) -> None:
+        """Two stages of two ranks: four workers, in whatever order they end."""
+        workers = {5: 3, 6: 0, 7: 2, 8: 1}
+        for conn_id, rank in workers.items():
+            table.connect(peer(conn_id, "pp", tp=(rank, 4)))
+        table.outboxes.open(outbox_spec(), 0)
+        for conn_id in workers:
+            table.outboxes.attach(conn_id, TID, 1)
+        ended = [table.outboxes.prefill_end(conn_id, TID, 1, 1) for conn_id in workers]
+        assert ended == [[], [], [], [RecordPrefillEnd(TID)]]
 
     @pytest.mark.parametrize("bad", [(0, 26), (25, 1), (1 << 60, 1), (-1, 2), (3, -1)])
     def test_range_outside_fails_the_transfer(
@@ -181,7 +192,7 @@ class TestOutbox:
         table.outboxes.attach(1, TID, 1)
         table.cancel(TID, "gone", 1)
         assert table.outboxes.ranges_ready(1, TID, 1, [(0, 5)], 2) == [], "it was told already"
-        assert table.outboxes.prefill_end(1, TID, 1, 0, 2) == []
+        assert table.outboxes.prefill_end(1, TID, 1, 2) == []
 
     def test_late_engine_is_told(self, table: TransferTable) -> None:
         table.outboxes.open(outbox_spec(), 0)
@@ -279,7 +290,7 @@ class TestAttempts:
 
     def test_a_late_prefill_end_is_not_the_new_one(self, again: TransferTable) -> None:
         again.outboxes.attach(3, TID, 2)
-        assert again.outboxes.prefill_end(3, TID, 1, 0, 3) == []
+        assert again.outboxes.prefill_end(3, TID, 1, 3) == []
         assert again.outboxes.records[TID].prefill_end_s is None
 
     def test_a_late_release_leaves_the_new_memory_held(self, again: TransferTable) -> None:
@@ -320,8 +331,8 @@ class TestOthersFill:
     ) -> None:
         table.outboxes.open(outbox_spec(), 0)
         table.outboxes.attach(1, TID, 1)
-        assert table.outboxes.prefill_end(3, TID, 1, 0, 1) == []
-        assert table.outboxes.prefill_end(1, TID, 1, 0, 2) == [RecordPrefillEnd(TID)]
+        assert table.outboxes.prefill_end(3, TID, 1, 1) == []
+        assert table.outboxes.prefill_end(1, TID, 1, 2) == [RecordPrefillEnd(TID)]
 
     def test_an_engine_that_reconnected_may_still_give_it_up(self, table: TransferTable) -> None:
         outbox = table.outboxes.open(outbox_spec(), 0)

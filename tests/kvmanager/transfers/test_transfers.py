@@ -187,7 +187,7 @@ class TestForgotten:
         assert table.cancel(TID, "x", 1) == []
         assert table.landings.release(1, TID, 1) == []
         assert table.outboxes.abort(1, TID, 1, "x", 1) == []
-        assert table.outboxes.prefill_end(1, TID, 1, 0, 1) == []
+        assert table.outboxes.prefill_end(1, TID, 1, 1) == []
         assert table.disconnected(99, 1) == []
         table.process_gone(99)
         table.check_invariants()
@@ -384,7 +384,7 @@ class TableMachine(RuleBasedStateMachine):
                 ranges = [(0, part)]
                 effects = outboxes.ranges_ready(conn_id, transfer_id, attempt, ranges, self.now_s)
             case "p":
-                effects = outboxes.prefill_end(conn_id, transfer_id, attempt, 0, self.now_s)
+                effects = outboxes.prefill_end(conn_id, transfer_id, attempt, self.now_s)
             case "x":
                 effects = outboxes.abort(conn_id, transfer_id, attempt, "bug", self.now_s)
             case "w":

@@ -49,6 +49,19 @@ def test_kv_events_go_to_the_endpoint() -> None:
         assert config["enable_kv_cache_events"]
 
 
+def test_eager_stages_on_the_cpu_are_warmed_up() -> None:
+    """vLLM does it only in a mode with compilation, which is turned off in another way."""
+    for num_stages, kv_space_gib, flag in ((2, 1, "-cc.mode=1"), (2, None, "--enforce-eager")):
+        made = spec(
+            pipeline_parallel_size=num_stages, kv_space_gib=kv_space_gib, enforce_eager=True
+        )
+        assert [arg for arg in made.argv() if "eager" in arg or "-cc" in arg] == [flag]
+        assert ("TORCHDYNAMO_DISABLE" in made.environment({})) == (kv_space_gib is not None)
+    plain = spec(pipeline_parallel_size=2, kv_space_gib=1)
+    assert "-cc.mode=1" not in plain.argv()
+    assert "TORCHDYNAMO_DISABLE" not in plain.environment({})
+
+
 def test_everything_set() -> None:
     argv = spec(
         host="0.0.0.0",
@@ -58,6 +71,7 @@ def test_everything_set() -> None:
         max_num_batched_tokens=1024,
         max_num_seqs=64,
         tensor_parallel_size=2,
+        pipeline_parallel_size=3,
         enable_prefix_caching=True,
         enforce_eager=True,
         agent_socket="/run/agent.sock",
@@ -71,6 +85,7 @@ def test_everything_set() -> None:
         "--max-num-batched-tokens 1024",
         "--max-num-seqs 64",
         "--tensor-parallel-size 2",
+        "--pipeline-parallel-size 3",
         "--enable-prefix-caching",
         "--enforce-eager",
     ):

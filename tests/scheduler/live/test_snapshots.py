@@ -430,6 +430,15 @@ def test_whether_a_cluster_can_feed_another_follows_from_their_layouts(
     assert snapshot(region.scheduler()).local.can_feed is can_feed
 
 
+def test_layouts_are_worked_out_once_of_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    region = Region()
+    region.far = report("far", instance("p0", layout_fingerprint="a"))
+    scheduler = region.scheduler()
+    snapshot(scheduler, MODEL)
+    monkeypatch.delattr("scheduler.live.core.ReportDigest")
+    assert [scheduler.layouts_at("far", MODEL) for _ in range(2)] == [("a",), ("a",)]
+
+
 def test_layouts_are_those_of_the_model_and_of_who_serves_it() -> None:
     region = Region()
     region.home = report("home", instance("d0", "both", layout_fingerprint="a"))
@@ -445,6 +454,9 @@ def test_layouts_are_those_of_the_model_and_of_who_serves_it() -> None:
     assert scheduler.layouts_at("far", MODEL) == ("b",)
     assert scheduler.layouts_at("far", "other") == ("a",)
     assert scheduler.layouts_at(HAND_OFF, MODEL) == ()
+    region.far = report("far", instance("p0", layout_fingerprint="c"))
+    snapshot(scheduler, MODEL)
+    assert scheduler.layouts_at("far", MODEL) == ("c",)
     # One that nobody in the region can feed is not healthy, and its layout is why.
     own = instance("p0", layout_fingerprint="b", healthy=False, compatible=False)
     region.far = report("far", own, *others)

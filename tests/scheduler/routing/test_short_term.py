@@ -100,10 +100,10 @@ def test_a_cluster_that_cannot_be_had(clusters: tuple[ClusterView, ...], reason:
 def test_a_cluster_with_another_adapter_is_passed_over() -> None:
     view = region(far("a"), far("b", num_queued=1))
     assert routed(20_000, view).target == "a"
-    assert routed(20_000, view, other_adapter_in=("a",)).target == "b"
-    found = routed(20_000, view, other_adapter_in=("a", "b"))
+    assert routed(20_000, view, other_adapter_in=frozenset("a")).target == "b"
+    found = routed(20_000, view, other_adapter_in=frozenset("ab"))
     assert (found.route, found.reason) == ("local", Reason.ADAPTER_DIFFERS)
-    assert routed(100, view, other_adapter_in=("a", "b")).reason is Reason.BELOW_THRESHOLD
+    assert routed(100, view, other_adapter_in=frozenset("ab")).reason is Reason.BELOW_THRESHOLD
 
 
 def test_a_cluster_that_can_feed_takes_what_another_one_cannot() -> None:
