@@ -16,7 +16,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults

@@ -322,6 +322,7 @@ def with_gpu(rounds: int, staging_mib: int) -> dict[str, Any]:
         for name, limit in (("staged_out", "pinned_out"), ("arena_in", "pinned_in")):
             share = rates[name] / rates[limit]
             print(f"  {name} is {share:.2f} of {limit}; goal {GOAL_RATE}")
+        print("  one core's copy in host memory limits arena_out and arena_in (see below)")
     kept["slowdown"] = found = slowdown(Engine(device, 8, 1, 8192), copier, rounds)
     print(
         f"matrix products take {found['beside_s'] / found['alone_s'] - 1:.1%} longer beside stores "
