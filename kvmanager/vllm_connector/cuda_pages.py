@@ -251,7 +251,8 @@ class CudaPageCopier:
         if chunk.event is None or self._failure is not None:
             return
         for rows in chunk.rows:
-            view, numbers = rows.host_view(self._out.host, chunk.base), _numbers(rows)
+            view = rows.host_view(self._out.host, chunk.base)
+            numbers = BlockIds.of(range(rows.num_rows))
             for share in _made(call):
                 _write(share, rows, view, numbers)
 
@@ -330,7 +331,7 @@ def scatter(staging: Staging, rows: StagedRows, base: int) -> None:
 def _bring(staging: Staging, rows: list[StagedRows], base: int, nbytes: int) -> None:
     """Read slabs from the arena, and begin to copy them into the engine's memory."""
     for some in rows:
-        view, numbers = some.host_view(staging.host, base), _numbers(some)
+        view, numbers = some.host_view(staging.host, base), BlockIds.of(range(some.num_rows))
         for slab in some.span.slabs:
             share = some.share(slab, view, numbers)
             if share is not None:
@@ -367,10 +368,6 @@ def _made(call: Call) -> list[Share]:
             except Exception as error:
                 share.error = error
     return call.made
-
-
-def _numbers(rows: StagedRows) -> BlockIds:
-    return BlockIds.of(range(rows.num_rows))
 
 
 def _uploaded(span: Span, first_row: int, stop_row: int) -> torch.Tensor:
