@@ -46,7 +46,7 @@ class ArenaError(Exception):
 class Arena:
     """A mapped arena. The agent calls `create` or `adopt`, an engine calls `attach`.
 
-    `memory` is the whole arena as one writable memoryview, which a host with GPUs pins.
+    `memory` is the whole arena as one writable memoryview.
     """
 
     def __init__(

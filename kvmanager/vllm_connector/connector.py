@@ -18,6 +18,9 @@ word that identifies weights which are in no file (`kvmanager.vllm_connector.wei
 `adapters` has the names and paths of the engine's `--lora-modules`: the agent is told which they
 are. KVCache of other adapters is cached by their content, and the gateway moves none of it.
 
+On a GPU `staging_mib` (64) is the memory through which pages are stored, and as much again through
+which they are loaded: on the device, beyond `gpu_memory_utilization`, and pinned on the host.
+
 With pipeline parallelism the connectors of the workers exchange the layers of their stages when
 they are made, and vLLM's handshake brings them to the scheduler's process, whose connector begins
 only then (`kvmanager.vllm_connector.stages`).
@@ -57,6 +60,7 @@ from kvmanager.vllm_connector.cache.scheduler import (
     DEFAULT_MIN_LOAD_TOKENS,
     PrefixCacheOptions,
 )
+from kvmanager.vllm_connector.cuda_pages import DEFAULT_STAGING_MIB
 from kvmanager.vllm_connector.engine_layout import layout_of, registered_views, stage_of
 from kvmanager.vllm_connector.metadata import PrfaasMetadata
 from kvmanager.vllm_connector.scheduler import SchedulerSide
@@ -169,7 +173,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         client = EngineClient(extra["agent_socket"], hello)
         # Not earlier: a load needs the views, and the agent may give this worker work once it is
         # connected.
-        self._worker = WorkerSide(self._layout, client, views)
+        staging_bytes = int(extra.get("staging_mib", DEFAULT_STAGING_MIB)) << 20
+        self._worker = WorkerSide(self._layout, client, views, staging_bytes)
         self._worker.start()
 
     def unregister_kv_caches(self) -> None:

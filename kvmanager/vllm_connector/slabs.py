@@ -8,6 +8,7 @@ arena. Knows no requests, no steps and no specs of vLLM.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,8 +21,62 @@ from kvmanager.layout import KVPart, PartExtent
 if TYPE_CHECKING:
     from transport import ByteSpace
 
-_PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of an element's size: copies move bits, and NumPy knows no bfloat16."""
+
+
+class BlockTable:
+    """Ids of an engine's blocks of one group: of all that one step copies, or one load. The copier
+    of a GPU uploads them once for all layers.
+
+    are_neighbours: every block is the next one in memory.
+    uploaded: by rows of a block, the rows on the device; written by the copier.
+    """
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.ids: _Ids = np.asarray(ids, dtype=np.int64)
+        self.are_neighbours = isinstance(ids, range) and ids.step == 1
+        self.uploaded: dict[int, torch.Tensor] = {}
+        self._rows: dict[int, _Ids] = {1: self.ids}
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def rows(self, rows_per_block: int) -> _Ids:
+        """The rows of all blocks, where a block is so many neighbouring rows."""
+        rows = self._rows.get(rows_per_block)
+        if rows is None:
+            spread = self.ids[:, None] * rows_per_block + np.arange(rows_per_block)
+            rows = self._rows[rows_per_block] = spread.ravel()
+        return rows
+
+    def blocks(self, start: int, stop: int) -> BlockIds:
+        """Some of the blocks, by position."""
+        return BlockIds(self, start, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockIds:
+    """The blocks from position `start` to `stop` of a table."""
+
+    table: BlockTable
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, ids: Sequence[int]) -> BlockIds:
+        """All blocks of a table of their own."""
+        return cls(BlockTable(ids), 0, len(ids))
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def rows(self, rows_per_block: int) -> _Ids:
+        """The rows of these blocks."""
+        rows = self.table.rows(rows_per_block)
+        return rows[self.start * rows_per_block : self.stop * rows_per_block]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +110,7 @@ class PartView:
 
     def __post_init__(self) -> None:
         item_bytes = sum(
-            int(np.prod(piece.item_shape)) * piece.memory.element_size() for piece in self.pieces
+            math.prod(piece.item_shape) * piece.memory.element_size() for piece in self.pieces
         )
         if item_bytes != self.part.item_bytes:
             raise ValueError(f"items of {item_bytes} bytes for part {self.part}")
@@ -70,14 +125,6 @@ class PartView:
     def items_per_row(self) -> int:
         return int(self.pieces[0].memory.shape[2])
 
-    def rows(self, block_ids: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """The rows of these blocks."""
-        blocks = np.asarray(block_ids, dtype=np.int64)
-        if self.rows_per_block == 1:
-            return blocks
-        spread = blocks[:, None] * self.rows_per_block + np.arange(self.rows_per_block)
-        return spread.ravel()
-
 
 @dataclass(frozen=True, slots=True)
 class Slab:
@@ -89,7 +136,7 @@ class Slab:
 
     view: PartView
     units: range
-    block_ids: Sequence[int]
+    block_ids: BlockIds
     first_item: int
     num_items: int
     space: ByteSpace
@@ -101,7 +148,7 @@ class Slab:
         cls,
         view: PartView,
         units: range,
-        block_ids: Sequence[int],
+        block_ids: BlockIds,
         block_items: int,
         items: range,
         extent: PartExtent,
@@ -144,14 +191,15 @@ class Slab:
         in the order of items.
         """
         per_row = self.view.items_per_row
-        rows = self.view.rows(self.block_ids)
+        rows = self.block_ids.rows(self.view.rows_per_block)
         first, last = self.first_item // per_row, -(-(self.first_item + self.num_items) // per_row)
         rows = rows[first:last]
         # A run ends where the next row is not the next one in memory, and around the rows of which
         # only some items are copied.
-        breaks = np.flatnonzero(np.diff(rows) != 1) + 1
         skipped, end = self.first_item - first * per_row, self.first_item + self.num_items
-        edges = {0, len(rows), *breaks.tolist()}
+        edges = {0, len(rows)}
+        if not self.block_ids.table.are_neighbours:
+            edges.update((np.flatnonzero(rows[1:] - rows[:-1] != 1) + 1).tolist())
         if skipped and len(rows):
             edges.add(1)
         if (last * per_row != end) and len(rows):
@@ -213,16 +261,14 @@ def _copy(slab: Slab, memory: _Bytes, unit_stride: int, *, into_space: bool) -> 
     for piece in view.pieces:
         engine = plain(piece.memory).numpy()[:, first_unit : first_unit + len(slab.units)]
         size, done = engine.itemsize, 0
-        inner_strides = tuple(
-            size * int(np.prod(piece.item_shape[axis + 1 :]))
-            for axis in range(len(piece.item_shape))
-        )
+        shape = piece.item_shape
+        inner_strides = tuple(size * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         for row, num_rows, first_item, num_items in slab.runs():
             # Only a run of one row has items that are left out.
             per_run_row = num_items if num_rows == 1 else per_row
             ours = engine[row : row + num_rows, :, first_item : first_item + per_run_row]
             theirs = np.ndarray(
-                (len(slab.units), num_rows, per_run_row, *piece.item_shape),
+                (len(slab.units), num_rows, per_run_row, *shape),
                 engine.dtype,
                 memory.data,
                 done * item_bytes + piece.offset,
@@ -237,4 +283,4 @@ def _copy(slab: Slab, memory: _Bytes, unit_stride: int, *, into_space: bool) -> 
 
 def plain(memory: torch.Tensor) -> torch.Tensor:
     """The same memory as integers."""
-    return memory.view(_PLAIN[memory.element_size()])
+    return memory.view(INTEGERS[memory.element_size()])

@@ -24,6 +24,8 @@ COUNTERS = {
     "cache_stored_bytes": "KVCache bytes copied into the agent's prefix cache.",
     "cache_stored_blocks": "Blocks of which parts were copied into the agent's prefix cache.",
     "cache_failed_stores": "Times that copying into the agent's prefix cache was given up.",
+    "staging_waits": "Times that a step waited for staging memory of copies out of the GPU.",
+    "staging_wait_seconds": "Seconds for which steps waited for it.",
 }
 
 
@@ -65,6 +67,10 @@ class TransferStats(KVConnectorStats):
 
     def add_failed_cache_store(self) -> None:
         self.data["cache_failed_stores"] += 1
+
+    def add_staging_wait(self, waited_s: float) -> None:
+        self.data["staging_waits"] += 1
+        self.data["staging_wait_seconds"] += waited_s
 
     def is_empty(self) -> bool:
         return not any(self.data.values())

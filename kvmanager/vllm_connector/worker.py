@@ -17,41 +17,36 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvmanager.agent.engines.client import EngineClient
 from kvmanager.agent.engines.protocol import Welcome
 from kvmanager.arena import Arena, ArenaSpace
-from kvmanager.layout import KVKind, KVLayout, LayerExtent
+from kvmanager.layout import KVLayout, LayerExtent
 from kvmanager.vllm_connector.arena_access import ArenaAccess, StaleArenaError
 from kvmanager.vllm_connector.cache.worker import CacheWorker
-from kvmanager.vllm_connector.metadata import LoadStep, PrfaasMetadata, SendStep, TransferRef
-from kvmanager.vllm_connector.pages import PageCopier
-from kvmanager.vllm_connector.slabs import PartView, Slab
+from kvmanager.vllm_connector.cuda_pages import DEFAULT_STAGING_MIB, copier_for
+from kvmanager.vllm_connector.metadata import LoadStep, PrfaasMetadata, TransferRef
+from kvmanager.vllm_connector.pages import NO_BLOCKS, Copy, PageCopier
+from kvmanager.vllm_connector.sends import (
+    BrokenSend,
+    GroupSends,
+    Outgoing,
+    Send,
+    StepSends,
+    check_blocks,
+    slabs_of,
+    units_held,
+    units_sent,
+)
+from kvmanager.vllm_connector.slabs import BlockIds, PartView, Slab
 from kvmanager.vllm_connector.stats import TransferStats
 
 logger = logging.getLogger("prfaas.kvmanager.connector")
 
 MAX_LOST = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class BrokenSend:
-    """A copy into an outbox that failed after `store` had returned."""
-
-    ref: TransferRef
-    reason: str
-
-
-@dataclass(slots=True)
-class Outgoing:
-    """One outbox that this worker fills, with the number of pages sent of each layer."""
-
-    space: ArenaSpace
-    extents: dict[str, LayerExtent]
-    num_sent_pages: dict[str, int] = field(default_factory=dict)
 
 
 class WorkerSide:
@@ -62,25 +57,28 @@ class WorkerSide:
         layout: KVLayout,
         client: EngineClient,
         views: Mapping[str, tuple[PartView, ...]],
+        staging_bytes: int = DEFAULT_STAGING_MIB << 20,
     ) -> None:
         """`views` show this worker's memory of each part by layer, on one device. They are of all
-        layers of `layout`, or of those of a pipeline stage.
+        layers of `layout`, or of those of a pipeline stage. `staging_bytes`: see `copier_for`,
+        which raises ValueError.
         """
         self._layout = layout
         self._client = client
-        self._views = views
-        device = next(iter(views.values()))[0].device
-        self._access = ArenaAccess(client, device)
+        self._sent, self._held = units_sent(views), units_held(views)
+        every = [view for parts in views.values() for view in parts]
+        copier = copier_for(every, staging_bytes, lambda s: self._stats.add_staging_wait(s))
+        self._access = ArenaAccess(client, copier)
         self._sending = threading.Lock()
         # By opening of the outbox. None: this worker gave it up, so later steps skip it.
         self._outgoing: dict[tuple[bytes, int], Outgoing | None] = {}
+        self._step: tuple[PrfaasMetadata, StepSends] | None = None
         # Outboxes up to this attempt are not begun: they may have ended while this worker had no
         # connection. Without a connection no outbox is begun.
         self._may_begin_after: float = math.inf
         # Later attempts that failed before their first step.
         self._lost: set[int] = set()
         # Attention layers whose hook vLLM has called in the running step.
-        self._hooked: set[str] = set()
         self._stats = TransferStats()
         self._cache = CacheWorker(layout, client, self._access, views, stats=lambda: self._stats)
         self._results_lock = threading.Lock()
@@ -92,7 +90,7 @@ class WorkerSide:
         self._loader = threading.Thread(target=self._run_loads, name="prfaas-load", daemon=True)
 
         num_layers = f"{len(views)} of {len(layout.layers)} layers"
-        logger.info("moving %s of %s, %s", num_layers, layout.describe(), device)
+        logger.info("moving %s of %s, %s", num_layers, layout.describe(), every[0].device)
 
     def start(self) -> None:
         """Connect to the agent in the background, and be ready to load."""
@@ -103,14 +101,13 @@ class WorkerSide:
         self._load_queue.put(None)
         if self._loader.is_alive():
             self._loader.join(timeout=5)
-        self._access.close()
+        self._access.copier.close()
         self._client.close()
 
     # Events of the agent, on the client's thread.
 
     def on_connected(self, welcome: Welcome, arena: Arena) -> None:
         logger.info("agent connected, arena epoch %s", welcome.arena_epoch)
-        self._access.prepare(arena)
         with self._sending:
             self._grace_s = welcome.grace_s
             self._may_begin_after = welcome.last_attempt
@@ -124,23 +121,31 @@ class WorkerSide:
         logger.warning("agent disconnected")
         with self._sending:
             self._may_begin_after = math.inf
-            self._outgoing = dict.fromkeys(self._outgoing)
-            self._access.drain()
+            for opening in self._outgoing:
+                self._give_up(opening)
+            self._access.copier.drain()
         self._cache.on_disconnected()
 
     def on_agent_gone(self) -> None:
-        self._access.forget()
+        """Do nothing: since `on_disconnected` no copy reads or writes the agent's memory."""
 
     def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
         """An outbox has failed: stop writing, and answer once no copy is under way."""
         logger.warning("transfer %s failed: %s", transfer_id.hex(), reason)
         with self._sending:
             if (transfer_id, attempt) in self._outgoing:
-                self._outgoing[transfer_id, attempt] = None
+                self._give_up((transfer_id, attempt))
             else:
                 self._remember_lost(attempt)
-            self._access.drain()
+            self._access.copier.drain()
         self._client.release(transfer_id, attempt)
+
+    def _give_up(self, opening: tuple[bytes, int]) -> None:
+        """Begin no more copies into an outbox. Those under way may still write into it."""
+        outgoing = self._outgoing.get(opening)
+        if outgoing is not None:
+            outgoing.is_given_up = True
+        self._outgoing[opening] = None
 
     def _remember_lost(self, attempt: int) -> None:
         """Remember a failed attempt, whose request must not begin to write."""
@@ -154,22 +159,26 @@ class WorkerSide:
     # Producer.
 
     def start_step(self, meta: PrfaasMetadata) -> None:
-        """Begin the step's loads and end outboxes. vLLM calls it before the forward pass."""
+        """Begin the step's loads, and end outboxes. vLLM calls it before the forward pass of the
+        step or, as loads here do not hold up a step, behind it.
+        """
         for load in meta.loads:
             self._load_queue.put(load)
         for ended in meta.ended:
             with self._sending:
-                self._outgoing.pop(ended.opening, None)
+                outgoing = self._outgoing.pop(ended.opening, None)
                 if ended.failure:
-                    self._access.drain()
+                    if outgoing is not None:
+                        outgoing.is_given_up = True
+                    self._access.copier.drain()
             if ended.failure:
                 self._client.abort(*ended.opening, ended.failure)
 
     def save_kv_layer(self, meta: PrfaasMetadata, layer_name: str) -> None:
         """Send the pages that the running step has completed in this attention layer."""
-        self._hooked.add(layer_name)
-        for step in meta.sends:
-            self._guarded_send(step, layer_name)
+        sends = self._planned(meta).take(layer_name)
+        if sends is not None:
+            self._send(sends, layer_name)
 
     def wait_for_save(self, meta: PrfaasMetadata) -> None:
         """Send what no call of `save_kv_layer` has sent: recurrent states after the last chunk, and
@@ -177,19 +186,35 @@ class WorkerSide:
         the prefill is over, once its copies are. Then copy the parts that the step has completed
         into the prefix cache.
         """
-        hooked, self._hooked = self._hooked, set()
+        plan, self._step = self._planned(meta), None  # kept, it would keep a dead agent's arena
         # vLLM calls this in a `finally`, also when the forward pass has raised.
         if (error := sys.exc_info()[0]) is not None:
             self._give_up_step(meta, f"the engine's step failed: {error.__name__}")
             return
+        for layer_name in plan.left():
+            sends = plan.take(layer_name)
+            if sends is not None:
+                self._send(sends, layer_name)
         for step in meta.sends:
-            # The views are of this worker's pipeline stage.
-            for name in self._views:
-                if name not in hooked:
-                    self._guarded_send(step, name)
             if step.is_last:
                 self._end_prefill(step.ref)
         self._cache.store(meta.stores)
+
+    def _planned(self, meta: PrfaasMetadata) -> StepSends:
+        """What the step sends, planned when it is first asked for."""
+        if self._step is not None and self._step[0] is meta:
+            return self._step[1]
+        opened = [(step, self._opened(step.ref)) for step in meta.sends]
+        steps = [(step, outgoing) for step, outgoing in opened if outgoing is not None]
+        try:
+            plan = StepSends(self._layout, self._sent, steps)
+        except Exception as error:
+            logger.exception("planning what a step sends")
+            plan = StepSends(self._layout, self._sent, ())
+            for step, _ in steps:
+                self._fail(step.ref, f"{type(error).__name__}: {error}")
+        self._step = meta, plan
+        return plan
 
     def _give_up_step(self, meta: PrfaasMetadata, reason: str) -> None:
         """Send and store nothing of a step whose pages may hold anything."""
@@ -204,7 +229,7 @@ class WorkerSide:
         try:
             _, copier = self._access.open(ref.arena_epoch)
             # Copies end in the order in which they begin, so this one of nothing ends last.
-            copier.store((), lambda error: self._prefill_ended(ref))
+            copier.store((), NO_BLOCKS, lambda: [Copy((), lambda error: self._prefill_ended(ref))])
         except Exception as error:
             logger.info("the prefill of %s ends without copies: %r", ref.transfer_id.hex(), error)
             self._prefill_ended(ref)
@@ -212,24 +237,23 @@ class WorkerSide:
     def _prefill_ended(self, ref: TransferRef) -> None:
         self._client.prefill_end(*ref.opening)
 
-    def _guarded_send(self, step: SendStep, layer_name: str) -> None:
-        ref = step.ref
+    def _opened(self, ref: TransferRef) -> Outgoing | None:
+        """The outbox of a request, attached to at its first step; None: it is given up."""
         try:
             with self._sending:
                 if ref.attempt in self._lost:
-                    return
+                    return None
                 if ref.opening not in self._outgoing:
                     self._outgoing[ref.opening] = self._open(ref)
-                outgoing = self._outgoing[ref.opening]
-                if outgoing is not None and layer_name in outgoing.extents:
-                    self._send(step, outgoing, outgoing.extents[layer_name])
+                return self._outgoing[ref.opening]
         except StaleArenaError as error:
             logger.warning("transfer %s is not sent: %s", ref.transfer_id.hex(), error)
             self._fail(ref, str(error))
         except Exception as error:
             # The engine must go on whatever happens to one transfer.
-            logger.exception("sending layer %s of %s", layer_name, ref.transfer_id.hex())
+            logger.exception("sending %s", ref.transfer_id.hex())
             self._fail(ref, f"{type(error).__name__}: {error}")
+        return None
 
     def _open(self, ref: TransferRef) -> Outgoing:
         if ref.attempt <= self._may_begin_after:
@@ -244,69 +268,38 @@ class WorkerSide:
 
     def _fail(self, ref: TransferRef, reason: str) -> None:
         with self._sending:
-            self._outgoing[ref.opening] = None
-            self._access.drain()
+            self._give_up(ref.opening)
+            self._access.copier.drain()
         self._stats.add_failed_send()
         self._client.abort(*ref.opening, reason)
 
-    def _send(self, step: SendStep, outgoing: Outgoing, extent: LayerExtent) -> None:
-        blocks = step.blocks[extent.group_index]
-        first = outgoing.num_sent_pages.get(extent.layer.name, 0)
-        stop = self._num_final_pages(step, extent)
-        if stop <= first:
-            return
-        outgoing.num_sent_pages[extent.layer.name] = stop
-        self._check_blocks(blocks[first:stop], extent)
-        slabs = self._slabs(extent, blocks[first:stop], first, outgoing.space, is_sent=True)
-        if not slabs:
+    def _send(self, sends: GroupSends, layer_name: str) -> None:
+        """Copy a layer's pages of all requests of the step."""
+        reads = [read for read in self._sent[layer_name] if read[1]]
+        if not reads:
             return  # another rank sends this layer
-        self._stats.add_sent(sum(slab.nbytes for slab in slabs))
-        ranges = [range_ for slab in slabs for range_ in slab.ranges()]
+        try:
+            self._access.copier.store(
+                reads,
+                sends.blocks,
+                lambda: sends.copies(self._layout, layer_name, self._sent, self._copied),
+            )
+        except Exception as error:
+            # The engine must go on whatever happens to its transfers.
+            logger.exception("sending layer %s", layer_name)
+            for send in sends.sends:
+                self._fail(send.ref, f"{type(error).__name__}: {error}")
 
-        def copied(error: BaseException | None) -> None:
-            if error is None:
-                self._client.ready(*step.ref.opening, ranges)
-            else:
-                self._load_queue.put(BrokenSend(step.ref, f"{type(error).__name__}: {error}"))
-
-        _, copier = self._access.open(step.ref.arena_epoch)
-        copier.store(slabs, copied)
-
-    def _slabs(
-        self,
-        extent: LayerExtent,
-        blocks: Sequence[int],
-        first_page: int,
-        space: ArenaSpace,
-        *,
-        is_sent: bool,
-    ) -> list[Slab]:
-        """The tokens of an extent in these blocks, the first of which is page `first_page` of it:
-        all of this rank's units, or those that it sends.
-        """
-        group = self._layout.groups[extent.group_index]
-        size, page = group.tokens_per_block, extent.pages.start + first_page
-        tokens = range(
-            max(extent.tokens.start, page * size),
-            min(extent.tokens.stop, (page + len(blocks)) * size),
-        )
-        found = []
-        for view, part in zip(self._views[extent.layer.name], extent.parts, strict=True):
-            units = view.sent_units if is_sent else view.units
-            before = part.part.items(range(page * size, page * size)).start
-            slab = Slab.of(view, units, blocks, before, part.part.items(tokens), part, space)
-            if slab.nbytes:
-                found.append(slab)
-        return found
-
-    def _num_final_pages(self, step: SendStep, extent: LayerExtent) -> int:
-        """The number of the layer's pages that no later chunk will change."""
-        if step.is_last:
-            return len(extent.pages)
-        group = self._layout.groups[extent.group_index]
-        if group.kind is KVKind.RECURRENT:
-            return 0
-        return max(0, step.computed_tokens // group.tokens_per_block - extent.pages.start)
+    def _copied(
+        self, send: Send, ranges: Sequence[tuple[int, int]], error: BaseException | None
+    ) -> None:
+        if error is None:
+            self._stats.add_sent(sum(nbytes for _, nbytes in ranges))
+            self._client.ready(*send.ref.opening, ranges)
+        elif not send.outgoing.is_given_up:
+            send.outgoing.is_given_up = True
+            # The thread that ends copies must not wait for them, as `_fail` does.
+            self._load_queue.put(BrokenSend(send.ref, f"{type(error).__name__}: {error}"))
 
     # Consumer.
 
@@ -357,35 +350,31 @@ class WorkerSide:
 
     def _load_landing(self, step: LoadStep, ref: TransferRef) -> None:
         space, copier = self._space(ref)
+        tables = [BlockIds.of(blocks) for blocks in step.blocks]
         nbytes = 0
-        for extent in self._extents(ref):
-            blocks = step.blocks[extent.group_index]
-            skipped = len(extent.pages) - len(blocks)
-            if not blocks:
-                continue
-            self._check_blocks(blocks, extent)
-            slabs = self._slabs(extent, blocks, skipped, space, is_sent=False)
-            copier.load(slabs)
-            nbytes += sum(slab.nbytes for slab in slabs)
-        self._stats.add_loaded(nbytes)
 
-    @staticmethod
-    def _check_blocks(blocks: Sequence[int], extent: LayerExtent) -> None:
-        """Raise ValueError for block 0, vLLM's null block, which stands for a page that the engine
-        does not keep. A producer may lack pages where the receiver's windows begin at a multiple of
-        larger pages than its own, and its own cache had the rest.
-        """
-        if 0 in blocks:
-            raise ValueError(
-                f"the engine gave no block for a page that layer {extent.layer.name} needs"
-            )
+        def slabs() -> Iterator[Slab]:
+            nonlocal nbytes
+            for extent in self._extents(ref):
+                blocks = tables[extent.group_index]
+                if not blocks:
+                    continue
+                check_blocks(blocks, extent)
+                skipped = len(extent.pages) - len(blocks)
+                views = self._held[extent.layer.name]
+                for slab in slabs_of(self._layout, extent, views, blocks, skipped, space):
+                    nbytes += slab.nbytes
+                    yield slab
+
+        copier.load(slabs())
+        self._stats.add_loaded(nbytes)
 
     # Arena.
 
     def _extents(self, ref: TransferRef) -> Iterator[LayerExtent]:
         """This worker's layers of a transfer, at their places among all layers."""
         extents = self._layout.extents(ref.num_tokens, ref.cached_tokens, ref.window_step)
-        return (extent for extent in extents if extent.layer.name in self._views)
+        return (extent for extent in extents if extent.layer.name in self._held)
 
     def _space(self, ref: TransferRef) -> tuple[ArenaSpace, PageCopier]:
         """A transfer's bytes and the copier. Raises `StaleArenaError` when its agent is gone."""

@@ -22,6 +22,7 @@ BENCHES = (
     "region",
     "simulate",
     "kv",
+    "copier",
     "loops",
     "handoff",
     "hostile",

@@ -33,8 +33,8 @@ from smoke import add_smoke
 
 from kvmanager.arena import Arena
 from kvmanager.layout import KVPart
-from kvmanager.vllm_connector.pages import CpuPageCopier
-from kvmanager.vllm_connector.slabs import PartView, Piece, Slab
+from kvmanager.vllm_connector.pages import NO_BLOCKS, Copy, CpuPageCopier
+from kvmanager.vllm_connector.slabs import BlockIds, PartView, Piece, Slab
 
 GB: Final = 10**9
 KIB: Final = 1 << 10
@@ -88,9 +88,11 @@ def copy_by_page(flat: NDArray[np.uint8], pages: NDArray[np.uint8], order: list[
         rows[row] = pages[page]
 
 
-def stored(error: BaseException | None) -> None:
-    """What a copier calls when pages are in the arena."""
-    if error is not None:
+def store_all(copier: CpuPageCopier, slabs: list[Slab]) -> None:
+    """Store slabs as one copy. Raises what it failed with."""
+    errors: list[BaseException | None] = []
+    copier.store((), NO_BLOCKS, lambda: [Copy(slabs, errors.append)])
+    for error in filter(None, errors):
         raise error
 
 
@@ -103,13 +105,14 @@ def copy_row(arena: Arena, page_bytes: int, rounds: int, *, scattered: bool) -> 
     view = PartView(part, one, one, (Piece(cache.view(num_pages, 1, 1, page_bytes)),))
     space = arena.view(layer_runs(arena.num_blocks, scattered=scattered), arena.nbytes)
     order = [int(page) for page in np.random.default_rng(7).permutation(num_pages)]
-    slabs = [Slab(view, one, order, 0, num_pages, space, 0, arena.nbytes)]
+    blocks = BlockIds.of(order)
+    slabs = [Slab(view, one, blocks, 0, num_pages, space, 0, arena.nbytes)]
     copier = CpuPageCopier()
     engine = cache.numpy().reshape(-1)
     flat = np.frombuffer(arena.memory, np.uint8)
     copied = rates(arena.nbytes, rounds, lambda: np.copyto(flat, engine))
     by_page = rates(arena.nbytes, rounds, lambda: copy_by_page(flat, cache.numpy(), order))
-    store = rates(arena.nbytes, rounds, lambda: copier.store(slabs, stored))
+    store = rates(arena.nbytes, rounds, lambda: store_all(copier, slabs))
     before = cache.clone()
     load = rates(arena.nbytes, rounds, lambda: copier.load(slabs))
     if not torch.equal(before, cache):

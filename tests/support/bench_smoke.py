@@ -192,6 +192,13 @@ def check_kv(kept: Any) -> None:
     check_directory(kept["directory"])
 
 
+def check_copier(kept: Any) -> None:
+    assert {"device", "python", "host"} <= kept.keys()
+    assert is_positive(*kept["python"].values()), kept["python"]
+    assert [row["num_heads"] for row in kept["host"]] == [1, 8]
+    assert is_positive(*(value for row in kept["host"] for value in row.values())), kept["host"]
+
+
 def check_directory(kept: Any) -> None:
     (size,) = kept["sizes"]
     assert size["num_blocks"] > 10_000, size
@@ -247,6 +254,7 @@ CHECKS: Final[dict[str, Callable[[Any], None]]] = {
     "scale": check_scale,
     "simulate": check_simulate,
     "kv": check_kv,
+    "copier": check_copier,
     "loops": check_loops,
     "handoff": check_handoff,
     "hostile": check_hostile,

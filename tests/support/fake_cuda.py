@@ -18,16 +18,16 @@ class FakeCuda:
         self.here = threading.local()
         self.changed = threading.Condition()
         self.streams: list[FakeStream] = []
-        self.registered: dict[int, tuple[int, int]] = {}
-        self.unregistered: list[int] = []
-        self.register_status = 0
+        self.is_immediate = False
+        """Streams work at once."""
+        self.pinned_bytes: list[int] = []
+        self.pin_error: RuntimeError | None = None
         self.devices: list[object] = []
-        """Chosen while host memory was registered or unregistered."""
+        """Chosen while host memory was pinned."""
         self.thread_devices: list[tuple[str, object]] = []
         self.error: Exception | None = None
         """What waiting for an event raises."""
-        self.kept_for: list[tuple[int, FakeStream]] = []
-        self.synchronizing = threading.Event()
+        self.num_waits_for_events = 0
 
     def stream(self) -> "FakeStream | None":
         return getattr(self.here, "stream", None)
@@ -41,29 +41,28 @@ class FakeCuda:
     @contextlib.contextmanager
     def on_stream(self, stream: "FakeStream") -> Iterator[None]:
         before, self.here.stream = self.stream(), stream
-        yield
-        self.here.stream = before
+        try:
+            yield
+        finally:
+            self.here.stream = before
 
     @contextlib.contextmanager
     def on_device(self, device: torch.device) -> Iterator[None]:
         self.here.device = device
-        yield
-        self.here.device = None
+        try:
+            yield
+        finally:
+            self.here.device = None
 
     def set_device(self, device: torch.device) -> None:
         self.thread_devices.append((threading.current_thread().name, device))
 
-    def cudart(self) -> "FakeCuda":
-        return self
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.devices.append(self.here.device)
-        self.registered[address] = nbytes, flags
-        return self.register_status
-
-    def cudaHostUnregister(self, address: int) -> None:
-        self.devices.append(self.here.device)
-        self.unregistered.append(address)
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.pin_error is not None:
+            raise self.pin_error
+        self.devices.append(getattr(self.here, "device", None))
+        self.pinned_bytes.append(tensor.nbytes)
+        return tensor.clone()
 
 
 class FakeStream:
@@ -77,6 +76,8 @@ class FakeStream:
     def add(self, work: Callable[[], object]) -> None:
         self.queue.append(work)
         self.num_queued += 1
+        if self.cuda.is_immediate:
+            self.run()
 
     def wait_stream(self, other: object) -> None:
         assert self.num_done == self.num_queued or self.queue, "a stream waits before its copies"
@@ -84,7 +85,8 @@ class FakeStream:
 
     def run(self, count: int | None = None) -> None:
         """The GPU works off the first `count` pieces of work, or all."""
-        with self.cuda.changed:
+        # Work is queued in an inference-mode block, of which CUDA would know nothing.
+        with self.cuda.changed, torch.inference_mode():
             for work in self.queue[:count]:
                 work()
                 self.num_done += 1
@@ -92,7 +94,6 @@ class FakeStream:
             self.cuda.changed.notify_all()
 
     def synchronize(self) -> None:
-        self.cuda.synchronizing.set()
         if self.cuda.error is not None:
             raise self.cuda.error
         self.run()
@@ -111,6 +112,7 @@ class FakeEvent:
         stream = self.stream
         assert stream is not None
         with stream.cuda.changed:
+            stream.cuda.num_waits_for_events += 1
             assert stream.cuda.changed.wait_for(lambda: stream.num_done >= self.position, 5)
             if stream.cuda.error is not None:
                 raise stream.cuda.error
@@ -135,14 +137,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
     on_its_stream("copy_")
     on_its_stream("index_copy_")
-    monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda t, stream: cuda.kept_for.append((t.numel(), stream))
-    )
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: cuda.pin(tensor))
     monkeypatch.setattr(torch.cuda, "Stream", cuda.make_stream)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "stream", cuda.on_stream)
     monkeypatch.setattr(torch.cuda, "device", cuda.on_device)
     monkeypatch.setattr(torch.cuda, "set_device", cuda.set_device)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the engine's stream")
-    monkeypatch.setattr(torch.cuda, "cudart", cuda.cudart)
     return cuda

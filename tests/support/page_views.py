@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvmanager.layout import KVPart
-from kvmanager.vllm_connector.slabs import PartView, Piece, Slab
+from kvmanager.vllm_connector.slabs import BlockIds, PartView, Piece, Slab
 
 
 class PiecewiseSpace:
@@ -40,4 +40,4 @@ def slab_of_pages(view: PartView, block_ids: Sequence[int], space: Any, offset: 
     """All items of these blocks, one unit behind the other from `offset` on."""
     num_items = len(block_ids) * view.items_per_row * view.rows_per_block
     stride = num_items * view.part.item_bytes
-    return Slab(view, view.units, block_ids, 0, num_items, space, offset, stride)
+    return Slab(view, view.units, BlockIds.of(block_ids), 0, num_items, space, offset, stride)

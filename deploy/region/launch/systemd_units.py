@@ -109,7 +109,7 @@ def _unit(
         "KillMode": "mixed",
         "TimeoutStartSec": str(START_S),
         "TimeoutStopSec": str(math.ceil(item.process.term_grace_s + KILL_S)),
-        # A connection is a descriptor; arenas may be pinned for a GPU's copies.
+        # A connection is a descriptor; engines pin memory for a GPU's copies.
         "LimitNOFILE": str(MAX_FILES),
         "LimitMEMLOCK": "infinity",
     }

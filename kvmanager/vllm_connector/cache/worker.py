@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvmanager.agent.engines.client import EngineClient
 from kvmanager.arena import Arena, ArenaSpace
@@ -22,8 +23,9 @@ from kvmanager.layout import KVLayout
 from kvmanager.pool.shape import BlockExtent, CacheShape, part_extents
 from kvmanager.vllm_connector.arena_access import ArenaAccess, StaleArenaError
 from kvmanager.vllm_connector.metadata import CachedParts, StoreStep
-from kvmanager.vllm_connector.pages import PageCopier
-from kvmanager.vllm_connector.slabs import PartView, Slab
+from kvmanager.vllm_connector.pages import NO_BLOCKS, Copy, PageCopier
+from kvmanager.vllm_connector.sends import Units, units_held, units_sent
+from kvmanager.vllm_connector.slabs import BlockTable, PartView, Slab
 from kvmanager.vllm_connector.stats import TransferStats
 
 logger = logging.getLogger("prfaas.kvmanager.connector")
@@ -60,7 +62,7 @@ class CacheWorker:
         self._stats = stats
         self._client = client
         self._access = access
-        self._views = views
+        self._sent, self._held = units_sent(views), units_held(views)
         self._lock = threading.Lock()
         self._connected_at_s = math.inf
         self._writing: dict[int, Writing] = {}
@@ -76,7 +78,7 @@ class CacheWorker:
         """Wait until nothing writes into the arena, whose memory the agent may soon use again."""
         with self._lock:
             self._connected_at_s = math.inf
-            self._access.drain()
+            self._access.copier.drain()
 
     def store(self, steps: Sequence[StoreStep]) -> None:
         """Copy the parts of these steps. The agent is told when the copies have ended."""
@@ -101,16 +103,18 @@ class CacheWorker:
             self._end(step)
             return
         arena, copier = self._open(step.cached)
-        copies = list(self._copies(step.cached, arena, is_sent=True))
+        layers = list(self._layers(step.cached, arena, self._sent))
         with self._writing_lock:
             writing.num_copying += 1
             writing.ended = step.is_last
+        copied = Copied()
         try:
-            for slabs in copies[:-1]:
-                copier.store(slabs, _nothing)
-            # Copies end in the order in which they begin, so after the last one all have ended. A
-            # rank whose parts others store copies nothing, and says so in the same way.
-            copier.store(copies[-1] if copies else (), lambda error: self._copied(step, error))
+            for layer in layers:
+                reads = [read for read in layer.views if read[1]]
+                copier.store(reads, layer.blocks, partial(copied.copies, layer, self._layout))
+            # Copies end in the order in which they begin, so after this one of nothing all have
+            # ended. A rank whose parts others store says so in the same way.
+            copier.store((), NO_BLOCKS, lambda: [Copy((), partial(self._copied, step, copied))])
         except BaseException:
             # Copies that have begun still read the pages and write into the arena.
             copier.drain()
@@ -118,17 +122,16 @@ class CacheWorker:
                 writing.num_copying -= 1
                 writing.ended = False
             raise
-        num_blocks = len({part.index for part in step.cached.parts})
-        self._stats().add_cache_stored(
-            sum(slab.nbytes for slabs in copies for slab in slabs), num_blocks
-        )
 
-    def _copied(self, step: StoreStep, error: BaseException | None) -> None:
+    def _copied(self, step: StoreStep, copied: Copied, error: BaseException | None) -> None:
+        error = error or copied.error
         parts = [(part.index, part.part) for part in step.cached.parts]
         if error is not None:
             logger.error("storing under handle %d: %r", step.handle, error)
             self._stats().add_failed_cache_store()
             parts = []
+        else:
+            self._stats().add_cache_stored(copied.nbytes, len({index for index, _ in parts}))
         with self._writing_lock:
             writing = self._writing[step.handle]
             writing.num_copying -= 1
@@ -169,10 +172,17 @@ class CacheWorker:
         have given their memory to others meanwhile, and ValueError for a page without a block.
         """
         arena, copier = self._open(cached)
+        layers = list(self._layers(cached, arena, self._held))
         nbytes = 0
-        for slabs in self._copies(cached, arena, is_sent=False):
-            copier.load(slabs)
-            nbytes += sum(slab.nbytes for slab in slabs)
+
+        def slabs() -> Iterator[Slab]:
+            nonlocal nbytes
+            for layer in layers:
+                for slab in layer.slabs(self._layout):
+                    nbytes += slab.nbytes
+                    yield slab
+
+        copier.load(slabs())
         # Checked again: if the connection broke meanwhile, the bytes may be another part's.
         self._check_connection(cached)
         self._stats().add_cache_loaded(nbytes, len({part.index for part in cached.parts}))
@@ -185,43 +195,78 @@ class CacheWorker:
         if cached.asked_s < self._connected_at_s:
             raise StaleArenaError("the connection to the agent broke after it gave this memory")
 
-    def _copies(self, cached: CachedParts, arena: Arena, *, is_sent: bool) -> Iterator[list[Slab]]:
-        """The slabs of all blocks layer by layer: all of this rank's units, or those it sends."""
+    def _layers(self, cached: CachedParts, arena: Arena, units: Units) -> Iterator[CachedLayer]:
+        """All parts layer by layer. Raises ValueError for a page without a block."""
         for part, shape in enumerate(self._shape.parts):
-            blocks = [item for item in cached.parts if item.part == part]
-            if not blocks:
+            items = [item for item in cached.parts if item.part == part]
+            if not items:
                 continue
-            spaces = [arena.view(item.runs, shape.nbytes) for item in blocks]
+            spaces = [arena.view(item.runs, shape.nbytes) for item in items]
+            tables: dict[int, BlockTable] = {}
             for extent in part_extents(self._layout, self._shape, part):
-                if extent.layer.name not in self._views:
+                if extent.layer.name not in units:
                     continue  # a layer of another pipeline stage
                 group = shape.groups.index(extent.group_index)
-                slabs = [
-                    slab
-                    for item, space in zip(blocks, spaces, strict=True)
-                    for slab in self._slabs(extent, item.blocks[group], space, is_sent=is_sent)
-                ]
-                if slabs:
-                    yield slabs
-
-    def _slabs(
-        self, extent: BlockExtent, pages: Sequence[int], space: ArenaSpace, *, is_sent: bool
-    ) -> Iterator[Slab]:
-        """The slabs of one block of the cache, whose last pages in the engine are `pages`."""
-        # Block 0 is vLLM's null block, which stands for a page that the engine does not keep.
-        if 0 in pages:
-            raise ValueError(
-                f"the engine gave no block for a page that layer {extent.layer.name} needs"
-            )
-        page_tokens = self._layout.groups[extent.group_index].tokens_per_block
-        tokens = range(max(0, extent.tokens.stop - len(pages) * page_tokens), extent.tokens.stop)
-        for view, part in zip(self._views[extent.layer.name], extent.parts, strict=True):
-            items = part.part.items(tokens)
-            units = view.sent_units if is_sent else view.units
-            slab = Slab.of(view, units, pages, items.start, items, part, space)
-            if pages and slab.nbytes:
-                yield slab
+                if group not in tables:
+                    ids = [block for item in items for block in item.blocks[group]]
+                    # Block 0 is vLLM's null block, which stands for a page that the engine does not
+                    # keep.
+                    if 0 in ids:
+                        raise ValueError(
+                            "the engine gave no block for a page that layer "
+                            f"{extent.layer.name} needs"
+                        )
+                    tables[group] = BlockTable(ids)
+                pages = [len(item.blocks[group]) for item in items]
+                yield CachedLayer(
+                    extent,
+                    units[extent.layer.name],
+                    tables[group],
+                    list(zip(spaces, pages, strict=True)),
+                )
 
 
-def _nothing(error: BaseException | None) -> None:
-    """Do nothing: the agent is told of a handle's copies with the last one."""
+@dataclass(frozen=True, slots=True)
+class CachedLayer:
+    """One layer's share of cached parts. `spaces` are the parts' bytes in the order of the blocks,
+    each with the number of its blocks.
+    """
+
+    extent: BlockExtent
+    views: Sequence[tuple[PartView, range]]
+    blocks: BlockTable
+    spaces: Sequence[tuple[ArenaSpace, int]]
+
+    def slabs(self, layout: KVLayout) -> Iterator[Slab]:
+        """The slabs of all parts. The blocks are a part's last pages."""
+        extent, before = self.extent, 0
+        page_tokens = layout.groups[extent.group_index].tokens_per_block
+        for space, num_pages in self.spaces:
+            pages = self.blocks.blocks(before, before + num_pages)
+            before += num_pages
+            tokens = range(max(0, extent.tokens.stop - num_pages * page_tokens), extent.tokens.stop)
+            for (view, units), part in zip(self.views, extent.parts, strict=True):
+                items = part.part.items(tokens)
+                slab = Slab.of(view, units, pages, items.start, items, part, space)
+                if num_pages and slab.nbytes:
+                    yield slab
+
+
+@dataclass(slots=True)
+class Copied:
+    """What has come of the copies of one step, layer by layer."""
+
+    nbytes: int = 0
+    error: BaseException | None = None
+
+    def copies(self, layer: CachedLayer, layout: KVLayout) -> Iterator[Copy]:
+        """The copies of one layer, of which this counts."""
+        yield Copy(self._counted(layer.slabs(layout)), self._done)
+
+    def _counted(self, slabs: Iterator[Slab]) -> Iterator[Slab]:
+        for slab in slabs:
+            self.nbytes += slab.nbytes
+            yield slab
+
+    def _done(self, error: BaseException | None) -> None:
+        self.error = self.error or error

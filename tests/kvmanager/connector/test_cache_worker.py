@@ -16,6 +16,7 @@ from kvmanager.layout import KVGroup, KVKind, KVLayout
 from kvmanager.vllm_connector.arena_access import ArenaAccess, StaleArenaError
 from kvmanager.vllm_connector.cache.worker import CacheWorker
 from kvmanager.vllm_connector.metadata import CachedParts, PartPages, StoreStep
+from kvmanager.vllm_connector.pages import CpuPageCopier
 from kvmanager.vllm_connector.stats import TransferStats
 
 NUM_PAGES = 16
@@ -63,9 +64,7 @@ class Rank:
             )
             views[layer.name] = page_view(part, self.pages[layer.name], layout.tp_size, rank)
         any_client: Any = client
-        self.access = ArenaAccess(any_client, torch.device("cpu"))
-        if client.arena is not None:
-            self.access.prepare(client.arena)
+        self.access = ArenaAccess(any_client, CpuPageCopier())
         self.worker = CacheWorker(layout, any_client, self.access, views, stats=lambda: self.counts)
         self.worker.on_connected()
 
@@ -169,8 +168,8 @@ class LateCopier:
     def __init__(self) -> None:
         self.done: list[Any] = []
 
-    def store(self, slabs: Any, done: Any) -> None:
-        self.done.append(done)
+    def store(self, reads: Any, blocks: Any, copies: Any) -> None:
+        self.done += [copy.done for copy in copies()]
 
     def drain(self) -> None: ...
     def close(self) -> None: ...

@@ -35,7 +35,7 @@ from vllm.v1.kv_cache_interface import (
 from kvmanager.layout import KVLayer, KVPart, LayoutError
 from kvmanager.vllm_connector import memory_order as module
 from kvmanager.vllm_connector.memory_order import views_of
-from kvmanager.vllm_connector.slabs import PartView, copy_slab
+from kvmanager.vllm_connector.slabs import BlockIds, PartView, copy_slab
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_a_block_of_the_engine_may_be_several_blocks_of_the_kernel() -> None:
     cache = random_bits(2 * NUM_BLOCKS, HEADS, 32, 16)
     (view,) = views(spec, cache, config())
     assert (view.rows_per_block, view.items_per_row) == (2, 32)
-    assert view.rows([3, 1]).tolist() == [6, 7, 2, 3]
+    assert BlockIds.of([3, 1]).rows(view.rows_per_block).tolist() == [6, 7, 2, 3]
 
 
 def test_an_order_of_the_cpu_that_is_not_known_travels_as_it_is(

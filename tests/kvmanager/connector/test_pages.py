@@ -1,13 +1,15 @@
 """Pages of an engine's cache to the arena and back, for every geometry the connector accepts."""
 
+from collections.abc import Iterable, Iterator
+
 import pytest
 import torch
 from page_views import PiecewiseSpace, page_view, slab_of_pages
 from simple_layouts import state
 
 from kvmanager.layout import KVPart
-from kvmanager.vllm_connector.pages import CpuPageCopier
-from kvmanager.vllm_connector.slabs import PartView, Piece
+from kvmanager.vllm_connector.pages import NO_BLOCKS, Copy, CpuPageCopier, Done
+from kvmanager.vllm_connector.slabs import PartView, Piece, Slab
 
 NUM_BLOCKS = 6
 HEADS = KVPart("kv", 2, 16, "float16")
@@ -37,6 +39,10 @@ def layer_cache(
     )
 
 
+def stored(copier: CpuPageCopier, slabs: Iterable[Slab], done: Done) -> None:
+    copier.store((), NO_BLOCKS, lambda: [Copy(slabs, done)])
+
+
 def part_view(cache: torch.Tensor) -> PartView:
     return PartView(HEADS, range(2), range(2), (Piece(cache),))
 
@@ -49,7 +55,7 @@ def test_pages_go_out_and_come_back_bit_for_bit(block_outermost: bool, cut: int)
     view, copier = part_view(cache), CpuPageCopier()
     space = PiecewiseSpace(4 * PAGE_BYTES, cut)
     done: list[object] = []
-    copier.store([slab_of_pages(view, [5, 2, 3], space, PAGE_BYTES)], done.append)
+    stored(copier, [slab_of_pages(view, [5, 2, 3], space, PAGE_BYTES)], done.append)
     assert done == [None]
     by_head = (cache[block, head] for head in range(2) for block in (5, 2, 3))
     assert bytes(space.memory[PAGE_BYTES:]) == b"".join(bits(tokens) for tokens in by_head)
@@ -65,7 +71,7 @@ def test_slabs_of_one_copy_go_to_their_own_places() -> None:
     view, copier = part_view(cache), CpuPageCopier()
     space = PiecewiseSpace(3 * PAGE_BYTES)
     slabs = [slab_of_pages(view, [block], space, block * PAGE_BYTES) for block in (2, 0)]
-    copier.store(slabs, lambda error: None)
+    stored(copier, slabs, lambda error: None)
     assert bytes(space.memory) == bits(cache[0]) + bytes(PAGE_BYTES) + bits(cache[2])
 
 
@@ -76,9 +82,38 @@ def test_padding_of_a_state_page_is_neither_read_nor_written() -> None:
     (view,) = page_view(state("state", used).parts[0], rows[:, :used])
     space = PiecewiseSpace(used)
     copier = CpuPageCopier()
-    copier.store([slab_of_pages(view, [3], space, 0)], lambda error: None)
+    stored(copier, [slab_of_pages(view, [3], space, 0)], lambda error: None)
     assert bytes(space.memory) == bytes(range(used))
     space.memory[:] = bytes(used)
     copier.load([slab_of_pages(view, [4], space, 0)])
     assert not rows[4, :used].any()
     assert torch.equal(rows[4, used:], rows[3, used:])
+
+
+def test_one_broken_copy_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+    cache = layer_cache(engine_cache(1), 0, 1, block_outermost=False)
+    view, copier = part_view(cache), CpuPageCopier()
+    space = PiecewiseSpace(2 * PAGE_BYTES)
+    seen: list[tuple[str, BaseException | None]] = []
+
+    def broken() -> Iterator[Slab]:
+        yield slab_of_pages(view, [1], space, 0)
+        raise KeyError("no such layer")
+
+    def fails(error: BaseException | None) -> None:
+        seen.append(("fails", error))
+        raise OSError("the agent is gone")
+
+    def note(error: BaseException | None) -> None:
+        seen.append(("good", error))
+
+    good = [slab_of_pages(view, [2], space, PAGE_BYTES)]
+    copier.store((), NO_BLOCKS, lambda: [Copy(broken(), fails), Copy((), fails), Copy(good, note)])
+    copier.drain()
+    assert [(name, type(error)) for name, error in seen] == [
+        ("fails", KeyError),
+        ("fails", type(None)),
+        ("good", type(None)),
+    ]
+    assert bytes(space.memory[PAGE_BYTES:]) == bits(cache[2])
+    assert "the callback at the end of a copy raised" in caplog.text

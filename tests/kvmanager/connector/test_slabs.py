@@ -1,13 +1,15 @@
 """Slabs: any two engines write and read the same bytes, whatever their cuts and memory orders."""
 
+import contextlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from fake_cuda import install
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from page_views import PiecewiseSpace, page_view, slab_of_pages
@@ -15,8 +17,9 @@ from simple_layouts import paged
 
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout, KVPart, PartExtent
 from kvmanager.pool.shape import CacheShape, part_extents
-from kvmanager.vllm_connector.pages import CudaPageCopier, _host_pieces
-from kvmanager.vllm_connector.slabs import PartView, Piece, Slab, copy_slab, plain
+from kvmanager.vllm_connector.cuda_pages import CudaPageCopier
+from kvmanager.vllm_connector.pages import Copy
+from kvmanager.vllm_connector.slabs import BlockIds, PartView, Piece, Slab, copy_slab, plain
 
 ORDERS = ("heads", "tokens", "columns", "transposed")
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32)
@@ -112,27 +115,37 @@ class Rank:
         blocks = self.table[first : first + len(pages)]
         held = range(max(items.start, pages.start * size), min(items.stop, pages.stop * size))
         units = self.view.sent_units if is_sent else self.view.units
-        return Slab.of(self.view, units, blocks, pages.start * size, held, extent, space)
+        return Slab.of(
+            self.view, units, BlockIds.of(blocks), pages.start * size, held, extent, space
+        )
+
+
+@contextlib.contextmanager
+def gpu_copier(device: torch.device) -> Iterator[CudaPageCopier]:
+    """The GPU's copier on a stand-in for CUDA, with staging memory that nearly everything must be
+    cut for.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch).is_immediate = True
+        copier = CudaPageCopier(device, 16 << 10, lambda waited_s: None)
+        yield copier
+        copier.close()
 
 
 def copy(slab: Slab, side: Side, *, into_space: bool) -> None:
-    """Copy with the CPU's copier, or with the kernels of the GPU's, on the CPU."""
+    """Copy with the CPU's copier or with the GPU's, whose tensors are the CPU's."""
     if not side.is_cuda:
         copy_slab(slab, into_space=into_space)
         return
-    copier = object.__new__(CudaPageCopier)
-    copier._device = torch.device("cpu")
-    if not slab.nbytes:
-        return
-    if into_space:
-        data = copier._gathered(slab)
-        for host, start in _host_pieces(slab):
-            host.copy_(data[start : start + host.numel()])
-    else:
-        staged = torch.empty(slab.nbytes, dtype=torch.uint8)
-        for host, start in _host_pieces(slab):
-            staged[start : start + host.numel()].copy_(host)
-        copier._scatter(slab, staged)
+    with gpu_copier(torch.device("cpu")) as copier:
+        if not into_space:
+            copier.load([slab])
+            return
+        errors: list[BaseException | None] = []
+        reads, blocks = [(slab.view, slab.units)], slab.block_ids.table
+        copier.store(reads, blocks, lambda: [Copy([slab], errors.append)])
+        copier.drain()
+        assert errors == [None]
 
 
 @dataclass
@@ -311,9 +324,9 @@ def test_rows_of_which_some_items_are_left_out_are_copied_alone() -> None:
     view = PartView(part, range(1), range(1), (Piece(memory),), rows_per_block=2)
     extent = PartExtent(part, range(10, 30), 0)
     space = PiecewiseSpace(40)
-    slab = Slab.of(view, range(1), [2, 3, 4], 8, range(10, 30), extent, space)
+    slab = Slab.of(view, range(1), BlockIds.of([2, 3, 4]), 8, range(10, 30), extent, space)
     assert list(slab.runs()) == [(4, 1, 2, 2), (5, 4, 0, 16), (9, 1, 0, 2)]
-    one = Slab.of(view, range(1), [2, 3, 4], 8, range(17, 18), extent, space)
+    one = Slab.of(view, range(1), BlockIds.of([2, 3, 4]), 8, range(17, 18), extent, space)
     assert list(one.runs()) == [(6, 1, 1, 1)]
     assert one.ranges() == [(14, 2)]
 
@@ -324,12 +337,12 @@ def test_ranges_of_neighbouring_units_are_one_range() -> None:
     memory = torch.zeros(4, 2, 16, 8, dtype=torch.uint8)
     view = PartView(part, range(2, 4), range(2, 4), (Piece(memory),))
     space = PiecewiseSpace(1000)
-    whole = Slab.of(view, view.units, [1], 0, range(10), extent, space)
+    whole = Slab.of(view, view.units, BlockIds.of([1]), 0, range(10), extent, space)
     assert whole.ranges() == [(100 + 2 * 80, 2 * 80)]
-    half = Slab.of(view, view.units, [1], 0, range(5, 10), extent, space)
+    half = Slab.of(view, view.units, BlockIds.of([1]), 0, range(5, 10), extent, space)
     assert half.ranges() == [(100 + 2 * 80 + 40, 40), (100 + 3 * 80 + 40, 40)]
     assert (half.nbytes, half.unit_bytes) == (80, 40)
-    none = Slab.of(view, range(2, 2), [1], 0, range(10), extent, space)
+    none = Slab.of(view, range(2, 2), BlockIds.of([1]), 0, range(10), extent, space)
     assert (none.ranges(), none.nbytes) == ([], 0)
 
 

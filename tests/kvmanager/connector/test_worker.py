@@ -117,6 +117,17 @@ def test_pages_are_announced_as_steps_fill_them(engine: Engine) -> None:
     assert bytes(engine.arena.memory[: 2 * PAGE]) == bytes([7]) * 2 * PAGE
 
 
+def test_a_layer_is_sent_by_its_hook_also_before_the_step_is_started(engine: Engine) -> None:
+    """vLLM starts loads behind the forward pass, unless the step waits for them."""
+    ref = TransferRef(TID, NUM_TOKENS, engine.arena.epoch, ((0, 1),), 5)
+    meta = PrfaasMetadata(sends=[SendStep(ref, ([1],), 16)])
+    engine.side.save_kv_layer(meta, "full")
+    assert engine.client.take() == [("attach", TID, 5), ("ready", TID, 5, [(0, PAGE)])]
+    engine.side.start_step(meta)
+    engine.side.wait_for_save(meta)
+    assert engine.client.take() == []
+
+
 def test_layers_whose_hook_was_not_called_are_sent_after_the_step(engine: Engine) -> None:
     engine.step(5, 16, calls_hooks=False)
     engine.step(5, 32, calls_hooks=False)
@@ -180,7 +191,6 @@ def test_the_arena_of_an_agent_that_is_gone_is_not_kept(engine: Engine) -> None:
     engine.side.on_disconnected()
     engine.arena.close()
     del engine.arena
-    assert arena() is not None, "the agent may live on: its GPU memory stays pinned"
     engine.side.on_agent_gone()
     gc.collect()
     assert arena() is None
@@ -247,9 +257,13 @@ class BrokenCopier:
 
     def __init__(self) -> None:
         self.done: list[Any] = []
+        self.tables: list[list[int]] = []
 
-    def store(self, slabs: Any, done: Any) -> None:
-        self.done.append(done)
+    def store(self, reads: Any, blocks: Any, copies: Any) -> None:
+        self.tables.append(blocks.ids.tolist())
+        for copy in copies():
+            list(copy.slabs)
+            self.done.append(copy.done)
 
     def drain(self) -> None: ...
     def close(self) -> None: ...
@@ -259,8 +273,7 @@ def test_a_copy_that_fails_late_ends_the_transfer_instead_of_announcing_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copier = BrokenCopier()
-    assert engine.side._access is not None
-    monkeypatch.setattr(engine.side._access, "open", lambda epoch: (engine.arena, copier))
+    monkeypatch.setattr(engine.side._access, "copier", copier)
     engine.step(5, 16)
     (done,) = copier.done
     done(RuntimeError("the GPU is lost"))
@@ -277,7 +290,7 @@ def test_a_prefill_is_over_when_its_last_copy_is(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copier = BrokenCopier()
-    monkeypatch.setattr(engine.side._access, "open", lambda epoch: (engine.arena, copier))
+    monkeypatch.setattr(engine.side._access, "copier", copier)
     engine.step(5, 32)
     (attach,) = engine.client.take()
     assert attach[0] == "attach"
@@ -285,6 +298,76 @@ def test_a_prefill_is_over_when_its_last_copy_is(
     pages(None)
     end(None)
     assert [said[0] for said in engine.client.take()] == ["ready", "prefill_end"]
+
+
+def test_a_request_that_breaks_fails_alone_among_many(engine: Engine) -> None:
+    tids = [bytes([number]) * 16 for number in range(4)]
+    outside = ((9, 1),)  # not in the arena of four blocks
+    runs = [((0, 1),), outside, ((1, 1),), ((2, 1),)]
+    meta = PrfaasMetadata()
+    for number, tid in enumerate(tids):
+        ref = TransferRef(tid, NUM_TOKENS, engine.arena.epoch, runs[number], 5)
+        blocks = [1, 2] if number != 2 else [1, 99]  # the engine has four blocks
+        meta.sends.append(SendStep(ref, (blocks,), NUM_TOKENS))
+    engine.side.start_step(meta)
+    engine.side.save_kv_layer(meta, "full")
+    engine.side.wait_for_save(meta)
+    engine.side.close()  # its threads have done what they were given
+    said = engine.client.take()
+    assert [what[1] for what in said if what[0] == "ready"] == [tids[0], tids[3]]
+    assert {what[1] for what in said if what[0] == "abort"} == {tids[1], tids[2]}
+    assert sum(what[0] == "abort" for what in said) == 2
+    assert [what[1] for what in said if what[0] == "prefill_end"] == tids
+    stats = engine.side.take_stats()
+    assert stats is not None
+    assert (stats.data["failed_sends"], stats.data["sent_bytes"]) == (2, 4 * PAGE)
+
+
+def test_pages_of_all_requests_of_a_step_are_one_copy(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copier = BrokenCopier()
+    monkeypatch.setattr(engine.side._access, "copier", copier)
+    meta = PrfaasMetadata()
+    for number in range(3):
+        ref = TransferRef(bytes([number]) * 16, 16, engine.arena.epoch, ((number, 1),), 5)
+        meta.sends.append(SendStep(ref, ([1 + number],), 16))
+    engine.side.start_step(meta)
+    engine.side.save_kv_layer(meta, "full")
+    engine.side.save_kv_layer(meta, "full")
+    assert copier.tables == [[1, 2, 3]]
+    assert len(copier.done) == 3
+    engine.side.wait_for_save(meta)
+    assert copier.tables == [[1, 2, 3], [], [], []], "the ends of three prefills"
+
+
+def test_an_outbox_that_failed_while_its_pages_crossed_is_not_written_nor_announced(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A late announcement would attach this worker to memory that it has released."""
+
+    class SlowCopier(BrokenCopier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wanted: list[Any] = []
+
+        def store(self, reads: Any, blocks: Any, copies: Any) -> None:
+            self.wanted.append(copies)
+
+    copier = SlowCopier()
+    monkeypatch.setattr(engine.side._access, "copier", copier)
+    engine.step(5, 16)
+    engine.side.on_failed(TID, "its lease ended", 5)
+    assert engine.client.take() == [("attach", TID, 5), ("release", TID, 5)]
+    (wanted,) = copier.wanted
+    assert list(wanted()) == []
+    engine.step(6, 16)
+    assert len(list(copier.wanted[-1]())) == 1, "the next attempt is its own"
+
+
+def test_what_a_step_sends_is_not_kept(engine: Engine) -> None:
+    engine.step(5, 32)
+    assert engine.side._step is None
 
 
 @pytest.mark.parametrize(("age_s", "fails"), [(0.0, False), (GRACE_S + 1, True)])
