@@ -24,7 +24,15 @@ from kvmanager.vllm_connector.pages import (
     Reads,
     say_done,
 )
-from kvmanager.vllm_connector.slabs import INTEGERS, BlockIds, BlockTable, PartView, Slab, copy_slab
+from kvmanager.vllm_connector.slabs import (
+    INTEGERS,
+    BlockIds,
+    BlockTable,
+    PartView,
+    Slab,
+    clear_slab,
+    copy_slab,
+)
 from kvmanager.vllm_connector.staging import (
     MAX_KEPT_PLACES,
     Ring,
@@ -282,6 +290,17 @@ class CudaPageCopier:
                 # Also after an error: the engine may soon use these pages for something else.
                 staging.ring.clear()
                 self._load_event().synchronize()
+
+    def clear(self, slabs: Iterable[Slab]) -> None:
+        with (
+            self._loading,
+            torch.inference_mode(),
+            torch.cuda.device(self._device),
+            torch.cuda.stream(self._in.stream),
+        ):
+            for slab in slabs:
+                clear_slab(slab)
+            self._load_event().synchronize()
 
     def _load_event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(blocking=True)

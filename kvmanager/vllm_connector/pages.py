@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvmanager.vllm_connector.slabs import BlockTable, PartView, Slab, copy_slab
+from kvmanager.vllm_connector.slabs import BlockTable, PartView, Slab, clear_slab, copy_slab
 
 logger = logging.getLogger("prfaas.kvmanager.connector")
 
@@ -46,11 +46,14 @@ class PageCopier(Protocol):
         called on another thread and must not call the copier.
     load: copy slabs into the engine's memory. It returns when they are there. If it raises, nothing
         writes into that memory any more.
+    clear: fill slabs of the engine's memory with zeros. It returns when they are there.
     """
 
     def store(self, reads: Reads, blocks: BlockTable, copies: Copies) -> None: ...
 
     def load(self, slabs: Iterable[Slab]) -> None: ...
+
+    def clear(self, slabs: Iterable[Slab]) -> None: ...
 
     def drain(self) -> None:
         """Wait until no `store` is under way and every `done` has returned. Never raises."""
@@ -79,6 +82,10 @@ class CpuPageCopier:
     def load(self, slabs: Iterable[Slab]) -> None:
         for slab in slabs:
             copy_slab(slab, into_space=False)
+
+    def clear(self, slabs: Iterable[Slab]) -> None:
+        for slab in slabs:
+            clear_slab(slab)
 
     def drain(self) -> None:
         with self._storing:

@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from kvmanager.agent.engines.client import EngineClient
 from kvmanager.agent.engines.protocol import Welcome
 from kvmanager.arena import Arena, ArenaSpace
-from kvmanager.layout import KVLayout, LayerExtent
+from kvmanager.layout import KVKind, KVLayout, LayerExtent
 from kvmanager.vllm_connector.arena_access import ArenaAccess, StaleArenaError
 from kvmanager.vllm_connector.cache.worker import CacheWorker
 from kvmanager.vllm_connector.cuda_pages import DEFAULT_STAGING_MIB, copier_for
@@ -367,7 +367,25 @@ class WorkerSide:
                     yield slab
 
         copier.load(slabs())
+        copier.clear(self._rests(ref, step, space))
         self._stats.add_loaded(nbytes)
+
+    def _rests(self, ref: TransferRef, step: LoadStep, space: ArenaSpace) -> Iterator[Slab]:
+        """What the last pages have behind the last token. vLLM clears pages that it fills itself:
+        what another layer left there may be no number, and attention multiplies it with 0.
+        """
+        for extent in self._extents(ref):
+            group, blocks = self._layout.groups[extent.group_index], step.blocks[extent.group_index]
+            if group.kind is KVKind.RECURRENT or not blocks:
+                continue
+            size, block = group.tokens_per_block, BlockIds.of(blocks[-1:])
+            page = range((extent.pages.stop - 1) * size, extent.pages.stop * size)
+            held = self._held[extent.layer.name]
+            for (view, units), found in zip(held, extent.parts, strict=True):
+                of_page = found.part.items(page)
+                rest = range(found.items.stop, of_page.stop)
+                if rest:
+                    yield Slab.of(view, units, block, of_page.start, rest, found, space)
 
     # Arena.
 

@@ -242,6 +242,35 @@ def test_a_sender_without_a_page_of_the_receivers_window_fails_the_transfer(aren
     assert "no block for a page" in abort[3]
 
 
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_the_rest_of_the_last_page_is_cleared(arena: Arena, size: int) -> None:
+    """What was there may be no number, with which 0 times it is no number either."""
+    ours, theirs = layout(1, 16), layout(1, size)
+    step = theirs.window_step
+    ref = TransferRef(TID, NUM_TOKENS, arena.epoch, ARENA_RUNS, 1, window_step=step)
+    sender = Rank(ours, 0, arena, is_full=True)
+    sender.send(ref)
+    sender.side.close()
+    rank = Rank(theirs, 0, arena, is_full=False)
+    for memory in rank.memory.values():
+        memory.fill_(255)
+    blocks = tuple(
+        rank.table(index, group.tokens(NUM_TOKENS, 0, step))
+        for index, group in enumerate(theirs.groups)
+    )
+    rank.load(LoadStep("r", time.monotonic(), ref, blocks))
+    end = -(-NUM_TOKENS // size) * size
+    for group_index, layer in theirs.layers:
+        if theirs.groups[group_index].kind is not KVKind.RECURRENT:
+            for number, part in enumerate(layer.parts):
+                memory = rank.memory[layer.name, number]
+                num_behind = part.items(range(end)).stop - part.items(range(NUM_TOKENS)).stop
+                behind = memory[blocks[group_index][-1], :, memory.shape[2] - num_behind :]
+                assert not behind.any(), layer.name
+                others = [block for block in range(NUM_BLOCKS) if block not in blocks[group_index]]
+                assert bool((memory[others] == 255).all()), layer.name
+
+
 def test_a_receiver_leaves_out_the_pages_that_it_has(arena: Arena) -> None:
     ours, theirs = layout(2, 16), layout(1, 32)
     step = theirs.window_step
