@@ -20,6 +20,7 @@ class ReservedLanding(msgspec.Struct, frozen=True, kw_only=True):
     first `cached_tokens` is cached there already and not part of the `nbytes`. With `is_lossy` the
     rest may lose precision on its way. `adapter` identifies the weights of the LoRA adapter with
     which the KVCache is computed (`kvmanager.vllm_connector.weights`), "" for the base model.
+    `draft` is the fingerprint of the drafter whose KVCache it has room for, "" for none.
     """
 
     transfer_id: str
@@ -33,6 +34,7 @@ class ReservedLanding(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     is_lossy: bool = False
     adapter: str = ""
+    draft: str = ""
 
 
 def reserved_landing(
@@ -51,6 +53,7 @@ def reserved_landing(
         cached_tokens=reply.cached_tokens,
         is_lossy=reply.is_lossy,
         adapter=adapter,
+        draft=reply.draft,
     )
 
 
@@ -67,6 +70,7 @@ def producer_params(landing: ReservedLanding, outbox: OpenOutboxReply) -> dict[s
             "layout_fingerprint": landing.layout_fingerprint,
             "cached_tokens": landing.cached_tokens,
             "adapter": landing.adapter,
+            "draft": outbox.draft,
         }
     }
 
@@ -94,6 +98,7 @@ def consumer_params(
             "cached_tokens": landing.cached_tokens,
             "is_lossy": landing.is_lossy,
             "adapter": landing.adapter,
+            "draft": landing.draft,
             "cached_runs": [[list(run) for run in block] for block in cached_runs],
         }
     }

@@ -136,6 +136,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
                 consumes=self._kv_transfer_config.is_kv_consumer,
                 cache=_cache_options(extra, namespace, loads=self._may_load(vllm_config)),
                 adapters=adapters,
+                speculates=vllm_config.speculative_config is not None,
             )
             if not extra.get("instance"):
                 logger.warning(

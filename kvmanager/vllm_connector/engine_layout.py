@@ -4,7 +4,7 @@ Knows vLLM's spec classes and nothing of transfers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from blake3 import blake3
@@ -20,6 +20,12 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout, LayoutError
+from kvmanager.vllm_connector.drafters import (
+    draft_digest,
+    is_draft_layer,
+    kept_config,
+    refuse_drafter,
+)
 from kvmanager.vllm_connector.memory_order import parts_of, views_of
 from kvmanager.vllm_connector.slabs import PartView
 from kvmanager.vllm_connector.weights import weights_identity
@@ -34,16 +40,6 @@ prefix caching on and off, so the layout leaves it out, and engines of both kind
 KVCache.
 """
 
-_LEFT_OUT = (
-    "_name_or_path",
-    "name_or_path",
-    "_commit_hash",
-    "transformers_version",
-    "quantization_config",
-)
-"""What names a place on disk or a release, and how an engine stores its weights. What the weights
-are is their identity.
-"""
 _SPEC_FIELDS = (
     "dtype",
     "dtypes",
@@ -60,7 +56,8 @@ def layout_of(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> KV
     """The layout of one engine's transferable KVCache.
 
     Raises `LayoutError` for KVCache that the connector cannot move: cross attention, chunked local
-    attention, pipeline and context parallelism, and heads that the ranks cannot divide.
+    attention, pipeline and context parallelism, heads that the ranks cannot divide, and drafters
+    whose KVCache is not known (`drafters`).
     Raises `WeightsError` for weights that cannot be identified.
     """
     parallel = vllm_config.parallel_config
@@ -76,6 +73,7 @@ def layout_of(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> KV
             _group(group, vllm_config, kv_cache_config.kv_cache_layout or "default")
             for group in kv_cache_config.transfer_groups
         ),
+        draft_digest=draft_digest(vllm_config),
     )
     layout.validate()
     return layout
@@ -96,8 +94,7 @@ def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
     # Two halves of a batch run at once, and their layers' hooks do not say which one they are of.
     if parallel.enable_dbo or parallel.ubatch_size > 1:
         raise LayoutError("dual batch overlap is not supported: remove --enable-dbo")
-    if vllm_config.speculative_config is not None:
-        raise LayoutError("speculative decoding is not supported: remove --speculative-config")
+    refuse_drafter(vllm_config)
 
 
 def registered_views(
@@ -138,25 +135,19 @@ def _config_digest(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") 
     configuration with all overrides (rope scaling, windows) and vLLM's own settings.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    config = _kept(model.hf_config.to_dict())
+    config = kept_config(model.hf_config.to_dict())
     values: list[object] = [config, model.disable_sliding_window, cache.kv_cache_dtype_skip_layers]
     if "longrope" in repr(config):
         values.append(model.max_model_len)  # by which vLLM chooses the factors
     if model.multimodal_config is not None:
         values.append(model.multimodal_config.mm_processor_kwargs)
     for group in kv_cache_config.transfer_groups:
-        values += [(name, *_numbers(spec)) for name, spec in _layer_specs(group)]
+        values += [
+            (name, *_numbers(spec))
+            for name, spec in _layer_specs(group)
+            if not is_draft_layer(name, vllm_config)
+        ]
     return blake3(repr(values).encode()).hexdigest()[:32]
-
-
-def _kept(config: Any) -> Any:
-    """The same in one order of keys, without what is left out."""
-    if isinstance(config, dict):
-        kept = (item for item in config.items() if item[0] not in _LEFT_OUT)
-        return [(key, _kept(value)) for key, value in sorted(kept, key=str)]
-    if isinstance(config, list | tuple):
-        return [_kept(value) for value in config]
-    return config
 
 
 def _numbers(spec: KVCacheSpec) -> tuple[object, ...]:
@@ -174,7 +165,10 @@ def _group(group: "KVCacheGroupSpec", vllm_config: "VllmConfig", page_order: str
         tokens_per_block=RECURRENT_TOKENS_PER_BLOCK if recurrent else spec.block_size,
         window_tokens=window,
         layers=tuple(
-            KVLayer(name, parts_of(layer, vllm_config, page_order)) for name, layer in specs.items()
+            KVLayer(
+                name, parts_of(layer, vllm_config, page_order), is_draft_layer(name, vllm_config)
+            )
+            for name, layer in specs.items()
         ),
     )
 

@@ -15,6 +15,7 @@ class TransferRef:
 
     attempt: the opening of a producer's outbox; 0 for a landing.
     cached_tokens: the transfer leaves out the full-attention pages of this many leading tokens.
+    draft: the drafter whose layers are at the end of the transfer, in hex; "" for none.
     """
 
     transfer_id: bytes
@@ -23,6 +24,7 @@ class TransferRef:
     runs: Runs
     attempt: int = 0
     cached_tokens: int = 0
+    draft: str = ""
 
     @classmethod
     def of(cls, params: ProducerParams | ConsumerParams) -> "TransferRef":
@@ -35,6 +37,7 @@ class TransferRef:
             params.runs,
             attempt,
             params.cached_tokens,
+            params.draft,
         )
 
     @property

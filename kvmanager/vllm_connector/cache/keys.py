@@ -29,6 +29,7 @@ def namespace_of(vllm_config: VllmConfig, layout: KVLayout) -> bytes:
     """The start of all keys of this engine; empty when its KVCache must not be shared.
 
     The layout has the weights, the configuration with all overrides, and the cache's data types.
+    Blocks of engines with a drafter have its KVCache too, so those are apart from all others.
     The number of tokens of a block is added, which engines that are cut otherwise may have another
     one of, and the quantisation that the engine applies to its weights as it loads them.
     """
@@ -37,7 +38,9 @@ def namespace_of(vllm_config: VllmConfig, layout: KVLayout) -> bytes:
         return b""
     quantization = str(vllm_config.model_config.quantization)
     block_tokens = CacheShape.of(layout).block_tokens
-    values = layout.fingerprint() + f"{block_tokens} {quantization}".encode()
+    values = (
+        layout.fingerprint() + layout.draft_fingerprint + f"{block_tokens} {quantization}".encode()
+    )
     return blake3(values).digest(NAMESPACE_BYTES)
 
 

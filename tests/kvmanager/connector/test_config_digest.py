@@ -42,6 +42,7 @@ def engine(**changes: Any) -> tuple[Any, Any]:
     config = SimpleNamespace(
         model_config=SimpleNamespace(**(model | changes)),
         cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=changes.pop("skip", [])),
+        speculative_config=None,
     )
     return config, SimpleNamespace(transfer_groups=groups)
 
