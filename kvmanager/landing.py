@@ -20,6 +20,7 @@ class ReservedLanding(msgspec.Struct, frozen=True, kw_only=True):
     first `cached_tokens` is cached there already and not part of the `nbytes`. With `is_lossy` the
     rest may lose precision on its way. `adapter` identifies the weights of the LoRA adapter with
     which the KVCache is computed (`kvmanager.vllm_connector.weights`), "" for the base model.
+    Windows begin at multiples of `window_step` tokens; 0: of the receiver's own pages.
     `draft` is the fingerprint of the drafter whose KVCache it has room for, "" for none.
     """
 
@@ -34,6 +35,7 @@ class ReservedLanding(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     is_lossy: bool = False
     adapter: str = ""
+    window_step: int = 0
     draft: str = ""
 
 
@@ -53,6 +55,7 @@ def reserved_landing(
         cached_tokens=reply.cached_tokens,
         is_lossy=reply.is_lossy,
         adapter=adapter,
+        window_step=reply.window_step,
         draft=reply.draft,
     )
 
@@ -69,6 +72,7 @@ def producer_params(landing: ReservedLanding, outbox: OpenOutboxReply) -> dict[s
             "attempt": outbox.attempt,
             "layout_fingerprint": landing.layout_fingerprint,
             "cached_tokens": landing.cached_tokens,
+            "window_step": landing.window_step,
             "adapter": landing.adapter,
             "draft": outbox.draft,
         }
@@ -96,6 +100,7 @@ def consumer_params(
             "runs": [list(run) for run in runs],
             "layout_fingerprint": landing.layout_fingerprint,
             "cached_tokens": landing.cached_tokens,
+            "window_step": landing.window_step,
             "is_lossy": landing.is_lossy,
             "adapter": landing.adapter,
             "draft": landing.draft,

@@ -36,11 +36,8 @@ MAX_BLOCK_BYTES = 1 << 40
 MAX_WINDOW_TOKENS = 1 << 32
 MAX_NAME_CHARS = 256
 
-WINDOW_STEP_TOKENS = 16
-"""Transfers of windows begin at multiples of this number, which every block size of vLLM is a
-multiple of. Without it a window would begin one token behind the boundary of a block, and the
-receiver could not keep that block in its prefix cache.
-"""
+MAX_WINDOW_STEP_TOKENS = 1 << 16
+"""Bounds what another process may say of the pages of its windows."""
 
 
 class KVKind(StrEnum):
@@ -159,25 +156,29 @@ class KVGroup(msgspec.Struct, frozen=True):
     layers: tuple[KVLayer, ...]
     window_tokens: int = 0
 
-    def tokens(self, num_tokens: int, cached_tokens: int = 0) -> range:
+    def tokens(self, num_tokens: int, cached_tokens: int = 0, window_step: int = 0) -> range:
         """The tokens whose KVCache the token after `num_tokens` needs.
 
         Full attention needs all, without the first `cached_tokens`, which the other side has. A
-        window of W tokens reaches back to position `num_tokens - W + 1`. A recurrent layer needs
-        its state after the last token.
+        window of W tokens reaches back to position `num_tokens - W + 1`, and from there to a
+        multiple of `window_step` (0: of this engine's pages): an engine keeps whole pages for later
+        prompts, so it must get them whole. A recurrent layer needs its state after the last token.
         """
         match self.kind:
             case KVKind.RECURRENT:
                 return range(num_tokens - 1, num_tokens)
             case KVKind.WINDOW:
-                first = max(0, num_tokens - self.window_tokens + 1)
-                return range(first // WINDOW_STEP_TOKENS * WINDOW_STEP_TOKENS, num_tokens)
+                first, step = (
+                    num_tokens - self.window_tokens + 1,
+                    window_step or self.tokens_per_block,
+                )
+                return range(max(0, first // step * step), num_tokens)
             case KVKind.FULL | KVKind.MLA:
                 return range(cached_tokens, num_tokens)
 
-    def pages(self, num_tokens: int, cached_tokens: int = 0) -> range:
+    def pages(self, num_tokens: int, cached_tokens: int = 0, window_step: int = 0) -> range:
         """Indices into the engine's block table of the pages with `tokens`."""
-        tokens = self.tokens(num_tokens, cached_tokens)
+        tokens = self.tokens(num_tokens, cached_tokens, window_step)
         size = self.tokens_per_block
         return range(tokens.start // size, -(-tokens.stop // size))
 
@@ -270,11 +271,6 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
         has_window = 0 < group.window_tokens <= MAX_WINDOW_TOKENS
         if not has_window if group.kind is KVKind.WINDOW else group.window_tokens:
             raise LayoutError(f"a {group.kind} group with window {group.window_tokens} tokens")
-        if group.kind is KVKind.WINDOW and group.tokens_per_block % WINDOW_STEP_TOKENS:
-            raise LayoutError(
-                f"windows in blocks of {group.tokens_per_block} tokens: use a block size that is a "
-                f"multiple of {WINDOW_STEP_TOKENS}"
-            )
         for layer in group.layers:
             if len(layer.name) > MAX_NAME_CHARS:
                 raise LayoutError(f"the name of a layer has {len(layer.name)} characters")
@@ -361,16 +357,29 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
             for group in self.groups
         )
 
+    @cached_property
+    def window_step(self) -> int:
+        """The tokens at whose multiples pages of all window groups begin; 1 without windows."""
+        sizes = [g.tokens_per_block for g in self.groups if g.kind is KVKind.WINDOW]
+        return math.lcm(*sizes)
+
     def transfer_bytes(
-        self, num_tokens: int, cached_tokens: int = 0, *, with_draft: bool = True
+        self,
+        num_tokens: int,
+        cached_tokens: int = 0,
+        window_step: int = 0,
+        *,
+        with_draft: bool = True,
     ) -> int:
         """Bytes of a whole transfer of the first `num_tokens` tokens, drafts included unless
         `with_draft` is False.
 
         `cached_tokens`: leading tokens whose full-attention KVCache the receiver has already, in
-        whole items of every such group. Windows and recurrent states always travel. Raises
+        whole items of every such group. Windows and recurrent states always travel, windows from a
+        multiple of the receiver's `window_step` on (0: this engine is the receiver). Raises
         ValueError for impossible counts.
         """
+        window_step = window_step or self.window_step
         if num_tokens < 1:
             raise ValueError(f"a transfer holds at least 1 token, got {num_tokens}")
         if not 0 <= cached_tokens < num_tokens or any(
@@ -380,18 +389,26 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
             if self.groups[index].kind in (KVKind.FULL, KVKind.MLA)
         ):
             raise ValueError(f"{cached_tokens} of {num_tokens} tokens cached: not whole items")
+        if not 0 < window_step <= MAX_WINDOW_STEP_TOKENS:
+            raise ValueError(f"windows in steps of {window_step} tokens")
         return sum(
-            layer.bytes_of(self.groups[index].tokens(num_tokens, cached_tokens))
+            layer.bytes_of(self.groups[index].tokens(num_tokens, cached_tokens, window_step))
             for index, layer in self.layers
             if with_draft or not layer.is_draft
         )
 
     def extents(
-        self, num_tokens: int, cached_tokens: int = 0, *, with_draft: bool = True
+        self,
+        num_tokens: int,
+        cached_tokens: int = 0,
+        window_step: int = 0,
+        *,
+        with_draft: bool = True,
     ) -> Iterator[LayerExtent]:
-        """The layers of a transfer in order, drafts included unless `with_draft` is False."""
-        tokens = [group.tokens(num_tokens, cached_tokens) for group in self.groups]
-        pages = [group.pages(num_tokens, cached_tokens) for group in self.groups]
+        """The layers of a transfer in order; the arguments are those of `transfer_bytes`."""
+        step = window_step or self.window_step
+        tokens = [group.tokens(num_tokens, cached_tokens, step) for group in self.groups]
+        pages = [group.pages(num_tokens, cached_tokens, step) for group in self.groups]
         offset = 0
         for index, layer in self.layers:
             if layer.is_draft and not with_draft:

@@ -143,6 +143,7 @@ class AgentClient:
             lease_s=lease_s,
             tenant=tenant,
             cached_tokens=landing.cached_tokens,
+            window_step=landing.window_step,
             grant=grant,
             by_transport=by_transport,
             draft=landing.draft,

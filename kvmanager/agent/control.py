@@ -117,13 +117,14 @@ class ControlService:
         token_digest = hex_bytes(request.token_digest, None, "token_digest")
         base = await self._base(request, fingerprint, layout)
         cached_tokens = base.cached_tokens if base is not None else 0
+        window_step = agent.book.window_step(fingerprint)
         # Whoever knows id and token may write into the landing, so they must not be guessable.
         spec = LandingSpec(
             transfer_id=secrets.token_bytes(ID_BYTES),
             token=secrets.token_bytes(KEY_BYTES),
-            nbytes=layout.transfer_bytes(request.num_tokens, cached_tokens),
+            nbytes=layout.transfer_bytes(request.num_tokens, cached_tokens, window_step),
             nbytes_without_draft=layout.transfer_bytes(
-                request.num_tokens, cached_tokens, with_draft=False
+                request.num_tokens, cached_tokens, window_step, with_draft=False
             ),
             num_tokens=request.num_tokens,
             fingerprint=fingerprint,
@@ -131,6 +132,7 @@ class ControlService:
             lease_s=request.lease_s,
             tenant=request.tenant,
             cached_tokens=cached_tokens,
+            window_step=window_step,
         )
         landing = await agent.transfers.reserve(spec, base)
         return ReserveReply(
@@ -147,6 +149,7 @@ class ControlService:
             cached_runs=base.runs if base is not None else [],
             landing_room_bytes=agent.landing_room_bytes,
             is_lossy=agent.config.is_lossy,
+            window_step=window_step,
             draft=layout.draft_fingerprint.hex(),
         )
 
@@ -181,7 +184,10 @@ class ControlService:
         with_draft = request.draft != "" and request.draft == layout.draft_fingerprint.hex()
         try:
             expected = layout.transfer_bytes(
-                _num_tokens(request.num_tokens), request.cached_tokens, with_draft=with_draft
+                _num_tokens(request.num_tokens),
+                request.cached_tokens,
+                request.window_step,
+                with_draft=with_draft,
             )
         except ValueError as error:
             raise BadRequest(str(error)) from error

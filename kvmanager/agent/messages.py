@@ -56,7 +56,8 @@ class ReserveReply(msgspec.Struct, frozen=True):
     The full-attention KVCache of the first `cached_tokens` need not be sent: it is here, in the KV
     part of each block at `cached_runs`, and stays for as long as the landing. `landing_room_bytes`
     is the memory that one more landing could take now, as in `StatusReply`. `is_lossy`: the KVCache
-    that is sent may lose precision on its way, and no cache keeps it.
+    that is sent may lose precision on its way, and no cache keeps it. Windows begin at multiples of
+    `window_step` tokens; 0: of the pages of the engine that loads them.
     """
 
     transfer_id: str
@@ -72,6 +73,7 @@ class ReserveReply(msgspec.Struct, frozen=True):
     cached_runs: list[Runs] = []
     landing_room_bytes: int | None = None
     is_lossy: bool = False
+    window_step: int = 0
     draft: str = ""
     """The fingerprint of the drafter whose KVCache the landing has room for; "" for none."""
 
@@ -121,6 +123,8 @@ class OpenOutbox(msgspec.Struct, frozen=True):
     """The owner of the KVCache: tenants share links fairly."""
     cached_tokens: int = 0
     """The landing has the full-attention pages of these tokens, which are not sent."""
+    window_step: int = 0
+    """As in `ReserveReply`."""
     grant: bytes = b""
     by_transport: bool = False
     """Send over a connection even to a landing at this agent, which an engine could fill itself."""

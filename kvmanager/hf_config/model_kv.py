@@ -91,7 +91,7 @@ class ModelKv:
         """S_kv(l) of the paper: bytes to transfer after `num_tokens` tokens, without padding.
 
         `KVLayout.transfer_bytes` is the exact size on the wire. It is the same but for windows, of
-        which `window_tokens` - 1 to `window_tokens` + 14 tokens travel.
+        which `window_tokens` - 1 tokens and the rest of the first one's block travel.
         """
         return sum(layer.bytes_for(num_tokens) for layer in self.layers)
 

@@ -74,6 +74,7 @@ class LandingSpec:
     is, if the sender does not have the drafter of the receiver.
 
     The full-attention KVCache of the first `cached_tokens` is cached here and not part of it.
+    Windows begin at multiples of `window_step` tokens.
     """
 
     transfer_id: bytes
@@ -85,6 +86,7 @@ class LandingSpec:
     lease_s: float
     tenant: str = ""
     cached_tokens: int = 0
+    window_step: int = 0
     nbytes_without_draft: int | None = None
 
 

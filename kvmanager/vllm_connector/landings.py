@@ -176,7 +176,7 @@ class Landings:
         group = self._layout.groups[group_index]
         if group.kind is KVKind.RECURRENT:
             return [table[self._pages.state_index(group_index, ref.num_tokens)]]
-        pages = group.pages(ref.num_tokens, ref.cached_tokens)
+        pages = group.pages(ref.num_tokens, ref.cached_tokens, ref.window_step)
         first_page = max(pages.start, first_token // group.tokens_per_block)
         return table[first_page : pages.stop]
 

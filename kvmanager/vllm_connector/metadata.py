@@ -15,6 +15,7 @@ class TransferRef:
 
     attempt: the opening of a producer's outbox; 0 for a landing.
     cached_tokens: the transfer leaves out the full-attention pages of this many leading tokens.
+    window_step: windows begin at multiples of it, as the receiver needs them.
     draft: the drafter whose layers are at the end of the transfer, in hex; "" for none.
     """
 
@@ -24,6 +25,7 @@ class TransferRef:
     runs: Runs
     attempt: int = 0
     cached_tokens: int = 0
+    window_step: int = 0
     draft: str = ""
 
     @classmethod
@@ -37,6 +39,7 @@ class TransferRef:
             params.runs,
             attempt,
             params.cached_tokens,
+            params.window_step,
             params.draft,
         )
 
@@ -91,9 +94,9 @@ class StoreStep:
 class SendStep:
     """A producer request that this step computes.
 
-    blocks: for each group, the engine's block ids of the first pages of
-        `group.pages(num_tokens, cached_tokens)` that exist already; for a recurrent group the block
-        that holds the state after the step.
+    blocks: for each group, the engine's block ids of the first of the transfer's pages
+        (`KVGroup.pages`) that exist already; for a recurrent group the block that holds the state
+        after the step.
     computed_tokens: tokens whose KVCache exists once the step's forward pass is over.
     """
 
@@ -113,9 +116,8 @@ class LoadStep:
 
     given_s: a time at which the agent kept the source for this engine (CLOCK_MONOTONIC, which all
         processes of a host share).
-    blocks: for each group, the block ids of the last `len(blocks[g])` pages of
-        `group.pages(num_tokens, cached_tokens)`; the pages before them are in the engine's own
-        prefix cache.
+    blocks: for each group, the block ids of the last `len(blocks[g])` of the transfer's pages
+        (`KVGroup.pages`); the pages before them are in the engine's own prefix cache.
     """
 
     request_id: str

@@ -35,6 +35,7 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True, tag_field="role"
     runs: tuple[tuple[int, int], ...]
     layout_fingerprint: str
     cached_tokens: int = 0
+    window_step: int = 0
     adapter: str = ""
     draft: str = ""
 

@@ -215,7 +215,7 @@ class SchedulerSide:
                 f"{self._fingerprint[:12]} ({self._layout.describe()})"
             )
         try:
-            self._layout.transfer_bytes(params.num_tokens, params.cached_tokens)
+            self._layout.transfer_bytes(params.num_tokens, params.cached_tokens, params.window_step)
         except ValueError as error:
             return str(error)
         if problem := self._other_adapter(request, params):
@@ -360,7 +360,7 @@ class SchedulerSide:
         group = self._layout.groups[group_index]
         if group.kind is KVKind.RECURRENT:
             return [table[self._state_index(group_index, computed)]]
-        pages = group.pages(ref.num_tokens, ref.cached_tokens)
+        pages = group.pages(ref.num_tokens, ref.cached_tokens, ref.window_step)
         return table[pages.start : pages.stop]
 
     def reset_cache(self) -> None:

@@ -238,6 +238,7 @@ class WorkerSide:
         if stop <= first:
             return
         outgoing.num_sent_pages[extent.layer.name] = stop
+        self._check_blocks(blocks[first:stop], extent)
         slabs = self._slabs(extent, blocks[first:stop], first, outgoing.space, is_sent=True)
         if not slabs:
             return  # another rank sends this layer
@@ -352,8 +353,9 @@ class WorkerSide:
 
     @staticmethod
     def _check_blocks(blocks: Sequence[int], extent: LayerExtent) -> None:
-        """Raise ValueError for block 0, vLLM's null block: writing to it would hide an error in the
-        block tables.
+        """Raise ValueError for block 0, vLLM's null block, which stands for a page that the engine
+        does not keep. A producer may lack pages where the receiver's windows begin at a multiple of
+        larger pages than its own, and its own cache had the rest.
         """
         if 0 in blocks:
             raise ValueError(
@@ -363,8 +365,12 @@ class WorkerSide:
     # Arena.
 
     def _extents(self, ref: TransferRef) -> Iterator[LayerExtent]:
-        with_draft = self._has_draft(ref)
-        return self._layout.extents(ref.num_tokens, ref.cached_tokens, with_draft=with_draft)
+        return self._layout.extents(
+            ref.num_tokens,
+            ref.cached_tokens,
+            ref.window_step,
+            with_draft=self._has_draft(ref),
+        )
 
     def _has_draft(self, ref: TransferRef) -> bool:
         """Whether the transfer ends with the layers of this engine's drafter."""
@@ -374,6 +380,9 @@ class WorkerSide:
         """A transfer's bytes and the copier. Raises `StaleArenaError` when its agent is gone."""
         arena, copier = self._access.open(ref.arena_epoch)
         nbytes = self._layout.transfer_bytes(
-            ref.num_tokens, ref.cached_tokens, with_draft=self._has_draft(ref)
+            ref.num_tokens,
+            ref.cached_tokens,
+            ref.window_step,
+            with_draft=self._has_draft(ref),
         )
         return arena.view(ref.runs, nbytes), copier

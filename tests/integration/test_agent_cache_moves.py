@@ -1,121 +1,28 @@
 """Two real agents in one process, over real sockets: cached prefixes from one to the other."""
 
 import asyncio
-import contextlib
-import os
-import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from agent_process import SMALL_LAYOUT
-from arena_bytes import get_bytes, put_bytes
-from msgspec.structs import replace
-from simple_layouts import attention, layout
+from cache_node import BLOCK_KEYS, FINGERPRINT, KEYS, NBYTES, RESUME, SHAPE, Node, content, node
 
 from kvmanager.agent.between_agents import move_cache
 from kvmanager.agent.cache.move_messages import ReserveCacheMoveReply
-from kvmanager.agent.client import AgentClient, CacheMoveOrder
-from kvmanager.agent.config import AgentConfig
-from kvmanager.agent.control import ControlService
-from kvmanager.agent.engines.protocol import EngineHello
-from kvmanager.agent.messages import SERVICE, Reserve
-from kvmanager.agent.service import NodeAgent
+from kvmanager.agent.client import CacheMoveOrder
 from kvmanager.agent.transfer_io import now_s
-from kvmanager.hashing import KEY_BYTES, join_keys
-from kvmanager.layout import KVGroup, KVKind, KVLayout
-from kvmanager.pool.pool import HybridPool
 from kvmanager.pool.records import BlockPart
-from kvmanager.pool.shape import CacheShape
-from transport.rpc import RpcError, RpcServer
-
-SHAPE = CacheShape.of(SMALL_LAYOUT)
-FINGERPRINT = SMALL_LAYOUT.fingerprint().hex()
-ROOT = bytes([255]) * KEY_BYTES
-KEYS = [bytes([index]) * KEY_BYTES for index in range(8)]
-RESUME: list[BlockPart] = list(SHAPE.resume_parts(8))
-NBYTES = sum(SHAPE.parts[part].nbytes for _, part in RESUME)
-BLOCK_KEYS = ROOT + b"".join(KEYS)
+from transport.rpc import RpcError
 
 
 def order(parts: Sequence[BlockPart] = RESUME, fingerprint: str = FINGERPRINT) -> CacheMoveOrder:
     return CacheMoveOrder(fingerprint, BLOCK_KEYS, parts)
 
 
-def content(part: BlockPart) -> bytes:
-    return random.Random(repr(part)).randbytes(SHAPE.parts[part[1]].nbytes)
-
-
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():
             await asyncio.sleep(0.01)
-
-
-@dataclass
-class Node:
-    agent: NodeAgent
-    control: AgentClient
-
-    @property
-    def pool(self) -> HybridPool:
-        assert self.agent.cache is not None
-        return self.agent.cache.pool
-
-    @property
-    def num_used(self) -> int:
-        return self.agent.allocator.num_used
-
-    def store(self, parts: Sequence[BlockPart]) -> None:
-        """Put these parts into the cache, as an engine would."""
-        fill = self.pool.reserve(SHAPE, ROOT, 0, KEYS, parts, now_s())
-        for slot in fill.slots:
-            data = content((slot.index, slot.part))
-            put_bytes(self.agent.arena, slot.runs, data)
-            self.pool.commit(fill.fill_id, slot.index, slot.part, now_s())
-        self.pool.abort(fill.fill_id)
-
-    def read(self, part: BlockPart) -> bytes:
-        runs = self.pool.lookup(KEYS[part[0]], part[1])
-        assert runs is not None
-        nbytes = SHAPE.parts[part[1]].nbytes
-        return get_bytes(self.agent.arena, runs, nbytes)
-
-    def holds_nothing_for_moves(self) -> bool:
-        mover = self.agent.transfers.mover
-        assert mover is not None
-        self.pool.check_invariants()
-        return not mover.num_open("landing") and not mover.num_open("send")
-
-
-@contextlib.asynccontextmanager
-async def node(directory: Path, name: str, *, num_blocks: int = 256) -> AsyncIterator[Node]:
-    directory = directory / name
-    directory.mkdir()
-    config = AgentConfig(
-        listen="127.0.0.1:0",
-        control="127.0.0.1:0",
-        socket=directory / "agent.sock",
-        arena_dir=directory,
-        arena_gib=num_blocks * 4096 / (1 << 30),
-        block_bytes=4096,
-        transport={"num_connections": 2, "idle_timeout_s": 2.0, "ack_timeout_s": 2.0},
-    )
-    agent = NodeAgent(config)
-    await agent.start()
-    hello = EngineHello("engine", "worker", os.getpid(), SMALL_LAYOUT.encode())
-    agent.book.join(0, hello)
-    rpc = RpcServer(config.control, {SERVICE: ControlService(agent).methods()})
-    control = AgentClient(f"127.0.0.1:{await rpc.start()}")
-    try:
-        yield Node(agent, control)
-    finally:
-        await control.close()
-        await rpc.stop()
-        await agent.stop()
 
 
 @pytest.fixture
@@ -310,97 +217,3 @@ async def test_an_unknown_move_is_not_found(source: Node) -> None:
         await source.control.cache_move_status("00" * 16, "send", lease_s=1, wait_s=0)
     assert caught.value.code == "NOT_FOUND"
     assert not await source.control.end_cache_move("00" * 16, "")
-
-
-# ---- engines of one layout with other blocks
-
-
-@dataclass(frozen=True)
-class Cut:
-    """One of two ways to cut a model into blocks, and the keys of a prompt's blocks."""
-
-    layout: KVLayout
-    namespace: bytes
-    keys: list[bytes]
-
-    @property
-    def shape(self) -> CacheShape:
-        return CacheShape.of(self.layout)
-
-    @property
-    def block_keys(self) -> bytes:
-        return join_keys([ROOT, *self.keys])
-
-    def store(self, node: Node, num_blocks: int) -> None:
-        parts = [(index, 0) for index in range(num_blocks)]
-        fill = node.pool.reserve(self.shape, ROOT, 0, self.keys, parts, now_s())
-        for slot in fill.slots:
-            node.pool.commit(fill.fill_id, slot.index, slot.part, now_s())
-        node.pool.abort(fill.fill_id)
-
-
-def cut(block: int, name: bytes, num_blocks: int) -> Cut:
-    keys = [name * (KEY_BYTES - 1) + bytes([index]) for index in range(num_blocks)]
-    group = KVGroup(KVKind.FULL, block, (attention("layers.0", 2, 4),))
-    return Cut(layout(group), name * 32, keys)
-
-
-NUM_TOKENS = 300
-SHORT, LONG = cut(64, b"s", 4), cut(128, b"l", 2)
-"""The cached blocks of a prompt of so many tokens."""
-
-
-def join(node: Node) -> None:
-    for conn_id, item in enumerate((SHORT, LONG), 1):
-        hello = EngineHello(f"cut-{conn_id}", "scheduler", os.getpid(), item.layout.encode())
-        node.agent.hello(conn_id, replace(hello, namespace=item.namespace))
-
-
-async def test_a_landing_stands_on_the_blocks_whose_keys_it_has(source: Node) -> None:
-    join(source)
-    SHORT.store(source, 3)
-    LONG.store(source, 1)
-    fingerprint = SHORT.layout.fingerprint().hex()
-    for item, cached_tokens in ((SHORT, 3 * 64), (LONG, 128)):
-        wanted = Reserve(NUM_TOKENS, 30.0, fingerprint, block_keys=item.block_keys)
-        landing = await source.control.reserve(wanted, 5.0)
-        assert landing.cached_tokens == cached_tokens
-        assert landing.nbytes == item.layout.transfer_bytes(NUM_TOKENS, cached_tokens)
-        await source.control.cancel(landing.transfer_id, "the test is over", 5.0)
-    wanted = Reserve(NUM_TOKENS, 30.0, fingerprint, block_keys=join_keys([ROOT, *SHORT.keys[:3]]))
-    with pytest.raises(RpcError, match="3 keys behind the root; 300 tokens have 4 full blocks"):
-        await source.control.reserve(wanted, 5.0)
-
-
-async def test_a_move_is_of_the_blocks_of_its_namespace(source: Node, destination: Node) -> None:
-    for one in (source, destination):
-        join(one)
-    for item in (LONG, SHORT):
-        item.store(source, len(item.keys))
-        fingerprint, parts = item.layout.fingerprint().hex(), list(item.shape.resume_parts(2))
-        wanted = CacheMoveOrder(fingerprint, item.block_keys, parts, namespace=item.namespace.hex())
-        moved = await move_cache(source.control, destination.control, wanted)
-        assert moved.kept_parts == 2
-        assert destination.pool.match(item.shape, item.keys).num_blocks == 2
-        dropped = await source.control.drop_cached(
-            fingerprint, item.block_keys, 1, item.namespace.hex()
-        )
-        assert dropped == len(item.keys) - 1
-    unknown = CacheMoveOrder(fingerprint, SHORT.block_keys, parts, namespace="ab" * 32)
-    with pytest.raises(RpcError, match="no connected engine has cache namespace abab") as caught:
-        await destination.control.reserve_cache_move(unknown, 30.0)
-    assert caught.value.code == "INVALID"
-    with pytest.raises(RpcError, match="namespace is not hex"):
-        await destination.control.drop_cached(fingerprint, SHORT.block_keys, 0, "xyz")
-
-
-async def test_an_engines_blocks_are_followed_as_it_has_them(source: Node) -> None:
-    joined: list[tuple[object, ...]] = []
-    events: Any = SimpleNamespace(engine_joined=lambda *told: joined.append(told[:3]))
-    source.agent.engine_events = events
-    join(source)
-    source.agent.engine_events = None
-    assert joined == [
-        ("cut-1", SHORT.layout, SHORT.namespace),
-        ("cut-2", LONG.layout, LONG.namespace),
-    ]

@@ -110,6 +110,15 @@ async def failure(work: Awaitable[PrefillResult]) -> PrefillFailed:
     return caught.value
 
 
+async def test_a_job_with_an_adapter_asks_for_it_by_name(rig: Rig) -> None:
+    job = prefill_job(1, model="tiny")
+    landing = msgspec.structs.replace(job.landing, adapter="files:1")
+    await rig.front.submit(msgspec.structs.replace(job, adapter="poet", landing=landing))
+    body = next(engine.requests[0] for engine in rig.engines if engine.requests)
+    assert body["model"] == "poet"
+    assert body["kv_transfer_params"]["prfaas"]["adapter"] == "files:1"
+
+
 async def test_a_job_runs_and_reports_its_numbers(rig: Rig) -> None:
     result = await rig.front.submit(prefill_job(1, num_tokens=8))
     assert (result.nbytes, result.cached_tokens) == (8 * BYTES_PER_TOKEN, 3)
@@ -127,6 +136,7 @@ async def test_a_job_runs_and_reports_its_numbers(rig: Rig) -> None:
         "num_tokens": 8,
         "arena_epoch": "e1",
         "attempt": 1,
+        "adapter": "",
         "runs": [[0, 1]],
         "layout_fingerprint": "ab" * 32,
         "cached_tokens": 0,

@@ -163,10 +163,23 @@ def test_the_bytes_of_a_transfer_do_not_depend_on_how_an_engine_is_cut(
 ) -> None:
     cut, plain = hybrid(tp_size=tp_size, block=block), hybrid()
     cut.validate()
-    assert cut.transfer_bytes(num_tokens) == plain.transfer_bytes(num_tokens)
-    assert [extent.parts for extent in cut.extents(num_tokens)] == [
+    step = plain.window_step  # of whoever receives it
+    assert cut.transfer_bytes(num_tokens, 0, step) == plain.transfer_bytes(num_tokens)
+    assert [extent.parts for extent in cut.extents(num_tokens, 0, step)] == [
         extent.parts for extent in plain.extents(num_tokens)
     ]
+
+
+def test_a_window_is_sent_from_a_page_of_the_receiver_on() -> None:
+    """It keeps whole pages for later prompts: half of one would be read as if it were whole."""
+    window = KVGroup(KVKind.WINDOW, 16, (attention("layers.0", 2, 8),), window_tokens=33)
+    assert window.tokens(90) == range(48, 90)
+    assert window.tokens(90, window_step=32) == range(32, 90)
+    assert window.pages(90, window_step=32) == range(2, 6)
+    found = layout(window, KVGroup(KVKind.WINDOW, 48, (paged("layers.1", 1, 48),), 100))
+    assert found.window_step == 48
+    with pytest.raises(ValueError, match="in steps of 100000 tokens"):
+        found.transfer_bytes(90, 0, 100_000)
 
 
 def test_mla_and_copies_of_kv_heads_travel_once() -> None:

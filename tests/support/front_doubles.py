@@ -101,6 +101,7 @@ class FakeAgent:
         self.fingerprint, self.weights = FINGERPRINT, "weights-1"
         self.fingerprints: dict[str, str] = {}
         self.model = ""
+        self.adapters: dict[str, str] = {}
         self.landing_bytes = 0
         self.tells_room = True
         self.outboxes: dict[str, _End] = {}
@@ -246,6 +247,7 @@ class FakeAgent:
                 kv_block_bytes=self.kv_block_bytes,
                 model=self.model,
                 weights=self.weights,
+                adapters=self.adapters,
             )
             for name in self.instances
         ]

@@ -6,6 +6,7 @@ knows only the engines whose hand-off takes the wanted way.
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,7 +22,10 @@ PREFILL_FAR = RegionInstance(name="b1-prefill", role="prefill")
 PREFILL_NEAR = RegionInstance(name="b2-prefill", role="prefill")
 DECODE = RegionInstance(name="b2-decode", role="decode")
 
+_HERE = Path(__file__).resolve().parent
 NIXL_ENVIRONMENT = {
+    # Engines find the plugin, and this project.
+    "PYTHONPATH": os.pathsep.join([str(_HERE / "nixl_plugin"), str(_HERE.parents[1])]),
     "UCX_TLS": "tcp",
     "UCX_USE_MT_MUTEX": "y",  # its other locks spin
     "UCX_KEEPALIVE_INTERVAL": "inf",  # starved cores are not lost peers
@@ -53,7 +57,8 @@ def two_nodes(spec: RegionSpec, hand_off: HandOffWay) -> RegionSpec:
     near = node.model_copy(update={"name": "b2", "instances": (PREFILL_NEAR, DECODE)})
     cluster = cluster.model_copy(update={"nodes": (far, near), "hand_off": hand_off})
     model = spec.models[0]
-    model = model.model_copy(update={"env": {**model.env, **NIXL_ENVIRONMENT}})
+    if hand_off == "nixl":
+        model = model.model_copy(update={"env": {**model.env, **NIXL_ENVIRONMENT}})
     return spec.model_copy(update={"models": (model,), "clusters": (cluster,), "links": ()})
 
 

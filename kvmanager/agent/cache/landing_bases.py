@@ -111,7 +111,10 @@ class LandingBases:
 
     async def _promote(self, landing: LandingRecord, holds: BlockHolds, base: LandingBase) -> None:
         """Copy the landing's whole blocks into the pool, as far as that has room."""
-        landed = LandedParts(base.layout, base.shape, landing.spec.num_tokens, base.cached_tokens)
+        spec = landing.spec
+        landed = LandedParts(
+            base.layout, base.shape, spec.num_tokens, base.cached_tokens, spec.window_step
+        )
         # In the order of blocks: when the pool has no room left, the blocks copied so far are a
         # prefix that a prompt can resume from.
         parts = sorted(landed.parts())

@@ -30,15 +30,21 @@ class LandedParts:
     """The whole parts of full blocks in a transfer of `num_tokens`."""
 
     def __init__(
-        self, layout: KVLayout, shape: CacheShape, num_tokens: int, cached_tokens: int = 0
+        self,
+        layout: KVLayout,
+        shape: CacheShape,
+        num_tokens: int,
+        cached_tokens: int = 0,
+        window_step: int = 0,
     ) -> None:
         """Raises ValueError for impossible counts (`KVLayout.transfer_bytes`)."""
-        layout.transfer_bytes(num_tokens, cached_tokens)  # checks the counts
+        layout.transfer_bytes(num_tokens, cached_tokens, window_step)  # checks the counts
         self._layout = layout
         self._shape = shape
         self._num_tokens = num_tokens
         self._extents: dict[str, LayerExtent] = {
-            extent.layer.name: extent for extent in layout.extents(num_tokens, cached_tokens)
+            extent.layer.name: extent
+            for extent in layout.extents(num_tokens, cached_tokens, window_step)
         }
 
     def parts(self) -> list[BlockPart]:

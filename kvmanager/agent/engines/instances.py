@@ -6,6 +6,7 @@ forgotten when its last connection leaves. It does not know sockets, transfers o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from kvmanager.agent.engines.protocol import EngineHello, agreed_version
@@ -115,6 +116,17 @@ class InstanceBook:
             if instance.fingerprint == fingerprint and instance.namespace
         }
         return list(found.values())
+
+    def window_step(self, fingerprint: bytes) -> int:
+        """The tokens at whose multiples windows must begin that any engine with this layout may
+        load: their pages may have different sizes.
+        """
+        steps = {
+            instance.layout.window_step
+            for instance in self._instances.values()
+            if instance.fingerprint == fingerprint
+        }
+        return math.lcm(*steps)
 
     def cached_layout(self, fingerprint: bytes, namespace: bytes) -> tuple[KVLayout, CacheShape]:
         """The layout and cache shape of the engines with this cache namespace; without one, those

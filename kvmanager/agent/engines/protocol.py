@@ -312,11 +312,6 @@ class FrameDecoder:
         After an error the stream has no frame boundary any more and must be closed.
         """
         buffer = self._buffer
-        # An engine that says one thing and waits sends one whole frame: it needs no buffer.
-        if not buffer and len(data) > _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(data)
-            if length == len(data) - _LENGTH.size <= MAX_FRAME_BYTES:
-                return [data[_LENGTH.size :]]
         buffer += data
         payloads = []
         start = 0

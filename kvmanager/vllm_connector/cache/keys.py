@@ -30,17 +30,17 @@ def namespace_of(vllm_config: VllmConfig, layout: KVLayout) -> bytes:
 
     The layout has the weights, the configuration with all overrides, and the cache's data types.
     Blocks of engines with a drafter have its KVCache too, so those are apart from all others.
-    The number of tokens of a block is added, which engines that are cut otherwise may have another
-    one of, and the quantisation that the engine applies to its weights as it loads them.
+    Three things are added: the tokens of a block; those of a window's pages, because a part holds
+    no more of a window than the pages of the engine that stored it; and the quantisation that the
+    engine applies to its weights as it loads them.
     """
     cache = vllm_config.cache_config
     if not cache.enable_prefix_caching:
         return b""
     quantization = str(vllm_config.model_config.quantization)
     block_tokens = CacheShape.of(layout).block_tokens
-    values = (
-        layout.fingerprint() + layout.draft_fingerprint + f"{block_tokens} {quantization}".encode()
-    )
+    values = f"{block_tokens} {layout.window_step} {quantization}".encode()
+    values = layout.fingerprint() + layout.draft_fingerprint + values
     return blake3(values).digest(NAMESPACE_BYTES)
 
 

@@ -221,10 +221,9 @@ async def test_who_may_not_join_and_who_may_not_leave(served: Served) -> None:
     # Weights and layouts are compared with all clusters: KVCache goes from one to another.
     agent.fingerprint, agent.weights = "cd" * 32, "weights-2"
     said = await refused(409, "refused", cluster="far", **new)
-    assert "p1 has the weights weights-2" in said
-    assert "has weights-1" in said
+    assert "the weights are weights-2 at p1, but weights-1 at d0" in said
     agent.weights = "weights-1"
-    assert "p1 lays KVCache out as fake (cdcdcdcdcdcdcdcd)" in await refused(
+    assert "KVCache is laid out as fake (cdcdcdcdcdcdcdcd) at p1" in await refused(
         409, "refused", cluster="far", **new
     )
     assert "an instance p0 already" in await refused(

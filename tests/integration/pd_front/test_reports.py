@@ -34,6 +34,16 @@ async def test_reports_count_a_landing_at_once_on_all_instances_of_its_node(rig:
     no_more_probes.set()
 
 
+async def test_reports_have_the_adapters_of_each_engine(rig: PdRig) -> None:
+    rig.nodes[1].adapters = {"poet": "files:1"}
+
+    async def told() -> dict[str, dict[str, str]]:
+        return {item.name: item.adapters for item in (await rig.front.report()).instances}
+
+    await eventually(lambda: bool(rig.embedded._instances.by_name["d1"].adapters))
+    assert await told() == {"d0": {}, "p0": {}, "d1": {"poet": "files:1"}}
+
+
 async def test_the_room_of_an_older_agent_is_not_known(rig: PdRig) -> None:
     rig.nodes[0].tells_room = False
     by_name = rig.embedded._instances.by_name

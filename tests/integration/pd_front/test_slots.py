@@ -38,12 +38,19 @@ async def test_a_slot_names_engine_landing_and_what_the_engine_must_be_told(rig:
             "cached_tokens": 0,
             "cached_runs": [],
             "is_lossy": False,
+            "adapter": "",
         }
     }
     assert rig.front.has_prefill_instances
     await rig.front.release(slot, "done")
     await rig.front.release(slot, "done")
     assert rig.num_landings == 0
+
+
+async def test_a_slot_is_for_the_adapter_that_was_asked_for(rig: PdRig) -> None:
+    slot = await rig.reserve(adapter="files:1")
+    assert slot.landing.adapter == "files:1"
+    assert slot.kv_transfer_params["prfaas"]["adapter"] == "files:1"
 
 
 async def test_slots_go_to_the_least_loaded_decoder(rig: PdRig) -> None:

@@ -46,10 +46,10 @@ def fill(content: bytearray, layer: KVLayer, extent: PartExtent, first: int = 0)
             )
 
 
-def transfer(layout: KVLayout, num_tokens: int, cached_tokens: int) -> bytes:
+def transfer(layout: KVLayout, num_tokens: int, cached_tokens: int, window_step: int) -> bytes:
     """What a sender with this layout writes."""
-    content = bytearray(layout.transfer_bytes(num_tokens, cached_tokens))
-    for extent in layout.extents(num_tokens, cached_tokens):
+    content = bytearray(layout.transfer_bytes(num_tokens, cached_tokens, window_step))
+    for extent in layout.extents(num_tokens, cached_tokens, window_step):
         for part in extent.parts:
             fill(content, extent.layer, part)
     return bytes(content)
@@ -104,7 +104,8 @@ def check_landed(
     shape = CacheShape.of(layout)
     landed = LandedParts(layout, shape, num_tokens, cached_tokens)
     assert landed.parts() == expected
-    landing = pieces(bytearray(transfer(sender, num_tokens, cached_tokens)), num_tokens)
+    sent = transfer(sender, num_tokens, cached_tokens, layout.window_step)
+    landing = pieces(bytearray(sent), num_tokens)
     for index, part in expected:
         target = bytearray(shape.parts[part].nbytes)
         copy_ranges(landed.ranges(index, part), landing, pieces(target, index))
@@ -135,8 +136,8 @@ def cut(block: int, tp_size: int = 1, *, split: bool = False) -> KVLayout:
             16,
             [*((i, KV) for i in range(1, 6)), (4, WINDOW), (5, WINDOW)],
         ),
-        # The window of 33 tokens begins inside of a block of 64, whose part is not whole then.
-        (cut(64, 2), 128, 0, [(0, KV), (1, KV), (1, STATE)]),
+        # The window of 33 tokens begins inside of a block of 64, which is sent whole.
+        (cut(64, 2), 128, 0, [(0, KV), (1, KV), (1, WINDOW), (1, STATE)]),
         (cut(64), 160, 64, [(1, KV)]),
         (cut(32, 8), 31, 0, []),
     ],

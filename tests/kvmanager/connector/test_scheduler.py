@@ -594,4 +594,5 @@ def test_an_idle_engine_takes_an_answer_in_the_pass_in_which_it_comes(
     monkeypatch.setattr(side._agent_said, "wait", answer_meanwhile)
     assert side.get_num_new_matched_tokens(plain, 0) == (64, True)
     assert len(waits) == 1
-    assert 0 < waits[0] <= 0.025
+    # Differences of times on the clock round.
+    assert 0 < waits[0] <= 0.025 + 1e-9

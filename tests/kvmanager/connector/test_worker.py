@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from page_views import page_view
+from recording_client import RecordingClient
 from simple_layouts import paged
 
 from kvmanager.agent.engines.protocol import Welcome
@@ -37,41 +38,6 @@ TID = bytes(range(16))
 NUM_TOKENS = 32
 """Two pages, which two steps of 16 tokens compute."""
 GRACE_S = 15.0
-
-
-class RecordingClient:
-    """Stands for the client of an agent that answers nothing."""
-
-    def __init__(self, arena: Arena) -> None:
-        self.arena: Arena | None = arena
-        self.said: list[tuple[Any, ...]] = []
-
-    def start(self, events: object) -> None: ...
-    def close(self) -> None: ...
-
-    def attach(self, transfer_id: bytes, attempt: int) -> bool:
-        self.said.append(("attach", transfer_id, attempt))
-        return True
-
-    def ready(self, transfer_id: bytes, attempt: int, ranges: list[tuple[int, int]]) -> bool:
-        self.said.append(("ready", transfer_id, attempt, ranges))
-        return True
-
-    def prefill_end(self, transfer_id: bytes, attempt: int, tp_rank: int) -> bool:
-        self.said.append(("prefill_end", transfer_id, attempt, tp_rank))
-        return True
-
-    def abort(self, transfer_id: bytes, attempt: int, reason: str) -> bool:
-        self.said.append(("abort", transfer_id, attempt, reason))
-        return True
-
-    def release(self, transfer_id: bytes, attempt: int = 0) -> bool:
-        self.said.append(("release", transfer_id, attempt))
-        return True
-
-    def take(self) -> list[tuple[Any, ...]]:
-        said, self.said = self.said, []
-        return said
 
 
 class Engine:
