@@ -324,7 +324,8 @@ def _attention_pieces(part: KVPart, spec: AttentionSpec, cache: torch.Tensor) ->
 def _state_pieces(
     parts: Sequence[KVPart], spec: MambaSpec, tensors: Sequence[torch.Tensor], tp_size: int
 ) -> list[Piece]:
-    """The tensors have the shape (rows, *shape of the spec)."""
+    """The tensors have the shape (rows, *shape of the spec), or are vLLM's raw pages."""
+    tensors = _states_of(tensors, spec)
     if len(tensors) != len(spec.shapes) or any(
         tuple(tensor.shape[1:]) != tuple(shape)
         for tensor, shape in zip(tensors, spec.shapes, strict=False)
@@ -344,6 +345,21 @@ def _state_pieces(
             at += units * channels
             pieces.append(Piece(share.unflatten(2, (units, channels)).transpose(1, 2).unsqueeze(2)))
     return [*pieces, Piece(tensors[-1].unsqueeze(2))]
+
+
+def _states_of(tensors: Sequence[torch.Tensor], spec: MambaSpec) -> Sequence[torch.Tensor]:
+    """The states in vLLM's raw pages of the shape (rows, 1, 1, bytes of the data), in which they
+    lie one behind the other (`MambaBase.bind_kv_cache`).
+    """
+    pages = tensors[0]
+    if pages.dtype is not torch.int8 or pages.shape[1:] != (1, 1, spec.real_page_size_bytes):
+        return tensors
+    states, at = [], 0
+    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
+        nbytes = math.prod(shape) * dtype.itemsize
+        states.append(pages[:, 0, 0, at : at + nbytes].view(dtype).unflatten(1, shape))
+        at += nbytes
+    return states
 
 
 def _opaque_page(tensor: torch.Tensor, spec: KVCacheSpec, num_blocks: int) -> Piece:

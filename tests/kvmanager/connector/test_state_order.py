@@ -1,13 +1,21 @@
 """vLLM's recurrent states as parts: the shares of the convolution, and the heads of the state."""
 
+import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from engine_specs import BF16, FP32, NUM_BLOCKS, UINT8, config, part, parts, random_bits, views
 from vllm.model_executor.layers.mamba import mamba_utils
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import (
+    KVCacheLayout,
+    KVCacheTensor,
+    MambaSpec,
+    create_kv_cache_views,
+)
 
 from kvmanager.layout import KVPart, LayoutError
 from kvmanager.vllm_connector.slabs import PartView
@@ -96,6 +104,25 @@ def test_a_gdn_state_is_queries_keys_and_values_by_head(conv_order: str) -> None
     check_states(found, tensors, conv_order, expected)
     alone = state_spec(GDN, 2 * (2 * 2 * 4 + 4 * 6), (8, 6, 4), conv_order)
     assert parts(alone, config(1)) == tuple(view.part for view in found)
+
+
+def test_states_are_found_in_the_raw_pages_that_vllm_registers(conv_order: str) -> None:
+    """Whatever the padding of pages; vLLM's own layers find their states in the same way."""
+    spec = state_spec(GDN, 2 * 2 * 4 + 4 * 6, (4, 6, 4), conv_order)
+    spec = dataclasses.replace(spec, page_size_padded=spec.real_page_size_bytes + 24)
+    stride = spec.page_size_bytes
+    place = KVCacheTensor(
+        size=NUM_BLOCKS * stride, layers=["layer.3"], layer_stride=stride, block_stride=stride
+    )
+    generator = torch.Generator().manual_seed(4)
+    raw = torch.randint(0, 100, (place.size,), dtype=torch.int8, generator=generator)
+    (cache,) = create_kv_cache_views(raw, spec, NUM_BLOCKS, KVCacheLayout.LBHNC, place)
+    layer: Any = SimpleNamespace(
+        get_state_shape=lambda: spec.shapes, get_state_dtype=lambda: spec.dtypes
+    )
+    MambaBase.bind_kv_cache(layer, cache)
+    expected = [("query", [2, 3], 4), ("key", [2, 3], 4), ("value", [4, 5, 6, 7], 6)]
+    check_states(views(spec, cache, config(2), 1), list(layer.kv_cache), conv_order, expected)
 
 
 def test_vllm_gives_gdn_states_these_shapes(conv_order: str) -> None:
