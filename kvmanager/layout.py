@@ -161,7 +161,7 @@ class KVGroup(msgspec.Struct, frozen=True):
 
         Full attention needs all, without the first `cached_tokens`, which the other side has. A
         window of W tokens reaches back to position `num_tokens - W + 1`, and from there to a
-        multiple of `window_step` (0: of this engine's pages): an engine keeps whole pages for later
+        multiple of `window_step` (0: of this group's pages): an engine keeps whole pages for later
         prompts, so it must get them whole. A recurrent layer needs its state after the last token.
         """
         match self.kind:
@@ -256,6 +256,10 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
         """The sizes of blocks, which memory is reserved by, stay far from what 64 bits can say."""
         sizes = sorted({group.tokens_per_block for group in self.groups})
         block_tokens = math.lcm(*sizes)
+        if self.window_step > MAX_WINDOW_STEP_TOKENS:
+            raise LayoutError(
+                f"pages of windows begin at multiples of {self.window_step} tokens only"
+            )
         if block_tokens > MAX_BLOCK_TOKENS:
             what = f"blocks of {', '.join(map(str, sizes))} tokens end together"
             raise LayoutError(f"{what} after more than {MAX_BLOCK_TOKENS} tokens")

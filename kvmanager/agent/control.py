@@ -118,11 +118,15 @@ class ControlService:
         base = await self._base(request, fingerprint, layout)
         cached_tokens = base.cached_tokens if base is not None else 0
         window_step = agent.book.window_step(fingerprint)
+        try:
+            nbytes = layout.transfer_bytes(request.num_tokens, cached_tokens, window_step)
+        except ValueError as error:
+            raise BadRequest(str(error)) from error
         # Whoever knows id and token may write into the landing, so they must not be guessable.
         spec = LandingSpec(
             transfer_id=secrets.token_bytes(ID_BYTES),
             token=secrets.token_bytes(KEY_BYTES),
-            nbytes=layout.transfer_bytes(request.num_tokens, cached_tokens, window_step),
+            nbytes=nbytes,
             nbytes_without_draft=layout.transfer_bytes(
                 request.num_tokens, cached_tokens, window_step, with_draft=False
             ),

@@ -252,13 +252,14 @@ class NodeAgent:
         )
 
     def _join_cache(self, peer: EnginePeer, hello: EngineHello) -> StatePlacement | None:
-        """Join an engine to the prefix cache; None if it does not use it. Only a scheduler's Hello
-        has a namespace; its workers write what it reserved.
+        """Join an engine to the prefix cache; None if it does not use it. Its scheduler reserves
+        parts and says what the engine holds; its workers write them.
         """
         if self.cache is None or not (hello.namespace or peer.role == "worker"):
             return None
         self.cache.connect(peer, self.book.shape(peer.instance))
-        if self.engine_events is not None and hello.namespace:
+        # Only the scheduler's Hello has the adapters, and workers connect before it.
+        if self.engine_events is not None and hello.namespace and peer.role == "scheduler":
             layout = self.book.layout_of(peer.instance)
             self.engine_events.engine_joined(peer.instance, layout, hello.namespace, hello.adapters)
         return self.cache.placement

@@ -177,7 +177,10 @@ class Landings:
         if group.kind is KVKind.RECURRENT:
             return [table[self._pages.state_index(group_index, ref.num_tokens)]]
         pages = group.pages(ref.num_tokens, ref.cached_tokens, ref.window_step)
-        first_page = max(pages.start, first_token // group.tokens_per_block)
+        # The node's step may be of larger pages than this engine's, which has no block then for the
+        # first pages of a window.
+        own = group.pages(ref.num_tokens, ref.cached_tokens)
+        first_page = max(pages.start, own.start, first_token // group.tokens_per_block)
         return table[first_page : pages.stop]
 
     def _base(self, consumer: Consumer, tables: Tables, first_token: int) -> CachedParts | None:

@@ -12,6 +12,7 @@ as [head size, block size]), mamba_utils.py (shapes of states, order of their co
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,8 @@ _SCALES_IN_ITEM = (
     KVQuantMode.INT4_PER_TOKEN_HEAD,
 )
 """Quantised caches in which all bytes of one head and token are together."""
+_SHUFFLE = "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"
+"""With it vLLM's ROCm backends keep a page in another order."""
 _OPAQUE = "opaque"
 """How the encodings of pages begin whose order of bytes is not known."""
 
@@ -114,7 +117,13 @@ def _attention_part(spec: AttentionSpec, config: VllmConfig, page_order: str) ->
     encoding, num_units = _attention_encoding(spec, config), _num_kv_heads(spec, config)
     if encoding is None or num_units is None or spec.tokens_per_state < 1:
         backend = config.attention_config.backend
-        how = [page_order, backend.name if backend else "default backend"]
+        # vLLM's own choice of a backend depends on the device.
+        chosen = (
+            backend.name if backend else f"default of {current_platform.get_device_capability()}"
+        )
+        how = [page_order, chosen, f"{spec.num_head_slots} slots of {spec.state_content_bytes} B"]
+        if os.environ.get(_SHUFFLE):
+            how.append(f"shuffled {os.environ[_SHUFFLE]}")
         if current_platform.is_cpu():
             how.append(_cpu_order(spec, config))
         how += [str(spec.dtype).removeprefix("torch."), _quantisation(spec, config)]

@@ -234,6 +234,12 @@ class SchedulerSide:
         # A caller that mixes up requests would otherwise decode with another prompt's KVCache.
         if token_digest(tokens[:-1]).hex() != params.token_digest:
             return "the landing holds other tokens than this prompt's"
+        # With smaller steps the engine would get half of a page, and keep it as a whole one.
+        step, own_step = params.window_step, self._layout.window_step
+        if own_step > 1 and (step < 1 or step % own_step):
+            return (
+                f"the landing's windows begin at steps of {step} tokens, pages here at {own_step}"
+            )
         num_cached = len(params.cached_runs)
         if num_cached and params.draft != self._draft:
             return "engines with another drafter filled the cached blocks"

@@ -183,6 +183,17 @@ def copy_slab(slab: Slab, *, into_space: bool) -> None:
         _copy(slab, staged, slab.unit_bytes, into_space=False)
 
 
+def clear_slab(slab: Slab) -> None:
+    """Fill a slab's place in the engine with zeros, on the present stream if that is a device."""
+    per_row = slab.view.items_per_row
+    first_unit = slab.units.start - slab.view.units.start
+    for piece in slab.view.pieces:
+        memory = plain(piece.memory)[:, first_unit : first_unit + len(slab.units)]
+        for row, num_rows, first_item, num_items in slab.runs():
+            per_run_row = num_items if num_rows == 1 else per_row
+            memory[row : row + num_rows, :, first_item : first_item + per_run_row].zero_()
+
+
 _Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 

@@ -13,11 +13,13 @@ is reported, so that vLLM computes the prompt.
 import logging
 import math
 import queue
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvmanager.agent.engines.client import EngineClient
@@ -28,7 +30,7 @@ from kvmanager.vllm_connector.arena_access import ArenaAccess, StaleArenaError
 from kvmanager.vllm_connector.cache.worker import CacheWorker
 from kvmanager.vllm_connector.metadata import LoadStep, PrfaasMetadata, SendStep, TransferRef
 from kvmanager.vllm_connector.pages import PageCopier
-from kvmanager.vllm_connector.slabs import PartView, Slab
+from kvmanager.vllm_connector.slabs import PartView, Slab, clear_slab
 from kvmanager.vllm_connector.stats import TransferStats
 
 logger = logging.getLogger("prfaas.kvmanager.connector")
@@ -68,8 +70,8 @@ class WorkerSide:
         self._tp_rank = tp_rank
         self._client = client
         self._views = views
-        device = next(iter(views.values()))[0].device
-        self._access = ArenaAccess(client, device)
+        self._device = next(iter(views.values()))[0].device
+        self._access = ArenaAccess(client, self._device)
         self._sending = threading.Lock()
         # By opening of the outbox. None: this worker gave it up, so later steps skip it.
         self._outgoing: dict[tuple[bytes, int], Outgoing | None] = {}
@@ -78,6 +80,8 @@ class WorkerSide:
         self._may_begin_after: float = math.inf
         # Later attempts that failed before their first step.
         self._lost: set[int] = set()
+        # Attention layers whose hook vLLM has called in the running step.
+        self._hooked: set[str] = set()
         self._stats = TransferStats()
         self._cache = CacheWorker(layout, client, self._access, views, stats=lambda: self._stats)
         self._results_lock = threading.Lock()
@@ -88,7 +92,7 @@ class WorkerSide:
         self._load_queue: queue.SimpleQueue[LoadStep | BrokenSend | None] = queue.SimpleQueue()
         self._loader = threading.Thread(target=self._run_loads, name="prfaas-load", daemon=True)
 
-        logger.info("moving %s, %s", layout.describe(), device)
+        logger.info("moving %s, %s", layout.describe(), self._device)
 
     def start(self) -> None:
         """Connect to the agent in the background, and be ready to load."""
@@ -163,6 +167,7 @@ class WorkerSide:
 
     def save_kv_layer(self, meta: PrfaasMetadata, layer_name: str) -> None:
         """Send the pages that the running step has completed in this attention layer."""
+        self._hooked.add(layer_name)
         for step in meta.sends:
             self._guarded_send(step, layer_name)
 
@@ -172,12 +177,24 @@ class WorkerSide:
         the prefill is over, once its copies are. Then copy the parts that the step has completed
         into the prefix cache.
         """
+        hooked, self._hooked = self._hooked, set()
+        # vLLM calls this in a `finally`, also when the forward pass has raised.
+        if (error := sys.exc_info()[0]) is not None:
+            self._give_up_step(meta, f"the engine's step failed: {error.__name__}")
+            return
         for step in meta.sends:
             for _, layer in self._layout.layers:
-                self._guarded_send(step, layer.name)
+                if layer.name not in hooked:
+                    self._guarded_send(step, layer.name)
             if step.is_last:
                 self._end_prefill(step.ref)
         self._cache.store(meta.stores)
+
+    def _give_up_step(self, meta: PrfaasMetadata, reason: str) -> None:
+        """Send and store nothing of a step whose pages may hold anything."""
+        for send in meta.sends:
+            self._fail(send.ref, reason)
+        self._cache.store([replace(s, cached=replace(s.cached, parts=())) for s in meta.stores])
 
     def _end_prefill(self, ref: TransferRef) -> None:
         """Tell the agent that the prefill is over, once all copies that have begun have ended: the
@@ -349,7 +366,24 @@ class WorkerSide:
             slabs = self._slabs(extent, blocks, skipped, space, is_sent=False)
             copier.load(slabs)
             nbytes += sum(slab.nbytes for slab in slabs)
+            self._clear_behind(extent, blocks[-1], space)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
         self._stats.add_loaded(nbytes)
+
+    def _clear_behind(self, extent: LayerExtent, block: int, space: ArenaSpace) -> None:
+        """Clear the rest of an extent's last page, as vLLM does with pages that it fills itself:
+        what another layer left there may be no number, and attention multiplies it with 0.
+        """
+        size = self._layout.groups[extent.group_index].tokens_per_block
+        if self._layout.groups[extent.group_index].kind is KVKind.RECURRENT:
+            return
+        page = (extent.pages.stop - 1) * size
+        for view, part in zip(self._views[extent.layer.name], extent.parts, strict=True):
+            items = range(part.items.stop, part.part.items(range(page, page + size)).stop)
+            first = part.part.items(range(page, page)).start
+            if items:
+                clear_slab(Slab.of(view, view.units, [block], first, items, part, space))
 
     @staticmethod
     def _check_blocks(blocks: Sequence[int], extent: LayerExtent) -> None:

@@ -234,3 +234,18 @@ async def test_engines_share_one_layout_and_hold_nothing_at_the_end(sites: Sites
     assert len(engines) == 4
     assert len({engine.layout_fingerprint for engine in engines}) == 1
     await everything_is_given_back(sites.region)
+
+
+async def test_zz_look(sites: Sites) -> None:
+    for length in (130, 257, 700):
+        request = prompt(f"{length}", length, 500 + length)
+        for one in ("a1-plain", "a1-draft", "b1-plain", "b1-draft"):
+            try:
+                print("LOOK alone", length, one, bytes(await sites.computed_alone(one, request)))
+            except AssertionError as e:
+                print("LOOK alone", length, one, str(e)[:300])
+        for pair in [("plain", "plain"), *PAIRS]:
+            url = await sites.url(pair)
+            for lp in (False, True):
+                answer = await ask(sites.session, url, MODEL, request, with_logprobs=lp)
+                print("LOOK pair", length, pair, lp, bytes(answer.token_ids), answer.error[:300], min(answer.margins, default=0))

@@ -204,6 +204,7 @@ class AgentProcess:
             port=landing.port,
             lease_s=lease_s,
             cached_tokens=landing.cached_tokens,
+            window_step=landing.window_step,
         )
         request = msgspec.structs.replace(request, **changes)
         self.transfer_ids.add(request.transfer_id)

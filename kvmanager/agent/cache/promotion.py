@@ -42,6 +42,7 @@ class LandedParts:
         self._layout = layout
         self._shape = shape
         self._num_tokens = num_tokens
+        self._wanted = [list(part_extents(layout, shape, part)) for part in range(len(shape.parts))]
         self._extents: dict[str, LayerExtent] = {
             extent.layer.name: extent
             for extent in layout.extents(num_tokens, cached_tokens, window_step)
@@ -59,7 +60,7 @@ class LandedParts:
 
     def ranges(self, index: int, part: int) -> Iterator[CopyRange]:
         """The ranges to copy for one of `parts`."""
-        for wanted in part_extents(self._layout, self._shape, part):
+        for wanted in self._wanted[part]:
             landed = self._extents[wanted.layer.name]
             for source, target in zip(landed.parts, wanted.parts, strict=True):
                 yield from self._part_ranges(index, source, target)
@@ -75,7 +76,7 @@ class LandedParts:
             yield CopyRange(source.place(unit, first), target.place(unit, 0), target.unit_bytes)
 
     def _is_whole(self, index: int, part: int) -> bool:
-        for wanted in part_extents(self._layout, self._shape, part):
+        for wanted in self._wanted[part]:
             if self._layout.groups[wanted.group_index].kind is KVKind.RECURRENT:
                 # A transfer carries recurrent states after its last token only, so they belong to a
                 # block only if the block ends there.

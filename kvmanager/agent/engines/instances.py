@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvmanager.agent.engines.protocol import EngineHello, agreed_version
 from kvmanager.agent.messages import CacheModel, EngineStatus
-from kvmanager.layout import KVLayout, LayoutError
+from kvmanager.layout import MAX_WINDOW_STEP_TOKENS, KVLayout, LayoutError
 from kvmanager.pool.shape import CacheShape
 from kvmanager.transfers.records import BadRequest, EnginePeer
 from transport.versions import NoCommonVersion
@@ -71,6 +71,12 @@ class InstanceBook:
         fingerprint = layout.fingerprint()
         # Before the instance is entered: a refused connection must leave nothing behind.
         self._check_namespace(hello, fingerprint, layout.draft_fingerprint)
+        step = math.lcm(self.window_step(fingerprint), layout.window_step)
+        if step > MAX_WINDOW_STEP_TOKENS:
+            raise EngineNotServed(
+                f"its pages of windows begin at multiples of {layout.window_step} tokens, those of "
+                f"the engines here at {self.window_step(fingerprint)}: no transfer suits all"
+            )
         instance = self._instances.setdefault(
             hello.instance, _Instance(layout, fingerprint, hello.tp_size, CacheShape.of(layout))
         )

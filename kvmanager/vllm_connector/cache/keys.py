@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from kvmanager.hashing import block_keys, root_key
-from kvmanager.layout import KVLayout
+from kvmanager.layout import KVKind, KVLayout
 from kvmanager.pool.shape import CacheShape
 
 if TYPE_CHECKING:
@@ -30,18 +30,22 @@ def namespace_of(vllm_config: VllmConfig, layout: KVLayout) -> bytes:
 
     The layout has the weights, the configuration with all overrides, and the cache's data types.
     Blocks of engines with a drafter have its KVCache too, so those are apart from all others.
-    Three things are added: the tokens of a block; those of a window's pages, because a part holds
-    no more of a window than the pages of the engine that stored it; and the quantisation that the
-    engine applies to its weights as it loads them.
+    Three things are added: the tokens of a block; those of each window layer's pages, because a
+    part holds no more of a window than the pages of the engine that stored it; and the quantisation
+    that the engine applies to its weights as it loads them.
     """
     cache = vllm_config.cache_config
     if not cache.enable_prefix_caching:
         return b""
     quantization = str(vllm_config.model_config.quantization)
-    block_tokens = CacheShape.of(layout).block_tokens
-    values = f"{block_tokens} {layout.window_step} {quantization}".encode()
-    values = layout.fingerprint() + layout.draft_fingerprint + values
-    return blake3(values).digest(NAMESPACE_BYTES)
+    pages = [
+        (layer.name, layout.groups[index].tokens_per_block)
+        for index, layer in layout.layers
+        if layout.groups[index].kind is KVKind.WINDOW
+    ]
+    values = (CacheShape.of(layout).block_tokens, pages, quantization)
+    fingerprints = layout.fingerprint() + layout.draft_fingerprint
+    return blake3(fingerprints + repr(values).encode()).digest(NAMESPACE_BYTES)
 
 
 def may_be_cached(request: Request) -> bool:

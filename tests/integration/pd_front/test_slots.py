@@ -36,6 +36,7 @@ async def test_a_slot_names_engine_landing_and_what_the_engine_must_be_told(rig:
             "runs": [[0, 2], [5, 1]],
             "layout_fingerprint": slot.landing.layout_fingerprint,
             "cached_tokens": 0,
+            "window_step": 0,
             "cached_runs": [],
             "is_lossy": False,
             "adapter": "",

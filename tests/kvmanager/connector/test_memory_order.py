@@ -41,7 +41,9 @@ from kvmanager.vllm_connector.slabs import PartView, copy_slab
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mapping for GPUs, whose backends all keep the content of a head and token together."""
-    platform = SimpleNamespace(is_cpu=lambda: False, device_type="cuda")
+    platform = SimpleNamespace(
+        is_cpu=lambda: False, device_type="cuda", get_device_capability=lambda: "9.0"
+    )
     monkeypatch.setattr(module, "current_platform", platform)
 
 
@@ -126,7 +128,7 @@ def test_an_order_of_the_cpu_that_is_not_known_travels_as_it_is(
         "pages",
         1,
         HEADS * 32 * 32,
-        "opaque cpu tp 1 LBHNC default backend amx bfloat16 none",
+        "opaque cpu tp 1 LBHNC default of None None slots of None B amx bfloat16 none",
         32,
     )
     cache = random_bits(NUM_BLOCKS, HEADS, 32, 16)
@@ -245,7 +247,7 @@ def test_pages_that_keep_scales_apart_travel_whole_and_once(spec: AttentionSpec)
 def test_pages_that_keep_the_keys_of_all_heads_apart_are_only_equal_for_equal_engines() -> None:
     spec = attention(2, num_head_slots=2, state_content_bytes=32)
     alone = part(spec, config())
-    assert alone.encoding == "opaque cuda tp 1 LBHNC default backend bfloat16 none"
+    assert alone.encoding == "opaque cuda tp 1 LBHNC default of 9.0 2 slots of 32 B bfloat16 none"
     others = [
         part(spec, config(2, 4)),
         part(spec, config(), "LBNHC"),

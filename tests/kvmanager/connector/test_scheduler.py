@@ -127,6 +127,7 @@ def request(role: str, num_prompt_tokens: int, **changes: Any) -> Any:
         "arena_epoch": "e1",
         "runs": [[0, 4]],
         "layout_fingerprint": LAYOUT.fingerprint().hex(),
+        "window_step": 16,
     }
     if role == "consumer":
         params["token_digest"] = token_digest(held).hex()
@@ -224,6 +225,9 @@ def test_a_landing_the_engine_does_not_need_goes_back_at_once() -> None:
         {"token_digest": "00" * 32},
         {"num_tokens": 69},
         {"layout_fingerprint": "11" * 32},
+        # Half of a page would come, which vLLM would keep as a whole one.
+        {"window_step": 0},
+        {"window_step": 8},
     ],
 )
 def test_a_landing_of_something_else_is_never_loaded(changes: dict[str, Any]) -> None:

@@ -128,6 +128,27 @@ def test_layers_whose_hook_was_not_called_are_sent_after_the_step(engine: Engine
     ]
 
 
+def test_what_a_failed_forward_pass_left_is_not_sent(engine: Engine) -> None:
+    """vLLM calls `wait_for_save` in a `finally`: the pages may hold anything then."""
+    engine.step(5, 16)
+    engine.client.take()
+    ref = TransferRef(TID, NUM_TOKENS, engine.arena.epoch, ((0, 1),), 5)
+    meta = PrfaasMetadata(sends=[SendStep(ref, ([1, 2],), 32)])
+
+    def forward() -> None:
+        try:
+            raise RuntimeError("out of memory")
+        finally:
+            engine.side.wait_for_save(meta)
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        forward()
+    assert engine.client.take() == [
+        ("abort", TID, 5, "the engine's step failed: RuntimeError"),
+    ]
+    assert not any(engine.arena.memory[PAGE : 2 * PAGE])
+
+
 def test_an_outbox_from_before_the_connection_is_not_begun(engine: Engine) -> None:
     """Its end may have come while nobody could be told: the memory may be another transfer's."""
     engine.disconnect()
