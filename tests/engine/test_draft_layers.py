@@ -159,38 +159,51 @@ async def test_a_drafter_changes_no_token_on_either_side(sites: Sites) -> None:
             answer, nbytes = await sites.ask(pair, request)
             assert answer.token_ids == expected, (pair, request.name)
             sent.setdefault(pair, []).append(nbytes)
-    # The module has one of the two attention layers: its pages go only where both sides have it.
-    assert sent["draft", "plain"] == sent["plain", "draft"]
+    # A landing has room for the drafter of any engine of its node, and the sender's fills it.
+    assert sent["draft", "plain"] == sent["draft", "draft"]
     assert all(
-        both > one for both, one in zip(sent["draft", "draft"], sent["draft", "plain"], strict=True)
+        both > one for both, one in zip(sent["draft", "draft"], sent["plain", "draft"], strict=True)
     )
 
 
 async def test_the_drafter_guesses_as_well_as_without_a_hand_off(sites: Sites) -> None:
     asked = [prompt(f"guess {n}", 300 + 37 * n, 900 + n) for n in range(NUM_ASKED)]
-    shares: dict[str, float] = {}
-    for way in ("alone", "draft", "plain"):
-        before = await sites.guesses()
-        for request in asked:
+    guesses: dict[str, list[tuple[int, int]]] = {"alone": [], "draft": [], "plain": []}
+    for request in asked:
+        answers: set[tuple[int, ...]] = set()
+        counted: dict[str, tuple[int, int]] = {}
+        for way in guesses:
+            before = await sites.guesses()
             if way == "alone":
-                await sites.computed_alone("b1-draft", request)
+                tokens = await sites.computed_alone("b1-draft", request)
             else:
-                await sites.ask((way, "draft"), request)
-        guessed, right = (
-            after - earlier for after, earlier in zip(await sites.guesses(), before, strict=True)
-        )
-        assert guessed > 100
-        shares[way] = right / guessed
-    print("shares of right guesses:", shares)
-    assert shares["alone"] > 0.3
+                tokens = list((await sites.ask((way, "draft"), request))[0].token_ids)
+            after = await sites.guesses()
+            answers.add(tuple(tokens))
+            counted[way] = after[0] - before[0], after[1] - before[1]
+        # In bfloat16 near ties may go either way, and then other tokens are guessed.
+        if len(answers) == 1:
+            for way, counts in counted.items():
+                guesses[way].append(counts)
+    assert len(guesses["alone"]) >= NUM_ASKED / 3
+    shares = {
+        way: sum(right for _, right in counts) / sum(guessed for guessed, _ in counts)
+        for way, counts in guesses.items()
+    }
+    print("shares of right guesses:", shares, "of", len(guesses["alone"]))
+    assert shares["alone"] > 0.25
     assert abs(shares["draft"] - shares["alone"]) <= 0.02
     # Without the drafter's KVCache of the prompt it guesses badly: that is what the landing brings.
     assert shares["plain"] < shares["alone"] - 0.1
 
 
 async def test_the_last_slot_of_the_drafter_has_the_prompts_own_last_token(sites: Sites) -> None:
-    """Of the prompt without its last token the drafter's pages are those of the whole prompt."""
-    tokens = list(text(700, seed=77).encode())
+    """Of the prompt without its last token the drafter's pages are those of the whole prompt.
+
+    It is computed in one chunk: at the end of any other chunk vLLM 0.32 lets the drafter see the
+    prompt's last token instead of the next one (`prepare_next_token_ids_padded`).
+    """
+    tokens = list(text(400, seed=77).encode())
     one_more = (tokens[-1] + 1) % 64 + 32
     status = await agent_status(sites.region, "a1")
     described = next(one.layout for one in status.engines if one.instance == "a1-draft")
@@ -234,18 +247,3 @@ async def test_engines_share_one_layout_and_hold_nothing_at_the_end(sites: Sites
     assert len(engines) == 4
     assert len({engine.layout_fingerprint for engine in engines}) == 1
     await everything_is_given_back(sites.region)
-
-
-async def test_zz_look(sites: Sites) -> None:
-    for length in (130, 257, 700):
-        request = prompt(f"{length}", length, 500 + length)
-        for one in ("a1-plain", "a1-draft", "b1-plain", "b1-draft"):
-            try:
-                print("LOOK alone", length, one, bytes(await sites.computed_alone(one, request)))
-            except AssertionError as e:
-                print("LOOK alone", length, one, str(e)[:300])
-        for pair in [("plain", "plain"), *PAIRS]:
-            url = await sites.url(pair)
-            for lp in (False, True):
-                answer = await ask(sites.session, url, MODEL, request, with_logprobs=lp)
-                print("LOOK pair", length, pair, lp, bytes(answer.token_ids), answer.error[:300], min(answer.margins, default=0))

@@ -11,7 +11,7 @@ from typing import Any
 
 from deploy.lab.demo.tiny_specs import MODELS, Parameter, TinyModel
 
-QUIET = 0.2
+QUIET = 0.1
 """What is left of the output of the layers that the module does not have."""
 REPEATED = "model.layers.1."
 MODULE = "mtp.layers.0."
