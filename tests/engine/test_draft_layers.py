@@ -5,6 +5,7 @@ of the prompt is right. Prefix caching is off: with it vLLM's CPU backend cannot
 model with recurrent layers, since a kernel for that is in Triton alone.
 """
 
+import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator, Sequence
@@ -83,7 +84,16 @@ class Sites:
         return list(answer["choices"][0]["token_ids"])
 
     async def guesses(self) -> tuple[int, int]:
-        """Tokens that the decoding drafter has guessed, and those of them that were right."""
+        """Tokens that the decoding drafter has guessed, and those of them that were right. An
+        engine counts a step's a little after it has answered.
+        """
+        last = None
+        while (found := await self._guesses()) != last:
+            last = found
+            await asyncio.sleep(0.25)
+        return found
+
+    async def _guesses(self) -> tuple[int, int]:
         url = f"{self.region.engine('b1-draft').address}/metrics"
         headers = self.region.engine_access().headers
         async with self.session.get(url, headers=headers) as response:
@@ -167,7 +177,7 @@ async def test_a_drafter_changes_no_token_on_either_side(sites: Sites) -> None:
 
 
 async def test_the_drafter_guesses_as_well_as_without_a_hand_off(sites: Sites) -> None:
-    asked = [prompt(f"guess {n}", 300 + 37 * n, 900 + n) for n in range(NUM_ASKED)]
+    asked = [prompt(f"guess {n}", 130 + 15 * n, 900 + n) for n in range(NUM_ASKED)]
     guesses: dict[str, list[tuple[int, int]]] = {"alone": [], "draft": [], "plain": []}
     for request in asked:
         answers: set[tuple[int, ...]] = set()
@@ -180,7 +190,9 @@ async def test_the_drafter_guesses_as_well_as_without_a_hand_off(sites: Sites) -
                 tokens = list((await sites.ask((way, "draft"), request))[0].token_ids)
             after = await sites.guesses()
             answers.add(tuple(tokens))
-            counted[way] = after[0] - before[0], after[1] - before[1]
+            # Of the first step behind a load vLLM counts guesses that nobody has made.
+            unmade = 0 if way == "alone" else NUM_GUESSES["b1"]
+            counted[way] = after[0] - before[0] - unmade, after[1] - before[1]
         # In bfloat16 near ties may go either way, and then other tokens are guessed.
         if len(answers) == 1:
             for way, counts in counted.items():
