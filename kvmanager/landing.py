@@ -21,6 +21,7 @@ class ReservedLanding(msgspec.Struct, frozen=True, kw_only=True):
     rest may lose precision on its way. `adapter` identifies the weights of the LoRA adapter with
     which the KVCache is computed (`kvmanager.vllm_connector.weights`), "" for the base model.
     Windows begin at multiples of `window_step` tokens; 0: of the receiver's own pages.
+    `draft` is the fingerprint of the drafter whose KVCache it has room for, "" for none.
     """
 
     transfer_id: str
@@ -35,6 +36,7 @@ class ReservedLanding(msgspec.Struct, frozen=True, kw_only=True):
     is_lossy: bool = False
     adapter: str = ""
     window_step: int = 0
+    draft: str = ""
 
 
 def reserved_landing(
@@ -54,6 +56,7 @@ def reserved_landing(
         is_lossy=reply.is_lossy,
         adapter=adapter,
         window_step=reply.window_step,
+        draft=reply.draft,
     )
 
 
@@ -71,6 +74,7 @@ def producer_params(landing: ReservedLanding, outbox: OpenOutboxReply) -> dict[s
             "cached_tokens": landing.cached_tokens,
             "window_step": landing.window_step,
             "adapter": landing.adapter,
+            "draft": outbox.draft,
         }
     }
 
@@ -99,6 +103,7 @@ def consumer_params(
             "window_step": landing.window_step,
             "is_lossy": landing.is_lossy,
             "adapter": landing.adapter,
+            "draft": landing.draft,
             "cached_runs": [[list(run) for run in block] for block in cached_runs],
         }
     }

@@ -10,6 +10,9 @@ layer in the order of the model, for each part of the layer, for each unit of th
 a head of a state), the items of `KVGroup.tokens(n)` in order. There is no padding. So engines with
 other tensor-parallel sizes, block sizes and memory orders send and read the same bytes, and what a
 rank owns of a part is one run of bytes for each of its units.
+
+The layers of a drafter (MTP, EAGLE) come last and are in a transfer only if both sides have the
+same drafter. So a transfer without them is the beginning of one with them.
 """
 
 import math
@@ -120,10 +123,11 @@ class KVPart(msgspec.Struct, frozen=True):
 
 
 class KVLayer(msgspec.Struct, frozen=True):
-    """One layer: its name in the engine, and the parts of its cache."""
+    """One layer: its name in the engine, and the parts of its cache. `is_draft`: of a drafter."""
 
     name: str
     parts: tuple[KVPart, ...]
+    is_draft: bool = False
 
     def extents(self, tokens: range, offset: int) -> Iterator[PartExtent]:
         """The parts of these tokens one behind the other, from `offset` on."""
@@ -210,6 +214,8 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
     tp_size: int
     groups: tuple[KVGroup, ...]
     format_version: int = FORMAT_VERSION
+    draft_digest: str = ""
+    """Digest of what decides the drafter's KVCache beside the model's; "" without a drafter."""
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -238,6 +244,12 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
         name, count = names.most_common(1)[0]
         if count > 1:
             raise LayoutError(f"layer {name} is there {count} times")
+        drafts = [layer.is_draft for _, layer in self.layers]
+        if any(drafts) != bool(self.draft_digest) or all(drafts):
+            raise LayoutError(
+                f"{sum(drafts)} of {len(drafts)} layers are a drafter's, with the digest "
+                f"{self.draft_digest!r}"
+            )
         self._check_sizes()
 
     def _check_sizes(self) -> None:
@@ -293,22 +305,39 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
 
     def fingerprint(self) -> bytes:
         """32 bytes; equal exactly when the caches of two engines mean the same, however the engines
-        are cut and whatever their models are called.
+        are cut, whatever their models are called and whether they have drafters.
         """
-        meaning = [
-            (layer.name, group.kind, group.window_tokens, layer.parts)
-            for group, layer in ((self.groups[index], layer) for index, layer in self.layers)
-        ]
-        values = (self.format_version, self.weights, self.config_digest, meaning)
+        values = (
+            self.format_version,
+            self.weights,
+            self.config_digest,
+            self._meaning(drafts=False),
+        )
         return blake3(msgspec.msgpack.encode(values)).digest()
 
     @cached_property
+    def draft_fingerprint(self) -> bytes:
+        """32 bytes; equal exactly when also the drafters' caches mean the same. Empty without a
+        drafter.
+        """
+        if not self.draft_digest:
+            return b""
+        values = (self.fingerprint(), self.draft_digest, self._meaning(drafts=True))
+        return blake3(msgspec.msgpack.encode(values)).digest()
+
+    def _meaning(self, *, drafts: bool) -> list[tuple[object, ...]]:
+        found = ((self.groups[i], layer) for i, layer in self.layers if layer.is_draft is drafts)
+        return [
+            (layer.name, group.kind, group.window_tokens, layer.parts) for group, layer in found
+        ]
+
+    @cached_property
     def layers(self) -> tuple[tuple[int, KVLayer], ...]:
-        """All layers with the index of their group, in the order of the model."""
+        """All layers with the index of their group, in the order of the model, drafts last."""
         found = (
             (index, layer) for index, group in enumerate(self.groups) for layer in group.layers
         )
-        return tuple(sorted(found, key=lambda item: (_by_number(item[1].name), item[1].name)))
+        return tuple(sorted(found, key=lambda item: _order(item[1])))
 
     @cached_property
     def elements(self) -> str:
@@ -338,8 +367,16 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
         sizes = [g.tokens_per_block for g in self.groups if g.kind is KVKind.WINDOW]
         return math.lcm(*sizes)
 
-    def transfer_bytes(self, num_tokens: int, cached_tokens: int = 0, window_step: int = 0) -> int:
-        """Bytes of a whole transfer of the first `num_tokens` tokens.
+    def transfer_bytes(
+        self,
+        num_tokens: int,
+        cached_tokens: int = 0,
+        window_step: int = 0,
+        *,
+        with_draft: bool = True,
+    ) -> int:
+        """Bytes of a whole transfer of the first `num_tokens` tokens, drafts included unless
+        `with_draft` is False.
 
         `cached_tokens`: leading tokens whose full-attention KVCache the receiver has already, in
         whole items of every such group. Windows and recurrent states always travel, windows from a
@@ -361,10 +398,16 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
         return sum(
             layer.bytes_of(self.groups[index].tokens(num_tokens, cached_tokens, window_step))
             for index, layer in self.layers
+            if with_draft or not layer.is_draft
         )
 
     def extents(
-        self, num_tokens: int, cached_tokens: int = 0, window_step: int = 0
+        self,
+        num_tokens: int,
+        cached_tokens: int = 0,
+        window_step: int = 0,
+        *,
+        with_draft: bool = True,
     ) -> Iterator[LayerExtent]:
         """The layers of a transfer in order; the arguments are those of `transfer_bytes`."""
         step = window_step or self.window_step
@@ -372,6 +415,8 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
         pages = [group.pages(num_tokens, cached_tokens, step) for group in self.groups]
         offset = 0
         for index, layer in self.layers:
+            if layer.is_draft and not with_draft:
+                return
             parts = tuple(layer.extents(tokens[index], offset))
             extent = LayerExtent(index, layer, tokens[index], pages[index], parts)
             offset += extent.nbytes
@@ -386,7 +431,9 @@ class KVLayout(msgspec.Struct, frozen=True, dict=True):
             + (f" in blocks of {g.tokens_per_block}" if g.kind is not KVKind.RECURRENT else "")
             for g in self.groups
         )
-        return f"{self.model_id} ({self.weights}) tp={self.tp_size} [{groups}]"
+        num_drafts = sum(layer.is_draft for _, layer in self.layers)
+        drafts = f", {num_drafts} of them a drafter's" if num_drafts else ""
+        return f"{self.model_id} ({self.weights}) tp={self.tp_size} [{groups}]{drafts}"
 
 
 def _described(layer: KVLayer) -> str:
@@ -405,6 +452,10 @@ def _check_format(version: int) -> None:
     if version != FORMAT_VERSION:
         wrong = f"KV layout format {version} is not {FORMAT_VERSION}"
         raise LayoutError(f"{wrong}: both sides must run the same release")
+
+
+def _order(layer: KVLayer) -> tuple[bool, list[tuple[int, str]], str]:
+    return layer.is_draft, _by_number(layer.name), layer.name
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:

@@ -24,7 +24,8 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     instance or node (`InstanceReport.node`) how much of the prompt need not be computed there.
     `pd` is the PD cluster that decodes: PD clusters share a prefill cluster fairly.
     `last_token` is what `prompt_token_ids` leaves out, for vLLM's own connectors, which prefill
-    whole prompts; it may be left empty for a cluster without them.
+    whole prompts, and for drafters, whose last KVCache depends on it; it may be left empty for a
+    cluster without them.
     """
 
     request_id: str

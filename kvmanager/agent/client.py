@@ -126,10 +126,11 @@ class AgentClient:
         tenant: str = "",
         grant: bytes = b"",
         by_transport: bool = False,
+        instance: str = "",
     ) -> OpenOutboxReply:
         """Reserve memory that an engine fills and the agent sends to `landing` meanwhile. If the
-        agent has the landing, the engine fills that itself, unless `by_transport`. NO_ROOM,
-        INVALID.
+        agent has the landing, the engine fills that itself, unless `by_transport`. `instance`: the
+        engine, any one if it is not named. NO_ROOM, INVALID.
         """
         request = OpenOutbox(
             transfer_id=landing.transfer_id,
@@ -145,6 +146,8 @@ class AgentClient:
             window_step=landing.window_step,
             grant=grant,
             by_transport=by_transport,
+            draft=landing.draft,
+            instance=instance,
         )
         return await self._call(request, OpenOutboxReply, timeout_s)
 

@@ -127,6 +127,9 @@ class ControlService:
             transfer_id=secrets.token_bytes(ID_BYTES),
             token=secrets.token_bytes(KEY_BYTES),
             nbytes=nbytes,
+            nbytes_without_draft=layout.transfer_bytes(
+                request.num_tokens, cached_tokens, window_step, with_draft=False
+            ),
             num_tokens=request.num_tokens,
             fingerprint=fingerprint,
             token_digest=token_digest,
@@ -151,6 +154,7 @@ class ControlService:
             landing_room_bytes=agent.landing_room_bytes,
             is_lossy=agent.config.is_lossy,
             window_step=window_step,
+            draft=layout.draft_fingerprint.hex(),
         )
 
     async def _base(
@@ -160,7 +164,13 @@ class ControlService:
         keys of blocks that no engine of the node caches.
         """
         num_tokens, agent = _num_tokens(request.num_tokens), self._agent
-        known, bases = agent.book.cached_layouts(fingerprint), agent.transfers.bases
+        draft, bases = layout.draft_fingerprint, agent.transfers.bases
+        # Blocks that engines with another drafter have cached have other bytes.
+        known = [
+            item
+            for item in agent.book.cached_layouts(fingerprint)
+            if item[0].draft_fingerprint == draft
+        ]
         if not request.block_keys or bases is None or not known:
             return None
         try:
@@ -182,26 +192,30 @@ class ControlService:
         agent = self._agent
         agent.grants.require(request.grant, outbox_send(request))
         fingerprint, layout = agent.book.layout(
-            hex_bytes(request.layout_fingerprint, KEY_BYTES, "layout_fingerprint")
+            hex_bytes(request.layout_fingerprint, KEY_BYTES, "layout_fingerprint"),
+            request.instance,
         )
+        with_draft = request.draft != "" and request.draft == layout.draft_fingerprint.hex()
         try:
             expected = layout.transfer_bytes(
-                _num_tokens(request.num_tokens), request.cached_tokens, request.window_step
+                _num_tokens(request.num_tokens),
+                request.cached_tokens,
+                request.window_step,
+                with_draft=with_draft,
             )
         except ValueError as error:
             raise BadRequest(str(error)) from error
         # The landing's size comes from the layout of the receiving engine: a difference shows that
-        # the two layouts are not the same.
-        if request.nbytes != expected:
+        # the two layouts are not the same. How large another drafter's part is is not known here.
+        has_other_draft = request.draft != "" and not with_draft
+        if request.nbytes < expected or (request.nbytes > expected and not has_other_draft):
             raise BadRequest(
                 f"{request.num_tokens} tokens take {expected} bytes here with "
                 f"{request.cached_tokens} of them cached, not {request.nbytes}"
             )
         endpoint = endpoint_of(request.host, request.port)
         transfer_id = transfer_id_of(request.transfer_id)
-        spec = OutboxSpec(
-            transfer_id, request.nbytes, request.num_tokens, fingerprint, request.lease_s
-        )
+        spec = OutboxSpec(transfer_id, expected, request.num_tokens, fingerprint, request.lease_s)
         token = hex_bytes(request.token, KEY_BYTES, "token")
         wire = OutgoingSpec(
             transfer_id,
@@ -218,6 +232,7 @@ class ControlService:
             runs=[(first, length) for first, length in outbox.runs],
             lease_s=outbox.lease_until_s - outbox.opened_s,
             attempt=outbox.attempt,
+            draft=request.draft if with_draft else "",
         )
 
     async def renew(self, request: Renew) -> RenewReply:

@@ -74,6 +74,8 @@ class ReserveReply(msgspec.Struct, frozen=True):
     landing_room_bytes: int | None = None
     is_lossy: bool = False
     window_step: int = 0
+    draft: str = ""
+    """The fingerprint of the drafter whose KVCache the landing has room for; "" for none."""
 
 
 class Renew(msgspec.Struct, frozen=True):
@@ -126,6 +128,10 @@ class OpenOutbox(msgspec.Struct, frozen=True):
     grant: bytes = b""
     by_transport: bool = False
     """Send over a connection even to a landing at this agent, which an engine could fill itself."""
+    draft: str = ""
+    """The drafter whose KVCache the landing has room for. That of another one is not sent."""
+    instance: str = ""
+    """The engine that will fill it; "": any one with this layout."""
 
 
 class OpenOutboxReply(msgspec.Struct, frozen=True):
@@ -137,6 +143,8 @@ class OpenOutboxReply(msgspec.Struct, frozen=True):
     runs: Runs
     lease_s: float
     attempt: int
+    draft: str = ""
+    """The drafter whose KVCache is a part of the outbox; "" for none."""
 
 
 class Await(msgspec.Struct, frozen=True):

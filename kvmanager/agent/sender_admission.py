@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from transport import ByteSpace, Refused, TransportError
 
 
@@ -36,6 +38,18 @@ class _Open:
     token: bytes
     fingerprint: bytes
     space: ByteSpace
+    short: ByteSpace | None
+
+    def of_size(self, nbytes: int) -> ByteSpace | None:
+        """The space for a transfer of this size; None: such a transfer is not admitted."""
+        spaces = (self.space, self.short)
+        return next((one for one in spaces if one is not None and one.nbytes == nbytes), None)
+
+    def zero_behind(self, nbytes: int) -> None:
+        """Fill the bytes behind a transfer of this size with zeros: they may be another's."""
+        if nbytes < self.space.nbytes:
+            for view in self.space.views(nbytes, self.space.nbytes - nbytes):
+                np.frombuffer(view, dtype=np.uint8)[:] = 0
 
 
 class SenderAdmission:
@@ -55,10 +69,17 @@ class SenderAdmission:
         self._open: dict[bytes, _Open] = {}
         self._accepted: set[bytes] = set()
 
-    def admit(self, transfer_id: bytes, token: bytes, fingerprint: bytes, space: ByteSpace) -> None:
-        """Admit a sender with this token to `space` from now on."""
+    def admit(
+        self,
+        transfer_id: bytes,
+        token: bytes,
+        fingerprint: bytes,
+        space: ByteSpace,
+        short: ByteSpace | None = None,
+    ) -> None:
+        """Admit a sender with this token to `space` from now on, or to its beginning `short`."""
         with self._lock:
-            self._open[transfer_id] = _Open(token, fingerprint, space)
+            self._open[transfer_id] = _Open(token, fingerprint, space, short)
 
     def revoke(self, transfer_id: bytes) -> None:
         """Admit no other sender. The receiver drops a sender that was admitted before."""
@@ -71,19 +92,23 @@ class SenderAdmission:
         Raises Refused as `accept` does, also if a sender was admitted before.
         """
         with self._lock:
-            self._check(transfer_id, token, fingerprint, nbytes)
+            landing, _ = self._check(transfer_id, token, fingerprint, nbytes)
             if transfer_id in self._accepted:
                 raise self._refusal("busy", "a sender fills this landing already")
             del self._open[transfer_id]
+        landing.zero_behind(nbytes)
 
     def accept(
         self, transfer_id: bytes, token: bytes, fingerprint: bytes, nbytes: int
     ) -> ByteSpace:
         with self._lock:
-            landing = self._check(transfer_id, token, fingerprint, nbytes)
+            landing, space = self._check(transfer_id, token, fingerprint, nbytes)
+            is_first = transfer_id not in self._accepted
             self._accepted.add(transfer_id)
+        if is_first:
+            landing.zero_behind(nbytes)
         self._post(self._news.landing_accepted, transfer_id)
-        return landing.space
+        return space
 
     def on_complete(self, transfer_id: bytes) -> None:
         self._post(self._news.landing_complete, transfer_id)
@@ -92,7 +117,9 @@ class SenderAdmission:
         message = f"{error.code}: {error.message}"
         self._post(self._news.landing_failed, transfer_id, message)
 
-    def _check(self, transfer_id: bytes, token: bytes, fingerprint: bytes, nbytes: int) -> _Open:
+    def _check(
+        self, transfer_id: bytes, token: bytes, fingerprint: bytes, nbytes: int
+    ) -> tuple[_Open, ByteSpace]:
         landing = self._open.get(transfer_id)
         if landing is None:
             raise self._refusal("no_landing", "no landing is reserved for this transfer")
@@ -105,11 +132,12 @@ class SenderAdmission:
                 f"the landing has KV layout {landing.fingerprint.hex()[:16]}, "
                 f"the sender {fingerprint.hex()[:16]}",
             )
-        if landing.space.nbytes != nbytes:
+        space = landing.of_size(nbytes)
+        if space is None:
             raise self._refusal(
                 "bad_size", f"the landing holds {landing.space.nbytes} bytes, not {nbytes}"
             )
-        return landing
+        return landing, space
 
     def _refusal(self, code: str, message: str) -> Refused:
         self._on_refused(code)

@@ -102,9 +102,16 @@ class TransferIo:
 
     # Landings.
 
-    def admit(self, transfer_id: bytes, token: bytes, fingerprint: bytes, space: ByteSpace) -> None:
-        """Admit the sender that has the token."""
-        self._admission.admit(transfer_id, token, fingerprint, space)
+    def admit(
+        self,
+        transfer_id: bytes,
+        token: bytes,
+        fingerprint: bytes,
+        space: ByteSpace,
+        short: ByteSpace | None = None,
+    ) -> None:
+        """Admit the sender that has the token to `space`, or to its beginning `short`."""
+        self._admission.admit(transfer_id, token, fingerprint, space, short)
 
     def admit_engine(
         self, transfer_id: bytes, token: bytes, fingerprint: bytes, nbytes: int

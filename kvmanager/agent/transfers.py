@@ -155,7 +155,10 @@ class AgentTransfers:
         if base is not None and self.bases is not None:
             self.bases.adopt(spec.transfer_id, base)
         space = self._arena.view(landing.runs, spec.nbytes)
-        self.io.admit(spec.transfer_id, spec.token, spec.fingerprint, space)
+        short = None
+        if spec.nbytes_without_draft not in (None, spec.nbytes):
+            short = self._arena.view(landing.runs, spec.nbytes_without_draft)
+        self.io.admit(spec.transfer_id, spec.token, spec.fingerprint, space, short)
         return landing
 
     def open_outbox(

@@ -70,7 +70,8 @@ MOVES: dict[State, frozenset[State]] = {
 
 @dataclass(frozen=True, slots=True)
 class LandingSpec:
-    """A requested landing. `nbytes` is the exact size of the transfer.
+    """A requested landing. `nbytes` is the exact size of the transfer, or `nbytes_without_draft`
+    is, if the sender does not have the drafter of the receiver.
 
     The full-attention KVCache of the first `cached_tokens` is cached here and not part of it.
     Windows begin at multiples of `window_step` tokens.
@@ -86,6 +87,7 @@ class LandingSpec:
     tenant: str = ""
     cached_tokens: int = 0
     window_step: int = 0
+    nbytes_without_draft: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,6 +143,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
             consumes=self._kv_transfer_config.is_kv_consumer,
             cache=_cache_options(extra, hello.namespace, loads=self._may_load(config)),
             adapters=adapters,
+            speculates=config.speculative_config is not None,
         )
         if not extra.get("instance"):
             logger.warning(

@@ -4,7 +4,7 @@ Knows vLLM's spec classes and nothing of transfers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from blake3 import blake3
@@ -20,6 +20,12 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout, LayoutError
+from kvmanager.vllm_connector.drafters import (
+    draft_digest,
+    is_draft_layer,
+    kept_config,
+    refuse_drafter,
+)
 from kvmanager.vllm_connector.memory_order import parts_of, views_of
 from kvmanager.vllm_connector.slabs import PartView
 from kvmanager.vllm_connector.stages import Stage, joined
@@ -35,16 +41,6 @@ prefix caching on and off, so the layout leaves it out, and engines of both kind
 KVCache.
 """
 
-_LEFT_OUT = (
-    "_name_or_path",
-    "name_or_path",
-    "_commit_hash",
-    "transformers_version",
-    "quantization_config",
-)
-"""What names a place on disk or a release, and how an engine stores its weights. What the weights
-are is their identity.
-"""
 _SPEC_FIELDS = (
     "dtype",
     "dtypes",
@@ -62,7 +58,7 @@ def stage_of(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> Sta
     of its pipeline stages.
 
     Raises `LayoutError` for KVCache that the connector cannot move: cross attention, chunked local
-    attention and context parallelism.
+    attention, context parallelism, and drafters whose KVCache is not known (`drafters`).
     """
     _refuse_unsupported(vllm_config)
     groups, page_order = kv_cache_config.transfer_groups, kv_cache_config.kv_cache_layout
@@ -86,6 +82,7 @@ def layout_of(vllm_config: "VllmConfig", stages: Sequence[Stage]) -> KVLayout:
         config_digest=_config_digest(vllm_config, engine),
         tp_size=vllm_config.parallel_config.tensor_parallel_size,
         groups=engine.groups,
+        draft_digest=draft_digest(vllm_config),
     )
     layout.validate()
     return layout
@@ -106,8 +103,7 @@ def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
     # Two halves of a batch run at once, and their layers' hooks do not say which one they are of.
     if parallel.enable_dbo or parallel.ubatch_size > 1:
         raise LayoutError("dual batch overlap is not supported: remove --enable-dbo")
-    if vllm_config.speculative_config is not None:
-        raise LayoutError("speculative decoding is not supported: remove --speculative-config")
+    refuse_drafter(vllm_config)
 
 
 def registered_views(
@@ -151,25 +147,19 @@ def _config_digest(vllm_config: "VllmConfig", engine: Stage) -> str:
     configuration with all overrides (rope scaling, windows) and vLLM's own settings.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    config = _kept(model.hf_config.to_dict())
+    config = kept_config(model.hf_config.to_dict())
     values: list[object] = [config, model.disable_sliding_window, cache.kv_cache_dtype_skip_layers]
     if "longrope" in repr(config):
         values.append(model.max_model_len)  # by which vLLM chooses the factors
     if model.multimodal_config is not None:
         values.append(model.multimodal_config.mm_processor_kwargs)
     # In one order, whatever stages and groups the layers are in.
-    values += sorted(engine.readings.items())
+    values += sorted(
+        (name, reading)
+        for name, reading in engine.readings.items()
+        if not is_draft_layer(name, vllm_config)
+    )
     return blake3(repr(values).encode()).hexdigest()[:32]
-
-
-def _kept(config: Any) -> Any:
-    """The same in one order of keys, without what is left out."""
-    if isinstance(config, dict):
-        kept = (item for item in config.items() if item[0] not in _LEFT_OUT)
-        return [(key, _kept(value)) for key, value in sorted(kept, key=str)]
-    if isinstance(config, list | tuple):
-        return [_kept(value) for value in config]
-    return config
 
 
 def _reading(spec: KVCacheSpec) -> tuple[str, ...]:
@@ -188,7 +178,10 @@ def _group(group: "KVCacheGroupSpec", vllm_config: "VllmConfig", page_order: str
         tokens_per_block=RECURRENT_TOKENS_PER_BLOCK if recurrent else spec.block_size,
         window_tokens=window,
         layers=tuple(
-            KVLayer(name, parts_of(layer, vllm_config, page_order)) for name, layer in specs.items()
+            KVLayer(
+                name, parts_of(layer, vllm_config, page_order), is_draft_layer(name, vllm_config)
+            )
+            for name, layer in specs.items()
         ),
     )
 

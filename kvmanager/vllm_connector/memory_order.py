@@ -253,7 +253,10 @@ def _convolution_dim(spec: MambaSpec) -> int:
 
 
 def _convolution_rows(spec: MambaSpec) -> int:
-    return spec.shapes[0][_rows_axis(spec)]
+    """The rows that hold the last inputs of the convolution. Speculation adds a row behind them for
+    each guessed token, which a state at the end of a prompt does not use (vLLM's causal_conv1d).
+    """
+    return spec.shapes[0][_rows_axis(spec)] - spec.num_speculative_blocks
 
 
 def _rows_axis(spec: MambaSpec) -> int:
@@ -341,11 +344,13 @@ def _state_pieces(
     if len(parts) > 1:
         # (blocks, rows of the convolution, channels)
         convolution = tensors[0] if _rows_axis(spec) == 0 else tensors[0].transpose(1, 2)
-        rows, at = convolution.shape[1], 0
-        for part in parts[:-1]:
-            units = len(part.held_units(tp_size, 0))
+        # The first rows are the items; speculation adds others behind them.
+        held = [(part, len(part.held_units(tp_size, 0))) for part in parts[:-1]]
+        row_bytes = convolution.shape[2] * convolution.element_size()
+        rows, at = sum(part.item_bytes * units for part, units in held) // row_bytes, 0
+        for part, units in held:
             channels = part.item_bytes // (rows * convolution.element_size())
-            share = convolution[:, :, at : at + units * channels]
+            share = convolution[:, :rows, at : at + units * channels]
             at += units * channels
             pieces.append(Piece(share.unflatten(2, (units, channels)).transpose(1, 2).unsqueeze(2)))
     return [*pieces, Piece(tensors[-1].unsqueeze(2))]

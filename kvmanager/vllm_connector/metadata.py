@@ -16,6 +16,7 @@ class TransferRef:
     attempt: the opening of a producer's outbox; 0 for a landing.
     cached_tokens: the transfer leaves out the full-attention pages of this many leading tokens.
     window_step: windows begin at multiples of it, as the receiver needs them.
+    draft: the drafter whose layers are at the end of the transfer, in hex; "" for none.
     """
 
     transfer_id: bytes
@@ -25,6 +26,7 @@ class TransferRef:
     attempt: int = 0
     cached_tokens: int = 0
     window_step: int = 0
+    draft: str = ""
 
     @classmethod
     def of(cls, params: ProducerParams | ConsumerParams) -> "TransferRef":
@@ -38,6 +40,7 @@ class TransferRef:
             attempt,
             params.cached_tokens,
             params.window_step,
+            params.draft,
         )
 
     @property

@@ -2,16 +2,17 @@
 
     {"prfaas": {"role": "producer", "transfer_id": ..., "num_tokens": n, "arena_epoch": ...,
                 "runs": [[first_block, count], ...], "attempt": ..., "layout_fingerprint": ...,
-                "cached_tokens": r, "window_step": s, "adapter": ...}}
+                "cached_tokens": r, "window_step": s, "adapter": ..., "draft": ...}}
 
 The receiver has the full-attention KVCache of the first `cached_tokens` already, so it does not
 travel. Windows begin at multiples of `window_step` tokens, as the receiver's pages do; 0, from
 fronts that do not know it, will do only for models without windows. `adapter` identifies the
-weights of the LoRA adapter, "" for the base model (`kvmanager.vllm_connector.weights`). A
-producer's `attempt` is the opening of the outbox. A consumer's parameters have the digest of the n
-tokens whose KVCache will land, and for each cached block the runs of arena blocks with its KV part.
-With `is_lossy` the KVCache that lands may have lost precision, so that no other request may use it.
-Knows no engine objects.
+weights of the LoRA adapter, "" for the base model (`kvmanager.vllm_connector.weights`), `draft` the
+drafter whose KVCache is at the end of the transfer, "" without one (`KVLayout.draft_fingerprint`).
+A producer's `attempt` is the opening of the outbox. A consumer's parameters have the digest of the
+n tokens whose KVCache will land, and for each cached block the runs of arena blocks with its KV
+part. With `is_lossy` the KVCache that lands may have lost precision, so that no other request may
+use it. Knows no engine objects.
 """
 
 from typing import Annotated, Any
@@ -38,6 +39,7 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True, tag_field="role"
     cached_tokens: int = 0
     window_step: int = 0
     adapter: str = ""
+    draft: str = ""
 
     @property
     def id_bytes(self) -> bytes:

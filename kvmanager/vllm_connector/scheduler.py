@@ -96,11 +96,14 @@ class SchedulerSide:
         consumes: bool,
         cache: PrefixCacheOptions = NO_CACHE,
         adapters: Adapters | None = None,
+        speculates: bool = False,
     ) -> None:
+        """`speculates`: the engine guesses tokens, whose KVCache may be wrong."""
         self._layout = layout
         self._produces = produces
         self._consumes = consumes
         self._fingerprint = layout.fingerprint().hex()
+        self._draft = layout.draft_fingerprint.hex()
         self._config = kv_cache_config
         self._specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
         self._mamba_cache_mode = mamba_cache_mode
@@ -120,7 +123,13 @@ class SchedulerSide:
         )
         self._adapters = adapters or Adapters()
         self._cache = CacheScheduler(
-            self._shape, pages, cache, self._agent_said, client, adapters=self._adapters
+            self._shape,
+            pages,
+            cache,
+            self._agent_said,
+            client,
+            adapters=self._adapters,
+            speculates=speculates,
         )
 
     def start(self) -> None:
@@ -213,6 +222,8 @@ class SchedulerSide:
             return problem
         tokens = request.prompt_token_ids or []
         if isinstance(params, ProducerParams):
+            if params.draft not in ("", self._draft):
+                return "the outbox has room for the KVCache of another drafter"
             if len(tokens) != params.num_tokens:
                 return f"{len(tokens)} prompt tokens but the outbox is for {params.num_tokens}"
             return ""
@@ -230,6 +241,8 @@ class SchedulerSide:
                 f"the landing's windows begin at steps of {step} tokens, pages here at {own_step}"
             )
         num_cached = len(params.cached_runs)
+        if num_cached and params.draft != self._draft:
+            return "engines with another drafter filled the cached blocks"
         is_kv = self._shape.has_kv or not num_cached
         if not is_kv or num_cached * self._shape.block_tokens != params.cached_tokens:
             return f"{params.cached_tokens} cached tokens in {num_cached} blocks"

@@ -85,7 +85,9 @@ class GroupSends:
         copies under way, so what is not given up here may be written.
         """
         for send in self.sends:
-            if not send.outgoing.is_given_up:
+            outgoing = send.outgoing
+            # A transfer has a drafter's layers only if both sides have the same drafter.
+            if layer_name in outgoing.extents and not outgoing.is_given_up:
                 ranges: list[tuple[int, int]] = []
                 slabs = _noted_slabs(layout, layer_name, units, send, ranges)
                 yield Copy(slabs, partial(copied, send, ranges))

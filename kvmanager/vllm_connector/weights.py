@@ -61,19 +61,44 @@ def weights_identity(vllm_config: VllmConfig) -> str:
 
     Raises `WeightsError` for weights that are not on this host's disk and were not declared.
     """
-    transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
-    declared = transfer.kv_connector_extra_config.get("weights") if transfer is not None else None
-    if declared is not None:
-        if not _DECLARED.fullmatch(str(declared)):
-            raise WeightsError("kv_connector_extra_config.weights: up to 64 of A-Z a-z 0-9 . _ : -")
-        return f"declared:{declared}"
-    load_format = str(vllm_config.load_config.load_format)
-    if load_format == "dummy":
-        return f"dummy:{model.seed}"
     hint = (
         "name them yourself, with one word wherever the same weights are loaded: `weights` of the "
         "model in region.yaml, or kv_connector_extra_config.weights"
     )
+    declared = _declared(vllm_config, "weights")
+    return declared or _identity(vllm_config, vllm_config.model_config, hint)
+
+
+def draft_weights_identity(vllm_config: VllmConfig) -> str:
+    """The identity of a drafter's weights, in the same form. Those of MTP are among the model's.
+    Raises `WeightsError`.
+    """
+    model = vllm_config.model_config
+    draft = vllm_config.speculative_config.draft_model_config
+    if (str(draft.model), draft.revision) == (str(model.model), model.revision):
+        return weights_identity(vllm_config)
+    hint = (
+        "name the drafter's weights yourself, with one word wherever the same ones are loaded: "
+        "kv_connector_extra_config.draft_weights"
+    )
+    return _declared(vllm_config, "draft_weights") or _identity(vllm_config, draft, hint)
+
+
+def _declared(vllm_config: VllmConfig, name: str) -> str:
+    """What the operator says that the weights are; "" for nothing."""
+    transfer = vllm_config.kv_transfer_config
+    declared = transfer.kv_connector_extra_config.get(name) if transfer is not None else None
+    if declared is None:
+        return ""
+    if not _DECLARED.fullmatch(str(declared)):
+        raise WeightsError(f"kv_connector_extra_config.{name}: up to 64 of A-Z a-z 0-9 . _ : -")
+    return f"declared:{declared}"
+
+
+def _identity(vllm_config: VllmConfig, model: Any, hint: str) -> str:
+    load_format = str(vllm_config.load_config.load_format)
+    if load_format == "dummy":
+        return f"dummy:{model.seed}"
     is_in_files = load_format in _FILE_FORMATS or load_format in _OTHER_PATTERNS
     if not is_in_files or model.model_weights:  # the latter: in object storage
         raise WeightsError(f"weights of load format {load_format} cannot be identified; {hint}")

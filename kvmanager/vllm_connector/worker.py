@@ -391,11 +391,25 @@ class WorkerSide:
 
     def _extents(self, ref: TransferRef) -> Iterator[LayerExtent]:
         """This worker's layers of a transfer, at their places among all layers."""
-        extents = self._layout.extents(ref.num_tokens, ref.cached_tokens, ref.window_step)
+        extents = self._layout.extents(
+            ref.num_tokens,
+            ref.cached_tokens,
+            ref.window_step,
+            with_draft=self._has_draft(ref),
+        )
         return (extent for extent in extents if extent.layer.name in self._held)
+
+    def _has_draft(self, ref: TransferRef) -> bool:
+        """Whether the transfer ends with the layers of this engine's drafter."""
+        return ref.draft != "" and ref.draft == self._layout.draft_fingerprint.hex()
 
     def _space(self, ref: TransferRef) -> tuple[ArenaSpace, PageCopier]:
         """A transfer's bytes and the copier. Raises `StaleArenaError` when its agent is gone."""
         arena, copier = self._access.open(ref.arena_epoch)
-        nbytes = self._layout.transfer_bytes(ref.num_tokens, ref.cached_tokens, ref.window_step)
+        nbytes = self._layout.transfer_bytes(
+            ref.num_tokens,
+            ref.cached_tokens,
+            ref.window_step,
+            with_draft=self._has_draft(ref),
+        )
         return arena.view(ref.runs, nbytes), copier

@@ -102,9 +102,11 @@ class EngineHttp:
         model: str = "",
         cache_salt: str | None = None,
         traceparent: str = "",
+        next_token: int | None = None,
         timeout_s: float = 600.0,
     ) -> EnginePrefill:
-        """Run `token_ids` as a prompt with one output token, which nobody reads.
+        """Run `token_ids` as a prompt with one output token, which nobody reads. `next_token`: the
+        only one that it may be.
 
         Cancelling the awaiting task closes the connection, which makes the engine abort the
         request. Raises EngineUnreachable, EngineRefused.
@@ -121,6 +123,8 @@ class EngineHttp:
             body["model"] = model
         if cache_salt:
             body["cache_salt"] = cache_salt
+        if next_token is not None:
+            body["allowed_token_ids"] = [next_token]
         headers = {"Content-Type": "application/json"}
         if traceparent:
             headers["traceparent"] = traceparent

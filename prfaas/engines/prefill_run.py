@@ -139,6 +139,7 @@ class PrefillRunner:
                 tenant=job.tenant,
                 grant=job.grant,
                 by_transport=by_transport,
+                instance=place.instance,
             )
         )
         landed = False
@@ -232,7 +233,12 @@ class PrefillRunner:
         self, job: PrefillJob, place: PrefillPlace, grant: OpenOutboxReply, turn: Turn
     ) -> tuple[EnginePrefill, TransferReport, float]:
         params = producer_params(job.landing, grant)
-        prefill = asyncio.create_task(self._prefill(job, place, job.prompt_token_ids, params))
+        # A drafter's KVCache of a token depends on the next token, and behind the prompt without
+        # its last token that would be the sampled one.
+        next_token = job.last_token.tolist()[0] if grant.draft and job.last_token else None
+        prefill = asyncio.create_task(
+            self._prefill(job, place, job.prompt_token_ids, params, next_token)
+        )
         # The turn ends with the engine's answer, which follows its last forward pass at once; news
         # of the landing comes later. A callback, because a task that is cancelled before its first
         # step runs none of its own code.
@@ -291,6 +297,7 @@ class PrefillRunner:
         place: PrefillPlace,
         token_ids: TokenIds,
         params: dict[str, Any],
+        next_token: int | None = None,
     ) -> EnginePrefill:
         try:
             return await place.http.prefill(
@@ -301,6 +308,7 @@ class PrefillRunner:
                 model=job.adapter or place.model or job.model,
                 cache_salt=job.cache_salt,
                 traceparent=job.traceparent,
+                next_token=next_token,
                 timeout_s=self._config.prefill_timeout_s + 5.0,
             )
         except EngineRefused as error:

@@ -65,10 +65,11 @@ class Handoff:
         by_transport: bool = False,
         adapter: str = "",
         identity: str = "",
+        last_token: int | None = None,
     ) -> Landed:
         """Let the instance prefill these tokens and send them to the receiving node. An instance of
         that node writes into the landing, unless `by_transport`. The landing is for the `identity`
-        of the LoRA adapter of this name.
+        of the LoRA adapter of this name. `last_token` follows the tokens in the prompt.
         """
         digest = token_digest(token_ids).hex()
         grant = reservation_grant(self._granter, len(token_ids), digest, b"")
@@ -85,6 +86,7 @@ class Handoff:
                 prompt_token_ids=TokenIds.of(token_ids),
                 landing=landing,
                 adapter=adapter,
+                last_token=TokenIds.of([] if last_token is None else [last_token]),
             )
             job = granted_job(self._granter, job)
             result = await self._runner.run(job, place, by_transport=by_transport)

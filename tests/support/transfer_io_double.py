@@ -35,7 +35,9 @@ class FakeIo:
         self.outgoing = FakeOutgoing(progress)
         self._ends = ends
 
-    def admit(self, transfer_id: bytes, token: bytes, fingerprint: bytes, space: Any) -> None:
+    def admit(
+        self, transfer_id: bytes, token: bytes, fingerprint: bytes, space: Any, short: Any = None
+    ) -> None:
         self.admitted[transfer_id] = space
 
     def drop(self, transfer_id: bytes, reason: str) -> None:

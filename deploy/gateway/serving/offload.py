@@ -32,8 +32,6 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, TypeAlias
 
-from msgspec import structs
-
 from deploy.gateway.errors import EngineTimeout
 from deploy.gateway.grants import granted_job, reservation_grant
 from deploy.gateway.intake.inbound import with_kv_transfer_params
@@ -209,11 +207,11 @@ class Offload:
             adapter=self._inbound.adapter,
             cached_tokens=self._cached.computing_tokens(target),
             pd=self._routed.pd,
+            last_token=self._last_token,
         )
         try:
             if target == HAND_OFF:
                 job = granted_job(self._services.granter, job)
-                job = structs.replace(job, last_token=self._last_token)
                 result = await self._pd.prefill_locally(job)
             else:
                 result = await self._services.prefill_clusters[target].submit(job)

@@ -105,7 +105,9 @@ def draw(parameter: Parameter, seed: int) -> NDArray[np.float32]:
         return np.asarray(parameter.values, dtype=np.float32).reshape(parameter.shape)
     if parameter.std == 0.0:
         return np.full(parameter.shape, parameter.mean, dtype=np.float32)
-    digest = blake2b(f"{seed}/{parameter.name}".encode(), digest_size=16).digest()
+    digest = blake2b(
+        f"{seed}/{parameter.source or parameter.name}".encode(), digest_size=16
+    ).digest()
     generator = np.random.Generator(np.random.PCG64(int.from_bytes(digest, "little")))
     values = generator.standard_normal(parameter.shape, dtype=np.float32)
     values = values * np.float32(parameter.std) + np.float32(parameter.mean)

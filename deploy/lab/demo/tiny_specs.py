@@ -51,7 +51,8 @@ Config = Mapping[str, Any]
 class Parameter:
     """One checkpoint tensor: normal with standard deviation `std` around `mean`, or `values`.
 
-    If `rows` is not empty, only these rows are drawn, and the others are zero.
+    If `rows` is not empty, only these rows are drawn, and the others are zero. `source`: the name
+    that the values are drawn by, so that two tensors may have the same ones.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Parameter:
     mean: float = 0.0
     values: tuple[float, ...] = ()
     rows: tuple[int, ...] = ()
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ class InstanceBook:
             )
         fingerprint = layout.fingerprint()
         # Before the instance is entered: a refused connection must leave nothing behind.
-        self._check_namespace(hello, fingerprint)
+        self._check_namespace(hello, fingerprint, layout.draft_fingerprint)
         step = math.lcm(self.window_step(fingerprint), layout.window_step)
         if step > MAX_WINDOW_STEP_TOKENS:
             raise EngineNotServed(
@@ -105,7 +105,7 @@ class InstanceBook:
             fingerprint,
         )
 
-    def _check_namespace(self, hello: EngineHello, fingerprint: bytes) -> None:
+    def _check_namespace(self, hello: EngineHello, fingerprint: bytes, draft: bytes) -> None:
         """Raise EngineNotServed unless all connections of an instance have one namespace, and all
         instances of a namespace have one layout: a key names the same bytes everywhere.
         """
@@ -114,7 +114,8 @@ class InstanceBook:
                 continue
             if name == hello.instance and other.namespace != hello.namespace:
                 raise EngineNotServed(f"instance {name} is connected with another cache namespace")
-            if other.namespace == hello.namespace and other.fingerprint != fingerprint:
+            is_same = other.fingerprint == fingerprint and other.layout.draft_fingerprint == draft
+            if other.namespace == hello.namespace and not is_same:
                 raise EngineNotServed(
                     f"instance {name} has this engine's cache namespace with another KV layout, "
                     f"{other.layout.describe()}"
@@ -122,10 +123,13 @@ class InstanceBook:
 
     def cached_layouts(self, fingerprint: bytes) -> list[tuple[KVLayout, CacheShape]]:
         """How the engines that cache this KV layout are cut, each kind of block once. There may be
-        several: engines with other block sizes have other blocks of cached tokens.
+        several: engines with other block sizes or drafters have other blocks of cached tokens.
         """
         found = {
-            instance.shape.block_tokens: (instance.layout, instance.shape)
+            (instance.shape.block_tokens, instance.layout.draft_fingerprint): (
+                instance.layout,
+                instance.shape,
+            )
             for instance in self._instances.values()
             if instance.fingerprint == fingerprint and instance.namespace
         }
@@ -169,9 +173,17 @@ class InstanceBook:
         if not instance.pids:
             del self._instances[peer.instance]
 
-    def layout(self, fingerprint: bytes | None) -> tuple[bytes, KVLayout]:
-        """The layout with this fingerprint; None: the only layout here. Raises UnknownLayout."""
-        known = {i.fingerprint: i.layout for i in self._instances.values()}
+    def layout(self, fingerprint: bytes | None, instance: str = "") -> tuple[bytes, KVLayout]:
+        """The layout with this fingerprint, of this instance if it has it; None: the only layout
+        here. Raises UnknownLayout.
+        """
+        # Of engines that differ in their drafters alone, one with a drafter: what lands for it can
+        # be read without a drafter too.
+        ordered = sorted(
+            self._instances.items(),
+            key=lambda item: (item[0] == instance, bool(item[1].layout.draft_digest)),
+        )
+        known = {one.fingerprint: one.layout for _, one in ordered}
         if fingerprint is None:
             if len(known) != 1:
                 raise UnknownLayout(f"{len(known)} KV layouts are connected: name one")

@@ -29,6 +29,7 @@ def namespace_of(vllm_config: VllmConfig, layout: KVLayout) -> bytes:
     """The start of all keys of this engine; empty when its KVCache must not be shared.
 
     The layout has the weights, the configuration with all overrides, and the cache's data types.
+    Blocks of engines with a drafter have its KVCache too, so those are apart from all others.
     Three things are added: the tokens of a block; those of each window layer's pages, because a
     part holds no more of a window than the pages of the engine that stored it; and the quantisation
     that the engine applies to its weights as it loads them.
@@ -43,7 +44,8 @@ def namespace_of(vllm_config: VllmConfig, layout: KVLayout) -> bytes:
         if layout.groups[index].kind is KVKind.WINDOW
     ]
     values = (CacheShape.of(layout).block_tokens, pages, quantization)
-    return blake3(layout.fingerprint() + repr(values).encode()).digest(NAMESPACE_BYTES)
+    fingerprints = layout.fingerprint() + layout.draft_fingerprint
+    return blake3(fingerprints + repr(values).encode()).digest(NAMESPACE_BYTES)
 
 
 def may_be_cached(request: Request) -> bool:

@@ -65,7 +65,8 @@ def window_reach(shape: CacheShape) -> int:
 class StepTables:
     """One request's block tables after a step's forward pass.
 
-    state_ends: boundaries in tokens at which steps ended, including this step's end.
+    state_ends: boundaries in tokens at which steps ended, including this step's end unless that is
+        behind guessed tokens.
     offered: (group, boundary in tokens) -> the block of that state, as vLLM says
         (`SchedulerOutput.kv_connector_block_state.boundary_state_offloads`).
     """
@@ -142,7 +143,8 @@ class CachePages:
         if offered is not None:
             return [offered]
         is_kept = boundary in step.state_ends and boundary % self._state_tokens[group] == 0
-        if boundary != step.end_tokens and not is_kept:
+        is_running = boundary == step.end_tokens and boundary in step.state_ends
+        if not is_running and not is_kept:
             return []
         index = self.state_index(group, boundary)
         return step.tables[group][index : index + 1]

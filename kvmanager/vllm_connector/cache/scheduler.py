@@ -74,7 +74,9 @@ class CacheScheduler:
         client: EngineClient,
         *,
         adapters: Adapters,
+        speculates: bool = False,
     ) -> None:
+        """`speculates`: steps behind a prompt end with guessed tokens, which may be wrong."""
         self._block_tokens = shape.block_tokens
         self._has_states = shape.state_part is not None
         self._pages = pages
@@ -82,6 +84,7 @@ class CacheScheduler:
         self._agent_said = agent_said
         self._client = client
         self._adapters = adapters
+        self._speculates = speculates
         self._lock = threading.RLock()
         # Handles begin at the time, because a restarted engine has the name of the one before it,
         # and the agent may still hold that one's handles.
@@ -208,7 +211,12 @@ class CacheScheduler:
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 self._begin(tracked)
-                tracked.note_step(computed_tokens, end_tokens)
+                # A state behind wrong guesses is no state of the answer. Pages are: only blocks of
+                # known tokens are stored, and a right token's page was computed with it.
+                if not self._speculates or end_tokens <= tracked.num_tokens:
+                    tracked.note_step(computed_tokens, end_tokens)
+                else:
+                    tracked.state_ends.clear()
                 self._stores.reserve_answer(tracked, end_tokens)
                 steps = self._stores.complete(tracked, end_tokens, tables, offered)
         return steps

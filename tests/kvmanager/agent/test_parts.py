@@ -292,6 +292,23 @@ class TestSenderAdmission:
             admission.accept(TID, token, fingerprint, 100)
         arena.close()
 
+    def test_a_sender_without_the_drafter_fills_the_beginning_and_zeros_follow(
+        self, tmp_path: Path
+    ) -> None:
+        arena = Arena.create(tmp_path, 1, 4096)
+        space, short = ArenaSpace(arena, [(0, 1)], 100), ArenaSpace(arena, [(0, 1)], 60)
+        admission = SenderAdmission(News(), lambda call, *args: call(*args), lambda code: None)
+        token, fingerprint = os.urandom(32), os.urandom(32)
+        for enter in (admission.accept, admission.take):
+            arena.memory[:100] = b"x" * 100
+            admission.admit(TID, token, fingerprint, space, short)
+            with pytest.raises(Refused, match="holds 100 bytes, not 61"):
+                enter(TID, token, fingerprint, 61)
+            assert enter(TID, token, fingerprint, 60) in (short, None)
+            assert bytes(arena.memory[:100]) == b"x" * 60 + bytes(40)
+            admission.revoke(TID)
+        arena.close()
+
     def test_an_engine_here_is_checked_like_a_sender_and_comes_alone(self, tmp_path: Path) -> None:
         arena = Arena.create(tmp_path, 1, 4096)
         space = ArenaSpace(arena, [(0, 1)], 100)

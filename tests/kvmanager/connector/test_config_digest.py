@@ -43,6 +43,7 @@ def engine(**changes: Any) -> tuple[Any, Stage]:
     config = SimpleNamespace(
         model_config=SimpleNamespace(**(model | changes)),
         cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=changes.pop("skip", [])),
+        speculative_config=None,
     )
     return config, Stage((), readings)
 

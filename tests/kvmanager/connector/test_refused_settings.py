@@ -33,7 +33,7 @@ def test_tensor_parallel_ranks_and_pipeline_stages_are_served() -> None:
         ({"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size 2"),
         ({"enable_dbo": True}, "--enable-dbo"),
         ({"ubatch_size": 2}, "dual batch overlap"),
-        ({"speculative": object()}, "--speculative-config"),
+        ({"speculative": SimpleNamespace(method="medusa")}, "--speculative-config"),
     ],
 )
 def test_what_cannot_be_moved_is_refused(changes: dict[str, Any], named: str) -> None:

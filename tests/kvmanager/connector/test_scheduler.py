@@ -600,3 +600,22 @@ def test_an_idle_engine_takes_an_answer_in_the_pass_in_which_it_comes(
     assert len(waits) == 1
     # Differences of times on the clock round.
     assert 0 < waits[0] <= 0.025 + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("role", "changes", "named"),
+    [
+        ("producer", {"draft": "00" * 32}, "room for the KVCache of another drafter"),
+        (
+            "consumer",
+            {"draft": "00" * 32, "cached_tokens": 64, "cached_runs": [[[1, 1]]]},
+            "engines with another drafter filled the cached blocks",
+        ),
+    ],
+)
+def test_kvcache_of_another_drafter_is_refused(
+    role: str, changes: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    side = scheduler_side(RecordingClient())
+    side.on_new_request(request(role, 100 if role == "producer" else 101, **changes))
+    assert named in caplog.text

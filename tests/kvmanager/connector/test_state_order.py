@@ -125,6 +125,29 @@ def test_states_are_found_in_the_raw_pages_that_vllm_registers(conv_order: str) 
     check_states(views(spec, cache, config(2), 1), list(layer.kv_cache), conv_order, expected)
 
 
+@pytest.mark.parametrize("num_guesses", [1, 3])
+def test_the_rows_of_guessed_tokens_are_no_part_of_a_state(
+    conv_order: str, num_guesses: int
+) -> None:
+    """vLLM's convolutions keep the state of a prompt in the first rows."""
+    channels, state = 2 * 2 * 4 + 4 * 6, (4, 6, 4)
+    shapes = mamba_utils.MambaStateShapeCalculator.gated_delta_net_state_shape(
+        2, 4, 8, 4, 6, 4, num_guesses
+    )
+    wide = dataclasses.replace(
+        state_spec(GDN, channels, state, conv_order),
+        shapes=shapes,
+        num_speculative_blocks=num_guesses,
+    )
+    plain = state_spec(GDN, channels, state, conv_order)
+    assert parts(wide, config(2)) == parts(plain, config(2))
+    tensors = padded_state(wide)
+    found = views(wide, tensors, config(2), 1)
+    first = tensors[0][:, :, :ROWS] if conv_order == "DS" else tensors[0][:, :ROWS]
+    expected = [("query", [2, 3], 4), ("key", [2, 3], 4), ("value", [4, 5, 6, 7], 6)]
+    check_states(found, [first, tensors[1]], conv_order, expected)
+
+
 def test_vllm_gives_gdn_states_these_shapes(conv_order: str) -> None:
     shapes = mamba_utils.MambaStateShapeCalculator.gated_delta_net_state_shape(2, 4, 8, 4, 6, 4)
     assert shapes == state_spec(GDN, 2 * 2 * 4 + 4 * 6, (4, 6, 4), conv_order).shapes
