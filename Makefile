@@ -2,6 +2,7 @@
 # make test   set everything up and run the tests
 # make test-fast    without vLLM engines, timed faults, regions of processes, whole benches and studies
 # make test-engine  only the tests with vLLM engines
+# make test-kinds   before a release: engines with adapters, drafters, pipeline stages, states over other ranks
 # make test-long    all tests without engines, with many more examples for property tests
 # make lint   ruff, mypy (also of test doubles and benches), import rule
 # make bench  measurements against peers (see tests/bench/README.md)
@@ -36,7 +37,7 @@ PARALLEL := -n $(WORKERS) --dist worksteal
 PREVIOUS := $(shell cat tests/upgrade/PREVIOUS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-engine test-upgrade test-long messages lint format docs bench soak soak-region sites fuzz mutants pins stats clean
+.PHONY: help setup demo test test-fast test-engine test-kinds test-upgrade test-long messages lint format docs bench soak soak-region sites fuzz mutants pins stats clean
 
 help:
 	@sed -n 's/^# make/  make/p' Makefile
@@ -61,11 +62,12 @@ demo: setup
 
 # Engines take every core and are timed, as are faults of the transport: they have the machine for
 # themselves, after the others. What PYTEST_ARGS selects may be in one of the halves only; pytest
-# says 5 of the other.
+# says 5 of the other. A start of an engine takes half a minute, so tests of further kinds of engines
+# are a command of their own.
 test: setup
 	@$(PYTEST) -m "not engine and not alone and not upgrade" $(PARALLEL) $(PYTEST_ARGS); others=$$?; \
 	case $$others in 0|5) ;; *) exit $$others;; esac; \
-	$(PYTEST) -m "engine or alone" $(PYTEST_ARGS); alone=$$?; \
+	$(PYTEST) -m "(engine or alone) and not kinds" $(PYTEST_ARGS); alone=$$?; \
 	if [ $$alone -eq 5 ]; then exit $$others; else exit $$alone; fi
 
 test-fast: setup
@@ -73,6 +75,9 @@ test-fast: setup
 
 test-engine: setup
 	@$(PYTEST) -m engine $(PYTEST_ARGS)
+
+test-kinds: setup
+	@$(PYTEST) -m kinds $(PYTEST_ARGS)
 
 test-upgrade: setup
 	@git cat-file -e "$(PREVIOUS)^{commit}" 2>/dev/null || { echo "this clone lacks the release $(PREVIOUS); run: git fetch --unshallow --tags"; exit 1; }

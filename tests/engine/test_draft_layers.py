@@ -35,7 +35,7 @@ from deploy.lab.demo.tiny_models import build_model
 from deploy.region.launch.launcher import RunningRegion
 from deploy.region.spec.region import ClusterSpec, RegionInstance, RegionSpec
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.kinds]
 
 MODEL = TINY_DRAFT.name
 NUM_GUESSES = {"a1": 1, "b1": 2}

@@ -33,7 +33,7 @@ from deploy.region.launch.launcher import RunningRegion
 from kvmanager.vllm_connector.weights import adapter_identity
 from prfaas.engines.prefill_run import AttemptFailed
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.kinds]
 
 MODEL = TINY_LLAMA.name
 ADAPTERS = {"poet": 1, "lawyer": 2}

@@ -38,7 +38,7 @@ from deploy.lab.demo.tiny_specs import MODELS, TinyModel
 from deploy.region.launch.launcher import RunningRegion
 from deploy.region.spec.region import ClusterSpec, RegionInstance, RegionSpec
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.kinds]
 
 THRESHOLD_TOKENS = 100
 PREFILL, DECODE = "a1-prefill", "b1-decode"

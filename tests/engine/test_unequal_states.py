@@ -28,7 +28,7 @@ from deploy.lab.demo.regions import rank_environment
 from deploy.region.launch.launcher import RunningRegion
 from deploy.region.spec.region import ClusterSpec, RegionInstance
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.kinds]
 
 LENGTHS = (300, 1100)
 
