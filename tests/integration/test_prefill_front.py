@@ -145,6 +145,7 @@ async def test_a_job_runs_and_reports_its_numbers(rig: Rig) -> None:
         "layout_fingerprint": "ab" * 32,
         "cached_tokens": 0,
         "window_step": 0,
+        "draft": "",
     }
     assert rig.num_outboxes == 0
 

@@ -37,6 +37,7 @@ async def test_a_slot_names_engine_landing_and_what_the_engine_must_be_told(rig:
             "layout_fingerprint": slot.landing.layout_fingerprint,
             "cached_tokens": 0,
             "window_step": 0,
+            "draft": "",
             "cached_runs": [],
             "is_lossy": False,
             "adapter": "",
