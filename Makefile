@@ -104,6 +104,7 @@ bench: setup
 docs: setup
 	@$(PINNED) -r requirements/docs.txt
 	@$(BIN)/python docs/write_configuration.py
+	@$(BIN)/python docs/write_support.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 messages: setup

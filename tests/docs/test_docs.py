@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import write_configuration
+import write_support
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("transport", "netmon", "kvmanager", "scheduler", "prfaas", "local_pd", "deploy")
@@ -65,6 +66,10 @@ def _definitions(path: Path) -> frozenset[str]:
 def test_the_configuration_reference_is_current() -> None:
     current = write_configuration.page()
     assert write_configuration.PAGE.read_text() == current, "run `make docs`"
+
+
+def test_the_support_matrix_is_current() -> None:
+    assert write_support.PAGE.read_text() == write_support.page(), "run `make docs`"
 
 
 def test_each_package_has_a_readme() -> None:

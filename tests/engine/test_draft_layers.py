@@ -162,6 +162,13 @@ async def decided(sites: Sites) -> dict[str, tuple[DemoRequest, list[int]]]:
     return {one.name: (one, list(answers[one.name].token_ids)) for one in chosen}
 
 
+@pytest.mark.shows(
+    kind="full attention with gated delta net",
+    dtype="bfloat16",
+    prefill="TP 1",
+    decode="TP 1",
+    more="MTP with one and two guesses, or none, on each side",
+)
 async def test_a_drafter_changes_no_token_on_either_side(sites: Sites) -> None:
     sent: dict[tuple[str, str], list[int]] = {}
     for request, expected in (await decided(sites)).values():
@@ -212,6 +219,12 @@ async def test_the_drafter_guesses_as_well_as_without_a_hand_off(sites: Sites) -
     assert shares["plain"] < shares["alone"] - 0.1
 
 
+@pytest.mark.shows(
+    kind="full attention with gated delta net",
+    dtype="bfloat16",
+    prefill="TP 1",
+    more="pages of the drafter, byte for byte",
+)
 async def test_the_last_slot_of_the_drafter_has_the_prompts_own_last_token(sites: Sites) -> None:
     """Of the prompt without its last token the drafter's pages are those of the whole prompt.
 

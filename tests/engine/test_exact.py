@@ -179,6 +179,13 @@ async def served(
 
 
 @serving(*EVERY_REGION)
+@pytest.mark.shows(
+    kind="full attention with gated delta net, and with sliding windows",
+    dtype="bfloat16, float32",
+    prefill="TP 1",
+    decode="TP 1",
+    more="with and without prefix caching, TLS",
+)
 async def test_tokens_equal_a_plain_engines(served: Served) -> None:
     name, asked, region = served.model, served.asked, served.region
     repeated = again(asked) if served.prefix_caching else []

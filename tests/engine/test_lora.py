@@ -93,6 +93,9 @@ async def plain_answers(
     return asked, expected
 
 
+@pytest.mark.shows(
+    kind="full attention", dtype="float32", prefill="TP 1", decode="TP 1", more="LoRA adapters"
+)
 async def test_tokens_equal_those_of_a_plain_engine_with_the_adapter(served: Served) -> None:
     told: dict[str, list[list[int]]] = {}
     for name in NAMES:

@@ -128,6 +128,13 @@ async def sites(
         yield Sites(region, session, stages)
 
 
+@pytest.mark.shows(
+    kind="full attention with sliding windows",
+    dtype="float32",
+    prefill="PP 2, PP 1",
+    decode="PP 1, PP 2",
+    more="prompts in chunks, eight at a time",
+)
 async def test_prompts_in_chunks_are_exact_eight_at_a_time(sites: Sites) -> None:
     requests = [prompt(f"{length}", length, 500 + number) for number, length in enumerate(LENGTHS)]
     answers = await sites.ask(requests)
@@ -136,6 +143,13 @@ async def test_prompts_in_chunks_are_exact_eight_at_a_time(sites: Sites) -> None
         assert answer.token_ids == await sites.computed_alone(request), request.name
 
 
+@pytest.mark.shows(
+    kind="full attention with sliding windows",
+    dtype="float32",
+    prefill="PP 2, PP 1",
+    decode="PP 1, PP 2",
+    more="second turns from the node's cache",
+)
 async def test_second_turns_use_what_stages_have_cached(sites: Sites) -> None:
     """Of both nodes' caches: the prefill engine loads the first turns, whose KVCache is no more in
     its own memory, and only what is new to the other node travels.
@@ -179,6 +193,9 @@ def with_experts_in_each_stage(model: TinyModel) -> TinyModel:
     return replace(model, name=f"{model.name}-stages", config=config)
 
 
+@pytest.mark.shows(
+    kind="full attention with gated delta net", dtype="bfloat16", prefill="PP 2", decode="PP 1"
+)
 async def test_states_of_a_recurrent_model_come_from_two_stages(
     models_dir: Path, tmp_path: Path
 ) -> None:

@@ -123,6 +123,13 @@ async def sites(models_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> A
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("length", [256, 3001])
+@pytest.mark.shows(
+    kind="full attention with sliding windows",
+    dtype="float32",
+    prefill="TP 1 and 2",
+    decode="TP 1 and 2",
+    more="all four pairs, blocks of 32 and 64 tokens",
+)
 async def test_any_pair_exchanges_kvcache(sites: Sites, pair: tuple[int, int], length: int) -> None:
     request = prompt(f"{pair} {length}", length, 300 + length + 10 * pair[0] + pair[1])
     answer, _ = await sites.ask(pair, request)
@@ -130,6 +137,13 @@ async def test_any_pair_exchanges_kvcache(sites: Sites, pair: tuple[int, int], l
 
 
 @pytest.mark.parametrize(("before", "after"), [((1, 1), (2, 2)), ((2, 2), (2, 1))])
+@pytest.mark.shows(
+    kind="full attention with sliding windows",
+    dtype="float32",
+    prefill="TP 1 and 2",
+    decode="TP 1 and 2",
+    more="one node's cache filled and used by engines of other TP",
+)
 async def test_a_second_turn_sends_only_what_is_new_to_the_node(
     sites: Sites, before: tuple[int, int], after: tuple[int, int]
 ) -> None:

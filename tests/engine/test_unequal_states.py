@@ -69,6 +69,13 @@ async def sites(models_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> A
         yield Sites(region, decode_url)
 
 
+@pytest.mark.shows(
+    kind="full attention with gated delta net",
+    dtype="bfloat16",
+    prefill="TP 1",
+    decode="TP 2",
+    more="tokens where they are decided",
+)
 async def test_states_of_one_rank_continue_on_two(sites: Sites) -> None:
     prompts = [prompt(f"{length}", length, 700 + length) for length in LENGTHS]
     asked, expected = await reference_answers(sites.decode_url, RECURRENT, prompts)

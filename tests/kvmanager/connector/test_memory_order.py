@@ -87,6 +87,11 @@ CPU_CASES = [
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, FP32])
 @pytest.mark.parametrize(("isa", "block_size", "head_size"), CPU_CASES)
+@pytest.mark.shows(
+    kind="attention of the CPU's backend",
+    dtype="float32, float16, bfloat16",
+    more="written by vLLM's own operator",
+)
 def test_keys_and_values_of_the_cpus_attention_are_where_the_view_says(
     written_by: Any, isa: str, block_size: int, head_size: int, dtype: torch.dtype
 ) -> None:
@@ -157,6 +162,7 @@ def test_a_head_that_is_not_one_run_of_the_cpus_memory_is_refused() -> None:
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("is_head_major", [True, False])
+@pytest.mark.shows(kind="attention of GPU backends", more="heads or tokens first")
 def test_on_gpus_heads_and_tokens_may_lie_in_either_order(is_head_major: bool) -> None:
     spec = attention()
     if is_head_major:
@@ -178,6 +184,7 @@ def test_head_sizes_of_keys_and_values_may_differ() -> None:
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("tp_size", [1, 2, 8])
+@pytest.mark.shows(kind="MLA", prefill="TP 1, 2, 8", decode="TP 1, 2, 8", more="sent once")
 def test_mla_is_one_unit_that_the_first_rank_sends(tp_size: int) -> None:
     cache = random_bits(NUM_BLOCKS, 1, 16, 24)
     found = [views(latent(), cache, config(tp_size, 128), rank)[0] for rank in range(tp_size)]
@@ -201,6 +208,11 @@ def test_compressed_tokens_are_one_item() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.shows(
+    kind="quantised attention of GPU backends",
+    dtype="FP8",
+    more="scales beside each head and token",
+)
 def test_quantised_heads_and_tokens_are_items_where_their_scales_are_with_them() -> None:
     spec = attention(dtype=UINT8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
     assert part(spec, config(cache_dtype="fp8")).encoding == "fp8_per_tensor fp8_e4m3"
@@ -233,6 +245,9 @@ def test_quantised_heads_and_tokens_are_items_where_their_scales_are_with_them()
         ),
         latent(dtype=UINT8, kv_quant_mode=KVQuantMode.NVFP4_DS_MLA, state_content_bytes=352),
     ],
+)
+@pytest.mark.shows(
+    kind="sparse attention's indexers, DeepSeek V4", more="whole pages, between equal blocks"
 )
 def test_pages_that_keep_scales_apart_travel_whole_and_once(spec: AttentionSpec) -> None:
     """Copies of one page on all ranks are sent once, whatever the number of ranks."""

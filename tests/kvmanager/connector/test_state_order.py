@@ -89,6 +89,7 @@ def check_states(
     assert torch.equal(piece.memory[:, :, 0], tensors[1])
 
 
+@pytest.mark.shows(kind="gated delta net", more="by heads, both orders of the convolution")
 def test_a_gdn_state_is_queries_keys_and_values_by_head(conv_order: str) -> None:
     """2 key heads of size 4 and 4 value heads of size 6 on one rank, of 2."""
     spec = state_spec(GDN, 2 * 2 * 4 + 4 * 6, (4, 6, 4), conv_order)
@@ -153,6 +154,7 @@ def test_vllm_gives_gdn_states_these_shapes(conv_order: str) -> None:
     assert shapes == state_spec(GDN, 2 * 2 * 4 + 4 * 6, (4, 6, 4), conv_order).shapes
 
 
+@pytest.mark.shows(kind="Mamba 2", more="by heads and groups")
 def test_a_mamba_2_state_is_values_and_groups(conv_order: str) -> None:
     """4 heads of size 6 and 2 groups of size 8 on one rank, of 2."""
     spec = state_spec(MAMBA2, 4 * 6 + 2 * 2 * 8, (4, 6, 8), conv_order)
@@ -192,6 +194,7 @@ def test_every_rank_may_have_the_only_one_of_its_groups(conv_order: str) -> None
     assert parts(spec, config(2))[0].encoding.startswith("opaque cpu tp 2"), "1 or 2 groups"
 
 
+@pytest.mark.shows(kind="lightning attention", more="by heads")
 def test_a_linear_attention_state_is_divided_by_heads() -> None:
     spec = MambaSpec(
         block_size=16,
@@ -206,6 +209,10 @@ def test_a_linear_attention_state_is_divided_by_heads() -> None:
 
 @pytest.mark.parametrize(
     "kind", [MambaAttentionBackendEnum.MAMBA1, MambaAttentionBackendEnum.SHORT_CONV]
+)
+@pytest.mark.shows(
+    kind="Mamba 1, short convolutions",
+    more="whole pages, between engines that are cut the same",
 )
 def test_states_of_other_kinds_are_only_equal_for_equal_engines(
     kind: MambaAttentionBackendEnum,
