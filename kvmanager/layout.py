@@ -82,7 +82,7 @@ class PartExtent:
 
 
 class KVPart(msgspec.Struct, frozen=True):
-    """What a layer keeps of one sort, over all tensor-parallel ranks.
+    """One sort of what a layer keeps, over all tensor-parallel ranks.
 
     num_units: what ranks divide among themselves, KV heads or heads of a state.
     item_bytes: bytes of one unit's item.
@@ -168,10 +168,8 @@ class KVGroup(msgspec.Struct, frozen=True):
             case KVKind.RECURRENT:
                 return range(num_tokens - 1, num_tokens)
             case KVKind.WINDOW:
-                first, step = (
-                    num_tokens - self.window_tokens + 1,
-                    window_step or self.tokens_per_block,
-                )
+                first = num_tokens - self.window_tokens + 1
+                step = window_step or self.tokens_per_block
                 return range(max(0, first // step * step), num_tokens)
             case KVKind.FULL | KVKind.MLA:
                 return range(cached_tokens, num_tokens)
@@ -443,7 +441,7 @@ def _described(layer: KVLayer) -> str:
 
 
 class _Format(msgspec.Struct):
-    """What the layouts of all releases have."""
+    """The field that the layouts of all releases have."""
 
     format_version: int = 1
 

@@ -48,7 +48,7 @@ from kvmanager.vllm_connector.staging import (
 logger = logging.getLogger("prfaas.kvmanager.connector")
 
 DEFAULT_STAGING_MIB = 64
-"""Of memory for stores, and as much for loads, both on the device and pinned on the host."""
+"""Staging memory for stores, and as much for loads, both on the device and pinned on the host."""
 
 NUM_CHUNKS = 4
 """Copies that fill the staging memory: while one crosses PCIe, others are gathered and written. A

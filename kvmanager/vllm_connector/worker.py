@@ -78,7 +78,6 @@ class WorkerSide:
         self._may_begin_after: float = math.inf
         # Later attempts that failed before their first step.
         self._lost: set[int] = set()
-        # Attention layers whose hook vLLM has called in the running step.
         self._stats = TransferStats()
         self._cache = CacheWorker(layout, client, self._access, views, stats=lambda: self._stats)
         self._results_lock = threading.Lock()

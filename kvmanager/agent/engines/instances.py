@@ -150,13 +150,13 @@ class InstanceBook:
         """The layout and cache shape of the engines with this cache namespace; without one, those
         of any engine with this KV layout. Raises UnknownLayout.
         """
-        for instance in self._instances.values():
-            if instance.fingerprint == fingerprint and instance.namespace == namespace != b"":
-                return instance.layout, instance.shape
         _, layout = self.layout(fingerprint)
-        if namespace:
-            raise UnknownLayout(f"no connected engine has cache namespace {namespace.hex()[:16]}")
-        return layout, CacheShape.of(layout)
+        if not namespace:
+            return layout, CacheShape.of(layout)
+        for instance in self._instances.values():
+            if instance.fingerprint == fingerprint and instance.namespace == namespace:
+                return instance.layout, instance.shape
+        raise UnknownLayout(f"no connected engine has cache namespace {namespace.hex()[:16]}")
 
     def layout_of(self, instance: str) -> KVLayout:
         """How a connected instance is cut."""
