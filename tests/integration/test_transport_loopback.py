@@ -26,6 +26,7 @@ from transport import (
     TransferState,
     TransportConfig,
 )
+from transport.sockets import SocketOwner
 from transport.wire.frames import FrameType
 from transport.wire.handshake import VERSION, Hello
 
@@ -184,8 +185,29 @@ def test_nothing_is_left_after_close() -> None:
             handle.ready(0, len(data))
             assert pair.listener.wait(handle.transfer_id) is None
             assert len(transport_threads()) > 2 * CONFIG.num_connections
-    # A connection that its peer has closed may be on its way out by itself.
-    eventually(lambda: transport_threads() == [], 1.0, lambda: str(transport_threads()))
+    assert transport_threads() == []
+    assert open_files() == before
+
+
+def test_closing_waits_for_connections_that_have_given_up_their_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    close = SocketOwner.close
+    leaving = threading.Event()
+
+    def close_slowly(owner: SocketOwner) -> None:
+        if threading.current_thread().name.startswith("prfaas-receive"):
+            leaving.set()
+            time.sleep(0.2)
+        close(owner)
+
+    monkeypatch.setattr(SocketOwner, "close", close_slowly)
+    before = open_files()
+    with closing(LoopbackPair(CONFIG)) as pair:
+        socket.create_connection(("127.0.0.1", pair.endpoint.port)).close()
+        assert leaving.wait(5)
+        assert pair.receiver.num_connections == 0
+    assert transport_threads() == []
     assert open_files() == before
 
 

@@ -48,7 +48,9 @@ class Receiver:
         self._lock = threading.Lock()
         self._left = threading.Condition(self._lock)
         self._connections: dict[int, IncomingConnection] = {}
-        """Those whose threads run, at most max_connections."""
+        """Those that have a place, at most max_connections."""
+        self._ending: list[threading.Thread] = []
+        """Threads of connections that have given up their place, until they have ended."""
         self._places = Places(config.max_connections)
         self._num_reported = 0
         self._reported_s = -REPORT_S
@@ -107,6 +109,11 @@ class Receiver:
             self._closing = True
             self._left.notify_all()
             connections = list(self._connections.values())
+            threads = [
+                *self._threads,
+                *(connection.thread for connection in connections),
+                *self._ending,
+            ]
         if self._listener is not None:
             # On Linux only shutdown wakes a thread that is blocked in accept; close does not.
             with suppress(OSError):  # it may not be listening any more
@@ -118,7 +125,7 @@ class Receiver:
         for connection in connections:
             connection.abort(LocalError("closed", "the receiver was closed"))
         deadline_s = time.monotonic() + timeout_s
-        for thread in [*self._threads, *(connection.thread for connection in connections)]:
+        for thread in threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
             if thread.is_alive():
                 logger.warning("thread %s did not end within %g s", thread.name, timeout_s)
@@ -269,9 +276,12 @@ class Receiver:
             )
 
     def forget(self, number: int) -> None:
+        """The connection gives up its place. Its own thread calls this, shortly before it ends."""
         with self._lock:
-            self._connections.pop(number, None)
+            connection = self._connections.pop(number)
             self._places.leave(number)
+            self._ending = [thread for thread in self._ending if thread.is_alive()]
+            self._ending.append(connection.thread)
             self._left.notify_all()
 
 
