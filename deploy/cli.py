@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from deploy.command_line import CommandFailed, fail
+from prfaas.own_packages import refuse_foreign_packages
 
 _HELP = """Prefill-as-a-Service for vLLM: prefill in one datacenter, decode in another.
 
@@ -134,11 +135,6 @@ def version_command() -> None:
         typer.echo("unknown: prfaas is not installed")
 
 
-def main() -> None:
-    """Entry point of the console script."""
-    app(prog_name="prfaas")
-
-
 def _load(name: str, entry: _Entry) -> Any:
     target: typer.Typer | Callable[..., Any]
     target = getattr(importlib.import_module(entry.module), entry.attribute)
@@ -153,4 +149,5 @@ def _load(name: str, entry: _Entry) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    refuse_foreign_packages()
+    app(prog_name="prfaas")
