@@ -17,6 +17,7 @@ from caching_engine import KV, NAMESPACE, ROOT, SHAPE, STATE, B, CachingEngine, 
 from kvmanager.agent.engines.protocol import CacheFound
 from kvmanager.agent.messages import ListCache, ListCacheReply, Reserve, ReserveReply
 from kvmanager.hashing import join_keys
+from kvmanager.pool.index_records import Stored, decode_records
 from transport.rpc import RpcError
 
 # Small blocks and no drain to speak of, so that memory comes back while a test waits.
@@ -343,7 +344,8 @@ def test_what_is_cached_outlives_a_killed_agent(tmp_path: Path) -> None:
         with CachingEngine(agent) as engine:
             engine.store(keys)
             engine.reserve(other, [(0, KV), (1, KV)])
-            time.sleep(0.3)  # the journal is flushed a few times a second
+            # What was stored after the last write of the index is lost.
+            wait_until(lambda: is_indexed(tmp_path, keys), what="the index has the parts")
             used = held(agent)
             agent.end(signal.SIGKILL)
             assert engine.scheduler.next() == ("disconnected",)
@@ -360,6 +362,13 @@ def test_what_is_cached_outlives_a_killed_agent(tmp_path: Path) -> None:
     finally:
         agent.end()
     assert (tmp_path / "prfaas-kept-node.arena").exists()
+
+
+def is_indexed(directory: Path, keys: Sequence[bytes]) -> bool:
+    """Whether the file of the index has all parts of these keys."""
+    records, _ = decode_records((directory / "prfaas-kept-node.index").read_bytes())
+    parts = {(record.key, record.part) for record in records if isinstance(record, Stored)}
+    return parts >= {*((key, KV) for key in keys), (keys[-1], STATE)}
 
 
 def test_what_is_damaged_is_not_used(tmp_path: Path) -> None:
