@@ -155,7 +155,7 @@ def test_garbage_costs_its_engine_the_connection_and_nobody_else_anything(
         assert bad.scheduler.next()[0] == "found"
         assert bad.scheduler.client.cache_find(77, keys)
         assert bad.scheduler.next() == ("disconnected",)
-        assert "handle 77 is in use" in agent.log()
+        wait_until(lambda: "handle 77 is in use" in agent.log())
         assert good.find(keys).slots == found.slots
         assert good.worker.events.empty()
     wait_until(lambda: held(agent) <= before, what="the bad fill is taken back")
@@ -381,7 +381,7 @@ def test_what_is_damaged_is_not_used(tmp_path: Path) -> None:
         file.write(b"harm")
     with lives.agent() as agent, CachingEngine(agent) as engine:
         wait_until(lambda: kv_blocks(engine, keys) == 2, what="restored up to the damage")
-        assert "is damaged: dropped" in agent.log()
+        wait_until(lambda: "is damaged: dropped" in agent.log())
         engine.store(keys)
         engine.check(keys, 4)
 
