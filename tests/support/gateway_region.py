@@ -489,14 +489,14 @@ class Region:
 
     async def record(self) -> Any:
         """The latest record, once nothing about it changes any more."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not (latest := self.gateway.records) or not latest[-1].is_settled:
                 await asyncio.sleep(0.005)
         return latest[-1]
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait for what happens in the background."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not holds():
                 await asyncio.sleep(0.005)
 
