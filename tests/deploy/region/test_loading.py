@@ -103,6 +103,8 @@ def test_the_example_is_right() -> None:
          "models[0].staging_mib", "greater than or equal to 1"),
         ("max_model_len: 8192", "max_model_len: 8192\n    staging_mib: 20000",
          "models[0].staging_mib", "less than or equal to 16384"),
+        ("max_model_len: 8192", "max_model_len: 8192\n    staging_mib: 64\n    kv_space_gib: 1",
+         "models[0].staging_mib", "copy without staging memory"),
         ("name: a1-prefill", "name: a1-prefill\n            model: dmo",
          "clusters[0].nodes[0].instances[0].model", "did you mean 'demo'"),
         ("name: a1-prefill", "name: a1-prefill\n            role: decode",
