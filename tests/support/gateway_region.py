@@ -502,7 +502,7 @@ class Region:
 
     async def heard(self) -> None:
         """Wait until the gateway knows of every cluster what it is now."""
-        fronts = [*self.pds.values(), *self.prefill.values()]
+        fronts: list[FakePd | FakePrefill] = [*self.pds.values(), *self.prefill.values()]
         # It asks a cluster again only after it has taken the answer before.
         wanted = [front.num_reports + 2 for front in fronts]
         await self.until(

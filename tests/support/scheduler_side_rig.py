@@ -25,11 +25,8 @@ LAYOUT = KVLayout(
         KVGroup(KVKind.RECURRENT, 1, (state("state", 100),)),
     ),
 )
-
 TRANSFER = bytes(range(16))
-
 BLOCK_TABLES = ([10, 11, 12, 13, 14], [20, 21, 22, 23, 24], [30, 31, 32, 33, 34])
-
 ALLOCATED: Any = SimpleNamespace(get_block_ids=lambda: BLOCK_TABLES)
 
 
@@ -118,8 +115,9 @@ def scheduler_side(
 
 
 def request(role: str, num_prompt_tokens: int, **changes: Any) -> Any:
-    """A request of that many prompt tokens whose transfer holds all of them (producer) or all
-    but the last (consumer)."""
+    """A request of that many prompt tokens whose transfer holds all of them (producer) or all but
+    the last (consumer).
+    """
     tokens = list(range(num_prompt_tokens))
     held = tokens if role == "producer" else tokens[:-1]
     params = {
