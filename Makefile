@@ -4,6 +4,7 @@
 # make test-engine  only the tests with vLLM engines
 # make test-kinds   before a release: engines with adapters, drafters, pipeline stages, states over other ranks
 # make test-long    all tests without engines, with many more examples for property tests
+# make system as root, with apt: the programs of the system that tests use, which leave out what lacks one
 # make lint   ruff, mypy (also of test doubles and benches), import rule
 # make bench  measurements against peers (see tests/bench/README.md)
 # make bench BENCH_ARGS=--smoke   the same at their smallest size, to see that they run
@@ -37,7 +38,7 @@ PARALLEL := -n $(WORKERS) --dist worksteal
 PREVIOUS := $(shell cat tests/upgrade/PREVIOUS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-engine test-kinds test-upgrade test-long messages lint format docs bench soak soak-region sites fuzz mutants pins stats clean
+.PHONY: help setup system demo test test-fast test-engine test-kinds test-upgrade test-long messages lint format docs bench soak soak-region sites fuzz mutants pins stats clean
 
 help:
 	@sed -n 's/^# make/  make/p' Makefile
@@ -56,6 +57,9 @@ $(STAMP): requirements/cpu.txt requirements/dev.txt pyproject.toml
 	@echo "[setup 3/3] installing prfaas"
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $(STAMP)
+
+system:
+	@.ci/system
 
 demo: setup
 	@$(BIN)/prfaas demo $(DEMO_ARGS)

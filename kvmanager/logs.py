@@ -1,17 +1,23 @@
 """How our processes log: one format, and no message that fills a disk by repeating itself.
 
 A peer that sends garbage, or an agent that is down, sets off the same message again and again. The
-first ones of a minute are worth reading, the rest only their number. It does not know where the
-lines go.
+first ones of a minute are worth reading, the rest only their number.
+
+A thread of its own writes the lines, because a write may take long, on a disk that is busy or into
+a pipe that nobody empties, and an event loop must not wait for it. It does not know where the lines
+go.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
+import queue
 import threading
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
+from logging.handlers import QueueHandler
 from typing import Final
 
 PERIOD_S: Final = 60.0
@@ -19,6 +25,8 @@ MAX_A_PERIOD: Final = 100
 """Messages with one text, arguments aside, that are written in a period."""
 MAX_TEXTS: Final = 1000
 """Texts whose number is kept; a program has a few hundred of them."""
+MAX_WAITING: Final = 10_000
+"""Lines that wait to be written. While so many do, further ones are lost."""
 
 
 @dataclass(slots=True)
@@ -73,9 +81,59 @@ class RepeatsFilter(logging.Filter):
         return num_left_out is not None
 
 
+class _Waiting(QueueHandler):
+    """Queues lines for a `LogWriter`. Counts those that it has lost, and says so with the next."""
+
+    def __init__(self, lines: queue.Queue[logging.LogRecord | None]) -> None:
+        super().__init__(lines)
+        # Only the text and the traceback; the handler that writes adds time, level and logger.
+        self.setFormatter(logging.Formatter("%(message)s"))
+        self._num_lost = 0
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        if self._num_lost:
+            record.msg = f"{record.msg} ({self._num_lost} lines before this one were lost)"
+        try:
+            self.queue.put_nowait(record)
+        except queue.Full:
+            self._num_lost += 1
+        else:
+            self._num_lost = 0
+
+
+class LogWriter:
+    """Hands lines to `handler` on a thread of its own, in their order. `front` takes them and never
+    waits.
+    """
+
+    def __init__(self, handler: logging.Handler, max_waiting: int = MAX_WAITING) -> None:
+        self._handler = handler
+        self._lines: queue.Queue[logging.LogRecord | None] = queue.Queue(max_waiting)
+        self.front: logging.Handler = _Waiting(self._lines)
+        self._thread = threading.Thread(target=self._write_on, name="prfaas-log", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write what waits. Blocks; call it once."""
+        self._lines.put(None)
+        self._thread.join()
+
+    def _write_on(self) -> None:
+        while (line := self._lines.get()) is not None:
+            self._handler.handle(line)
+
+
 def set_up_logging(level: str = "info", handler: logging.Handler | None = None) -> None:
-    """Log from now on, to stderr unless there is a handler, without endless repeats."""
+    """Log from now on, to stderr unless there is a handler, without endless repeats and without
+    waiting for the writes. The last lines are written when the process ends.
+
+    Does nothing in a process that logs already.
+    """
+    if logging.getLogger().handlers:
+        return
     handler = handler or logging.StreamHandler()
-    handler.addFilter(RepeatsFilter())
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+    writer = LogWriter(handler)
+    writer.front.addFilter(RepeatsFilter())
+    logging.basicConfig(level=level.upper(), handlers=[writer.front])
+    atexit.register(writer.close)

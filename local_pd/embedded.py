@@ -1,7 +1,7 @@
 """The front of a local PD cluster that runs inside its user's process.
 
-It chooses instances (placement.py), reserves landings at their node agents, keeps their leases,
-and has prompts prefilled on other instances (handoff.py). It does not know routing or clients.
+It chooses instances (placement.py), reserves landings at their node agents (landings.py), and has
+prompts prefilled on other instances (handoff.py). It does not know routing or clients.
 """
 
 import asyncio
@@ -12,18 +12,16 @@ from dataclasses import dataclass, field, replace
 
 from msgspec import structs
 
-from kvmanager.agent.messages import Reserve, ReserveReply
-from kvmanager.landing import consumer_params, reserved_landing
+from kvmanager.agent.messages import Reserve
 from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom, RoleRefused
 from local_pd.handoff import HandOffWay, LocalHandoff
-from local_pd.leases import LeaseKeeper
+from local_pd.landings import Landings
 from local_pd.messages import (
     DecodeSlot,
     DirectRequest,
     DirectTarget,
     LandingReport,
     ReserveRequest,
-    landing_report,
 )
 from local_pd.metrics import PdMetrics, pd_metrics
 from local_pd.placement import (
@@ -33,14 +31,12 @@ from local_pd.placement import (
     choose_direct,
     decode_order,
 )
-from local_pd.slots import HeldSlots
 from prfaas.engines.departures import Departures
 from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.instance import Instance, InstanceSpec
 from prfaas.engines.instances import Instances, InstancesConfig
 from prfaas.engines.members import MemberOrder
-from prfaas.engines.ownership import Cleanups, cancel_requested
-from prfaas.engines.prefill_run import RPC_TIMEOUT_S, PrefillRunner, RunnerConfig
+from prfaas.engines.prefill_run import PrefillRunner, RunnerConfig
 from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.live.long_term.conversion import RoleChange, RoleStatus, applied
 from scheduler.reports import ClusterReport
@@ -92,15 +88,18 @@ class EmbeddedPdCluster:
         self._specs = tuple(instances)
         self._instances = Instances(name, instances, self._config.instances, self._instance_changed)
         self._runner = PrefillRunner(self._config.runner)
-        self._leases = LeaseKeeper()
-        self._slots = HeldSlots()
-        self._cleanups = Cleanups()
+        self._landings = Landings(
+            name,
+            self._instances,
+            lease_s=self._config.lease_s,
+            keep_leases=self._config.keep_leases,
+        )
         self._handoff = LocalHandoff(
             name,
             self._instances,
             self._runner,
             self._views,
-            self._landing_node,
+            self._landings.node,
             max_attempts=self._config.max_prefill_attempts,
             way=self._config.hand_off,
         )
@@ -160,7 +159,7 @@ class EmbeddedPdCluster:
                 continue
             asked.add(instance.spec.agent)
             try:
-                slot = await self._reserve_at(instance, wanted, request.adapter)
+                slot = await self._landings.reserve(instance, wanted, request.adapter)
             except RpcError as error:
                 logger.warning(
                     "%s: %s: no landing at %s: %s", request.request_id, self._name, name, error
@@ -181,12 +180,7 @@ class EmbeddedPdCluster:
 
     async def renew(self, transfer_id: str, instance: str) -> None:
         """Prolong a slot's lease. Raises RpcError (NOT_FOUND: there is none any more)."""
-        found = self._instances.by_name.get(instance)
-        if found is None:
-            raise RpcError("NOT_FOUND", f"{self._name} has no instance {instance}")
-        config = self._config
-        await found.agent.renew(transfer_id, config.lease_s, RPC_TIMEOUT_S)
-        self._slots.renew(transfer_id, config.lease_s, time.monotonic())
+        await self._landings.renew(transfer_id, instance)
 
     async def await_landing(self, slot: DecodeSlot, timeout_s: float) -> LandingReport:
         return await self.await_landing_of(slot.landing.transfer_id, slot.instance, timeout_s)
@@ -195,31 +189,14 @@ class EmbeddedPdCluster:
         self, transfer_id: str, instance: str, timeout_s: float
     ) -> LandingReport:
         """`await_landing` for a caller that knows only the ids."""
-        found = self._instances.by_name.get(instance)
-        if found is None:
-            return LandingReport(state="unknown", error=f"{self._name} has no instance {instance}")
-        report: LandingReport | None = None
-        try:
-            report = await self._landing_at(found, transfer_id, timeout_s)
-        finally:
-            # Also when this call was cancelled, since the caller may know of the end from elsewhere
-            # and send the decode request.
-            is_over = report is None or report.state != "open"
-            # From here on the decode request counts at the instance instead of the slot.
-            if is_over and self._slots.landing_ended(transfer_id):
-                found.load.given()
-        return report
+        return await self._landings.wait(transfer_id, instance, timeout_s)
 
     async def release(self, slot: DecodeSlot, reason: str) -> None:
         await self.release_landing(slot.landing.transfer_id, slot.instance, reason)
 
     async def release_landing(self, transfer_id: str, instance: str, reason: str) -> None:
         """`release` for a caller that knows only the ids."""
-        self._leases.drop(transfer_id)
-        self._slots.drop(transfer_id)
-        found = self._instances.by_name.get(instance)
-        if found is not None:
-            await self._cleanups.finish(self._cancel_landing(found, transfer_id, reason))
+        await self._landings.release(transfer_id, instance, reason)
 
     async def request_ended(self, instance: str) -> None:
         if found := self._instances.by_name.get(instance):
@@ -315,9 +292,8 @@ class EmbeddedPdCluster:
         await self.departures.close()
         # Instances close last, because jobs that end and clean-ups still call engines and agents.
         await self._handoff.close()
-        await self._leases.close()
+        await self._landings.close()
         await self._runner.close()
-        await self._cleanups.close()
         await self._instances.close()
 
     def _check_leader(self, leader: int) -> None:
@@ -342,80 +318,20 @@ class EmbeddedPdCluster:
 
     async def _forget(self, instance: Instance) -> None:
         await self._handoff.forget(instance.name)
-        self._slots.forget(instance.name)
+        self._landings.slots.forget(instance.name)
         self._count_usable()
 
     def _affinity(self, prefer_nodes: tuple[str, ...]) -> Affinity:
         return Affinity(prefer_nodes, self._config.affinity_slack)
 
-    async def _reserve_at(self, instance: Instance, wanted: Reserve, adapter: str) -> DecodeSlot:
-        async def undo(reply: ReserveReply) -> None:
-            await self._cancel_landing(instance, reply.transfer_id, "the caller went away")
-
-        config = self._config
-        # Engines of several models may share the node, each with a layout of its own.
-        wanted = structs.replace(wanted, layout_fingerprint=instance.layout_fingerprint)
-        reply = await self._cleanups.acquire(instance.agent.reserve(wanted, RPC_TIMEOUT_S), undo)
-        # At once: the next request may be routed before this agent is probed again.
-        self._instances.landing_room_said(instance.name, reply.landing_room_bytes)
-        landing = reserved_landing(reply, wanted.num_tokens, wanted.token_digest, adapter)
-        self._slots.hold(reply.transfer_id, instance.name, config.lease_s, time.monotonic())
-        if config.keep_leases:
-            self._leases.hold(
-                reply.transfer_id,
-                config.lease_s,
-                lambda: self.renew(reply.transfer_id, instance.name),
-            )
-        return DecodeSlot(
-            landing=landing,
-            instance=instance.name,
-            engine_url=instance.spec.engine_url,
-            kv_transfer_params=consumer_params(
-                landing,
-                arena_epoch=reply.arena_epoch,
-                runs=reply.runs,
-                cached_runs=reply.cached_runs,
-            ),
-            lease_s=config.lease_s,
-        )
-
-    async def _landing_at(
-        self, instance: Instance, transfer_id: str, timeout_s: float
-    ) -> LandingReport:
-        try:
-            report = await instance.agent.wait(
-                transfer_id, "landing", wait_s=timeout_s, timeout_s=RPC_TIMEOUT_S
-            )
-        except RpcError as error:
-            logger.warning("%s: landing %s not awaited: %s", instance.name, transfer_id, error)
-            return LandingReport(state="unknown", error=str(error))
-        except asyncio.CancelledError:
-            # Closing the agent's channel cancels its calls, as if this task had been cancelled.
-            if cancel_requested():
-                raise
-            return LandingReport(state="unknown", error=f"{self._name} is shutting down")
-        return landing_report(report)
-
-    async def _cancel_landing(self, instance: Instance, transfer_id: str, reason: str) -> None:
-        try:
-            reply = await instance.agent.cancel(transfer_id, reason, RPC_TIMEOUT_S)
-            self._instances.landing_room_said(instance.name, reply.landing_room_bytes)
-        except RpcError as error:
-            # An agent that is gone has no landing any more; in a slow one the lease ends it.
-            logger.warning("%s: landing %s not cancelled: %s", instance.name, transfer_id, error)
-
-    def _landing_node(self, job: PrefillJob) -> str:
-        found = self._instances.by_name.get(self._slots.instance(job.landing.transfer_id) or "")
-        return "" if found is None else found.spec.agent
-
     def _num_requests(self, instance: Instance) -> int:
         """All requests of an engine, including those that follow once their KVCache has landed."""
-        num_awaited = self._slots.num_awaited(instance.name, time.monotonic())
+        num_awaited = self._landings.slots.num_awaited(instance.name, time.monotonic())
         return instance.load.num_requests + num_awaited
 
     def _is_busy(self, instance: Instance) -> bool:
         name = instance.name
-        num_held = self._slots.num_held(name, time.monotonic())
+        num_held = self._landings.slots.num_held(name, time.monotonic())
         return bool(self._num_requests(instance) or num_held or self._handoff.given(name).num_jobs)
 
     def _views(self) -> list[PdInstance]:

@@ -8,8 +8,8 @@ encoded as msgpack, and both ends name the versions that they speak (`transport.
 handler fails by raising `RpcError`; the code travels as a gRPC status plus a trailer that names it.
 
 With `Credentials` both ends show who they are, `transport.access` says what that allows, and one
-place, `_adapt`, asks it for every call. New connections use certificate and key files that were
-replaced on disk, as in the rest of the transport.
+place, `transport.rpc_handling`, asks it for every call. New connections use certificate and key
+files that were replaced on disk, as in the rest of the transport.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Generic, Literal, NoReturn, TypeVar
+from collections.abc import Mapping
+from typing import Any, Final, TypeVar
 
 import grpc
 import grpc.aio
@@ -33,53 +32,23 @@ from transport.rotating import Rotating
 from transport.rpc_auth import (
     LOOK_S,
     PROOF,
-    Admission,
-    CallerAuth,
     CallSigner,
-    NotAdmitted,
-    Seal,
     ServerLook,
     WrongServer,
     caller_auth,
     channel_credentials,
     server_credentials,
 )
+from transport.rpc_errors import CODE_OF, CODE_TRAILER, OK, STATUS_OF, ErrorCode, RpcError
+from transport.rpc_handling import Method, adapt
 from transport.rpc_versions import announced, check_versions
 from transport.tasks import start_task
 from transport.versions import NoCommonVersion
 
 logger = logging.getLogger("prfaas.transport.rpc")
 
-ErrorCode = Literal[
-    "NO_ROOM", "NOT_FOUND", "INVALID", "UNAVAILABLE", "REFUSED", "INTERNAL", "TIMEOUT"
-]
-
 MAX_MESSAGE_BYTES: Final = 64 << 20
 """Bound on one request or reply; a million token ids take about 5 MB."""
-
-_CODE_TRAILER: Final = "prfaas-code"
-_OK: Final = "OK"
-
-_STATUS_OF: Final[dict[str, Any]] = {
-    "NO_ROOM": grpc.StatusCode.RESOURCE_EXHAUSTED,
-    "NOT_FOUND": grpc.StatusCode.NOT_FOUND,
-    "INVALID": grpc.StatusCode.INVALID_ARGUMENT,
-    "UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
-    "REFUSED": grpc.StatusCode.FAILED_PRECONDITION,
-    "INTERNAL": grpc.StatusCode.INTERNAL,
-    "TIMEOUT": grpc.StatusCode.DEADLINE_EXCEEDED,
-}
-
-# The meaning of a status that gRPC itself set, because none of our handlers answered.
-# RESOURCE_EXHAUSTED then means a message over the size limit.
-_CODE_OF: Final[dict[Any, ErrorCode]] = {
-    grpc.StatusCode.RESOURCE_EXHAUSTED: "INVALID",
-    grpc.StatusCode.UNIMPLEMENTED: "INVALID",
-    grpc.StatusCode.UNAVAILABLE: "UNAVAILABLE",
-    grpc.StatusCode.CANCELLED: "UNAVAILABLE",
-    grpc.StatusCode.PERMISSION_DENIED: "REFUSED",
-    grpc.StatusCode.DEADLINE_EXCEEDED: "TIMEOUT",
-}
 
 _CHANNEL_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -110,29 +79,7 @@ MAX_TRIES: Final = 3
 _RETIRE_S: Final = 300.0
 """Most time that calls on a channel of replaced certificates get to end."""
 
-RequestT = TypeVar("RequestT", bound=msgspec.Struct)
 ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
-
-
-class RpcError(Exception):
-    """A call that failed: `code` is one of `ErrorCode`, `message` is meant for a person."""
-
-    def __init__(self, code: ErrorCode, message: str) -> None:
-        super().__init__(f"{code}: {message}")
-        self.code: ErrorCode = code
-        self.message = message
-
-
-@dataclass(frozen=True, slots=True)
-class Method(Generic[RequestT, ReplyT]):
-    """One callable method: the request is decoded as `request_type` before the handler sees it.
-
-    `reply_type` says what the handler returns. The handler is cancelled when the caller goes away.
-    """
-
-    request_type: type[RequestT]
-    reply_type: type[ReplyT]
-    handler: Callable[[RequestT], Awaitable[ReplyT]]
 
 
 class RpcServer:
@@ -176,7 +123,7 @@ class RpcServer:
                 # As a stream of one request, because gRPC takes a whole unary body into memory
                 # before anybody is asked who sends it.
                 method_name: grpc.stream_unary_rpc_method_handler(
-                    _adapt(name, method_name, method, auth)
+                    adapt(name, method_name, method, auth)
                 )
                 for method_name, method in methods.items()
             }
@@ -305,10 +252,10 @@ class RpcClient:
                 if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                     if num_left and signer.is_worth_again(proof, trailers):
                         continue
-                elif (code := trailers.get(_CODE_TRAILER)) in _STATUS_OF:
+                elif (code := trailers.get(CODE_TRAILER)) in STATUS_OF:
                     signer.check(proof, code, (error.details() or "").encode(), trailers)
                 raise
-            signer.check(proof, _OK, raw, await _check_answer(call))
+            signer.check(proof, OK, raw, await _check_answer(call))
             return raw
         raise AssertionError("the last try returns or raises")
 
@@ -366,15 +313,15 @@ class RpcClient:
             )
 
     def _explain(self, method: str, error: Any) -> RpcError:
-        named = dict(error.trailing_metadata() or ()).get(_CODE_TRAILER)
+        named = dict(error.trailing_metadata() or ()).get(CODE_TRAILER)
         # Nobody signs a refusal, so that it must not pass for an answer of a handler.
         if error.code() is grpc.StatusCode.UNAUTHENTICATED:
             named = "REFUSED"
         # Only our handlers set the trailer; without it the status comes from gRPC or from the
         # network.
-        if named in _STATUS_OF:
+        if named in STATUS_OF:
             return RpcError(named, error.details() or "")
-        code = _CODE_OF.get(error.code(), "INTERNAL")
+        code = CODE_OF.get(error.code(), "INTERNAL")
         return RpcError(code, f"{self.target} {self._service}.{method}: {error.details()}")
 
 
@@ -389,59 +336,4 @@ def _left_s(deadline_s: float) -> float:
     return max(0.0, deadline_s - time.monotonic())
 
 
-def _adapt(
-    service: str, name: str, method: Method[Any, Any], auth: CallerAuth | None
-) -> Callable[[Any, Any], Awaitable[bytes]]:
-    """The handler that gRPC calls before it takes the body. It turns every failure into a readable
-    status.
-
-    It is the only place that lets a call in.
-    """
-    decoder = msgspec.msgpack.Decoder(method.request_type)
-
-    async def handle(_: Any, context: Any) -> bytes:
-        try:
-            admission = Admission() if auth is None else auth.admit(service, name, context)
-            read = await context.read()
-            raw: bytes = b"" if read is grpc.aio.EOF else read  # no request decodes from nothing
-            admission.take(raw)
-        except NotAdmitted as error:
-            await _refuse(context, error)
-        seal = admission.seal
-        try:
-            check_versions(dict(context.invocation_metadata() or ()), "caller")
-            request = decoder.decode(raw)
-        except NoCommonVersion as error:
-            await _abort(context, "REFUSED", str(error), seal)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            message = f"bad {method.request_type.__name__}: {error}"
-            await _abort(context, "INVALID", message, seal)
-        try:
-            reply = await method.handler(request)
-        except RpcError as error:
-            await _abort(context, error.code, error.message, seal)
-        # The caller went away: gRPC has to see the cancellation, and nobody would read a status.
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            logger.exception("handler of %s failed", method.request_type.__name__)
-            await _abort(context, "INTERNAL", f"{type(error).__name__}: {error}", seal)
-        answer: bytes = msgspec.msgpack.encode(reply)
-        context.set_trailing_metadata((announced(), *seal(_OK, answer)))
-        return answer
-
-    return handle
-
-
-async def _abort(context: Any, code: ErrorCode, message: str, seal: Seal) -> NoReturn:
-    details = message or code
-    trailers = ((_CODE_TRAILER, code), announced(), *seal(code, details.encode()))
-    await context.abort(_STATUS_OF[code], details, trailing_metadata=trailers)
-    raise AssertionError("abort returned")
-
-
-async def _refuse(context: Any, error: NotAdmitted) -> NoReturn:
-    await context.abort(
-        grpc.StatusCode.UNAUTHENTICATED, error.message, trailing_metadata=error.metadata
-    )
-    raise AssertionError("abort returned")
+__all__ = ["ErrorCode", "Method", "RpcClient", "RpcError", "RpcServer"]

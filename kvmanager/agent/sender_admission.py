@@ -34,11 +34,13 @@ class TransferNews(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
+class AdmittedLanding:
+    """Where a sender with this token may write: `space`, or its beginning `short`."""
+
     token: bytes
     fingerprint: bytes
     space: ByteSpace
-    short: ByteSpace | None
+    short: ByteSpace | None = None
 
     def of_size(self, nbytes: int) -> ByteSpace | None:
         """The space for a transfer of this size; None: such a transfer is not admitted."""
@@ -66,20 +68,13 @@ class SenderAdmission:
         self._post = post
         self._on_refused = on_refused
         self._lock = threading.Lock()
-        self._open: dict[bytes, _Open] = {}
+        self._open: dict[bytes, AdmittedLanding] = {}
         self._accepted: set[bytes] = set()
 
-    def admit(
-        self,
-        transfer_id: bytes,
-        token: bytes,
-        fingerprint: bytes,
-        space: ByteSpace,
-        short: ByteSpace | None = None,
-    ) -> None:
-        """Admit a sender with this token to `space` from now on, or to its beginning `short`."""
+    def admit(self, transfer_id: bytes, landing: AdmittedLanding) -> None:
+        """Admit its sender from now on."""
         with self._lock:
-            self._open[transfer_id] = _Open(token, fingerprint, space, short)
+            self._open[transfer_id] = landing
 
     def revoke(self, transfer_id: bytes) -> None:
         """Admit no other sender. The receiver drops a sender that was admitted before."""
@@ -119,7 +114,7 @@ class SenderAdmission:
 
     def _check(
         self, transfer_id: bytes, token: bytes, fingerprint: bytes, nbytes: int
-    ) -> tuple[_Open, ByteSpace]:
+    ) -> tuple[AdmittedLanding, ByteSpace]:
         landing = self._open.get(transfer_id)
         if landing is None:
             raise self._refusal("no_landing", "no landing is reserved for this transfer")

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvmanager.agent.messages import LinkStatus
-from kvmanager.agent.sender_admission import SenderAdmission, TransferNews
+from kvmanager.agent.sender_admission import AdmittedLanding, SenderAdmission, TransferNews
 from kvmanager.transfers.records import BadRequest
 from transport import (
     ByteSpace,
@@ -102,16 +102,9 @@ class TransferIo:
 
     # Landings.
 
-    def admit(
-        self,
-        transfer_id: bytes,
-        token: bytes,
-        fingerprint: bytes,
-        space: ByteSpace,
-        short: ByteSpace | None = None,
-    ) -> None:
-        """Admit the sender that has the token to `space`, or to its beginning `short`."""
-        self._admission.admit(transfer_id, token, fingerprint, space, short)
+    def admit(self, transfer_id: bytes, landing: AdmittedLanding) -> None:
+        """Admit the landing's sender from now on."""
+        self._admission.admit(transfer_id, landing)
 
     def admit_engine(
         self, transfer_id: bytes, token: bytes, fingerprint: bytes, nbytes: int

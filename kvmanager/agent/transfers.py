@@ -36,6 +36,7 @@ from kvmanager.agent.links.probing import AgentProbes
 from kvmanager.agent.messages import LinkStatus, TransferReport
 from kvmanager.agent.metrics import AgentMetrics
 from kvmanager.agent.reports import landing_report, outbox_report
+from kvmanager.agent.sender_admission import AdmittedLanding
 from kvmanager.agent.transfer_io import TransferIo, now_s
 from kvmanager.transfers.holds import Key, Kind
 from kvmanager.transfers.records import (
@@ -158,7 +159,8 @@ class AgentTransfers:
         short = None
         if spec.nbytes_without_draft not in (None, spec.nbytes):
             short = self._arena.view(landing.runs, spec.nbytes_without_draft)
-        self.io.admit(spec.transfer_id, spec.token, spec.fingerprint, space, short)
+        admitted = AdmittedLanding(spec.token, spec.fingerprint, space, short)
+        self.io.admit(spec.transfer_id, admitted)
         return landing
 
     def open_outbox(

@@ -36,6 +36,8 @@ _PROJECT_ROOT: Final = Path(__file__).resolve().parents[2]
 
 AdapterName = Annotated[str, Field(min_length=1, max_length=200)]
 AdapterPath = Annotated[str, Field(min_length=1)]
+MAX_STAGING_MIB: Final = 16 << 10
+"""Every worker pins twice as much of its host's memory."""
 LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 DEFAULT_LORA_RANK: Final = 16
 """vLLM's `max_lora_rank` where nobody sets it."""
@@ -80,6 +82,10 @@ class EngineOptions(Section):
     kv_space_gib: Annotated[int, Field(ge=1)] | None = None
     """KV memory of an engine on the CPU, whole GiB. On a GPU leave it out and put
     `--gpu-memory-utilization` into `args`.
+    """
+    staging_mib: Annotated[int, Field(ge=1, le=MAX_STAGING_MIB)] | None = None
+    """Memory of each worker on a GPU through which it sends and stores KVCache, whole MiB, on the
+    GPU and once more on the host; as much again through which it loads. Left out: 64.
     """
     args: tuple[str, ...] = ()
     """Further vLLM options. They come last on the command line and so override those above."""
@@ -153,6 +159,8 @@ class EngineSpec(EngineOptions):
             extra["weights"] = self.weights
         if self.adapters:
             extra["adapters"] = self.adapters
+        if self.staging_mib is not None:
+            extra["staging_mib"] = self.staging_mib
         return {
             "kv_connector": CONNECTOR,
             "kv_connector_module_path": CONNECTOR_MODULE,

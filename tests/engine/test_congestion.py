@@ -35,8 +35,11 @@ SLOW = "12Mbit"
 """A prompt's 22 MB then take 15 s, in which the PD cluster's engine computes several prompts:
 clearly too slow by the default margin, also where the machine is busy."""
 NUM_SLOW = 4
+NUM_CUT = 2
 SLOW_LIMIT_S = 90.0
-"""Until so many were sent and answered on the slow link; those under way before come first."""
+"""Until so many were sent and answered on the slow link, or the cut one; those under way before
+come first.
+"""
 NUM_TO_LEARN = 6
 """Answers of the prefill cluster before the link changes: by then its prefill times are known, and
 predictions count as much as the threshold."""
@@ -137,7 +140,7 @@ async def test_routes_follow_the_link(region: RunningRegion, recording: Path) ->
 
             relay.cut()
             cut_s = traffic.now_s()
-            await asyncio.sleep(5.0)
+            await _until_asked(traffic, cut_s + NOTICED_S, NUM_CUT, SLOW_LIMIT_S)
 
             relay.configure(rate="1Gbit")
             relay.heal()

@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 from engine_region import (
     agent_status,
+    computed_alone,
     everything_is_given_back,
     prompt,
     running,
@@ -75,13 +76,7 @@ class Sites:
 
     async def computed_alone(self, instance: str, request: DemoRequest) -> list[int]:
         """An engine's own answer to the whole prompt."""
-        url = f"{self.region.engine(instance).address}/v1/completions"
-        headers = self.region.engine_access().headers
-        body = request.body(MODEL) | {"stream": False}
-        async with self.session.post(url, json=body, headers=headers) as response:
-            answer = await response.json()
-        assert response.status == 200, answer
-        return list(answer["choices"][0]["token_ids"])
+        return await computed_alone(self.region, self.session, instance, MODEL, request)
 
     async def guesses(self) -> tuple[int, int]:
         """Tokens that the decoding drafter has guessed, and those of them that were right. An

@@ -20,6 +20,7 @@ from engine_region import (
     WINDOW,
     agent_status,
     ask_region,
+    computed_alone,
     engine_metrics,
     everything_is_given_back,
     model_dir,
@@ -67,13 +68,9 @@ class Sites:
 
     async def computed_alone(self, request: DemoRequest) -> list[int]:
         """The decode engine's own answer to the whole prompt."""
-        url = f"{self.region.engine(DECODE).address}/v1/completions"
-        body = request.body(WINDOW) | {"cache_salt": "alone", "stream": False}
-        headers = self.region.engine_access().headers
-        async with self.session.post(url, json=body, headers=headers) as response:
-            answer = await response.json()
-        assert response.status == 200, answer
-        return list(answer["choices"][0]["token_ids"])
+        return await computed_alone(
+            self.region, self.session, DECODE, WINDOW, request, cache_salt="alone"
+        )
 
     async def loaded_bytes(self, instance: str) -> float:
         """What an engine has loaded from its node's prefix cache."""

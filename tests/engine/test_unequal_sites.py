@@ -18,6 +18,7 @@ from conversation import most_bytes
 from engine_region import (
     WINDOW,
     agent_status,
+    computed_alone,
     everything_is_given_back,
     model_dir,
     prompt,
@@ -72,13 +73,9 @@ class Sites:
 
     async def computed_alone(self, ranks: int, request: DemoRequest) -> list[int]:
         """A decode engine's own answer to the whole prompt."""
-        url = f"{self.region.engine(f'b1-{ranks}').address}/v1/completions"
-        body = request.body(WINDOW) | {"cache_salt": "alone", "stream": False}
-        headers = self.region.engine_access().headers
-        async with self.session.post(url, json=body, headers=headers) as response:
-            answer = await response.json()
-        assert response.status == 200, answer
-        return list(answer["choices"][0]["token_ids"])
+        return await computed_alone(
+            self.region, self.session, f"b1-{ranks}", WINDOW, request, cache_salt="alone"
+        )
 
 
 def unequal(spec: RegionSpec) -> RegionSpec:

@@ -17,6 +17,7 @@ from caching_engine import KV, NAMESPACE, ROOT, SHAPE, STATE, B, CachingEngine, 
 from kvmanager.agent.engines.protocol import CacheFound
 from kvmanager.agent.messages import ListCache, ListCacheReply, Reserve, ReserveReply
 from kvmanager.hashing import join_keys
+from kvmanager.pool.index_records import Stored, decode_records
 from transport.rpc import RpcError
 
 # Small blocks and no drain to speak of, so that memory comes back while a test waits.
@@ -154,7 +155,7 @@ def test_garbage_costs_its_engine_the_connection_and_nobody_else_anything(
         assert bad.scheduler.next()[0] == "found"
         assert bad.scheduler.client.cache_find(77, keys)
         assert bad.scheduler.next() == ("disconnected",)
-        assert "handle 77 is in use" in agent.log()
+        wait_until(lambda: "handle 77 is in use" in agent.log())
         assert good.find(keys).slots == found.slots
         assert good.worker.events.empty()
     wait_until(lambda: held(agent) <= before, what="the bad fill is taken back")
@@ -343,7 +344,8 @@ def test_what_is_cached_outlives_a_killed_agent(tmp_path: Path) -> None:
         with CachingEngine(agent) as engine:
             engine.store(keys)
             engine.reserve(other, [(0, KV), (1, KV)])
-            time.sleep(0.3)  # the journal is flushed a few times a second
+            # What was stored after the last write of the index is lost.
+            wait_until(lambda: is_indexed(tmp_path, keys), what="the index has the parts")
             used = held(agent)
             agent.end(signal.SIGKILL)
             assert engine.scheduler.next() == ("disconnected",)
@@ -362,6 +364,13 @@ def test_what_is_cached_outlives_a_killed_agent(tmp_path: Path) -> None:
     assert (tmp_path / "prfaas-kept-node.arena").exists()
 
 
+def is_indexed(directory: Path, keys: Sequence[bytes]) -> bool:
+    """Whether the file of the index has all parts of these keys."""
+    records, _ = decode_records((directory / "prfaas-kept-node.index").read_bytes())
+    parts = {(record.key, record.part) for record in records if isinstance(record, Stored)}
+    return parts >= {*((key, KV) for key in keys), (keys[-1], STATE)}
+
+
 def test_what_is_damaged_is_not_used(tmp_path: Path) -> None:
     lives, keys = Lives(tmp_path), prompt(4)
     with lives.agent() as agent, CachingEngine(agent) as engine:
@@ -372,7 +381,7 @@ def test_what_is_damaged_is_not_used(tmp_path: Path) -> None:
         file.write(b"harm")
     with lives.agent() as agent, CachingEngine(agent) as engine:
         wait_until(lambda: kv_blocks(engine, keys) == 2, what="restored up to the damage")
-        assert "is damaged: dropped" in agent.log()
+        wait_until(lambda: "is damaged: dropped" in agent.log())
         engine.store(keys)
         engine.check(keys, 4)
 

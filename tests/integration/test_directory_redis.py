@@ -7,6 +7,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from free_ports import free_port
 from redis.asyncio import Redis
 from redis_server import RedisServer
 
@@ -220,14 +221,18 @@ async def test_gaps_and_bad_messages_lead_to_a_snapshot(redis: Redis) -> None:
 
 
 async def test_one_writer_at_a_time_and_the_next_takes_over(redis: Redis) -> None:
-    settings = replace(SETTINGS, lease_s=0.2)
+    settings = replace(SETTINGS, lease_s=60.0)
     first, second = RedisSink(redis, settings), RedisSink(redis, settings)
     reader = RedisDirectory(redis)
     assert await tell(first, NODE, feed(dict.fromkeys(KEYS[:5], 1), snapshot=True))
     assert await second.position(NODE) is None
     await second.forget(NODE)
     assert await num_kv_blocks(reader) == {"near": 5}
-    await asyncio.sleep(0.3)
+    assert 0 < await redis.pttl(settings.lease(NODE)) <= 60_000
+    await redis.pexpire(settings.lease(NODE), 1)
+    async with asyncio.timeout(10):
+        while await second.position(NODE) is None:
+            await asyncio.sleep(0.01)
     assert await second.position(NODE) == FROM_THE_BEGINNING
     with pytest.raises(StoreError, match="another writer"):
         await first.apply(NODE, feed({KEYS[5]: 1}, 2))
@@ -239,14 +244,16 @@ async def test_one_writer_at_a_time_and_the_next_takes_over(redis: Redis) -> Non
 
 
 async def test_what_a_dead_writer_left_does_not_count_and_vanishes(redis: Redis) -> None:
-    settings = replace(SETTINGS, key_ttl_s=1, forget_s=0.2)
+    settings = replace(SETTINGS, key_ttl_s=2)
     sink, reader = RedisSink(redis, settings), RedisDirectory(redis, settings)
+    forgetful = RedisDirectory(redis, replace(settings, forget_s=0.05))
     assert await tell(sink, NODE, feed(dict.fromkeys(KEYS[:5], 1), snapshot=True))
     assert await num_kv_blocks(reader) == {"near": 5}
-    await asyncio.sleep(0.4)
-    assert await num_kv_blocks(reader) == {}
-    assert await sink.position(NODE) == FROM_THE_BEGINNING
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(10):
+        while await num_kv_blocks(forgetful):
+            await asyncio.sleep(0.02)
+        while await sink.position(NODE) != FROM_THE_BEGINNING:
+            await asyncio.sleep(0.02)
         while await redis.exists(SETTINGS.nodes, *names(KEYS[:5])):
             await asyncio.sleep(0.05)
 
@@ -316,10 +323,12 @@ async def test_the_command_fills_redis_while_it_runs(redis: Redis, url: str) -> 
 
 
 async def test_a_directory_without_its_redis_lives_and_is_not_ready(
-    tmp_path: Path, unused_tcp_port: int
+    tmp_path: Path,
 ) -> None:
+    port = free_port()
+
     async def status(path: str) -> int:
-        url = f"http://127.0.0.1:{unused_tcp_port}{path}"
+        url = f"http://127.0.0.1:{port}{path}"
         async with aiohttp.ClientSession() as session, session.get(url) as answer:
             return answer.status
 
@@ -338,7 +347,7 @@ async def test_a_directory_without_its_redis_lives_and_is_not_ready(
         settings = {
             "agents": {"c/n": "127.0.0.1:1"},
             "redis": store.url,
-            "metrics_port": unused_tcp_port,
+            "metrics_port": port,
         }
         serving = asyncio.create_task(serve(load(None, settings)))
         async with asyncio.timeout(30):

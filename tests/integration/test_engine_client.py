@@ -73,7 +73,7 @@ class Events:
     def on_cache_slots(self, slots: CacheSlots) -> None:
         self._note("slots", slots)
 
-    def next(self, timeout_s: float = 5.0) -> tuple[object, ...]:
+    def next(self, timeout_s: float = 20.0) -> tuple[object, ...]:
         return self.seen.get(timeout=timeout_s)
 
 
@@ -155,7 +155,7 @@ def client(agent: StandIn, events: Events) -> Iterator[EngineClient]:
     assert "prfaas-engine-client" not in {thread.name for thread in threading.enumerate()}
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "condition not reached"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from free_ports import free_port
 from front_doubles import FakeAgent, FakeEngine, eventually, prefill_job
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
@@ -243,11 +244,9 @@ def supervised(tmp_path: Path, agent: FakeAgent, port: int, *args: str) -> Embed
     return EmbeddedPrefillCluster("c", [spec], config, metrics=metrics)
 
 
-async def test_a_front_starts_restarts_and_stops_its_engine(
-    tmp_path: Path, unused_tcp_port: int
-) -> None:
+async def test_a_front_starts_restarts_and_stops_its_engine(tmp_path: Path) -> None:
     agent = await FakeAgent("i0").start()
-    cluster = supervised(tmp_path, agent, unused_tcp_port)
+    cluster = supervised(tmp_path, agent, free_port())
     await cluster.start()
     await cluster.wait_ready(30)
     supervisor = cluster._instances.by_name["i0"].supervisor
@@ -264,11 +263,9 @@ async def test_a_front_starts_restarts_and_stops_its_engine(
     await agent.stop()
 
 
-async def test_an_engine_that_cannot_start_is_reported_with_its_log(
-    tmp_path: Path, unused_tcp_port: int
-) -> None:
+async def test_an_engine_that_cannot_start_is_reported_with_its_log(tmp_path: Path) -> None:
     agent = await FakeAgent("i0").start()
-    cluster = supervised(tmp_path, agent, unused_tcp_port, "--broken")
+    cluster = supervised(tmp_path, agent, free_port(), "--broken")
     await cluster.start()
     with pytest.raises(EngineStartFailed, match="RuntimeError: no such device"):
         await cluster.wait_ready(30)

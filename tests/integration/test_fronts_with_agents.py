@@ -289,7 +289,7 @@ async def test_engines_of_another_layout_on_the_node_are_no_obstacle(region: Reg
 async def test_a_slot_nobody_renews_comes_back_with_its_lease(region: Region) -> None:
     region.pd._config = replace(region.pd._config, lease_s=1.0)
     slot = await region.reserve()
-    region.pd._leases.drop(slot.landing.transfer_id)
+    region.pd._landings.leases.drop(slot.landing.transfer_id)
     await region.memory_is_back()
 
 

@@ -64,7 +64,7 @@ def _nothing_left(dummy_vllm: Path) -> Iterator[None]:
     assert not list((dummy_vllm / "arenas").iterdir())
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "condition not met in time"

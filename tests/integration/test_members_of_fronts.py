@@ -235,6 +235,6 @@ async def test_a_pd_instance_leaves_when_its_slots_and_requests_are_over(kind: s
         async with asyncio.timeout(30):
             while left in {item.name for item in (await rig.front.report()).instances}:
                 await asyncio.sleep(0.02)
-        assert left not in rig.embedded._slots._num_awaited
+        assert left not in rig.embedded._landings.slots._num_awaited
         assert left not in rig.embedded._handoff._given
         await rig.front.release(other, "done")

@@ -84,7 +84,7 @@ def receive(sock: socket.socket, nbytes: int) -> bytes:
     return bytes(data)
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "condition not met in time"

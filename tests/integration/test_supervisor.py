@@ -167,6 +167,8 @@ async def test_a_start_that_takes_too_long_is_an_error_with_the_log(tmp_path: Pa
     code = "import time; print('loading weights', flush=True); time.sleep(60)"
     supervisor = Supervisor(process(tmp_path, code), never, FAST)
     supervisor.start()
+    log = tmp_path / "logs" / "dummy.log"
+    await eventually(lambda: log.exists() and "loading weights" in log.read_text())
     seen: list[str] = []
     with pytest.raises(EngineStartFailed, match=r"not healthy after 1\.2 s") as caught:
         await supervisor.wait_healthy(1.2, seen.append)

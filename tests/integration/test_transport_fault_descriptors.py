@@ -205,7 +205,7 @@ class RemoteRig(FaultRig):
     def is_exact(self) -> bool:
         return self._remote.ask("digest", 1) == hashlib.sha256(self.data).hexdigest()
 
-    def check_usable(self, number: int = 2, timeout_s: float = 5.0) -> None:
+    def check_usable(self, number: int = 2, timeout_s: float = 20.0) -> None:
         data = bytearray(b"further")
         self._remote.ask("expect", number, len(data))
         spec = make_spec(number, self.spec.endpoint)

@@ -100,7 +100,7 @@ def arena(request: pytest.FixtureRequest) -> Iterator[Arena]:
         yield arena
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "did not happen in time"
@@ -208,6 +208,9 @@ def test_scattered_bytes_end_their_transfer_only(arena: Arena) -> None:
     assert not peer.is_closed()
 
 
+@pytest.mark.parametrize(
+    "arena", [replace(CONFIG, idle_timeout_s=2.0)], ids=["slow_machine"], indirect=True
+)
 def test_a_stalled_frame_loses_its_connection_and_its_memory(arena: Arena) -> None:
     """Repeated data is read into memory of its own, and waits there for the rest of the frame."""
     peer, spec = arena.attack(), make_spec(7)

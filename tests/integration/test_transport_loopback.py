@@ -4,7 +4,6 @@ behind.
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 import threading
@@ -15,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 from transport_doubles import MemorySpace, RecordingListener, greeting, make_spec
-from transport_loopback import LoopbackPair, eventually
+from transport_loopback import Census, LoopbackPair, eventually
 
 from transport import (
     Endpoint,
@@ -172,12 +171,8 @@ def test_raw_peer_of_another_version_is_told_so(pair: LoopbackPair) -> None:
     assert f"the sender speaks version 7 to 9, this side speaks {VERSION}".encode() in answer
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_nothing_is_left_after_close() -> None:
-    before = open_files()
+    before = Census.take()
     for number in range(3):
         with closing(LoopbackPair(CONFIG)) as pair:
             data = random_bytes(MIB)
@@ -185,8 +180,7 @@ def test_nothing_is_left_after_close() -> None:
             handle.ready(0, len(data))
             assert pair.listener.wait(handle.transfer_id) is None
             assert len(transport_threads()) > 2 * CONFIG.num_connections
-    assert transport_threads() == []
-    assert open_files() == before
+    assert before.leaks() == []
 
 
 def test_closing_waits_for_connections_that_have_given_up_their_place(
@@ -202,13 +196,22 @@ def test_closing_waits_for_connections_that_have_given_up_their_place(
         close(owner)
 
     monkeypatch.setattr(SocketOwner, "close", close_slowly)
-    before = open_files()
+    before = Census.take()
     with closing(LoopbackPair(CONFIG)) as pair:
         socket.create_connection(("127.0.0.1", pair.endpoint.port)).close()
         assert leaving.wait(5)
         assert pair.receiver.num_connections == 0
-    assert transport_threads() == []
-    assert open_files() == before
+    assert before.leaks() == []
+
+
+def test_a_link_that_closes_starts_no_further_connection(pair: LoopbackPair) -> None:
+    pair.sender.warm(pair.endpoint)
+    link = pair.sender._links[pair.endpoint]
+    num_threads = len(link._threads)
+    link.close()
+    link._grow_to(num_threads + 4)
+    assert len(link._threads) == num_threads
+    assert link.join(time.monotonic() + 5)
 
 
 def test_close_in_mid_transfer_tells_both_and_lets_go_of_memory() -> None:
@@ -262,7 +265,7 @@ def test_memory_is_free_when_the_listener_is_called(pair: LoopbackPair) -> None:
 
 
 def test_idle_links_cost_nothing_and_are_closed() -> None:
-    config = replace(CONFIG, link_idle_timeout_s=0.3)
+    config = replace(CONFIG, link_idle_timeout_s=1.0)
     with closing(LoopbackPair(config)) as pair:
         pair.sender.warm(pair.endpoint)
         eventually(lambda: pair.sender.num_connections(pair.endpoint) == config.num_connections)

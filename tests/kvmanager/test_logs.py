@@ -1,11 +1,24 @@
-"""Messages that repeat are left out of the log, and counted."""
+"""Messages that repeat are left out of the log, and counted; no caller waits for a write."""
 
 import logging
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
 
 import pytest
+from agent_process import CHILD_ENV
 
-from kvmanager.logs import MAX_A_PERIOD, MAX_TEXTS, PERIOD_S, Repeats, RepeatsFilter
+from kvmanager.logs import (
+    MAX_A_PERIOD,
+    MAX_TEXTS,
+    PERIOD_S,
+    LogWriter,
+    Repeats,
+    RepeatsFilter,
+    set_up_logging,
+)
 
 
 def test_what_repeats_is_written_again_in_the_next_period_with_what_was_left_out() -> None:
@@ -50,3 +63,96 @@ def test_a_clock_that_is_set_back_keeps_no_message_out(monkeypatch: pytest.Monke
     monkeypatch.setattr(time, "monotonic", lambda: now_s + 2 * PERIOD_S)
     record.created -= 24 * 3600.0
     assert repeats.filter(record)
+
+
+class SlowDisk(logging.Handler):
+    """Takes a line when it is let, and keeps its text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+        self.may_write = threading.Event()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.begun.set()
+        assert self.may_write.wait(20)
+        self.lines.append(self.format(record))
+
+
+@pytest.fixture
+def disk() -> SlowDisk:
+    return SlowDisk()
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    logger = logging.Logger("prfaas.test_logs", logging.INFO)  # in no tree
+    yield logger
+    logger.handlers.clear()
+
+
+def test_a_caller_does_not_wait_for_a_write_and_lines_keep_their_order(
+    disk: SlowDisk, logger: logging.Logger
+) -> None:
+    writer = LogWriter(disk)
+    logger.addHandler(writer.front)
+    logger.info("number %d", 0)
+    assert disk.begun.wait(20)
+    for number in range(1, 50):
+        logger.info("number %d", number)
+    try:
+        raise ValueError("of a request")
+    except ValueError:
+        logger.exception("it failed")
+    assert disk.lines == []
+    disk.may_write.set()
+    writer.close()
+    assert disk.lines[:-1] == [f"number {number}" for number in range(50)]
+    assert disk.lines[-1].startswith("it failed\nTraceback")
+    assert disk.lines[-1].endswith("ValueError: of a request")
+
+
+def test_lines_that_find_no_room_are_lost_and_counted(
+    disk: SlowDisk, logger: logging.Logger
+) -> None:
+    writer = LogWriter(disk, max_waiting=2)
+    logger.addHandler(writer.front)
+    logger.info("written")
+    assert disk.begun.wait(20)
+    for number in range(5):
+        logger.info("number %d", number)
+    disk.may_write.set()
+    while len(disk.lines) < 3:
+        time.sleep(0.001)
+    logger.info("later")
+    writer.close()
+    told = "later (3 lines before this one were lost)"
+    assert disk.lines == ["written", "number 0", "number 1", told]
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "raise ValueError('wrong')"])
+def test_what_was_logged_last_is_written_before_the_process_ends(end: str) -> None:
+    code = f"""
+import logging
+from kvmanager.logs import set_up_logging
+set_up_logging()
+set_up_logging()  # once is enough
+for number in range(99):
+    logging.getLogger("prfaas.test").warning("number %d", number)
+{end}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=CHILD_ENV, capture_output=True, text=True, timeout=60
+    )
+    lines = [line for line in done.stderr.splitlines() if "prfaas.test" in line]
+    assert [line.partition("prfaas.test: ")[2] for line in lines] == [
+        f"number {number}" for number in range(99)
+    ]
+    assert all("WARNING" in line for line in lines)
+
+
+def test_a_process_that_logs_already_is_left_alone() -> None:
+    before = threading.active_count(), list(logging.getLogger().handlers)
+    set_up_logging()
+    assert (threading.active_count(), logging.getLogger().handlers) == before

@@ -16,6 +16,7 @@ import aiohttp
 import psutil
 import pytest
 import yaml
+from free_ports import free_port
 from grpc_health_probe import grpc_health
 from prometheus_client import CollectorRegistry, Gauge
 from pydantic import ValidationError
@@ -172,8 +173,9 @@ def listening(pid: int) -> set[str]:
 
 @pytest.mark.parametrize("process", PROCESSES)
 async def test_real_processes_show_metrics_on_loopback_to_who_has_the_key(
-    scraper: Scraper, key_file: Path, tmp_path: Path, process: str, unused_tcp_port: int
+    scraper: Scraper, key_file: Path, tmp_path: Path, process: str
 ) -> None:
+    port = free_port()
     _, settings = PROCESSES[process]
     region_key = keyed(tmp_path / "region.key", new_key())
     listens = "listen" if "listen" in settings else "control"
@@ -181,16 +183,16 @@ async def test_real_processes_show_metrics_on_loopback_to_who_has_the_key(
         # Whatever its peers may reach, its metrics stay on loopback.
         listens: "0.0.0.0:0",
         "region_key": {"file": str(region_key), "region": "r", "name": "x"},
-        "metrics_port": unused_tcp_port,
+        "metrics_port": port,
         "metrics_key_file": str(key_file),
     }
     if process == "agent":
         settings |= {"listen": "127.0.0.1:0", "socket": str(tmp_path / "agent.sock")}
         settings |= {"arena_dir": str(tmp_path), "arena_gib": 0.01}
     with running(process, tmp_path, settings) as ready:
-        at = f"127.0.0.1:{unused_tcp_port}"
+        at = f"127.0.0.1:{port}"
         found = await asyncio.to_thread(listening, ready["pid"])
-        assert {address for address in found if address.endswith(f":{unused_tcp_port}")} == {at}
+        assert {address for address in found if address.endswith(f":{port}")} == {at}
         assert any(address.startswith(("0.0.0.0:", ":::")) for address in found)
         for path in PATHS:
             assert await scraper.status(at, path) == 401
@@ -205,14 +207,13 @@ async def test_real_processes_show_metrics_on_loopback_to_who_has_the_key(
 
 
 @pytest.mark.parametrize("process", ["directory", "prefill"])
-def test_a_taken_metrics_port_ends_the_command_with_a_message(
-    tmp_path: Path, process: str, unused_tcp_port: int
-) -> None:
+def test_a_taken_metrics_port_ends_the_command_with_a_message(tmp_path: Path, process: str) -> None:
+    port = free_port()
     _, settings = PROCESSES[process]
     path = tmp_path / "settings.yaml"
-    path.write_text(yaml.safe_dump(settings | {"metrics_port": unused_tcp_port}))
+    path.write_text(yaml.safe_dump(settings | {"metrics_port": port}))
     argv = [sys.executable, "-m", "deploy.cli", process, "--config", str(path)]
-    with running(process, tmp_path, settings | {"metrics_port": unused_tcp_port}):
+    with running(process, tmp_path, settings | {"metrics_port": port}):
         ended = subprocess.run(argv, env=CHILD_ENV, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert "in use" in ended.stderr

@@ -12,7 +12,6 @@ import asyncio
 import json
 import os
 import re
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from free_ports import free_port
 
 from deploy.processes import module_argv, module_environment
 from deploy.region.launch.launcher import RunningRegion
@@ -370,8 +370,3 @@ async def listens(address: str) -> bool:
     _, writer = await asyncio.open_connection(at.host, at.port)
     writer.close()
     return True
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

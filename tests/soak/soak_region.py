@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from deploy.region.launch.running import RegionStartFailed
 from tests.soak.growth import LEAST_RESTS, MIB, WARM_UP, Sample, after, grown, line

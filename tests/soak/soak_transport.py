@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from certificates import make_authority, make_node
+from free_ports import free_port
 
 from tests.soak.soak_chaos import Chaos, Hands, Schedule, endpoint_of
 from tests.soak.soak_process import Event, Worker
@@ -87,6 +88,8 @@ class Soak:
         self._events: queue.Queue[Event] = queue.Queue()
         self.sender = Worker("sender", self._events, log, tls)
         self.receiver = Worker("receiver", self._events, log, tls)
+        # Killed and started again, it needs its port again.
+        self.receiver.port = free_port()
         self.receiver.start()
         self.proxy = HurtfulProxy(endpoint_of(self.receiver))
         self.sender.port = self.proxy.endpoint.port

@@ -62,7 +62,7 @@ SMALL_LAYOUT = KVLayout(
 )
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0, what: str = "") -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0, what: str = "") -> None:
     """Poll until true; AssertionError naming `what` after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
@@ -116,7 +116,7 @@ class AgentProcess:
         self.ready = json.loads(line)
         return self
 
-    def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 10.0) -> int:
+    def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 30.0) -> int:
         """Send the signal and wait; the exit status. AssertionError with its log if an agent that
         was ready had ended before: it crashed.
         """
@@ -217,7 +217,7 @@ class AgentProcess:
             with contextlib.suppress(RpcError):
                 self.call("Cancel", request, CancelReply)
 
-    def wait(self, transfer_id: str, timeout_s: float = 10.0, kind: Any = "") -> TransferReport:
+    def wait(self, transfer_id: str, timeout_s: float = 20.0, kind: Any = "") -> TransferReport:
         request = Await(transfer_id, timeout_s, kind)
         return self.call("Await", request, TransferReport, timeout_s + 5)
 
@@ -263,7 +263,7 @@ class EngineConnection:
     def on_cache_slots(self, slots: CacheSlots) -> None:
         self.events.put(("slots", slots))
 
-    def next(self, timeout_s: float = 10.0) -> tuple[Any, ...]:
+    def next(self, timeout_s: float = 20.0) -> tuple[Any, ...]:
         """The next event; AssertionError when none comes."""
         try:
             return self.events.get(timeout=timeout_s)

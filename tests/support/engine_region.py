@@ -144,6 +144,26 @@ async def reference_answers(
     return await decided_answers(url, MODELS[name], requests, check)
 
 
+async def computed_alone(
+    region: RunningRegion,
+    session: aiohttp.ClientSession,
+    instance: str,
+    model: str,
+    request: DemoRequest,
+    **fields: str,
+) -> list[int]:
+    """The tokens with which an engine itself answers the whole prompt. With a `cache_salt` in
+    `fields` nothing that is cached has a part in it.
+    """
+    url = f"{region.engine(instance).address}/v1/completions"
+    body = request.body(model) | {"stream": False} | fields
+    headers = region.engine_access().headers
+    async with session.post(url, json=body, headers=headers) as response:
+        answer = await response.json()
+    assert response.status == 200, answer
+    return list(answer["choices"][0]["token_ids"])
+
+
 async def until(holds: Callable[[], Awaitable[bool]], what: str, timeout_s: float = 60.0) -> None:
     """Poll until `holds`; AssertionError naming `what` when time is over."""
     deadline_s = time.monotonic() + timeout_s

@@ -227,6 +227,7 @@ class FakePd:
         """The fingerprints of the KVCache layouts of the engines that say which they have."""
         self.engine_numbers: dict[str, Any] = {}
         """Fields that reports of engines have besides."""
+        self.num_reports = 0
 
     @property
     def has_prefill_instances(self) -> bool:
@@ -310,6 +311,7 @@ class FakePd:
         return await self.prefill.submit(job)
 
     async def report(self) -> ClusterReport:
+        self.num_reports += 1
         instances = [
             report("both", engine.name, engine.name not in self.down, self.cache_model)
             for engine in self.engines.values()
@@ -370,6 +372,7 @@ class FakePrefill:
         self.is_healthy = True
         self.layout = ""
         """The fingerprint of its KVCache layout; "": it does not say."""
+        self.num_reports = 0
         self.started = asyncio.Event()
         self.gate = asyncio.Event()
         self.gate.set()
@@ -410,6 +413,7 @@ class FakePrefill:
         )
 
     async def report(self) -> ClusterReport:
+        self.num_reports += 1
         return ClusterReport(
             name=self.name,
             healthy=self.is_healthy,
@@ -485,16 +489,25 @@ class Region:
 
     async def record(self) -> Any:
         """The latest record, once nothing about it changes any more."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not (latest := self.gateway.records) or not latest[-1].is_settled:
                 await asyncio.sleep(0.005)
         return latest[-1]
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait for what happens in the background."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not holds():
                 await asyncio.sleep(0.005)
+
+    async def heard(self) -> None:
+        """Wait until the gateway knows of every cluster what it is now."""
+        fronts: list[FakePd | FakePrefill] = [*self.pds.values(), *self.prefill.values()]
+        # It asks a cluster again only after it has taken the answer before.
+        wanted = [front.num_reports + 2 for front in fronts]
+        await self.until(
+            lambda: all(front.num_reports >= n for front, n in zip(fronts, wanted, strict=True))
+        )
 
     async def assert_nothing_held(self) -> None:
         """Both legs are over, the landing is back and nobody waits for it."""

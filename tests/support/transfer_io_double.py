@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+from kvmanager.agent.sender_admission import AdmittedLanding
 from transport import Endpoint, OutgoingSpec, TransferProgress
 
 
@@ -35,10 +36,8 @@ class FakeIo:
         self.outgoing = FakeOutgoing(progress)
         self._ends = ends
 
-    def admit(
-        self, transfer_id: bytes, token: bytes, fingerprint: bytes, space: Any, short: Any = None
-    ) -> None:
-        self.admitted[transfer_id] = space
+    def admit(self, transfer_id: bytes, landing: AdmittedLanding) -> None:
+        self.admitted[transfer_id] = landing.space
 
     def drop(self, transfer_id: bytes, reason: str) -> None:
         self.dropped[transfer_id] = reason

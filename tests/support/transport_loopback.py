@@ -199,7 +199,7 @@ class FaultRig:
 
     # What must hold afterwards.
 
-    def check_usable(self, number: int = 2, timeout_s: float = 5.0) -> None:
+    def check_usable(self, number: int = 2, timeout_s: float = 20.0) -> None:
         """A further transfer between the same two, the fault being gone, is exact."""
         data = bytearray(random.Random(number).randbytes(300_000))
         handle, landed = self.pair.begin(number, data, via=self.spec.endpoint)
@@ -216,7 +216,7 @@ class FaultRig:
             self.pair.receiver.drop(self.transfer_id, "the test is over")
         self.landing.release()
         self.close()
-        eventually(lambda: not self.census.leaks(), 5.0, lambda: ", ".join(self.census.leaks()))
+        eventually(lambda: not self.census.leaks(), 20.0, lambda: ", ".join(self.census.leaks()))
 
     def close(self) -> None:
         self.pair.close()
@@ -229,7 +229,7 @@ class FaultRig:
 
 def eventually(
     condition: Callable[[], bool],
-    timeout_s: float = 10.0,
+    timeout_s: float = 20.0,
     describe: Callable[[], str] = lambda: "it did not happen in time",
 ) -> None:
     """Wait until `condition` holds; AssertionError with `describe()` if it does not in time."""

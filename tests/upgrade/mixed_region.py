@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
+from free_ports import free_port
 
 from deploy.region.launch.ports import can_listen
 from kvmanager.private_files import write_private
@@ -62,15 +63,6 @@ def layout_format(tree: Path) -> str:
     found = re.search(r"^FORMAT_VERSION = (\d+)$", text, re.MULTILINE)
     assert found
     return found[1]
-
-
-def free_port() -> int:
-    """Below the range from which Linux takes the ports of outgoing connections: a process that is
-    replaced needs its port again.
-    """
-    while not can_listen("127.0.0.1", port := random.randint(20000, 32000)):
-        pass
-    return port
 
 
 async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:

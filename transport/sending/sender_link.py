@@ -193,6 +193,9 @@ class SenderLink:
         }
 
     def _grow_to(self, width: int) -> None:
+        # Whoever closes the link waits for the threads that it had then.
+        if self._closing:
+            return
         for index in range(len(self._threads), width):
             name = f"prfaas-send-{self.endpoint}-{index}"
             thread = threading.Thread(target=Lane(self, index).run, name=name, daemon=True)

@@ -35,6 +35,7 @@ def check_region(region: RegionSpec) -> list[Problem]:
     return [
         *_check_names(region),
         *_check_adapters(region),
+        *_check_staging(region),
         *_check_clusters(region),
         *_check_gateway(region),
         *_check_links(region),
@@ -78,6 +79,13 @@ def _check_names(region: RegionSpec) -> Iterator[Problem]:
         if name in gateways or name.startswith(("agent.", "front.", "link.")):
             message = f"{name!r} names another process of the region; choose another name"
             yield Problem((*path, "name"), message)
+
+
+def _check_staging(region: RegionSpec) -> Iterator[Problem]:
+    for m, model in enumerate(region.models):
+        if model.staging_mib is not None and model.kv_space_gib is not None:
+            message = "engines on the CPU (kv_space_gib) copy without staging memory; leave it out"
+            yield Problem(("models", m, "staging_mib"), message)
 
 
 def _check_adapters(region: RegionSpec) -> Iterator[Problem]:

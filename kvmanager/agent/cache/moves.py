@@ -27,6 +27,7 @@ from kvmanager.agent.cache.move_messages import (
 )
 from kvmanager.agent.cache.move_records import Move, MovedParts, MoveLanding, MoveSend
 from kvmanager.agent.cache.service import AgentCache
+from kvmanager.agent.sender_admission import AdmittedLanding
 from kvmanager.agent.transfer_io import SendListener, TransferIo
 from kvmanager.arena import Arena
 from kvmanager.pool.parts_space import PartsSpace
@@ -96,7 +97,8 @@ class CacheMover:
         what = MovedParts(what.fingerprint, what.shape, what.root, what.keys, granted)
         transfer_id, token = secrets.token_bytes(16), secrets.token_bytes(32)
         self._landings[transfer_id] = MoveLanding(what, what.nbytes, now_s + lease_s, fill=fill)
-        self._io.admit(transfer_id, token, what.fingerprint, self._space(what, fill.slots))
+        space = self._space(what, fill.slots)
+        self._io.admit(transfer_id, AdmittedLanding(token, what.fingerprint, space))
         return ReserveCacheMoveReply(
             parts=list(granted),
             transfer_id=transfer_id.hex(),

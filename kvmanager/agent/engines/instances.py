@@ -73,11 +73,11 @@ class InstanceBook:
         fingerprint = layout.fingerprint()
         # Before the instance is entered: a refused connection must leave nothing behind.
         self._check_namespace(hello, fingerprint, layout.draft_fingerprint)
-        step = math.lcm(self.window_step(fingerprint), layout.window_step)
-        if step > MAX_WINDOW_STEP_TOKENS:
+        step_here = self.window_step(fingerprint)
+        if math.lcm(step_here, layout.window_step) > MAX_WINDOW_STEP_TOKENS:
             raise EngineNotServed(
                 f"its pages of windows begin at multiples of {layout.window_step} tokens, those of "
-                f"the engines here at {self.window_step(fingerprint)}: no transfer suits all"
+                f"the engines here at {step_here}: no transfer suits all"
             )
         instance = self._instances.setdefault(
             hello.instance, _Instance(layout, fingerprint, hello.pp_size, CacheShape.of(layout))

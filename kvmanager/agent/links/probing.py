@@ -27,6 +27,7 @@ from kvmanager.agent.probe_messages import (
     ProbeSendReply,
     ProbeStatusReply,
 )
+from kvmanager.agent.sender_admission import AdmittedLanding
 from kvmanager.agent.transfer_io import SendListener, TransferIo
 from kvmanager.transfers.records import BadRequest, NoArenaRoom, UnknownTransfer
 from transport import (
@@ -133,7 +134,7 @@ class AgentProbes:
         transfer_id, token, fingerprint = (secrets.token_bytes(size) for size in (16, 32, 32))
         space = SinkSpace(request.nbytes)
         self._landings[transfer_id] = _Probe(request.nbytes, now_s + lease_s, space)
-        self._io.admit(transfer_id, token, fingerprint, space)
+        self._io.admit(transfer_id, AdmittedLanding(token, fingerprint, space))
         return ProbeLandingReply(
             transfer_id=transfer_id.hex(),
             token=token.hex(),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from live_region_cases import MODEL, Region, instance, report, teach
 from prometheus_client import CollectorRegistry
+from transport_loopback import eventually
 from typer.testing import CliRunner
 
 from deploy.gateway.config import RecorderSection
@@ -45,6 +46,10 @@ class Flight:
         for _ in range(num):
             self.region.now_s += 0.01
             self.scheduler.route(MODEL, LONG)
+
+    def has_taken_all(self) -> bool:
+        """Whether the recorder's thread has taken everything that it was given."""
+        return not self.recorder._frames
 
     def value(self, name: str) -> float | None:
         return self.registry.get_sample_value(f"prfaas_gateway_recorder_{name}_total")
@@ -90,7 +95,7 @@ def test_a_disk_that_is_too_slow_loses_events_and_says_so(
     monkeypatch.setattr(module, "MAX_WAITING_BYTES", 1)
     flight.decide(3)
     monkeypatch.setattr(module, "MAX_WAITING_BYTES", 32 << 20)
-    time.sleep(0.1)
+    eventually(flight.has_taken_all)
     flight.decide(20)
     found = flight.played()
     assert (found["lost_events"], found["is_complete"]) == (flight.value("lost_events"), False)
@@ -116,12 +121,11 @@ def test_a_disk_that_fails_is_tried_again(
 
     with monkeypatch.context() as broken:
         broken.setattr(Recorder, "_write_waiting", full)
-        time.sleep(0.05)
+        eventually(lambda: "No space left on device" in caplog.text)
     flight.decide(5)
-    time.sleep(0.05)
+    eventually(flight.has_taken_all)
     flight.decide(5)
     found = flight.played()
-    assert "No space left on device" in caplog.text
     assert found["is_complete"] is False
     assert found["differences"] == []
     assert found["decisions"] >= 1

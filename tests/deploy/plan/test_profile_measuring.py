@@ -18,6 +18,7 @@ import pytest
 import typer
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from free_ports import free_port
 from profiling_cases import provenance
 from typer.testing import CliRunner
 
@@ -391,8 +392,8 @@ def test_wrong_arguments(tmp_path: Path, words: list[str], message: str) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nobody_there(tmp_path: Path, unused_tcp_port_factory: Callable[[], int]) -> None:
-    url = f"http://127.0.0.1:{unused_tcp_port_factory()}"
+def test_nobody_there(tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
     result = invoke(url, tmp_path / "p.yaml")
     assert result.exit_code == 2
     assert f"no engine answers at {url}" in result.stderr

@@ -105,7 +105,7 @@ async def test_a_reservation_that_takes_too_long_means_local(open_region: Any) -
 
 async def test_an_unhealthy_prefill_cluster_gets_nothing(region: Any) -> None:
     region.far.is_healthy = False
-    await asyncio.sleep(0.1)
+    await region.heard()
     status, headers, _ = await region.post(region.long_body())
     assert status == 200
     assert headers["x-prfaas-reason"].startswith("prefill_cluster_unhealthy")
@@ -115,7 +115,7 @@ async def test_an_unhealthy_prefill_cluster_gets_nothing(region: Any) -> None:
 async def test_prefill_instances_at_home_hand_over_inside(open_region: Any) -> None:
     async with open_region(prefill=("far",), hand_off_tokens=20, threshold_tokens=1000) as region:
         region.pd.prefill = region.far
-        await asyncio.sleep(0.1)
+        await region.heard()
         status, headers, _ = await region.post(region.long_body())
         assert status == 200
         assert headers["x-prfaas-route"] == "local"
@@ -273,7 +273,7 @@ async def test_no_engine_at_all_is_503(region: Any) -> None:
     assert status == 503
     assert headers["retry-after"] == "1"
     assert json.loads(answer)["error"]["code"] == "no_engine_available"
-    await asyncio.sleep(0.1)
+    await region.heard()
     for path, expected in (("/health", 503), ("/readyz", 503), ("/livez", 200)):
         async with region.session.get(region.url + path) as response:
             assert response.status == expected, path

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 OLD, NEW = "aa" * 32, "bb" * 32
-HEARD_S = 0.1
-"""Several times the interval of reports."""
 
 
 async def route_of(region: Any, headers: dict[str, str] | None = None) -> tuple[str, str]:
@@ -22,21 +19,21 @@ async def test_arguments_change_at_one_engine_after_the_other(open_region: Any) 
     async with open_region(num_engines=2) as region:
         pd, far = region.pd, region.far
         pd.layouts, far.layout = {"d0": OLD, "d1": OLD}, OLD
-        await asyncio.sleep(HEARD_S)
+        await region.heard()
         assert await route_of(region) == ("prefill_cluster", "above_threshold")
         # The decoder that is left gets all KVCache.
         pd.layouts = {"d0": NEW, "d1": OLD}
-        await asyncio.sleep(HEARD_S)
+        await region.heard()
         for _ in range(2):
             assert await route_of(region) == ("prefill_cluster", "above_threshold")
             assert (await region.record()).decode_instance == "d1"
         pd.layouts = {"d0": NEW, "d1": NEW}
-        await asyncio.sleep(HEARD_S)
+        await region.heard()
         num_jobs = len(far.jobs)
         assert await route_of(region) == ("local", "kvcache_unusable")
         assert len(far.jobs) == num_jobs
         far.layout = NEW
-        await asyncio.sleep(HEARD_S)
+        await region.heard()
         assert await route_of(region) == ("prefill_cluster", "above_threshold")
 
 
@@ -53,11 +50,11 @@ async def test_one_pair_of_clusters_that_differs_leaves_the_other_alone(open_reg
     async with open_region(pds=("home", "north")) as region:
         region.pds["home"].layouts, region.pds["north"].layouts = {"d0": OLD}, {"north-d0": NEW}
         region.far.layout = OLD
-        await asyncio.sleep(HEARD_S)
+        await region.heard()
         north = {"x-prfaas-home": "north"}
         assert await route_of(region) == ("prefill_cluster", "above_threshold")
         assert await route_of(region, north) == ("local", "kvcache_unusable")
         region.far.layout = NEW
-        await asyncio.sleep(HEARD_S)
+        await region.heard()
         assert await route_of(region) == ("local", "kvcache_unusable")
         assert await route_of(region, north) == ("prefill_cluster", "above_threshold")

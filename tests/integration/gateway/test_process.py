@@ -48,6 +48,15 @@ def write(folder: Path, engine_url: str) -> Path:
     return path
 
 
+async def until_draining(region: Any, url: str) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            async with region.session.get(f"{url}/readyz") as response:
+                if await response.text() == "draining\n":
+                    return
+            await asyncio.sleep(0.02)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_it_serves_drains_and_leaves(region: Any, tmp_path: Path, number: int) -> None:
     process = await start(write(tmp_path, region.engine.url))
@@ -61,7 +70,7 @@ async def test_it_serves_drains_and_leaves(region: Any, tmp_path: Path, number: 
         asking = asyncio.create_task(region.session.post(url, json=body))
         await region.until(lambda: region.engine.num_serving == 1)
         process.send_signal(number)
-        await asyncio.sleep(0.2)
+        await until_draining(region, ready["url"])
         assert process.returncode is None
         region.engine.first_token.set()
         async with await asking as response:
@@ -86,7 +95,8 @@ async def test_a_second_signal_does_not_wait(region: Any, tmp_path: Path) -> Non
         asking = asyncio.create_task(region.session.post(url, json=body))
         await region.until(lambda: region.engine.num_serving == 1)
         process.send_signal(signal.SIGTERM)
-        await asyncio.sleep(0.1)
+        # The kernel makes one of two signals that wait together.
+        await until_draining(region, ready["url"])
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 15) == 0
         await region.until(lambda: region.engine.num_aborted == 1)

@@ -222,7 +222,7 @@ async def test_a_lease_that_is_over_is_not_renewed_for_ever() -> None:
     async with make_rig("embedded", replace(CONFIG, lease_s=0.06)) as rig:
         await rig.reserve()
         rig.nodes[0].landings.clear()
-        await eventually(lambda: len(rig.embedded._leases) == 0)
+        await eventually(lambda: len(rig.embedded._landings.leases) == 0)
 
 
 async def test_a_remote_front_that_is_not_there_is_said_to_be() -> None:

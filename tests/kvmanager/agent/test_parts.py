@@ -13,7 +13,7 @@ from kvmanager.agent.config import AgentConfig, load
 from kvmanager.agent.engines.instances import EngineNotServed, InstanceBook, UnknownLayout
 from kvmanager.agent.engines.protocol import EngineHello
 from kvmanager.agent.reports import landing_report, outbox_report
-from kvmanager.agent.sender_admission import SenderAdmission
+from kvmanager.agent.sender_admission import AdmittedLanding, SenderAdmission
 from kvmanager.agent.transfer_io import OutboxProgress
 from kvmanager.arena import Arena, ArenaSpace
 from kvmanager.config_files.problems import FileError
@@ -273,7 +273,7 @@ class TestSenderAdmission:
         news, refused = News(), []
         admission = SenderAdmission(news, lambda call, *arguments: call(*arguments), refused.append)
         token, fingerprint = os.urandom(32), os.urandom(32)
-        admission.admit(TID, token, fingerprint, space)
+        admission.admit(TID, AdmittedLanding(token, fingerprint, space))
         for arguments, code in (
             ((bytes(15) + b"x", token, fingerprint, 100), "no_landing"),
             ((TID, bytes(32), fingerprint, 100), "bad_token"),
@@ -301,7 +301,7 @@ class TestSenderAdmission:
         token, fingerprint = os.urandom(32), os.urandom(32)
         for enter in (admission.accept, admission.take):
             arena.memory[:100] = b"x" * 100
-            admission.admit(TID, token, fingerprint, space, short)
+            admission.admit(TID, AdmittedLanding(token, fingerprint, space, short))
             with pytest.raises(Refused, match="holds 100 bytes, not 61"):
                 enter(TID, token, fingerprint, 61)
             assert enter(TID, token, fingerprint, 60) in (short, None)
@@ -315,7 +315,7 @@ class TestSenderAdmission:
         refused: list[str] = []
         admission = SenderAdmission(News(), lambda call, *args: call(*args), refused.append)
         token, fingerprint = os.urandom(32), os.urandom(32)
-        admission.admit(TID, token, fingerprint, space)
+        admission.admit(TID, AdmittedLanding(token, fingerprint, space))
         for arguments in (
             (bytes(15) + b"x", token, fingerprint, 100),
             (TID, bytes(32), fingerprint, 100),
@@ -328,7 +328,7 @@ class TestSenderAdmission:
         for enter in (admission.take, admission.accept):
             with pytest.raises(Refused, match="no landing"):
                 enter(TID, token, fingerprint, 100)
-        admission.admit(TID, token, fingerprint, space)
+        admission.admit(TID, AdmittedLanding(token, fingerprint, space))
         admission.accept(TID, token, fingerprint, 100)
         with pytest.raises(Refused, match="already"):
             admission.take(TID, token, fingerprint, 100)

@@ -130,6 +130,18 @@ def test_the_connector_is_told_what_the_adapters_are() -> None:
     assert config["kv_connector_extra_config"]["adapters"] == {"poet": "/a"}
 
 
+def test_the_connector_is_told_the_size_of_staging_memory() -> None:
+    argv = spec(staging_mib=256, agent_socket="/run/agent.sock").argv()
+    config = json.loads(argv[argv.index("--kv-transfer-config") + 1])
+    assert config["kv_connector_extra_config"]["staging_mib"] == 256
+
+
+@pytest.mark.parametrize("staging_mib", [0, 16385])
+def test_staging_memory_has_bounds(staging_mib: int) -> None:
+    with pytest.raises(ValidationError, match="staging_mib"):
+        spec(staging_mib=staging_mib)
+
+
 def test_ranks_are_those_that_vllm_takes() -> None:
     with pytest.raises(ValidationError, match="max_lora_rank"):
         spec(max_lora_rank=5)
