@@ -14,6 +14,7 @@ from msgspec import structs
 
 from kvmanager.agent.messages import Reserve, ReserveReply
 from kvmanager.landing import consumer_params, reserved_landing
+from kvmanager.load_times import LoadTimes
 from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom, RoleRefused
 from local_pd.handoff import HandOffWay, LocalHandoff
 from local_pd.leases import LeaseKeeper
@@ -210,16 +211,19 @@ class EmbeddedPdCluster:
                 found.load.given()
         return report
 
-    async def release(self, slot: DecodeSlot, reason: str) -> None:
-        await self.release_landing(slot.landing.transfer_id, slot.instance, reason)
+    async def release(self, slot: DecodeSlot, reason: str) -> LoadTimes | None:
+        return await self.release_landing(slot.landing.transfer_id, slot.instance, reason)
 
-    async def release_landing(self, transfer_id: str, instance: str, reason: str) -> None:
+    async def release_landing(
+        self, transfer_id: str, instance: str, reason: str
+    ) -> LoadTimes | None:
         """`release` for a caller that knows only the ids."""
         self._leases.drop(transfer_id)
         self._slots.drop(transfer_id)
         found = self._instances.by_name.get(instance)
-        if found is not None:
-            await self._cleanups.finish(self._cancel_landing(found, transfer_id, reason))
+        if found is None:
+            return None
+        return await self._cleanups.finish(self._cancel_landing(found, transfer_id, reason))
 
     async def request_ended(self, instance: str) -> None:
         if found := self._instances.by_name.get(instance):
@@ -396,13 +400,17 @@ class EmbeddedPdCluster:
             return LandingReport(state="unknown", error=f"{self._name} is shutting down")
         return landing_report(report)
 
-    async def _cancel_landing(self, instance: Instance, transfer_id: str, reason: str) -> None:
+    async def _cancel_landing(
+        self, instance: Instance, transfer_id: str, reason: str
+    ) -> LoadTimes | None:
         try:
             reply = await instance.agent.cancel(transfer_id, reason, RPC_TIMEOUT_S)
-            self._instances.landing_room_said(instance.name, reply.landing_room_bytes)
         except RpcError as error:
             # An agent that is gone has no landing any more; in a slow one the lease ends it.
             logger.warning("%s: landing %s not cancelled: %s", instance.name, transfer_id, error)
+            return None
+        self._instances.landing_room_said(instance.name, reply.landing_room_bytes)
+        return reply.times
 
     def _landing_node(self, job: PrefillJob) -> str:
         found = self._instances.by_name.get(self._slots.instance(job.landing.transfer_id) or "")

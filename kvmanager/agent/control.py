@@ -243,7 +243,9 @@ class ControlService:
         transfer_id = transfer_id_of(request.transfer_id)
         reason = request.reason[:MAX_REASON_CHARS] or "cancelled by the control plane"
         cancelled = self._agent.transfers.cancel(transfer_id, reason)
-        return CancelReply(cancelled, self._agent.landing_room_bytes)
+        landing = self._agent.transfers.table.landings.records.get(transfer_id)
+        times = landing.times if landing is not None else None
+        return CancelReply(cancelled, self._agent.landing_room_bytes, times)
 
     async def wait(self, request: Await) -> TransferReport:
         _check_timeout(request.timeout_s)

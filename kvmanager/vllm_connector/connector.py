@@ -34,6 +34,7 @@ pipelines) stores in the prefix cache and never loads from it. The interface is 
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
@@ -44,6 +45,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
@@ -194,6 +196,11 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         assert self._layout is not None
         return LayoutHandshake(self._layout.encode())
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin_step(time.monotonic())
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         assert self._worker is not None

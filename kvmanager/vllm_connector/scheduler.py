@@ -311,6 +311,8 @@ class SchedulerSide:
         self._loads, self._ended = [], []
         for request in output.scheduled_new_reqs:
             self._add_steps(meta, output, request.req_id, request.num_computed_tokens)
+            if (first := self._landings.first_step(request.req_id)) is not None:
+                meta.first_steps.append(first)
         cached = output.scheduled_cached_reqs
         for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             self._add_steps(meta, output, request_id, computed)

@@ -130,6 +130,7 @@ class PrefillRunner:
         `queue_s`, `attempt` and `reason` (why this place) are passed on in the result. Where agent
         and landing are of one node the engine fills the landing itself, unless `by_transport`.
         """
+        begun_s = time.monotonic()
         await self._check_engine(place)
         opening = asyncio.create_task(
             place.agent.open_outbox(
@@ -158,6 +159,9 @@ class PrefillRunner:
             queue_s=queue_s,
             prefill_s=prefill_s,
             service_s=turn.service_s(started_s, prefill_s),
+            open_s=started_s - begun_s,
+            engine_queue_s=max(0.0, prefill_s - report.prefill_s) if report.prefill_s else None,
+            progress=report.progress,
             transfer_tail_s=report.prefill_end_to_complete_s,
             transfer_s=report.first_sent_to_complete_s,
             nbytes=report.nbytes,
