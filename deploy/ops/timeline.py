@@ -114,8 +114,12 @@ def _lines(timeline: Timeline) -> Iterator[tuple[str, str, str]]:
     # The last part may end a little later: parts are measured by several clocks.
     whole_s = max([timeline.ttft_s, *(bar.end_s for bar in timeline.parts)])
     yield "", "s", _axis(whole_s)
+    names = {bar.name for bar in timeline.parts}
     for bar in timeline.parts:
         title = PART_TITLES.get(bar.name, bar.name)
+        if "prefill" not in names:
+            # One engine did both within this time.
+            title = title.replace("load,", "engine,")
         yield title, f"{bar.end_s - bar.begin_s:.3f}", _drawn(bar, whole_s)
     if timeline.transfer is None:
         return

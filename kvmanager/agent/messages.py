@@ -10,7 +10,7 @@ for; REFUSED is what they answer else.
 | Reserve | Reserve -> ReserveReply | NO_ROOM, INVALID (layout unknown, bad size or lease) |
 | Renew | Renew -> RenewReply | NOT_FOUND (no live transfer), INVALID |
 | Cancel | Cancel -> CancelReply | INVALID; cancelling what is over or unknown is no error |
-| OpenOutbox | OpenOutbox -> OpenOutboxReply | NO_ROOM, INVALID (layout unknown, size differs) |
+| OpenOutbox | OpenOutbox -> OpenOutboxReply | NO_ROOM, NOT_FOUND (engine), INVALID (layout, size) |
 | Await | Await -> TransferReport | NOT_FOUND (unknown, or over for more than a minute) |
 | Status | Status -> StatusReply | |
 | WatchCache | WatchCache -> CacheFeed | INVALID (no cache here) |

@@ -6,6 +6,7 @@ errors. The rules are in that module.
     ├── BadRequest       INVALID    can never work
     ├── CallNotGranted   REFUSED    no gateway has signed for it
     ├── UnknownTransfer  NOT_FOUND  no such transfer, or it is over
+    ├── UnknownEngine    NOT_FOUND  the engine is not connected
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ class CallNotGranted(TransferError):
 
 
 class UnknownTransfer(TransferError):
+    code = "NOT_FOUND"
+
+
+class UnknownEngine(TransferError):
     code = "NOT_FOUND"
 
 

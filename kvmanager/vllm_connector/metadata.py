@@ -157,10 +157,14 @@ class EndedSend:
 
 @dataclass(slots=True)
 class PrfaasMetadata(KVConnectorMetadata):
-    """One step: what to send, load and store, which outboxes are over, and who begins."""
+    """One step: what to send, load and store, which outboxes are over, and who begins.
+
+    is_idle: the step computes nothing.
+    """
 
     sends: list[SendStep] = field(default_factory=list)
     loads: list[LoadStep] = field(default_factory=list)
     ended: list[EndedSend] = field(default_factory=list)
     stores: list[StoreStep] = field(default_factory=list)
     first_steps: list[FirstStep] = field(default_factory=list)
+    is_idle: bool = False

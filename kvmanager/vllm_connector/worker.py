@@ -49,6 +49,8 @@ from kvmanager.vllm_connector.stats import TransferStats
 logger = logging.getLogger("prfaas.kvmanager.connector")
 
 MAX_LOST = 1024
+LOAD_WAIT_S = 0.025
+"""How long a step that computes nothing waits for a load. A new request may have to wait for it."""
 
 
 class WorkerSide:
@@ -82,7 +84,8 @@ class WorkerSide:
         self._lost: set[int] = set()
         self._stats = TransferStats()
         self._cache = CacheWorker(layout, client, self._access, views, stats=lambda: self._stats)
-        self._results_lock = threading.Lock()
+        self._results_changed = threading.Condition()
+        self._num_loading = 0
         self._finished_loads: set[str] = set()
         self._failed_loads: set[str] = set()
         self._step_began_s = 0.0
@@ -161,9 +164,11 @@ class WorkerSide:
             self._lost.remove(oldest)
             self._may_begin_after = max(self._may_begin_after, oldest)
 
-    def begin_step(self, now_s: float) -> None:
+    def begin_step(self, meta: PrfaasMetadata, now_s: float) -> None:
         """The worker begins a step, at this time (CLOCK_MONOTONIC)."""
         self._step_began_s = now_s
+        with self._results_changed:
+            self._num_loading += len(meta.loads)
 
     # Producer.
 
@@ -326,9 +331,16 @@ class WorkerSide:
 
     # Consumer.
 
-    def transfer_results(self) -> KVConnectorTransferResults:
-        """Loads that ended since the last call; failed ones are in both sets, as vLLM asks."""
-        with self._results_lock:
+    def transfer_results(self, wait_s: float = 0.0) -> KVConnectorTransferResults:
+        """Loads that ended since the last call; failed ones are in both sets, as vLLM asks.
+
+        If loads are under way and none has ended, waits for one, at most `wait_s`.
+        """
+        with self._results_changed:
+            if wait_s and self._num_loading > 0 and not self._finished_loads:
+                # Otherwise vLLM asks again at once, and takes the core that the loads need.
+                self._results_changed.wait(wait_s)
+            self._num_loading -= len(self._finished_loads)
             results = KVConnectorTransferResults(
                 finished_recving=self._finished_loads, failed_recving=self._failed_loads
             )
@@ -356,7 +368,8 @@ class WorkerSide:
                 else:
                     self._stats.add_failed_load()
                 failed = True
-            with self._results_lock:
+            with self._results_changed:
+                self._results_changed.notify()
                 self._finished_loads.add(step.request_id)
                 if failed:
                     self._failed_loads.add(step.request_id)

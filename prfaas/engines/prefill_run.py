@@ -131,7 +131,6 @@ class PrefillRunner:
         and landing are of one node the engine fills the landing itself, unless `by_transport`.
         """
         begun_s = time.monotonic()
-        await self._check_engine(place)
         opening = asyncio.create_task(
             place.agent.open_outbox(
                 job.landing,
@@ -145,7 +144,7 @@ class PrefillRunner:
         )
         landed = False
         try:
-            grant = await self._opened(opening)
+            grant = await self._opened(place, opening)
             started_s = time.monotonic()
             turn = self._turns.start(place.instance, started_s)
             prefill, report, landed_s = await self._fill(job, place, grant, turn)
@@ -212,25 +211,21 @@ class PrefillRunner:
         """Wait for clean-ups under way; each is bounded by `cleanup_timeout_s`."""
         await self._cleanups.close()
 
-    async def _check_engine(self, place: PrefillPlace) -> None:
-        """Raise AttemptFailed if the engine is not connected to its agent."""
-        # The agent notices a dead engine at once, by its closed socket. Found before the outbox
-        # opens, the landing is still untouched and another instance can fill it.
-        try:
-            status = await place.agent.status(RPC_TIMEOUT_S)
-        except RpcError as error:
-            _agent_trouble("no status", error)
-        if all(engine.instance != place.instance for engine in status.engines):
-            message = f"{place.instance} is not connected to its node agent"
-            raise AttemptFailed("engine_failed", message, retryable=True, engine_lost=True)
-
-    async def _opened(self, opening: asyncio.Task[OpenOutboxReply]) -> OpenOutboxReply:
+    async def _opened(
+        self, place: PrefillPlace, opening: asyncio.Task[OpenOutboxReply]
+    ) -> OpenOutboxReply:
         # Shielded: a call cut off half-way could open the outbox after our cancel of it.
         try:
             return await asyncio.shield(opening)
         except RpcError as error:
             if error.code == "NO_ROOM":
                 raise AttemptFailed("outbox_no_room", error.message, retryable=True) from error
+            # The agent notices a dead engine at once, by its closed socket. The landing is still
+            # untouched, and another instance can fill it.
+            if error.code == "NOT_FOUND":
+                raise AttemptFailed(
+                    "engine_failed", error.message, retryable=True, engine_lost=True
+                ) from error
             _agent_trouble("cannot open an outbox", error)
 
     async def _fill(
@@ -381,7 +376,10 @@ class PrefillRunner:
         timeout_s = self._config.cleanup_timeout_s
         await asyncio.wait({opening}, timeout=timeout_s)
         opening.cancel()
-        await asyncio.gather(opening, return_exceptions=True)
+        (opened,) = await asyncio.gather(opening, return_exceptions=True)
+        # Nothing was opened, and a cancel would also end a landing at the same agent.
+        if isinstance(opened, RpcError) and opened.code == "NOT_FOUND":
+            return
         try:
             await place.agent.cancel(job.landing.transfer_id, "prefill did not finish", timeout_s)
         except RpcError as error:

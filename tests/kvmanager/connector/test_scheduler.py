@@ -10,10 +10,12 @@ from kvmanager.agent.engines.protocol import CacheFound, CacheSlots, Welcome
 from kvmanager.hashing import token_digest
 from kvmanager.layout import KVGroup, KVKind, KVLayout
 from kvmanager.pool.placement import StatePlacement
+from kvmanager.vllm_connector import landings
 from kvmanager.vllm_connector.cache.keys import LOSSY_SALT
 from kvmanager.vllm_connector.cache.scheduler import PrefixCacheOptions
-from kvmanager.vllm_connector.metadata import PartPages, PrfaasMetadata
-from kvmanager.vllm_connector.scheduler import SchedulerSide, idle_wait_s
+from kvmanager.vllm_connector.idle_wait import idle_wait_s
+from kvmanager.vllm_connector.metadata import FirstStep, PartPages, PrfaasMetadata
+from kvmanager.vllm_connector.scheduler import SchedulerSide
 from kvmanager.vllm_connector.weights import Adapters
 
 LAYOUT = KVLayout(
@@ -149,14 +151,19 @@ def request(role: str, num_prompt_tokens: int, **changes: Any) -> Any:
     )
 
 
-def step(side: SchedulerSide, scheduled: dict[str, tuple[int, int]]) -> PrfaasMetadata:
-    """One engine step; `scheduled` maps a request to (tokens computed before, tokens now)."""
+def step(side: SchedulerSide, scheduled: dict[str, tuple[int, int]], *new: str) -> PrfaasMetadata:
+    """One engine step; `scheduled` maps a request to (tokens computed before, tokens now). Those in
+    `new` are computed for the first time.
+    """
+    known = [name for name in scheduled if name not in new]
     output: Any = SimpleNamespace(
         total_num_scheduled_tokens=sum(now for _, now in scheduled.values()),
         num_scheduled_tokens={name: now for name, (_, now) in scheduled.items()},
-        scheduled_new_reqs=[],
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, num_computed_tokens=scheduled[name][0]) for name in new
+        ],
         scheduled_cached_reqs=SimpleNamespace(
-            req_ids=list(scheduled), num_computed_tokens=[b for b, _ in scheduled.values()]
+            req_ids=known, num_computed_tokens=[scheduled[name][0] for name in known]
         ),
         kv_connector_block_state=SimpleNamespace(
             get_block_ids=lambda name: BLOCK_TABLES, boundary_state_offloads={}
@@ -619,3 +626,53 @@ def test_kvcache_of_another_drafter_is_refused(
     side = scheduler_side(RecordingClient())
     side.on_new_request(request(role, 100 if role == "producer" else 101, **changes))
     assert named in caplog.text
+
+
+def test_workers_are_told_of_the_first_step_behind_a_landing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    side = scheduler_side(RecordingClient())
+    monkeypatch.setattr(landings.time, "monotonic", lambda: 12.5)
+    consumer = request("consumer", 71)
+    side.on_new_request(consumer)
+    side.on_landed(TRANSFER)
+    assert side.get_num_new_matched_tokens(consumer, 0) == (70, True)
+    side.update_state_after_alloc(consumer, ALLOCATED, 70)
+    loading = step(side, {})
+    assert (loading.first_steps, loading.is_idle) == ([], True)
+    finish_load(side)
+    first = step(side, {"r1": (70, 1)}, "r1")
+    assert first.first_steps == [FirstStep("r1", TRANSFER, "e1", 12.5)]
+    assert not first.is_idle
+    assert step(side, {"r1": (71, 1)}).first_steps == []
+
+
+def test_a_request_without_a_landing_has_no_such_step() -> None:
+    side = scheduler_side(RecordingClient())
+    side.on_new_request(request("producer", 71))
+    assert step(side, {"r1": (0, 71)}, "r1").first_steps == []
+
+
+def test_only_a_request_that_is_alone_waits_for_the_agent_in_its_first_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    side = scheduler_side(RecordingClient())
+    waits: list[float] = []
+
+    def land_meanwhile(timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        side.on_landed(TRANSFER)
+        return True
+
+    monkeypatch.setattr(side._agent_said, "wait", land_meanwhile)
+    consumer, other = request("consumer", 71), request("producer", 71)
+    other.request_id, other.kv_transfer_params = "r2", None
+    side.on_new_request(other)
+    side.on_new_request(consumer)
+    side._engine_is_idle = False  # the other request is computed
+    assert side.get_num_new_matched_tokens(consumer, 0) == (None, False)
+    for over in (other, consumer):
+        side.request_finished(over, aborted=True)
+    side.on_new_request(consumer)
+    assert side.get_num_new_matched_tokens(consumer, 0) == (70, True)
+    assert len(waits) == 1
