@@ -293,8 +293,11 @@ HOSTILE = [
     (encode_frame(Welcome("x", "x", 1, 1)), "bad message"),
     (encode_frame(Attach(TID, 1)), "before Hello"),
     (encode_frame(hello()) + encode_frame(hello()), "Hello twice"),
-    (encode_frame(hello(version=7)), "the engine speaks version 7, this side speaks 3;"),
-    (encode_frame(hello(version=5, oldest_version=4)), "speaks version 4 to 5, this side speaks 3"),
+    (encode_frame(hello(version=7)), "the engine speaks version 7, this side speaks 3 to 4;"),
+    (
+        encode_frame(hello(version=6, oldest_version=5)),
+        "speaks version 5 to 6, this side speaks 3 to 4",
+    ),
     (encode_frame(hello(version=2, oldest_version=1)), "speaks version 1 to 2, this side speaks 3"),
     (encode_frame(hello(layout=b"")), "layout"),
     (encode_frame(hello(tp_size=2)), "ranks"),

@@ -378,6 +378,8 @@ class Offload:
                 await asyncio.wait((leg,), timeout=self._timeouts.cluster_s)
             if self._slot is not None:
                 await self._release(self._slot, "answered" if is_answered else "given up")
+            if is_answered:
+                self._feedback.measured(self._inbound.model, self._exchange.record)
         finally:
             self._exchange.release()
 
