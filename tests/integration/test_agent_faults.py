@@ -294,7 +294,7 @@ HOSTILE = [
     (encode_frame(Attach(TID, 1)), "before Hello"),
     (encode_frame(hello()) + encode_frame(hello()), "Hello twice"),
     (encode_frame(hello(version=7)), "the engine speaks version 7, this side speaks 3 to 4;"),
-    (
+    (encode_frame(hello(version=6, oldest_version=5)), "version 5 to 6, this side speaks 3 to 4"),
         encode_frame(hello(version=6, oldest_version=5)),
         "speaks version 5 to 6, this side speaks 3 to 4",
     ),
