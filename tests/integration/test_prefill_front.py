@@ -131,7 +131,8 @@ async def test_a_job_runs_and_reports_its_numbers(rig: Rig) -> None:
     assert result.num_attempts == 1
     assert result.service_s == result.prefill_s
     assert result.open_s > 0
-    assert result.engine_queue_s == pytest.approx(result.prefill_s - 1e-6)
+    assert result.engine_queue_s is not None
+    assert 0 <= result.engine_queue_s <= result.prefill_s
     assert result.progress == ((0.5, result.nbytes, result.nbytes // 2),)
     assert result.reason == "least_loaded; cached_tokens=0; tokens_ahead=0; instances=2"
     body = next(engine.requests[0] for engine in rig.engines if engine.requests)
