@@ -6,6 +6,7 @@ alone, or decodes a prompt that another cluster has prefilled. It does not know 
 
 from typing import Protocol
 
+from kvmanager.load_times import LoadTimes
 from local_pd.messages import (
     DecodeSlot,
     DirectRequest,
@@ -47,10 +48,11 @@ class PdCluster(Protocol):
         """
         ...
 
-    async def release(self, slot: DecodeSlot, reason: str) -> None:
+    async def release(self, slot: DecodeSlot, reason: str) -> LoadTimes | None:
         """Give the slot back. KVCache that has not landed is given up, and the decode engine
         computes the prompt. KVCache that an engine has taken over is not touched. Call it once for
-        every slot. Idempotent, never raises.
+        every slot. Idempotent, never raises. Returns what the engine says of its load and first
+        step, None if it has said nothing yet.
         """
         ...
 

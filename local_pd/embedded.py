@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from msgspec import structs
 
 from kvmanager.agent.messages import Reserve
+from kvmanager.load_times import LoadTimes
 from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom, RoleRefused
 from local_pd.handoff import HandOffWay, LocalHandoff
 from local_pd.landings import Landings
@@ -191,12 +192,14 @@ class EmbeddedPdCluster:
         """`await_landing` for a caller that knows only the ids."""
         return await self._landings.wait(transfer_id, instance, timeout_s)
 
-    async def release(self, slot: DecodeSlot, reason: str) -> None:
-        await self.release_landing(slot.landing.transfer_id, slot.instance, reason)
+    async def release(self, slot: DecodeSlot, reason: str) -> LoadTimes | None:
+        return await self.release_landing(slot.landing.transfer_id, slot.instance, reason)
 
-    async def release_landing(self, transfer_id: str, instance: str, reason: str) -> None:
+    async def release_landing(
+        self, transfer_id: str, instance: str, reason: str
+    ) -> LoadTimes | None:
         """`release` for a caller that knows only the ids."""
-        await self._landings.release(transfer_id, instance, reason)
+        return await self._landings.release(transfer_id, instance, reason)
 
     async def request_ended(self, instance: str) -> None:
         if found := self._instances.by_name.get(instance):

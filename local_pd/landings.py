@@ -12,6 +12,7 @@ from msgspec import structs
 
 from kvmanager.agent.messages import Reserve, ReserveReply
 from kvmanager.landing import consumer_params, reserved_landing
+from kvmanager.load_times import LoadTimes
 from local_pd.leases import LeaseKeeper
 from local_pd.messages import DecodeSlot, LandingReport, landing_report
 from local_pd.slots import HeldSlots
@@ -99,13 +100,16 @@ class Landings:
                 found.load.given()
         return report
 
-    async def release(self, transfer_id: str, instance: str, reason: str) -> None:
-        """Give the landing back, to the end even if the caller is cancelled."""
+    async def release(self, transfer_id: str, instance: str, reason: str) -> LoadTimes | None:
+        """Give the landing back, to the end even if the caller is cancelled. Returns what the
+        engine says of the load; None: nothing.
+        """
         self.leases.drop(transfer_id)
         self.slots.drop(transfer_id)
         found = self._instances.by_name.get(instance)
-        if found is not None:
-            await self._cleanups.finish(self._cancel(found, transfer_id, reason))
+        if found is None:
+            return None
+        return await self._cleanups.finish(self._cancel(found, transfer_id, reason))
 
     def node(self, job: PrefillJob) -> str:
         """The node of the job's landing; "" for a landing that is not of this cluster."""
@@ -134,10 +138,12 @@ class Landings:
             return LandingReport(state="unknown", error=f"{self._cluster} is shutting down")
         return landing_report(report)
 
-    async def _cancel(self, instance: Instance, transfer_id: str, reason: str) -> None:
+    async def _cancel(self, instance: Instance, transfer_id: str, reason: str) -> LoadTimes | None:
         try:
             reply = await instance.agent.cancel(transfer_id, reason, RPC_TIMEOUT_S)
-            self._instances.landing_room_said(instance.name, reply.landing_room_bytes)
         except RpcError as error:
             # An agent that is gone has no landing any more; in a slow one the lease ends it.
             logger.warning("%s: landing %s not cancelled: %s", instance.name, transfer_id, error)
+            return None
+        self._instances.landing_room_said(instance.name, reply.landing_room_bytes)
+        return reply.times

@@ -9,6 +9,7 @@ import msgspec
 
 from kvmanager.agent.messages import TransferReport
 from kvmanager.landing import ReservedLanding
+from kvmanager.load_times import LoadTimes
 from scheduler.live.long_term.conversion import RoleChange, RoleStatus
 
 
@@ -46,6 +47,12 @@ def landing_report(report: TransferReport) -> LandingReport:
     if report.state == "complete":
         return LandingReport(state="landed")
     return LandingReport(state="failed", error=f"{report.state}: {report.error}")
+
+
+class ReleaseReply(msgspec.Struct, frozen=True):
+    """`times` is what the decode engine says of the slot's KVCache; None: it has said nothing."""
+
+    times: LoadTimes | None = None
 
 
 class DirectTarget(msgspec.Struct, frozen=True, kw_only=True):

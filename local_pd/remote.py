@@ -9,6 +9,7 @@ import contextlib
 import logging
 from typing import Final
 
+from kvmanager.load_times import LoadTimes
 from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom, PdError, RoleRefused
 from local_pd.leases import LeaseKeeper
 from local_pd.messages import (
@@ -18,6 +19,7 @@ from local_pd.messages import (
     DirectTarget,
     InstanceOrder,
     LandingReport,
+    ReleaseReply,
     ReserveRequest,
     RoleReply,
     RoleRequest,
@@ -116,9 +118,9 @@ class RemotePdCluster:
                 raise
             return LandingReport(state="unknown", error=str(self._shutting_down()))
 
-    async def release(self, slot: DecodeSlot, reason: str) -> None:
+    async def release(self, slot: DecodeSlot, reason: str) -> LoadTimes | None:
         self._leases.drop(slot.landing.transfer_id)
-        await self._cleanups.finish(self._release(_reference(slot, reason)))
+        return await self._cleanups.finish(self._release(_reference(slot, reason)))
 
     async def request_ended(self, instance: str) -> None:
         call = self._client.call("Ended", InstanceName(instance), Empty, CALL_TIMEOUT_S)
@@ -185,9 +187,9 @@ class RemotePdCluster:
     async def _renew(self, request: SlotRequest) -> None:
         await self._client.call("Renew", request, Empty, CALL_TIMEOUT_S)
 
-    async def _release(self, request: SlotRequest) -> None:
+    async def _release(self, request: SlotRequest) -> LoadTimes | None:
         try:
-            await self._client.call("Release", request, Empty, CALL_TIMEOUT_S)
+            reply = await self._client.call("Release", request, ReleaseReply, CALL_TIMEOUT_S)
         except RpcError as error:
             logger.warning(
                 "%s: slot %s not released, its lease will end it: %s",
@@ -195,6 +197,8 @@ class RemotePdCluster:
                 request.transfer_id,
                 error,
             )
+            return None
+        return reply.times
 
     async def _order(self, method: str, order: InstanceOrder, timeout_s: float) -> None:
         try:

@@ -21,6 +21,7 @@ from local_pd.messages import (
     DirectTarget,
     InstanceOrder,
     LandingReport,
+    ReleaseReply,
     ReserveRequest,
     RoleReply,
     RoleRequest,
@@ -64,7 +65,7 @@ class PdServer(RpcServer):
             "Reserve": Method(ReserveRequest, DecodeSlot, self._reserve),
             "Renew": Method(SlotRequest, Empty, self._renew),
             "AwaitLanding": Method(AwaitLandingRequest, LandingReport, self._await_landing),
-            "Release": Method(SlotRequest, Empty, self._release),
+            "Release": Method(SlotRequest, ReleaseReply, self._release),
             "Ended": Method(InstanceName, Empty, self._request_ended),
             "Direct": Method(DirectRequest, DirectTarget, self._direct),
             "Prefill": Method(PrefillJob, PrefillReply, self._prefill),
@@ -89,9 +90,11 @@ class PdServer(RpcServer):
             request.transfer_id, request.instance, request.timeout_s
         )
 
-    async def _release(self, request: SlotRequest) -> Empty:
-        await self._cluster.release_landing(request.transfer_id, request.instance, request.reason)
-        return Empty()
+    async def _release(self, request: SlotRequest) -> ReleaseReply:
+        times = await self._cluster.release_landing(
+            request.transfer_id, request.instance, request.reason
+        )
+        return ReleaseReply(times)
 
     async def _request_ended(self, request: InstanceName) -> Empty:
         await self._cluster.request_ended(request.name)

@@ -52,13 +52,19 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
 class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
     """A prefill leg that ended with every byte verified at the landing.
 
-    `queue_s` is the time in the front's queue, `prefill_s` the time from then to the end of the
-    engine's last forward pass, `transfer_tail_s` from there to the receiver's confirmation, and
-    `transfer_s` from the first byte on the wire to the same. `service_s` is the part of `prefill_s`
-    after the instance had ended the prefills before this one. `reason` says why the instance was
-    chosen. `sent_share_at_prefill_end` (0..1) is the share of bytes on the wire when the prefill
-    ended. `cached_tokens` are the tokens that the engine's prefix cache had. `num_attempts` counts
-    the instances tried.
+    `queue_s` is the time in the front's queue, `open_s` what it then took to open the outbox, and
+    `prefill_s` the time from then to the end of the engine's last forward pass. `engine_queue_s` is
+    the part of `prefill_s` before the engine began to compute: the request's way there and the
+    engine's own queue. None: the engine does not say. `service_s` is the part of `prefill_s` after
+    the instance had ended the prefills before this one.
+
+    `transfer_tail_s` is the time from there to the receiver's confirmation, and `transfer_s` from
+    the first byte on the wire to the same. `progress` is how the transfer went, in seconds since
+    the begin of `prefill_s` (`TransferReport.progress`). `sent_share_at_prefill_end` (0..1) is the
+    share of bytes on the wire when the prefill ended.
+
+    `reason` says why the instance was chosen. `cached_tokens` are the tokens that the engine's
+    prefix cache had. `num_attempts` counts the instances tried.
 
     `hand_off` is the way that the KVCache took: "transport", "arena" (written into the landing by
     an engine of the same node), or "nixl". With "nixl" the landing stays empty, the decode request
@@ -75,6 +81,9 @@ class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     num_attempts: int = 1
     service_s: float = 0.0
+    open_s: float = 0.0
+    engine_queue_s: float | None = None
+    progress: tuple[tuple[float, int, int], ...] = ()
     reason: str = ""
     hand_off: Literal["transport", "arena", "nixl"] = "transport"
     kv_transfer_params: dict[str, Any] = {}

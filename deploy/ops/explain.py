@@ -29,6 +29,9 @@ def explain_command(
     run_dir: RunDirOption = None,
     api_key: KeyOption = "",
     as_json: JsonOption = False,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Draw the parts of its TTFT on one time axis.")
+    ] = False,
 ) -> None:
     """Say why a request took its route, and compare its times with the predicted ones.
 
@@ -37,10 +40,19 @@ def explain_command(
 
     \b
     prfaas explain 8f14e45fceea167a5a36dedd4bea2543
+    prfaas explain 8f14e45fceea167a5a36dedd4bea2543 --timeline
     prfaas explain my-id --gateway http://10.0.0.5:8000 --json | jq '.requests[0].reason'
     """
     url, key = client.find_pages(gateway, run_dir, api_key)
     found = find_records(url, request_id, key=key)
+    if timeline:
+        from deploy.ops.timeline import print_timelines, timeline_of
+
+        if as_json:
+            print_json({"timelines": [timeline_of(record) for record in found]})
+        else:
+            print_timelines(Console(), found)
+        return
     if as_json:
         print_json({"requests": found})
         return

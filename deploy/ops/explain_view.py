@@ -19,16 +19,31 @@ from scheduler.routing.spill import PdReason
 _ROWS: Final = (
     ("read", "", "read_s"),
     ("turn into tokens", "", "render_s"),
+    ("look up cached", "", "look_up_s"),
+    ("move cache", "move_s", "move_s"),
     ("reserve", "", "reserve_s"),
     ("queue", "queue_s", "queue_s"),
-    ("move cache", "move_s", "move_s"),
+    ("open outbox", "", "open_s"),
+    ("engine's queue", "", "engine_queue_s"),
     ("prefill", "prefill_s", "prefill_s"),
     ("transfer tail", "tail_s", "transfer_tail_s"),
-    ("decode slot", "slot_s", ""),
-    ("first step", "step_s", ""),
+    ("order and news", "", "news_s"),
+    ("decode slot", "slot_s", "load_wait_s"),
+    ("load", "", "load_s"),
+    ("first step", "step_s", "first_step_s"),
+    ("relay", "", "relay_s"),
     ("overhead", "overhead_s", ""),
+    ("other", "", "other_s"),
 )
 """The rows of the table of parts: title, name in a prediction, name in `TtftParts`."""
+
+PART_TITLES: Final = {
+    **{part.removesuffix("_s"): title for title, _, part in _ROWS if part},
+    "load_and_first_step": "load, first step",
+    "load_and_decode": "load, all steps",
+    "decode": "all further steps",
+}
+"""Words for the parts of `TtftParts.known`."""
 
 _SIDES: Final = ("local", "remote")
 
@@ -288,7 +303,11 @@ def _parts_table(record: RequestRecord) -> Table:
         measured = getattr(record.parts, part) if part else None
         sides = [_side(record, side).get(predicted) for side in _SIDES]
         if measured is not None or any(value is not None for value in sides):
-            error = _error(compared.get(predicted), measured)
+            # What is predicted of the wait for a prefill engine includes its own queue.
+            taken_s = measured
+            if measured is not None and predicted == "queue_s":
+                taken_s = measured + (record.parts.engine_queue_s or 0.0)
+            error = _error(compared.get(predicted), taken_s)
             table.add_row(title, *map(_seconds, (*sides, measured)), error)
     if (rest := _rest(record)) is not None:
         table.add_row(rest[0], "", "", _seconds(rest[1]), "")
@@ -305,6 +324,8 @@ def _rest(record: RequestRecord) -> tuple[str, float] | None:
     """The name and seconds of the part of the TTFT that no other part explains."""
     parts = record.parts
     first_s, decode_s = parts.load_and_first_step_s, parts.load_and_decode_s
+    if parts.decode_s is not None:
+        return PART_TITLES["decode"], parts.decode_s
     # Without a prefill of its own in the record, one engine did both within this time.
     word = "engine" if parts.prefill_s is None else "load"
     if first_s is not None:

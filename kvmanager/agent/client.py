@@ -130,7 +130,7 @@ class AgentClient:
     ) -> OpenOutboxReply:
         """Reserve memory that an engine fills and the agent sends to `landing` meanwhile. If the
         agent has the landing, the engine fills that itself, unless `by_transport`. `instance`: the
-        engine, any one if it is not named. NO_ROOM, INVALID.
+        engine, any one if it is not named. NO_ROOM, NOT_FOUND (it is not connected), INVALID.
         """
         request = OpenOutbox(
             transfer_id=landing.transfer_id,

@@ -62,6 +62,7 @@ from kvmanager.transfers.records import (
     LandingSpec,
     OutboxSpec,
     TransferError,
+    UnknownEngine,
     UnknownTransfer,
 )
 from transport import Elements, OutgoingSpec
@@ -191,6 +192,9 @@ class ControlService:
     async def open_outbox(self, request: OpenOutbox) -> OpenOutboxReply:
         agent = self._agent
         agent.grants.require(request.grant, outbox_send(request))
+        # Whoever asks would wait for an engine that is gone, and the landing is untouched so far.
+        if request.instance and not agent.book.is_connected(request.instance):
+            raise UnknownEngine(f"engine {request.instance} is not connected to its node agent")
         fingerprint, layout = agent.book.layout(
             hex_bytes(request.layout_fingerprint, KEY_BYTES, "layout_fingerprint"),
             request.instance,
@@ -243,7 +247,9 @@ class ControlService:
         transfer_id = transfer_id_of(request.transfer_id)
         reason = request.reason[:MAX_REASON_CHARS] or "cancelled by the control plane"
         cancelled = self._agent.transfers.cancel(transfer_id, reason)
-        return CancelReply(cancelled, self._agent.landing_room_bytes)
+        landing = self._agent.transfers.table.landings.records.get(transfer_id)
+        times = landing.times if landing is not None else None
+        return CancelReply(cancelled, self._agent.landing_room_bytes, times)
 
     async def wait(self, request: Await) -> TransferReport:
         _check_timeout(request.timeout_s)

@@ -10,7 +10,7 @@ for; REFUSED is what they answer else.
 | Reserve | Reserve -> ReserveReply | NO_ROOM, INVALID (layout unknown, bad size or lease) |
 | Renew | Renew -> RenewReply | NOT_FOUND (no live transfer), INVALID |
 | Cancel | Cancel -> CancelReply | INVALID; cancelling what is over or unknown is no error |
-| OpenOutbox | OpenOutbox -> OpenOutboxReply | NO_ROOM, INVALID (layout unknown, size differs) |
+| OpenOutbox | OpenOutbox -> OpenOutboxReply | NO_ROOM, NOT_FOUND (engine), INVALID (layout, size) |
 | Await | Await -> TransferReport | NOT_FOUND (unknown, or over for more than a minute) |
 | Status | Status -> StatusReply | |
 | WatchCache | WatchCache -> CacheFeed | INVALID (no cache here) |
@@ -25,6 +25,8 @@ from __future__ import annotations
 from typing import Final, Literal
 
 import msgspec
+
+from kvmanager.load_times import LoadTimes
 
 SERVICE: Final = "prfaas.NodeAgent"
 
@@ -98,11 +100,13 @@ class Cancel(msgspec.Struct, frozen=True):
 
 class CancelReply(msgspec.Struct, frozen=True):
     """`cancelled`: whether something was alive and has ended now. `landing_room_bytes` is the
-    memory that one more landing could take now, as in `StatusReply`.
+    memory that one more landing could take now, as in `StatusReply`. `times` is what the engine
+    that took the landing says of it; None: nothing yet.
     """
 
     cancelled: bool
     landing_room_bytes: int | None = None
+    times: LoadTimes | None = None
 
 
 class OpenOutbox(msgspec.Struct, frozen=True):
@@ -179,6 +183,12 @@ class TransferReport(msgspec.Struct, frozen=True):
     """Bytes of DATA bodies as sent, resends included; 0 at a landing."""
     codecs: tuple[str, ...] = ()
     """Codecs that coded some of its bytes; only "fp8" is lossy."""
+    prefill_s: float = 0.0
+    """From the begin of the first forward pass to the end of the last one; an outbox's."""
+    progress: tuple[tuple[float, int, int], ...] = ()
+    """How an outbox was filled and sent: seconds since it was opened, bytes that the engine had
+    filled by then, and bytes that the kernel had taken. At most 16 of them.
+    """
     hand_off: Literal["arena", "transport"] = "transport"
     """"arena": both ends are at this agent, and an engine wrote into the landing."""
 

@@ -79,6 +79,8 @@ def outbox_report(outbox: OutboxRecord, known: OutboxProgress | None) -> Transfe
         opened_to_complete_s=_span(outbox.opened_s, completed_s),
         first_sent_to_complete_s=_span(progress.first_sent_s if progress else None, completed_s),
         wire_bytes=progress.wire_bytes if progress else 0,
+        prefill_s=outbox.prefill_s,
+        progress=tuple(outbox.marks),
         codecs=progress.codecs if progress else (),
         hand_off="arena" if outbox.fills_landing else "transport",
     )

@@ -24,6 +24,7 @@ from kvmanager.agent.engines.protocol import (
     Attach,
     FailureNotice,
     Landed,
+    Loaded,
     PrefillEnd,
     Ready,
     Release,
@@ -38,6 +39,7 @@ from kvmanager.agent.metrics import AgentMetrics
 from kvmanager.agent.reports import landing_report, outbox_report
 from kvmanager.agent.sender_admission import AdmittedLanding
 from kvmanager.agent.transfer_io import TransferIo, now_s
+from kvmanager.load_times import LoadTimes
 from kvmanager.transfers.holds import Key, Kind
 from kvmanager.transfers.records import (
     MOVES,
@@ -242,10 +244,12 @@ class AgentTransfers:
                 effects = outboxes.ranges_ready(conn_id, transfer_id, attempt, ranges, now_s())
             case Attach(_, attempt):
                 effects = outboxes.attach(conn_id, transfer_id, attempt)
-            case PrefillEnd(attempt=attempt):
-                effects = outboxes.prefill_end(conn_id, transfer_id, attempt, now_s())
+            case PrefillEnd(_, attempt, _, prefill_s):
+                effects = outboxes.prefill_end(conn_id, transfer_id, attempt, now_s(), prefill_s)
             case AbortOutbox(_, attempt, reason):
                 effects = outboxes.abort(conn_id, transfer_id, attempt, reason, now_s())
+            case Loaded(_, wait_s, load_s, step_s):
+                landings.loaded(conn_id, transfer_id, LoadTimes(wait_s, load_s, step_s))
             case Watch():
                 effects = landings.watch(conn_id, transfer_id)
             case Release(_, 0):  # attempts begin at 1, so 0 means a landing
@@ -293,11 +297,21 @@ class AgentTransfers:
         """The part of the agent that brings this outbox to its landing."""
         return self._hand_offs if transfer_id in self._hand_offs else self.io
 
+    def _mark(self, transfer_id: bytes) -> None:
+        """Note how far a transfer is, each time that the engine has filled some more of it."""
+        outbox = self.table.outboxes.records[transfer_id]
+        if outbox.is_mark_due:
+            known = self._carrier(transfer_id).progress(transfer_id)
+            sent_bytes = known.transfer.sent_bytes if known is not None else 0
+            passed_s = now_s() - outbox.opened_s
+            outbox.marks.append((passed_s, outbox.ready.total, sent_bytes))
+
     def _perform(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
                 case ForwardReady(transfer_id, ranges):
                     self._carrier(transfer_id).ranges_ready(transfer_id, ranges)
+                    self._mark(transfer_id)
                 case TellLanded(conn_id, transfer_id):
                     self._send(conn_id, Landed(transfer_id))
                 case TellFailed(conn_id, transfer_id, reason, attempt):

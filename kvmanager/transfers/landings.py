@@ -16,6 +16,7 @@ It does not know outboxes, message formats, or what the bytes mean.
 
 from __future__ import annotations
 
+from kvmanager.load_times import LoadTimes
 from kvmanager.transfers.holds import TRANSPORT, Kind
 from kvmanager.transfers.records import (
     MOVES,
@@ -131,6 +132,18 @@ class LandingTable:
             return []
         return self._end(landing, State.CANCELLED, "given up by its engine", now_s)
 
+    def loaded(self, conn_id: int, transfer_id: bytes, times: LoadTimes) -> None:
+        """A worker of the engine has taken its first step with the landing's KVCache.
+
+        Changes nothing if another engine, or none, has owned the landing.
+        """
+        landing = self.records.get(transfer_id)
+        if landing is None or self._books.peers[conn_id].instance != landing.owner:
+            return
+        # Ranks step together, so the one that names the most time is the last to be done.
+        if landing.times is None or times.total_s > landing.times.total_s:
+            landing.times = times
+
     def connection_lost(self, conn_id: int, now_s: float) -> list[Effect]:
         """End the landings that the lost connection had claimed, and its watches."""
         effects: list[Effect] = []
@@ -175,6 +188,7 @@ class LandingTable:
         if landing.watcher is None:
             return []
         landing.state = State.CLAIMED
+        landing.owner = self._books.peers[landing.watcher].instance
         return [TellLanded(landing.watcher, landing.spec.transfer_id)]
 
     def _end(

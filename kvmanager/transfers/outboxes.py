@@ -167,9 +167,15 @@ class OutboxTable:
         return [ForwardReady(transfer_id, fresh)] if fresh else []
 
     def prefill_end(
-        self, conn_id: int, transfer_id: bytes, attempt: int, now_s: float
+        self,
+        conn_id: int,
+        transfer_id: bytes,
+        attempt: int,
+        now_s: float,
+        prefill_s: float = 0.0,
     ) -> list[Effect]:
-        """The last chunk's forward pass is over in this worker.
+        """The last chunk's forward pass is over in this worker, `prefill_s` after the first one
+        began there (0: unknown).
 
         Changes nothing after the end, or if the engine does not fill the outbox.
         """
@@ -180,6 +186,7 @@ class OutboxTable:
             return []
         peer = self._books.peers[conn_id]
         outbox.ended_ranks.add(peer.rank)
+        outbox.prefill_s = max(outbox.prefill_s, prefill_s)
         if len(outbox.ended_ranks) < peer.world_size:
             return []
         outbox.prefill_end_s = now_s

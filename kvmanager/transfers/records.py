@@ -6,17 +6,22 @@ errors. The rules are in that module.
     ├── BadRequest       INVALID    can never work
     ├── CallNotGranted   REFUSED    no gateway has signed for it
     ├── UnknownTransfer  NOT_FOUND  no such transfer, or it is over
+    ├── UnknownEngine    NOT_FOUND  the engine is not connected
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal
 
+from kvmanager.load_times import LoadTimes
 from kvmanager.transfers.blocks import Run
 from kvmanager.transfers.holds import Key, Kind
 from transport.wire.ranges import IntervalSet
+
+MAX_MARKS: Final = 16
+"""Most notes of how far one transfer was at a time."""
 
 
 class TransferError(Exception):
@@ -38,6 +43,10 @@ class CallNotGranted(TransferError):
 
 
 class UnknownTransfer(TransferError):
+    code = "NOT_FOUND"
+
+
+class UnknownEngine(TransferError):
     code = "NOT_FOUND"
 
 
@@ -128,6 +137,10 @@ class LandingRecord:
     """When the transfer landed, or ended without success."""
     is_filled_here: bool = False
     """An engine of this agent fills it, through an outbox that has borrowed its memory."""
+    owner: str = ""
+    """The instance that owns it or has owned it."""
+    times: LoadTimes | None = None
+    """What the engine says of its load and first step: the rank that was last."""
 
     @property
     def key(self) -> Key:
@@ -149,6 +162,10 @@ class OutboxRecord:
     ready: IntervalSet = field(default_factory=IntervalSet)
     ended_ranks: set[int] = field(default_factory=set)
     prefill_end_s: float | None = None
+    marks: list[tuple[float, int, int]] = field(default_factory=list)
+    """How it was filled and sent: seconds since `opened_s`, bytes filled, bytes sent."""
+    prefill_s: float = 0.0
+    """From the first forward pass to the last one, in the rank that took longest; 0: unknown."""
     ended_s: float | None = None
     fills_landing: bool = False
     """`runs` are those of this agent's landing of the same transfer."""
@@ -160,6 +177,11 @@ class OutboxRecord:
     @property
     def is_filled(self) -> bool:
         return self.ready.total == self.spec.nbytes
+
+    @property
+    def is_mark_due(self) -> bool:
+        """Whether another `MAX_MARKS`th of its bytes has been filled since the last of `marks`."""
+        return self.ready.total * MAX_MARKS >= self.spec.nbytes * (len(self.marks) + 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ pipelines) stores in the prefix cache and never loads from it. The interface is 
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
@@ -44,6 +45,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
@@ -68,7 +70,7 @@ from kvmanager.vllm_connector.stages import LayoutHandshake, exchanged, layout_f
 from kvmanager.vllm_connector.stats import PrfaasPromMetrics, TransferStats
 from kvmanager.vllm_connector.versions.check import check_vllm
 from kvmanager.vllm_connector.weights import Adapters, adapter_settings
-from kvmanager.vllm_connector.worker import WorkerSide
+from kvmanager.vllm_connector.worker import LOAD_WAIT_S, WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -195,6 +197,11 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._layout is not None
         return LayoutHandshake(self._layout.encode())
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin_step(self._metadata(), time.monotonic())
+
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         assert self._worker is not None
         self._worker.start_step(self._metadata())
@@ -214,7 +221,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         assert self._worker is not None
-        return self._worker.transfer_results()
+        return self._worker.transfer_results(LOAD_WAIT_S if self._metadata().is_idle else 0.0)
 
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":
         return self._worker.take_stats() if self._worker is not None else None

@@ -21,6 +21,7 @@ from kvmanager.layout import KVKind, KVLayout
 from kvmanager.vllm_connector.cache.plan import CachePages, Tables
 from kvmanager.vllm_connector.metadata import (
     CachedParts,
+    FirstStep,
     LoadStep,
     PartPages,
     Runs,
@@ -49,6 +50,7 @@ class Consumer:
 
     ref: TransferRef
     cached_runs: tuple[Runs, ...]
+    arrived_s: float
     deadline_s: float
     state: LandingState = LandingState.WAITING
     request_ended: bool = False
@@ -104,9 +106,10 @@ class Landings:
     def watch(self, request_id: str, params: ConsumerParams) -> None:
         """Wait for this landing. The engine owns it once it is complete."""
         ref = TransferRef.of(params)
-        deadline_s = time.monotonic() + self._timeout_s
+        now_s = time.monotonic()
+        consumer = Consumer(ref, params.cached_runs, now_s, now_s + self._timeout_s)
         with self._lock:
-            self._consumers[request_id] = Consumer(ref, params.cached_runs, deadline_s)
+            self._consumers[request_id] = consumer
             self._request_of[ref.transfer_id] = request_id
         if not self._client.watch(ref.transfer_id):
             logger.warning("request %s: no agent; computing it here", request_id)
@@ -203,6 +206,16 @@ class Landings:
             self._release(consumer)
             if consumer.request_ended:
                 self._forget(request_id, consumer)
+
+    def first_step(self, request_id: str) -> FirstStep | None:
+        """What workers are told when the request is computed for the first time; None: it had no
+        landing.
+        """
+        consumer = self._consumers.get(request_id)
+        if consumer is None:
+            return None
+        ref = consumer.ref
+        return FirstStep(request_id, ref.transfer_id, ref.arena_epoch, consumer.arrived_s)
 
     def finished(self, request_id: str) -> None:
         """The request is over. A load under way still reads the landing and gives it back later."""

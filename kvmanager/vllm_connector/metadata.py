@@ -128,6 +128,20 @@ class LoadStep:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstStep:
+    """The step is the first one of a request whose landing was to be loaded.
+
+    arrived_s: when the request came to the scheduler (CLOCK_MONOTONIC, which all processes of a
+        host share).
+    """
+
+    request_id: str
+    transfer_id: bytes
+    arena_epoch: str
+    arrived_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class EndedSend:
     """A producer request that is over. `failure`: why its outbox stays incomplete, else ''."""
 
@@ -143,9 +157,14 @@ class EndedSend:
 
 @dataclass(slots=True)
 class PrfaasMetadata(KVConnectorMetadata):
-    """One step: what to send, load and store, and which outboxes are over."""
+    """One step: what to send, load and store, which outboxes are over, and who begins.
+
+    is_idle: the step computes nothing.
+    """
 
     sends: list[SendStep] = field(default_factory=list)
     loads: list[LoadStep] = field(default_factory=list)
     ended: list[EndedSend] = field(default_factory=list)
     stores: list[StoreStep] = field(default_factory=list)
+    first_steps: list[FirstStep] = field(default_factory=list)
+    is_idle: bool = False

@@ -25,6 +25,7 @@ from kvmanager.vllm_connector.cache.keys import set_apart
 from kvmanager.vllm_connector.cache.plan import CachePages
 from kvmanager.vllm_connector.cache.scheduler import CacheScheduler, PrefixCacheOptions
 from kvmanager.vllm_connector.engine_layout import state_block_index
+from kvmanager.vllm_connector.idle_wait import idle_wait_s
 from kvmanager.vllm_connector.landings import Landings
 from kvmanager.vllm_connector.metadata import (
     EndedSend,
@@ -53,20 +54,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("prfaas.kvmanager.connector")
 
 NO_CACHE = PrefixCacheOptions()
-
-IDLE_WAIT_SHARE = 9.0
-MIN_IDLE_WAIT_S = 0.004
-MAX_IDLE_WAIT_S = 0.025
-"""vLLM's engine core polls a connector that is not ready without a pause. So a scheduling pass with
-nothing to compute waits for the agent, for a time that grows with the duration of a pass: a waiting
-engine then takes about a tenth of a core from prefills beside it, on slow machines too. A new
-request may have to wait for the maximum.
-"""
-
-
-def idle_wait_s(pass_s: float) -> float:
-    """Seconds to wait for the agent after a pass of `pass_s` that had nothing to compute."""
-    return min(max(MIN_IDLE_WAIT_S, IDLE_WAIT_SHARE * pass_s), MAX_IDLE_WAIT_S)
 
 
 def _adapter(identity: str) -> str:
@@ -109,6 +96,7 @@ class SchedulerSide:
         self._mamba_cache_mode = mamba_cache_mode
         self._client = client
         self._agent_said = threading.Event()
+        self._present: set[str] = set()
         self._engine_is_idle = False
         self._pass_began_s = 0.0
         self._wait_until_s = 0.0
@@ -169,6 +157,11 @@ class SchedulerSide:
     # vLLM's scheduler, in the order of a request's life.
 
     def on_new_request(self, request: "Request") -> None:
+        # Nothing else can be computed meanwhile, so the first pass may wait for the agent.
+        if not self._present:
+            self._engine_is_idle = True
+            self._pass_began_s, self._wait_until_s = time.monotonic(), 0.0
+        self._present.add(request.request_id)
         # A connector beside this one brings the KVCache, with windows and states of the end alone:
         # blocks before it are not whole, and must not be cached.
         if (request.kv_transfer_params or {}).get(LOADED_BY_ANOTHER):
@@ -308,9 +301,12 @@ class SchedulerSide:
         for request_id in output.preempted_req_ids or ():
             self._cache.preempted(request_id)
         meta = PrfaasMetadata(loads=self._loads, ended=self._ended, stores=self._cache.take_ended())
+        meta.is_idle = self._engine_is_idle
         self._loads, self._ended = [], []
         for request in output.scheduled_new_reqs:
             self._add_steps(meta, output, request.req_id, request.num_computed_tokens)
+            if (first := self._landings.first_step(request.req_id)) is not None:
+                meta.first_steps.append(first)
         cached = output.scheduled_cached_reqs
         for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             self._add_steps(meta, output, request_id, computed)
@@ -388,6 +384,7 @@ class SchedulerSide:
 
     def request_finished(self, request: "Request", *, aborted: bool) -> None:
         """The request is over. Its blocks may be freed at once: its pages were copied out."""
+        self._present.discard(request.request_id)
         producer = self._producers.pop(request.request_id, None)
         if producer is not None:
             early = aborted or not producer.done

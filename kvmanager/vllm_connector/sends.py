@@ -39,10 +39,12 @@ class Outgoing:
 
     is_given_up: nothing more may be written into it. Whoever sets it waits for copies under way.
     num_planned_pages: by group, those of the steps so far.
+    began_s: when the request's first step began in this worker (CLOCK_MONOTONIC); 0: unknown.
     """
 
     space: ArenaSpace
     extents: dict[str, LayerExtent]
+    began_s: float = 0.0
     is_given_up: bool = False
     num_planned_pages: dict[int, int] = field(default_factory=dict)
 

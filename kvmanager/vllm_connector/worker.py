@@ -16,19 +16,21 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvmanager.agent.engines.client import EngineClient
-from kvmanager.agent.engines.protocol import Welcome
+from kvmanager.agent.engines.protocol import VERSION_WITH_LOADED, Welcome
 from kvmanager.arena import Arena, ArenaSpace
 from kvmanager.layout import KVKind, KVLayout, LayerExtent
 from kvmanager.vllm_connector.arena_access import ArenaAccess, StaleArenaError
 from kvmanager.vllm_connector.cache.worker import CacheWorker
 from kvmanager.vllm_connector.cuda_pages import DEFAULT_STAGING_MIB, copier_for
-from kvmanager.vllm_connector.metadata import LoadStep, PrfaasMetadata, TransferRef
+from kvmanager.vllm_connector.load_spans import LoadSpans
+from kvmanager.vllm_connector.metadata import FirstStep, LoadStep, PrfaasMetadata, TransferRef
 from kvmanager.vllm_connector.pages import NO_BLOCKS, Copy, PageCopier
 from kvmanager.vllm_connector.sends import (
     BrokenSend,
@@ -47,6 +49,8 @@ from kvmanager.vllm_connector.stats import TransferStats
 logger = logging.getLogger("prfaas.kvmanager.connector")
 
 MAX_LOST = 1024
+LOAD_WAIT_S = 0.025
+"""How long a step that computes nothing waits for a load. A new request may have to wait for it."""
 
 
 class WorkerSide:
@@ -80,9 +84,13 @@ class WorkerSide:
         self._lost: set[int] = set()
         self._stats = TransferStats()
         self._cache = CacheWorker(layout, client, self._access, views, stats=lambda: self._stats)
-        self._results_lock = threading.Lock()
+        self._results_changed = threading.Condition()
+        self._num_loading = 0
         self._finished_loads: set[str] = set()
         self._failed_loads: set[str] = set()
+        self._step_began_s = 0.0
+        self._load_spans = LoadSpans()
+        self._agent_version = 0
         self._grace_s = 0.0  # the time for which the agent keeps what a lost connection owned
         # Loads take long, and the thread that ends copies must not call the copier (`PageCopier`).
         self._load_queue: queue.SimpleQueue[LoadStep | BrokenSend | None] = queue.SimpleQueue()
@@ -109,6 +117,7 @@ class WorkerSide:
         logger.info("agent connected, arena epoch %s", welcome.arena_epoch)
         with self._sending:
             self._grace_s = welcome.grace_s
+            self._agent_version = welcome.version
             self._may_begin_after = welcome.last_attempt
             self._lost.clear()
         self._cache.on_connected()
@@ -155,6 +164,12 @@ class WorkerSide:
             self._lost.remove(oldest)
             self._may_begin_after = max(self._may_begin_after, oldest)
 
+    def begin_step(self, meta: PrfaasMetadata, now_s: float) -> None:
+        """The worker begins a step, at this time (CLOCK_MONOTONIC)."""
+        self._step_began_s = now_s
+        with self._results_changed:
+            self._num_loading += len(meta.loads)
+
     # Producer.
 
     def start_step(self, meta: PrfaasMetadata) -> None:
@@ -197,6 +212,8 @@ class WorkerSide:
         for step in meta.sends:
             if step.is_last:
                 self._end_prefill(step.ref)
+        for first in meta.first_steps:
+            self._after_copies(first.arena_epoch, partial(self._first_step_over, first))
         self._cache.store(meta.stores)
 
     def _planned(self, meta: PrfaasMetadata) -> StepSends:
@@ -225,16 +242,27 @@ class WorkerSide:
         """Tell the agent that the prefill is over, once all copies that have begun have ended: the
         time that a prefill takes is learnt from it.
         """
-        try:
-            _, copier = self._access.open(ref.arena_epoch)
-            # Copies end in the order in which they begin, so this one of nothing ends last.
-            copier.store((), NO_BLOCKS, lambda: [Copy((), lambda error: self._prefill_ended(ref))])
-        except Exception as error:
-            logger.info("the prefill of %s ends without copies: %r", ref.transfer_id.hex(), error)
-            self._prefill_ended(ref)
+        outgoing = self._outgoing.get(ref.opening)
+        began_s = outgoing.began_s if outgoing is not None else 0.0
+        self._after_copies(ref.arena_epoch, partial(self._prefill_ended, ref, began_s))
 
-    def _prefill_ended(self, ref: TransferRef) -> None:
-        self._client.prefill_end(*ref.opening)
+    def _prefill_ended(self, ref: TransferRef, began_s: float) -> None:
+        self._client.prefill_end(*ref.opening, time.monotonic() - began_s if began_s else 0.0)
+
+    def _first_step_over(self, first: FirstStep) -> None:
+        times = self._load_spans.first_step_over(first, time.monotonic())
+        if times is not None and self._agent_version >= VERSION_WITH_LOADED:
+            self._client.loaded(first.transfer_id, times)
+
+    def _after_copies(self, arena_epoch: str, done: Callable[[], None]) -> None:
+        """Call `done` once the device has done what it was given so far."""
+        try:
+            _, copier = self._access.open(arena_epoch)
+            # Copies end in the order in which they begin, so this one of nothing ends last.
+            copier.store((), NO_BLOCKS, lambda: [Copy((), lambda error: done())])
+        except Exception as error:
+            logger.info("a step ends without copies: %r", error)
+            done()
 
     def _opened(self, ref: TransferRef) -> Outgoing | None:
         """The outbox of a request, attached to at its first step; None: it is given up."""
@@ -263,6 +291,7 @@ class WorkerSide:
         return Outgoing(
             space,
             {extent.layer.name: extent for extent in self._extents(ref)},
+            self._step_began_s,
         )
 
     def _fail(self, ref: TransferRef, reason: str) -> None:
@@ -302,9 +331,16 @@ class WorkerSide:
 
     # Consumer.
 
-    def transfer_results(self) -> KVConnectorTransferResults:
-        """Loads that ended since the last call; failed ones are in both sets, as vLLM asks."""
-        with self._results_lock:
+    def transfer_results(self, wait_s: float = 0.0) -> KVConnectorTransferResults:
+        """Loads that ended since the last call; failed ones are in both sets, as vLLM asks.
+
+        If loads are under way and none has ended, waits for one, at most `wait_s`.
+        """
+        with self._results_changed:
+            if wait_s and self._num_loading > 0 and not self._finished_loads:
+                # Otherwise vLLM asks again at once, and takes the core that the loads need.
+                self._results_changed.wait(wait_s)
+            self._num_loading -= len(self._finished_loads)
             results = KVConnectorTransferResults(
                 finished_recving=self._finished_loads, failed_recving=self._failed_loads
             )
@@ -320,9 +356,11 @@ class WorkerSide:
             if isinstance(step, BrokenSend):
                 self._fail(step.ref, step.reason)
                 continue
-            failed = False
+            failed, began_s = False, time.monotonic()
             try:
                 self._load(step)
+                if step.ref is not None:
+                    self._load_spans.loaded(step.request_id, began_s, time.monotonic())
             except Exception:
                 logger.exception("loading request %s; computing it here", step.request_id)
                 if step.ref is None:
@@ -330,7 +368,8 @@ class WorkerSide:
                 else:
                     self._stats.add_failed_load()
                 failed = True
-            with self._results_lock:
+            with self._results_changed:
+                self._results_changed.notify()
                 self._finished_loads.add(step.request_id)
                 if failed:
                     self._failed_loads.add(step.request_id)

@@ -21,9 +21,9 @@ class Cleanups:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def finish(self, work: Coroutine[Any, Any, None]) -> None:
+    async def finish(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work`; if the caller is cancelled meanwhile, it goes on by itself."""
-        await asyncio.shield(self._own(work))
+        return await asyncio.shield(self._own(work))
 
     async def acquire(
         self, acquiring: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[None]]
@@ -44,7 +44,7 @@ class Cleanups:
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _own(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

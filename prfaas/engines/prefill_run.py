@@ -130,7 +130,7 @@ class PrefillRunner:
         `queue_s`, `attempt` and `reason` (why this place) are passed on in the result. Where agent
         and landing are of one node the engine fills the landing itself, unless `by_transport`.
         """
-        await self._check_engine(place)
+        begun_s = time.monotonic()
         opening = asyncio.create_task(
             place.agent.open_outbox(
                 job.landing,
@@ -144,7 +144,7 @@ class PrefillRunner:
         )
         landed = False
         try:
-            grant = await self._opened(opening)
+            grant = await self._opened(place, opening)
             started_s = time.monotonic()
             turn = self._turns.start(place.instance, started_s)
             prefill, report, landed_s = await self._fill(job, place, grant, turn)
@@ -158,6 +158,9 @@ class PrefillRunner:
             queue_s=queue_s,
             prefill_s=prefill_s,
             service_s=turn.service_s(started_s, prefill_s),
+            open_s=started_s - begun_s,
+            engine_queue_s=max(0.0, prefill_s - report.prefill_s) if report.prefill_s else None,
+            progress=report.progress,
             transfer_tail_s=report.prefill_end_to_complete_s,
             transfer_s=report.first_sent_to_complete_s,
             nbytes=report.nbytes,
@@ -208,25 +211,21 @@ class PrefillRunner:
         """Wait for clean-ups under way; each is bounded by `cleanup_timeout_s`."""
         await self._cleanups.close()
 
-    async def _check_engine(self, place: PrefillPlace) -> None:
-        """Raise AttemptFailed if the engine is not connected to its agent."""
-        # The agent notices a dead engine at once, by its closed socket. Found before the outbox
-        # opens, the landing is still untouched and another instance can fill it.
-        try:
-            status = await place.agent.status(RPC_TIMEOUT_S)
-        except RpcError as error:
-            _agent_trouble("no status", error)
-        if all(engine.instance != place.instance for engine in status.engines):
-            message = f"{place.instance} is not connected to its node agent"
-            raise AttemptFailed("engine_failed", message, retryable=True, engine_lost=True)
-
-    async def _opened(self, opening: asyncio.Task[OpenOutboxReply]) -> OpenOutboxReply:
+    async def _opened(
+        self, place: PrefillPlace, opening: asyncio.Task[OpenOutboxReply]
+    ) -> OpenOutboxReply:
         # Shielded: a call cut off half-way could open the outbox after our cancel of it.
         try:
             return await asyncio.shield(opening)
         except RpcError as error:
             if error.code == "NO_ROOM":
                 raise AttemptFailed("outbox_no_room", error.message, retryable=True) from error
+            # The agent notices a dead engine at once, by its closed socket. The landing is still
+            # untouched, and another instance can fill it.
+            if error.code == "NOT_FOUND":
+                raise AttemptFailed(
+                    "engine_failed", error.message, retryable=True, engine_lost=True
+                ) from error
             _agent_trouble("cannot open an outbox", error)
 
     async def _fill(
@@ -377,7 +376,10 @@ class PrefillRunner:
         timeout_s = self._config.cleanup_timeout_s
         await asyncio.wait({opening}, timeout=timeout_s)
         opening.cancel()
-        await asyncio.gather(opening, return_exceptions=True)
+        (opened,) = await asyncio.gather(opening, return_exceptions=True)
+        # Nothing was opened, and a cancel would also end a landing at the same agent.
+        if isinstance(opened, RpcError) and opened.code == "NOT_FOUND":
+            return
         try:
             await place.agent.cancel(job.landing.transfer_id, "prefill did not finish", timeout_s)
         except RpcError as error:

@@ -272,6 +272,22 @@ class FirstToken(Observation, frozen=True):
         )
 
 
+class TtftMeasured(Event[None], frozen=True):
+    """The parts of the TTFT of a stream whose KVCache came from `place`, in seconds, by the names
+    of `deploy.gateway.serving.ttft_parts`. `pd` has decoded it.
+    """
+
+    model: str
+    place: str
+    num_tokens: int
+    ttft_s: float
+    parts: dict[str, float]
+    pd: str = ""
+
+    def apply(self, live: LiveScheduler, now_s: float) -> None:
+        """Nothing is learnt: it is for those who read a recording."""
+
+
 class AnswerDecoded(Observation, frozen=True):
     """An answer of `num_tokens` ended well, `seconds` after its first token."""
 
@@ -332,6 +348,7 @@ FeedbackEvent: TypeAlias = (
     ObservationEvent
     | LegOver
     | LegAnswered
+    | TtftMeasured
     | InstanceGiven
     | InstanceOver
     | DirectBegun

@@ -130,6 +130,10 @@ async def test_a_job_runs_and_reports_its_numbers(rig: Rig) -> None:
     assert result.transfer_tail_s == 0.125
     assert result.num_attempts == 1
     assert result.service_s == result.prefill_s
+    assert result.open_s > 0
+    assert result.engine_queue_s is not None
+    assert 0 <= result.engine_queue_s <= result.prefill_s
+    assert result.progress == ((0.5, result.nbytes, result.nbytes // 2),)
     assert result.reason == "least_loaded; cached_tokens=0; tokens_ahead=0; instances=2"
     body = next(engine.requests[0] for engine in rig.engines if engine.requests)
     assert body["max_tokens"] == 1
@@ -331,6 +335,16 @@ async def test_an_engine_that_left_its_agent_is_not_given_an_outbox(rig: Rig) ->
     result = await rig.front.submit(prefill_job(1))
     assert result.instance == "p1"
     assert rig.agents[0].cancelled == []
+    rig.agents[1].instances.clear()
+    error = await failure(rig.front.submit(prefill_job(2)))
+    assert error.code == "engine_failed"
+    assert "engine p1 is not connected" in error.message
+
+
+async def test_an_engine_that_does_not_tell_its_own_queue_has_it_in_the_prefill(rig: Rig) -> None:
+    for agent in rig.agents:
+        agent.prefill_s = 0.0
+    assert (await rig.front.submit(prefill_job(1))).engine_queue_s is None
 
 
 async def test_a_full_or_dead_agent_leads_to_the_other_instance(rig: Rig) -> None:

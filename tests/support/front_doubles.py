@@ -31,6 +31,7 @@ from kvmanager.agent.messages import (
 )
 from kvmanager.hashing import token_digest
 from kvmanager.landing import ReservedLanding
+from kvmanager.load_times import LoadTimes
 from kvmanager.token_ids import TokenIds
 from prfaas.jobs import PrefillJob
 from transport.rpc import Method, RpcError, RpcServer
@@ -92,7 +93,8 @@ class FakeAgent:
     build on; `cache_model`: how its engines say that they cache; `kv_block_bytes`: what a block of
     theirs holds. `landing_bytes` of its 1 MiB hold landings of others; `tells_room` is False for an
     agent of a version that does not say what is left. `fingerprints` has the KVCache layouts of
-    instances whose layout is not `fingerprint`, and `model` is what they serve.
+    instances whose layout is not `fingerprint`, and `model` is what they serve. `prefill_s` is what
+    its engines say that a prefill took, `load_times` what they say of every landing.
     """
 
     def __init__(self, *instances: str) -> None:
@@ -110,6 +112,8 @@ class FakeAgent:
         self._landing_ends: dict[str, _End] = {}
         self.cancelled: list[str] = []
         self.renewals = 0
+        self.prefill_s = 1e-6
+        self.load_times: LoadTimes | None = None
         self.outbox_room = 100
         self.landing_room = 100
         self.cached_tokens = 0
@@ -190,11 +194,13 @@ class FakeAgent:
         if landing is not None:
             self._landing_ends[request.transfer_id].become("cancelled")
         cancelled = outbox is not None or landing is not None
-        return CancelReply(cancelled, self.landing_room_bytes)
+        return CancelReply(cancelled, self.landing_room_bytes, self.load_times)
 
     async def _open_outbox(self, request: OpenOutbox) -> OpenOutboxReply:
         await self._pause("OpenOutbox")
         self.grants.append(request.grant)
+        if request.instance not in self.instances:
+            raise RpcError("NOT_FOUND", f"engine {request.instance} is not connected")
         if len(self.outboxes) >= self.outbox_room:
             raise RpcError("NO_ROOM", "the arena is full")
         self.outboxes[request.transfer_id] = _End(request.nbytes)
@@ -228,6 +234,8 @@ class FakeAgent:
             acked_bytes=end.nbytes if done else 0,
             sent_bytes_at_prefill_end=end.nbytes // 2 if done else 0,
             prefill_end_to_complete_s=0.125 if done else 0.0,
+            prefill_s=self.prefill_s if done else 0.0,
+            progress=((0.5, end.nbytes, end.nbytes // 2),) if done else (),
             hand_off="arena" if self._is_here(request.transfer_id) else "transport",
         )
 

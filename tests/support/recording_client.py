@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvmanager.arena import Arena
+from kvmanager.load_times import LoadTimes
 
 
 class RecordingClient:
@@ -12,6 +13,7 @@ class RecordingClient:
     def __init__(self, arena: Arena) -> None:
         self.arena: Arena | None = arena
         self.said: list[tuple[Any, ...]] = []
+        self.prefill_s: list[float] = []
 
     def start(self, events: object) -> None: ...
     def close(self) -> None: ...
@@ -24,8 +26,13 @@ class RecordingClient:
         self.said.append(("ready", transfer_id, attempt, ranges))
         return True
 
-    def prefill_end(self, transfer_id: bytes, attempt: int) -> bool:
+    def prefill_end(self, transfer_id: bytes, attempt: int, prefill_s: float = 0.0) -> bool:
         self.said.append(("prefill_end", transfer_id, attempt))
+        self.prefill_s.append(prefill_s)
+        return True
+
+    def loaded(self, transfer_id: bytes, times: LoadTimes) -> bool:
+        self.said.append(("loaded", transfer_id, times))
         return True
 
     def abort(self, transfer_id: bytes, attempt: int, reason: str) -> bool:

@@ -149,14 +149,19 @@ def request(role: str, num_prompt_tokens: int, **changes: Any) -> Any:
     )
 
 
-def step(side: SchedulerSide, scheduled: dict[str, tuple[int, int]]) -> PrfaasMetadata:
-    """One engine step; `scheduled` maps a request to (tokens computed before, tokens now)."""
+def step(side: SchedulerSide, scheduled: dict[str, tuple[int, int]], *new: str) -> PrfaasMetadata:
+    """One engine step; `scheduled` maps a request to (tokens computed before, tokens now). Those in
+    `new` are computed for the first time.
+    """
+    known = [name for name in scheduled if name not in new]
     output: Any = SimpleNamespace(
         total_num_scheduled_tokens=sum(now for _, now in scheduled.values()),
         num_scheduled_tokens={name: now for name, (_, now) in scheduled.items()},
-        scheduled_new_reqs=[],
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, num_computed_tokens=scheduled[name][0]) for name in new
+        ],
         scheduled_cached_reqs=SimpleNamespace(
-            req_ids=list(scheduled), num_computed_tokens=[b for b, _ in scheduled.values()]
+            req_ids=known, num_computed_tokens=[scheduled[name][0] for name in known]
         ),
         kv_connector_block_state=SimpleNamespace(
             get_block_ids=lambda name: BLOCK_TABLES, boundary_state_offloads={}

@@ -31,6 +31,7 @@ from scheduler.live.feedback import (
     Prefilled,
     PromptCounted,
     RequestArrived,
+    TtftMeasured,
 )
 from scheduler.live.learning.prompt_length import PromptContent
 from scheduler.routing.decision import RequestShape
@@ -192,6 +193,17 @@ class Feedback:
         request.
         """
         self.scheduler.ask(FirstToken(model, place, predicted, ttft_s, was_full, pd))
+
+    def measured(self, model: str, record: RequestRecord) -> None:
+        """The parts of the TTFT of a request whose KVCache came from elsewhere are known."""
+        if record.ttft_s is None or not record.is_stream or record.leg is None:
+            return
+        parts = {name: round(seconds, 6) for name, seconds in record.parts.known().items()}
+        num_tokens = record.num_prompt_tokens or 0
+        event = TtftMeasured(
+            model, record.target, num_tokens, record.ttft_s, parts, pd=record.cluster
+        )
+        self.scheduler.tell(event)
 
     def ended(self, model: str, record: RequestRecord) -> None:
         """An answer ended well."""

@@ -26,6 +26,7 @@ from deploy.gateway.scheduling.scheduler import RegionScheduler
 from deploy.gateway.serving.adapters import AdapterPlaces, adapter_places
 from deploy.gateway.serving.background import Background
 from deploy.gateway.serving.records import RequestRecord
+from kvmanager.load_times import LoadTimes
 from local_pd.cluster import PdCluster
 from local_pd.messages import DecodeSlot
 from prfaas.cluster import PrefillCluster
@@ -139,6 +140,10 @@ class Exchange:
         self.record.num_prompt_tokens = num_tokens
         self.record.parts.render_s = render_s
 
+    def asked_directory(self, look_up_s: float) -> None:
+        """Note how long the look-up of what is cached took."""
+        self.record.parts.look_up_s = look_up_s
+
     def looked_up(self, shape: RequestShape) -> None:
         """Note what the directory says is cached of the prompt."""
         self.record.looked_up(shape)
@@ -160,8 +165,13 @@ class Exchange:
         self.transfer_ids.append(slot.landing.transfer_id)
 
     def waited_for_landing(self, wait_s: float) -> None:
-        """Note how long the decode request waited for the KVCache."""
-        self.record.landing_wait_s = wait_s
+        """Note how long the decode request waited for the KVCache. It is posted now."""
+        self.record.waited_for_landing(wait_s, self.elapsed_s())
+
+    def loaded(self, times: LoadTimes | None) -> None:
+        """Note what the decode engine says of its load and its first step; None: nothing."""
+        if times is not None:
+            self.record.loaded(times)
 
     def prefilled(self, target: str, result: PrefillResult, saved_bytes: int) -> None:
         """Note that the prefill leg at `target` ended with all of its KVCache landed."""

@@ -378,6 +378,8 @@ class Offload:
                 await asyncio.wait((leg,), timeout=self._timeouts.cluster_s)
             if self._slot is not None:
                 await self._release(self._slot, "answered" if is_answered else "given up")
+            if is_answered:
+                self._feedback.measured(self._inbound.model, self._exchange.record)
         finally:
             self._exchange.release()
 
@@ -389,9 +391,11 @@ class Offload:
         self._is_released = True
         try:
             async with asyncio.timeout(self._timeouts.cluster_s):
-                await self._pd.release(slot, reason)
+                times = await self._pd.release(slot, reason)
         except (TimeoutError, PdError, RpcError, OSError) as error:
             logger.warning("%s: landing not released: %s", self._exchange.request_id, error)
+        else:
+            self._exchange.loaded(times)
 
     def _saved_bytes(self, slot: DecodeSlot) -> int:
         """The bytes that are not sent because the landing has them already."""

@@ -110,7 +110,7 @@ async def judge(services: Services, exchange: Exchange) -> RequestPlan:
     cached, adapter = CachedPrompt(), services.adapter_places(inbound, home)
     # Nobody can name what is cached of an adapter whose weights are not known.
     if services.caches is not None and adapter.identity is not None:
-        places = services.places(inbound.model, home)
+        started_s, places = exchange.elapsed_s(), services.places(inbound.model, home)
         cached = await services.caches.look_up(
             places,
             token_ids,
@@ -118,6 +118,7 @@ async def judge(services: Services, exchange: Exchange) -> RequestPlan:
             exchange.record.tenant,
             adapter=adapter.identity,
         )
+        exchange.asked_directory(exchange.elapsed_s() - started_s)
     shape = cached.shape(
         msgspec.structs.replace(
             inbound.shape,

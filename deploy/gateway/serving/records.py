@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Literal
 
 import msgspec
 
+from deploy.gateway.serving.ttft_parts import LegTimes, TtftParts, spread
+from kvmanager.load_times import LoadTimes
 from local_pd.messages import DecodeSlot
 from prfaas.jobs import PrefillResult
 from scheduler.routing.decision import Decision, Number, RequestShape
@@ -25,35 +27,6 @@ Outcome = Literal[
     "refused",  # a limit or the load forbade it: no engine got the request
     "failed",  # the gateway answered with an error of its own
 ]
-
-
-class TtftParts(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Where the time to the first token went, in seconds; parts that did not occur are None.
-
-    `load_and_first_step_s` is what the other parts leave of the whole. The gateway cannot see the
-    first token of an answer that is not streamed: the remainder then holds every decode step and is
-    `load_and_decode_s`. After a transfer both begin when the KVCache has landed, so they hold the
-    decode request's way to its engine as well.
-    """
-
-    read_s: float | None = None
-    render_s: float | None = None
-    move_s: float | None = None
-    reserve_s: float | None = None
-    queue_s: float | None = None
-    prefill_s: float | None = None
-    transfer_tail_s: float | None = None
-    load_and_first_step_s: float | None = None
-    load_and_decode_s: float | None = None
-
-    def known(self) -> dict[str, float]:
-        """The parts that are set, by name without the unit."""
-        return {
-            word: value for word, name in _PART_NAMES if (value := getattr(self, name)) is not None
-        }
-
-
-_PART_NAMES: Final = tuple((name.removesuffix("_s"), name) for name in TtftParts.__struct_fields__)
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):
@@ -81,7 +54,11 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     `landing_wait_s` runs from the start of the prefill leg until the decode request is posted or
     the wait is given up. It covers queue, prefill and transfer, so it is no part of the TTFT beside
-    those. `output_tokens` is what the engine reports, or the number of events in a stream.
+    those. `decode_posted_s` is when the decode engine was asked, in seconds after arrival. `leg`
+    and `load_times` are what both engines say, of which `parts` is made. `transfer_progress` has,
+    in seconds after the prefill engine was asked, the bytes of KVCache that were computed and those
+    that were on the wire. `output_tokens` is what the engine reports, or the number of events in a
+    stream.
     """
 
     request_id: str
@@ -117,8 +94,10 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     decode_reason: str = ""
     prefill_error: str = ""
     landing_wait_s: float | None = None
+    decode_posted_s: float | None = None
     transfer_bytes: int | None = None
     transfer_s: float | None = None
+    transfer_progress: tuple[tuple[float, int, int], ...] = ()
     sent_share_at_prefill_end: float | None = None
     hand_off: str = ""
     cached_tokens: int | None = None
@@ -131,6 +110,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     placement: str = ""
     ttft_s: float | None = None
     total_s: float | None = None
+    leg: LegTimes | None = None
+    load_times: LoadTimes | None = None
     parts: TtftParts = msgspec.field(default_factory=TtftParts)
     is_settled: bool = False
 
@@ -187,9 +168,25 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         self.sent_share_at_prefill_end = result.sent_share_at_prefill_end
         self.hand_off = result.hand_off
         self.cached_tokens = result.cached_tokens
-        self.parts.queue_s = result.queue_s
-        self.parts.prefill_s = result.prefill_s
-        self.parts.transfer_tail_s = result.transfer_tail_s
+        self.transfer_progress = result.progress
+        self.leg = LegTimes(
+            queue_s=result.queue_s,
+            open_s=result.open_s,
+            prefill_s=result.prefill_s,
+            engine_queue_s=result.engine_queue_s,
+            transfer_tail_s=result.transfer_tail_s,
+        )
+        self._spread()
+
+    def waited_for_landing(self, wait_s: float, now_s: float) -> None:
+        """Note the end of the wait for the KVCache, `now_s` after arrival: the decode engine is
+        asked next.
+        """
+        self.landing_wait_s, self.decode_posted_s = wait_s, now_s
+
+    def loaded(self, times: LoadTimes) -> None:
+        """Note what the decode engine says of its load and its first step."""
+        self.load_times = times
         self._spread()
 
     def first_byte(self, ttft_s: float, *, is_stream: bool) -> None:
@@ -214,13 +211,14 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         self.answer_bytes, self.output_tokens = nbytes, output_tokens
 
     def _spread(self) -> None:
-        """Set the last part to what the others leave of the whole."""
         if self.ttft_s is None:
             return
-        parts = self.parts
-        parts.load_and_first_step_s = parts.load_and_decode_s = None
-        rest_s = max(0.0, self.ttft_s - sum(parts.known().values()))
-        if self.is_stream:
-            parts.load_and_first_step_s = rest_s
-        else:
-            parts.load_and_decode_s = rest_s
+        spread(
+            self.parts,
+            self.ttft_s,
+            is_stream=self.is_stream,
+            leg=self.leg,
+            landing_wait_s=self.landing_wait_s,
+            decode_posted_s=self.decode_posted_s,
+            load_times=self.load_times,
+        )

@@ -15,11 +15,13 @@ from deploy.table_style import new_table
 _PARTS = {
     "render": ("render",),
     "reserve": ("reserve",),
-    "queue": ("queue",),
+    "queue": ("queue", "open", "engine_queue"),
     "prefill": ("prefill",),
-    "tail": ("transfer_tail",),
-    "rest": ("load_and_first_step", "load_and_decode"),
+    "tail": ("transfer_tail", "news"),
+    "load": ("load_wait", "load"),
+    "rest": ("load_and_first_step", "load_and_decode", "first_step", "relay", "decode"),
 }
+"""The columns, and the parts of the TTFT that each one adds up."""
 
 
 def print_tables(console: Console, model: str, rows: Sequence[Row]) -> None:
@@ -30,7 +32,8 @@ def print_tables(console: Console, model: str, rows: Sequence[Row]) -> None:
         "sent early: share of the KVCache that was on the wire before the prefill ended;\n"
         "at least 80%, and a tail of at most 20%, in the median of long prompts sent alone\n"
         "tail: from the end of the prefill until the KVCache had landed\n"
-        "rest: loading and the first token; every token of an answer that is not streamed\n"
+        "rest: the first token, with loading where that was not measured; every token of an\n"
+        "answer that is not streamed\n"
     )
     for row in rows:
         for check in row.failed_checks:
@@ -63,13 +66,13 @@ def _times(rows: Sequence[Row]) -> Table:
     table = new_table("request", numbers=numbers, title="time to first token and its parts, ms")
     for row in rows:
         parts = (
-            next((row.parts_s[name] for name in names if name in row.parts_s), None)
+            [row.parts_s[name] for name in names if name in row.parts_s]
             for names in _PARTS.values()
         )
         table.add_row(
             row.request,
             f"{1e3 * row.ttft_s:.0f}",
-            *("-" if part_s is None else f"{1e3 * part_s:.0f}" for part_s in parts),
+            *(f"{1e3 * sum(found_s):.0f}" if found_s else "-" for found_s in parts),
             _percent(row.tail_share),
         )
     return table

@@ -25,6 +25,7 @@ from kvmanager.agent.engines.protocol import (
     CacheReserve,
     CacheWritten,
     EngineHello,
+    Loaded,
     PrefillEnd,
     ProtocolError,
     Ready,
@@ -36,6 +37,7 @@ from kvmanager.agent.engines.protocol import (
 )
 from kvmanager.arena import Arena
 from kvmanager.hashing import KEY_BYTES, join_keys
+from kvmanager.load_times import LoadTimes
 
 logger = logging.getLogger("prfaas.kvmanager.engine_client")
 
@@ -80,9 +82,19 @@ class EngineClient:
             for start in range(0, len(pairs), MAX_RANGES_PER_READY)
         )
 
-    def prefill_end(self, transfer_id: bytes, attempt: int) -> bool:
-        """Say that the last chunk's forward pass is over in this worker."""
-        return self._send(PrefillEnd(transfer_id, attempt, self._tp_rank))
+    def prefill_end(self, transfer_id: bytes, attempt: int, prefill_s: float = 0.0) -> bool:
+        """Say that the last chunk's forward pass is over in this worker, `prefill_s` after the
+        first one began; 0: unknown.
+        """
+        return self._send(PrefillEnd(transfer_id, attempt, self._tp_rank, prefill_s))
+
+    def loaded(self, transfer_id: bytes, times: LoadTimes) -> bool:
+        """Say that the first step with the KVCache of the landing is over in this worker. Only an
+        agent that speaks `VERSION_WITH_LOADED` knows the message.
+        """
+        return self._send_made(
+            lambda: Loaded(transfer_id, times.wait_s, times.load_s, times.first_step_s)
+        )
 
     def abort(self, transfer_id: bytes, attempt: int, reason: str) -> bool:
         """Give the outbox up. This process does not write into it any more."""

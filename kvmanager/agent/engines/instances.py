@@ -158,6 +158,10 @@ class InstanceBook:
                 return instance.layout, instance.shape
         raise UnknownLayout(f"no connected engine has cache namespace {namespace.hex()[:16]}")
 
+    def is_connected(self, instance: str) -> bool:
+        """Whether any process of this engine is connected."""
+        return instance in self._instances
+
     def layout_of(self, instance: str) -> KVLayout:
         """How a connected instance is cut."""
         return self._instances[instance].layout

@@ -44,8 +44,11 @@ from kvmanager.hashing import KEY_BYTES
 from kvmanager.pool.placement import StatePlacement
 from transport.versions import Versions
 
-PROTOCOL_VERSIONS: Final = Versions(oldest=3, newest=3)
-"""1: first version. 2: the prefix cache. 3: messages about an outbox have the attempt; 0.1.0."""
+PROTOCOL_VERSIONS: Final = Versions(oldest=3, newest=4)
+"""1: first version. 2: the prefix cache. 3: messages about an outbox have the attempt; 0.1.0.
+4: `Loaded`.
+"""
+VERSION_WITH_LOADED: Final = 4
 PROTOCOL_VERSION: Final = PROTOCOL_VERSIONS.newest
 
 MAX_FRAME_BYTES: Final = 4 << 20
@@ -64,6 +67,7 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Reason = Annotated[str, msgspec.Meta(max_length=4096)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 Handle = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
 Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Keys = Annotated[bytes, msgspec.Meta(max_length=MAX_CACHE_BLOCKS * KEY_BYTES)]
 BlockPart = tuple[Offset, Annotated[int, msgspec.Meta(ge=0, lt=256)]]
@@ -124,11 +128,13 @@ class PrefillEnd(msgspec.Struct, frozen=True, tag="prefill_end"):
     """The forward pass of the last chunk is over in this worker.
 
     `tp_rank` is for agents of 0.1.0, which do not know by the connection which worker speaks.
+    `prefill_s` is the time since this worker began its first step for the request; 0: unknown.
     """
 
     transfer_id: TransferId
     attempt: Attempt
     tp_rank: Rank = 0
+    prefill_s: Seconds = 0.0
 
 
 class AbortOutbox(msgspec.Struct, frozen=True, tag="abort"):
@@ -152,6 +158,17 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
     transfer_id: TransferId
     attempt: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """The first step with the KVCache of this landing is over in this worker. The fields are those
+    of `LoadTimes`. Since version 4.
+    """
+
+    transfer_id: TransferId
+    wait_s: Seconds
+    load_s: Seconds
+    first_step_s: Seconds
 
 
 class CacheFind(msgspec.Struct, frozen=True, tag="cache_find"):
@@ -268,7 +285,7 @@ class CacheSlots(msgspec.Struct, frozen=True, tag="cache_slots"):
     slots: list[Slot]
 
 
-TransferMessage = Attach | Ready | PrefillEnd | AbortOutbox | Watch | Release
+TransferMessage = Attach | Ready | PrefillEnd | AbortOutbox | Watch | Release | Loaded
 CacheMessage = CacheFind | CacheFree | CacheReserve | CacheWritten | CacheCancel
 EngineMessage = EngineHello | TransferMessage | CacheMessage
 AgentMessage = Welcome | HelloRefused | Landed | FailureNotice | CacheFound | CacheSlots

@@ -6,6 +6,7 @@ import pytest
 
 from deploy.gateway.metrics import GatewayMetrics
 from deploy.gateway.serving.records import RequestRecord
+from kvmanager.load_times import LoadTimes
 from prfaas.jobs import PrefillResult
 from scheduler.routing.decision import Decision, Reason
 
@@ -78,3 +79,19 @@ def test_metrics_know_every_ending() -> None:
     assert "prfaas_gateway_in_flight_requests 3.0" in text
     assert 'outcome="ok",route="prefill_cluster",status="200"} 1.0' in text
     assert 'prfaas_gateway_ttft_part_seconds_count{part="queue"' in text
+
+
+def test_both_engines_words_divide_the_times_of_the_gateway() -> None:
+    told = record()
+    told.waited_for_landing(1.5, 1.75)
+    told.prefilled(result(open_s=0.05, engine_queue_s=0.4, progress=((0.5, 3, 2),)))
+    told.first_byte(2.0, is_stream=True)
+    told.loaded(LoadTimes(0.02, 0.03, 0.04))
+    known = told.parts.known()
+    assert sum(known.values()) == pytest.approx(2.0)
+    assert (known["engine_queue"], known["prefill"]) == (0.4, pytest.approx(0.6))
+    assert (known["load_wait"], known["load"], known["first_step"]) == (0.02, 0.03, 0.04)
+    assert known["relay"] == pytest.approx(0.25 - 0.09)
+    assert told.leg is not None
+    assert told.leg.prefill_s == 1.0, "the total stays"
+    assert told.transfer_progress == ((0.5, 3, 2),)

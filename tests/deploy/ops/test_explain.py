@@ -24,6 +24,7 @@ from deploy.ops.explain_view import (
 )
 from deploy.region import client
 from deploy.region.client import CannotAsk
+from kvmanager.load_times import LoadTimes
 from prfaas.jobs import PrefillResult
 from scheduler.routing.decision import Decision, Reason
 from scheduler.routing.prediction import Prediction
@@ -272,3 +273,25 @@ def test_a_gateway_that_does_not_answer_is_named() -> None:
     result = run(app, ["explain", "x", "--gateway", "http://127.0.0.1:1"])
     assert result.exit_code == 1
     assert "127.0.0.1:1" in result.output
+
+
+def test_what_the_engines_measured_has_rows_of_its_own() -> None:
+    made = record()
+    made.waited_for_landing(3.2, 3.3)
+    made.prefilled(msgspec.structs.replace(RESULT, engine_queue_s=0.5, open_s=0.02))
+    made.loaded(LoadTimes(0.01, 0.02, 0.03))
+    text = shown(made)
+    # The predicted wait is that of the front and the engine together.
+    assert row(text, "queue") == ["3.000", "0.500", "0.400", "-44%"]
+    assert row(text, "engine's queue") == ["0.500"]
+    assert row(text, "prefill ") == ["2.000", "2.000", "2.000", "+0%"]
+    assert row(text, "open outbox") == ["0.020"]
+    assert row(text, "decode slot") == ["0.000", "0.000", "0.010", "-100%"]
+    assert row(text, "load") == ["0.020"]
+    assert row(text, "first step") == ["0.010", "0.010", "0.030", "-67%"]
+    assert row(text, "relay") == ["0.140"]
+    whole = record(ttft_s=None)
+    whole.waited_for_landing(3.2, 3.3)
+    whole.loaded(LoadTimes(0.01, 0.02, 0.03))
+    whole.first_byte(9.0, is_stream=False)
+    assert row(shown(whole), "all further steps") == ["5.640"]

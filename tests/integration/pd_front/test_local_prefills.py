@@ -60,6 +60,18 @@ async def test_an_instance_prefills_for_those_that_lay_kvcache_out_as_it_does(ri
     assert (await rig.front.prefill_locally(rig.job_for(slot))).instance == "p0"
 
 
+async def test_an_engine_that_left_its_agent_leaves_the_landing_alone(rig: PdRig) -> None:
+    """It is at the same agent, where ending a transfer ends both of its ends."""
+    slot = await rig.reserve()
+    rig.nodes[0].instances.remove("p0")
+    with pytest.raises(PrefillFailed) as caught:
+        await rig.front.prefill_locally(rig.job_for(slot))
+    # Without an instance if a probe came first.
+    assert caught.value.code in ("engine_failed", "no_instance")
+    assert rig.num_landings == 1
+    assert rig.nodes[0].cancelled == []
+
+
 async def test_cancelling_a_local_prefill_aborts_it(rig: PdRig) -> None:
     slot = await rig.reserve()
     rig.engines["p0"].may_answer.clear()

@@ -13,6 +13,7 @@ from front_doubles import (
 from pd_front_rig import CONFIG, ROLES, PdRig, make_rig
 
 from kvmanager.agent.messages import CacheModel, Reserve
+from kvmanager.load_times import LoadTimes
 from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom
 from local_pd.messages import DecodeSlot, DirectRequest, ReserveRequest
 from local_pd.remote import RemotePdCluster
@@ -44,8 +45,9 @@ async def test_a_slot_names_engine_landing_and_what_the_engine_must_be_told(rig:
         }
     }
     assert rig.front.has_prefill_instances
-    await rig.front.release(slot, "done")
-    await rig.front.release(slot, "done")
+    assert await rig.front.release(slot, "done") is None
+    times = rig.nodes[0].load_times = LoadTimes(0.25, 0.5, 0.75)
+    assert await rig.front.release(slot, "done") == times
     assert rig.num_landings == 0
 
 

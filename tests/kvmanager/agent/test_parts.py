@@ -356,11 +356,13 @@ class TestReports:
     def test_complete_outbox(self) -> None:
         outbox = self.outbox()
         outbox.state, outbox.prefill_end_s = State.COMPLETE, 3.0
+        outbox.prefill_s, outbox.marks = 1.25, [(0.5, 10, 5)]
         report = outbox_report(outbox, OutboxProgress(progress(100, 4.5), 70))
         assert report.sent_bytes_at_prefill_end == 70
         assert report.prefill_end_to_complete_s == 1.5
         assert report.opened_to_complete_s == 3.5
         assert report.first_sent_to_complete_s == 2.5
+        assert (report.prefill_s, report.progress) == (1.25, ((0.5, 10, 5),))
 
     def test_complete_before_the_prefill_ended_means_everything_was_sent(self) -> None:
         outbox = self.outbox()

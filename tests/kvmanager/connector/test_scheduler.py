@@ -14,7 +14,9 @@ from scheduler_side_rig import (
     step,
 )
 
-from kvmanager.vllm_connector.scheduler import idle_wait_s
+from kvmanager.vllm_connector import landings
+from kvmanager.vllm_connector.idle_wait import idle_wait_s
+from kvmanager.vllm_connector.metadata import FirstStep
 from kvmanager.vllm_connector.weights import Adapters
 
 
@@ -268,3 +270,53 @@ def test_kvcache_of_another_drafter_is_refused(
     side = scheduler_side(AnsweringClient())
     side.on_new_request(request(role, 100 if role == "producer" else 101, **changes))
     assert named in caplog.text
+
+
+def test_workers_are_told_of_the_first_step_behind_a_landing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    side = scheduler_side(AnsweringClient())
+    monkeypatch.setattr(landings.time, "monotonic", lambda: 12.5)
+    consumer = request("consumer", 71)
+    side.on_new_request(consumer)
+    side.on_landed(TRANSFER)
+    assert side.get_num_new_matched_tokens(consumer, 0) == (70, True)
+    side.update_state_after_alloc(consumer, ALLOCATED, 70)
+    loading = step(side, {})
+    assert (loading.first_steps, loading.is_idle) == ([], True)
+    finish_load(side)
+    first = step(side, {"r1": (70, 1)}, "r1")
+    assert first.first_steps == [FirstStep("r1", TRANSFER, "e1", 12.5)]
+    assert not first.is_idle
+    assert step(side, {"r1": (71, 1)}).first_steps == []
+
+
+def test_a_request_without_a_landing_has_no_such_step() -> None:
+    side = scheduler_side(AnsweringClient())
+    side.on_new_request(request("producer", 71))
+    assert step(side, {"r1": (0, 71)}, "r1").first_steps == []
+
+
+def test_only_a_request_that_is_alone_waits_for_the_agent_in_its_first_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    side = scheduler_side(AnsweringClient())
+    waits: list[float] = []
+
+    def land_meanwhile(timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        side.on_landed(TRANSFER)
+        return True
+
+    monkeypatch.setattr(side._agent_said, "wait", land_meanwhile)
+    consumer, other = request("consumer", 71), request("producer", 71)
+    other.request_id, other.kv_transfer_params = "r2", None
+    side.on_new_request(other)
+    side.on_new_request(consumer)
+    side._engine_is_idle = False  # the other request is computed
+    assert side.get_num_new_matched_tokens(consumer, 0) == (None, False)
+    for over in (other, consumer):
+        side.request_finished(over, aborted=True)
+    side.on_new_request(consumer)
+    assert side.get_num_new_matched_tokens(consumer, 0) == (70, True)
+    assert len(waits) == 1

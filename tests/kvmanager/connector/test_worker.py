@@ -13,12 +13,14 @@ from page_views import page_view
 from recording_client import RecordingClient
 from simple_layouts import paged
 
-from kvmanager.agent.engines.protocol import Welcome
+from kvmanager.agent.engines.protocol import PROTOCOL_VERSION, Welcome
 from kvmanager.arena import Arena
 from kvmanager.layout import KVGroup, KVKind, KVLayout
+from kvmanager.load_times import LoadTimes
 from kvmanager.vllm_connector import worker as module
 from kvmanager.vllm_connector.metadata import (
     EndedSend,
+    FirstStep,
     LoadStep,
     PrfaasMetadata,
     SendStep,
@@ -53,7 +55,7 @@ class Engine:
         self.side.start()
         self.connect(last_attempt=0)
 
-    def connect(self, last_attempt: int) -> None:
+    def connect(self, last_attempt: int, version: int = PROTOCOL_VERSION) -> None:
         arena = self.arena
         welcome = Welcome(
             arena.epoch,
@@ -62,6 +64,7 @@ class Engine:
             arena.block_bytes,
             last_attempt=last_attempt,
             grace_s=GRACE_S,
+            version=version,
         )
         self.client.arena = arena
         self.side.on_connected(welcome, arena)
@@ -382,3 +385,46 @@ def test_a_load_that_ends_too_late_is_not_trusted(
     results = engine.side.transfer_results()
     assert results.finished_recving == {"r1"}
     assert bool(results.failed_recving) is fails
+
+
+def test_a_first_step_is_told_with_what_came_before_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = FirstStep("r1", TID, engine.arena.epoch, arrived_s=10.0)
+    engine.side._load_spans.loaded("r1", 12.0, 12.5)
+    monkeypatch.setattr(module.time, "monotonic", lambda: 12.75)
+    engine.connect(last_attempt=0)
+    engine.side.wait_for_save(PrfaasMetadata(first_steps=[first]))
+    assert engine.client.take() == [("loaded", TID, LoadTimes(2.0, 0.5, 0.25))]
+    engine.side.wait_for_save(PrfaasMetadata(first_steps=[first]))
+    assert engine.client.take() == [], "it was told, or its load has failed"
+
+
+def test_an_agent_that_does_not_know_the_message_is_not_sent_it(engine: Engine) -> None:
+    first = FirstStep("r1", TID, engine.arena.epoch, arrived_s=10.0)
+    engine.side._load_spans.loaded("r1", 12.0, 12.5)
+    engine.connect(last_attempt=0, version=3)
+    engine.side.wait_for_save(PrfaasMetadata(first_steps=[first]))
+    assert engine.client.take() == []
+
+
+def test_the_time_of_a_prefill_begins_with_its_first_step(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.side.begin_step(PrfaasMetadata(), 100.0)
+    engine.step(5, 16)
+    engine.side.begin_step(PrfaasMetadata(), 101.0)
+    monkeypatch.setattr(module.time, "monotonic", lambda: 101.5)
+    engine.step(5, 32)
+    assert engine.client.prefill_s == [1.5]
+
+
+def test_a_step_that_computes_nothing_waits_for_the_end_of_a_load(engine: Engine) -> None:
+    ref = TransferRef(TID, NUM_TOKENS, engine.arena.epoch, ((0, 1),))
+    meta = PrfaasMetadata(loads=[LoadStep("r1", time.monotonic(), ref, ([1, 2],))])
+    assert not engine.side.transfer_results(600.0).finished_recving, "nothing is under way"
+    engine.side.begin_step(meta, time.monotonic())
+    engine.side.start_step(meta)
+    results = engine.side.transfer_results(600.0)
+    assert (results.finished_recving, results.failed_recving) == ({"r1"}, set())
+    assert not engine.side.transfer_results(600.0).finished_recving

@@ -12,6 +12,7 @@ from transfer_cases import (
     used,
 )
 
+from kvmanager.load_times import LoadTimes
 from kvmanager.transfers.records import (
     DropLanding,
     OutcomeKnown,
@@ -40,6 +41,21 @@ class TestLanding:
         assert TID in table.landings.records, "its report may still be asked for"
         table.expire(61)
         assert TID not in table.landings.records
+
+    def test_its_engine_says_how_its_load_went(self, table: TransferTable) -> None:
+        landing = table.landings.reserve(landing_spec(), 0)
+        table.landings.watch(1, TID)
+        table.landings.loaded(1, TID, LoadTimes(1.0, 1.0, 1.0))
+        assert landing.times is None, "nobody owns it yet"
+        table.landings.complete(TID, 1)
+        table.landings.release(1, TID, 2)
+        table.landings.loaded(3, TID, LoadTimes(9.0, 9.0, 9.0))
+        assert landing.times is None, "another instance"
+        first, last = LoadTimes(0.1, 0.2, 0.3), LoadTimes(0.1, 0.3, 0.3)
+        for times in (first, last, first):
+            table.landings.loaded(2, TID, times)
+        assert landing.times == last, "the rank that was last counts"
+        table.landings.loaded(1, IDS[1], first)  # unknown: ignored
 
     def test_watched_after_it_landed(self, table: TransferTable) -> None:
         table.landings.reserve(landing_spec(), 0)

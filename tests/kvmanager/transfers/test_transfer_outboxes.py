@@ -17,6 +17,7 @@ from transfer_cases import (
 from kvmanager.transfers.blocks import BlockAllocator
 from kvmanager.transfers.holds import Kind
 from kvmanager.transfers.records import (
+    MAX_MARKS,
     BadRequest,
     CancelOutbox,
     DropLanding,
@@ -45,6 +46,26 @@ class TestOutbox:
         assert table.outboxes.ended(TID, None, 4) == [OutcomeKnown(outbox.key)]
         assert used(table, Kind.OUTBOX) == 0
         assert outbox.state is State.COMPLETE
+
+    def test_the_slowest_rank_says_how_long_the_prefill_took(self, table: TransferTable) -> None:
+        for rank, conn_id in enumerate((5, 6)):
+            table.connect(peer(conn_id, "tp", tp=(rank, 2)))
+        outbox = table.outboxes.open(outbox_spec(), 0)
+        for conn_id, prefill_s in ((5, 1.5), (6, 1.25)):
+            table.outboxes.attach(conn_id, TID, 1)
+            table.outboxes.prefill_end(conn_id, TID, 1, 1, prefill_s)
+        assert outbox.prefill_s == 1.5
+
+    def test_a_mark_is_due_with_every_sixteenth(self, table: TransferTable) -> None:
+        outbox = table.outboxes.open(outbox_spec(nbytes=32), 0)
+        due = []
+        for start in range(32):
+            table.outboxes.ranges_ready(1, TID, 1, [(start, 1)], 1)
+            due.append(outbox.is_mark_due)
+            if due[-1]:
+                outbox.marks.append((1.0, outbox.ready.total, 0))
+        assert due == [False, True] * MAX_MARKS
+        assert not outbox.is_mark_due
 
     def test_every_rank_must_end_its_prefill(self, table: TransferTable) -> None:
         table.connect(peer(5, "tp", tp=(0, 2)))

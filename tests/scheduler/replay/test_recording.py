@@ -40,6 +40,7 @@ from scheduler.live.feedback import (
     Prefilled,
     PromptCounted,
     RequestArrived,
+    TtftMeasured,
 )
 from scheduler.live.learning.prompt_length import Media, PromptContent
 from scheduler.live.long_term.conversion import Conversion, ConversionPhase, ConversionWish
@@ -124,6 +125,7 @@ def a_day() -> list[Event[Any]]:
             Prefilled(MODEL, "far", "p0", tokens, 0, 0.1, tokens * 1e-3),
             LegOver(transfer),
             FirstToken(MODEL, "far", Prediction(prefill_s=1.0), 1.25),
+            TtftMeasured(MODEL, "far", tokens, 1.25, {"prefill": 1.0, "load": 0.25}, "home"),
             AnswerDecoded(MODEL, 30, 2.0),
             LegAnswered(transfer),
             InstanceOver("d0"),
