@@ -1,10 +1,11 @@
-"""What the gateway costs: added latency and requests/s, beside the engine alone and vllm-router.
+"""What the gateway costs: added latency, requests/s and CPU, beside proxies that do less.
 
 Run: python tests/bench/bench_gateway.py [--json FILE] [--smoke] [--seconds S] [--rounds N]. An echo
-engine, the gateway (`prfaas gateway`, a process of its own) and the `vllm-router` wheel stand on
-loopback; the load generator is this process. The three are measured in turn, several rounds; each
-number is the median over the rounds. Without the wheel (it is installed into a temporary directory,
-but not with --smoke) the rest is measured all the same.
+engine, the gateway (`prfaas gateway`, a process of its own), two proxies that only pass on
+(`bare_proxy.py`: what the HTTP stack alone costs) and the `vllm-router` wheel stand on loopback;
+the load generator is this process. They are measured in turn, several rounds; each number is the
+median over the rounds. Without the wheel (it is installed into a temporary directory, but not with
+--smoke) the rest is measured all the same.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
+from bare_proxy import KINDS
 from echo_engine import NUM_PACED_EVENTS, Client, EchoEngine, serve_engine
 from free_ports import free_port
 from gateway_process import ROOT, answers, child, completion_request, gateway_process
@@ -150,6 +152,16 @@ def gateway(engine_port: int, folder: Path) -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
+def bare_proxy(kind: str, engine_port: int) -> Iterator[tuple[int, int]]:
+    """A proxy that only passes on, in front of the engine: (port, pid)."""
+    port = free_port()
+    script = str(Path(__file__).with_name("bare_proxy.py"))
+    argv = [sys.executable, script, kind, str(port), str(engine_port)]
+    with child(argv, answers(port, completion_request(port, "up?"))) as pid:
+        yield port, pid
+
+
+@contextmanager
 def router(
     engine_port: int, folder: Path, *, may_install: bool
 ) -> Iterator[tuple[int, int] | None]:
@@ -201,6 +213,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         targets: dict[str, tuple[int, int | None] | None] = {
             "engine": (engine_port, None),
             "gateway": stack.enter_context(gateway(engine_port, folder)),
+            **{
+                f"bare {kind}": stack.enter_context(bare_proxy(kind, engine_port)) for kind in KINDS
+            },
             "vllm-router": stack.enter_context(
                 router(engine_port, folder, may_install=not args.smoke)
             ),
