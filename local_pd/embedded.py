@@ -221,7 +221,7 @@ class EmbeddedPdCluster:
         if found is not None:
             await self._cleanups.finish(self._cancel_landing(found, transfer_id, reason))
 
-    async def request_ended(self, instance: str) -> None:
+    def request_ended(self, instance: str) -> None:
         if found := self._instances.by_name.get(instance):
             found.load.request_ended()
 

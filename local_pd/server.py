@@ -94,7 +94,7 @@ class PdServer(RpcServer):
         return Empty()
 
     async def _request_ended(self, request: InstanceName) -> Empty:
-        await self._cluster.request_ended(request.name)
+        self._cluster.request_ended(request.name)
         return Empty()
 
     async def _direct(self, request: DirectRequest) -> DirectTarget:

@@ -33,7 +33,7 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from bare_proxy import KINDS
-from echo_engine import NUM_PACED_EVENTS, Client, EchoEngine, serve_engine
+from echo_engine import NUM_PACED_EVENTS, PACE_S, Client, EchoEngine, serve_engine
 from free_ports import free_port
 from gateway_process import ROOT, answers, child, completion_request, gateway_process
 from smoke import add_smoke
@@ -54,6 +54,7 @@ class Sample:
     stream_requests_per_s: float
     cpu_ms_per_request: float
     cpu_us_per_event: float
+    kib_per_stream: float
 
 
 async def _connect(port: int, request: bytes) -> Client:
@@ -101,6 +102,7 @@ async def _measure(port: int, pid: int | None, args: argparse.Namespace) -> Samp
     cpu_s = _cpu_s(process) - before_s
     stream_rate, _ = await _rate(port, stream, args.seconds, args.concurrency)
     event_cpu_s = await _event_cpu_s(port, process, args.concurrency)
+    stream_bytes = await _stream_bytes(port, process, args.streams)
     whole.sort()
     return Sample(
         p50_ms=statistics.median(whole) * 1e3,
@@ -111,6 +113,7 @@ async def _measure(port: int, pid: int | None, args: argparse.Namespace) -> Samp
         stream_requests_per_s=stream_rate,
         cpu_ms_per_request=cpu_s / max(1, num_done) * 1e3,
         cpu_us_per_event=event_cpu_s * 1e6,
+        kib_per_stream=stream_bytes / 1024,
     )
 
 
@@ -124,6 +127,23 @@ async def _event_cpu_s(port: int, process: psutil.Process | None, concurrency: i
     for client in clients:
         client.close()
     return spent_s / (concurrency * (NUM_PACED_EVENTS + 1))
+
+
+async def _stream_bytes(port: int, process: psutil.Process | None, num: int) -> float:
+    """Memory that one of `num` streams under way takes, with its two connections."""
+    if process is None:
+        return 0.0
+    request = completion_request(port, "paced", stream=True)
+    clients = [await _connect(port, request) for _ in range(num)]
+    before_bytes = process.memory_info().rss
+    asking = [asyncio.ensure_future(client.ask()) for client in clients]
+    # Half of their events have come by then.
+    await asyncio.sleep(NUM_PACED_EVENTS * PACE_S / 2)
+    grown_bytes = process.memory_info().rss - before_bytes
+    await asyncio.gather(*asking)
+    for client in clients:
+        client.close()
+    return grown_bytes / num
 
 
 def _cpu_s(process: psutil.Process | None) -> float:
@@ -231,7 +251,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _median(samples: list[Sample]) -> dict[str, float]:
     columns = [asdict(sample) for sample in samples]
-    return {key: statistics.median(column[key] for column in columns) for key in columns[0]}
+    found = {key: statistics.median(column[key] for column in columns) for key in columns[0]}
+    # A process keeps what it freed, so only its first round shows what streams take.
+    return found | {"kib_per_stream": columns[0]["kib_per_stream"]}
 
 
 def table(result: dict[str, dict[str, float]]) -> str:
@@ -253,8 +275,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=500, help="for the latencies, a round")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each rate, a round")
     parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--streams", type=int, default=400, help="under way, for their memory")
     parser.add_argument("--serve-engine", type=int, help=argparse.SUPPRESS)
-    add_smoke(parser, rounds=1, requests=20, seconds=0.2, concurrency=4)
+    add_smoke(parser, rounds=1, requests=20, seconds=0.2, concurrency=4, streams=4)
     args = parser.parse_args()
     if args.serve_engine:
         uvloop.run(serve_engine(args.serve_engine, EchoEngine))
