@@ -113,10 +113,13 @@ class Ledger:
 
         It is what a report of that time misses.
         """
-        return sum(
-            self.requests.get(name, 0) - self._requests_before(name, since_s)
-            for name in self._changes.keys() & instances
-        )
+        total = 0
+        for name in self._changes.keys() & instances:
+            known = self._before.get(name)
+            if known is None or known[0] != since_s:
+                known = self._before[name] = since_s, self._requests_before(name, since_s)
+            total += self.requests.get(name, 0) - known[1]
+        return total
 
     # ---- legs
 
@@ -325,16 +328,12 @@ class Ledger:
 
     def _requests_before(self, instance: str, since_s: float) -> int:
         """The requests that an instance had just before `since_s`."""
-        known = self._before.get(instance)
-        if known is not None and known[0] == since_s:
-            return known[1]
         num_requests = self.requests.get(instance, 0)
         for at_s, change in reversed(self._changes[instance]):
             # Changes are in order of time: all before this one are in the report.
             if at_s < since_s:
                 break
             num_requests -= change
-        self._before[instance] = since_s, num_requests
         return num_requests
 
     def _change(self, instance: str, num_requests: int, now_s: float) -> None:

@@ -73,10 +73,10 @@ class AnswerParser:
 
     def feed(self, data: bytes) -> bytes:
         """The bytes of the body in `data`, which is what the connection received next."""
-        if not self.status:
-            return self._head(data)
         if self.error:
             return b""
+        if not self.status:
+            return self._head(data)
         if self.is_over:
             # Nobody has asked for these bytes, so nobody knows what the next answer would be.
             self.keeps_alive = self.keeps_alive and not data
@@ -167,6 +167,12 @@ class AnswerParser:
         """The data of the chunks in `data`."""
         if self._pending:
             data, self._pending = self._pending + data, b""
+        elif not self._chunk_bytes and (match := _SIZE.match(data)) is not None:
+            # Engines write one event as one chunk, which mostly arrives alone and whole.
+            begin, size = match.end(), int(match[1], 16)
+            is_alone = len(data) == begin + size + 2 and size > 0 and not self._is_in_trailers
+            if is_alone and data.endswith(b"\r\n"):
+                return data[begin:-2]
         pieces: list[bytes] = []
         at, end = 0, len(data)
         while at < end:
