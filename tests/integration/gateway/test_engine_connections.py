@@ -29,7 +29,11 @@ class Engine:
     def __init__(self, talk: Talk) -> None:
         self.num_connections = 0
         self.ended = asyncio.Event()
+        self.serving: set[asyncio.Task[None]] = set()
         self._talk = talk
+
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.serving.add(asyncio.ensure_future(self.serve(reader, writer)))
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
@@ -46,7 +50,7 @@ async def region(
     talk: Talk, *, silence_s: float = 60.0, keep_alive_s: float = 60.0
 ) -> AsyncIterator[tuple[Engine, EngineConnections, Address]]:
     engine = Engine(talk)
-    server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(engine.accept, "127.0.0.1", 0)
     connections = EngineConnections(connect_s=60.0, silence_s=silence_s, keep_alive_s=keep_alive_s)
     try:
         address = Address("127.0.0.1", server.sockets[0].getsockname()[1], None)
@@ -54,6 +58,8 @@ async def region(
     finally:
         connections.close()
         server.close()
+        # Their connections are cut, so they end.
+        await asyncio.gather(*engine.serving)
 
 
 def answering(answer: bytes) -> Talk:
