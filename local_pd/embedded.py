@@ -419,6 +419,7 @@ class EmbeddedPdCluster:
         return bool(self._num_requests(instance) or num_held or self._handoff.given(name).num_jobs)
 
     def _views(self) -> list[PdInstance]:
+        given = self._handoff.given
         return [
             PdInstance(
                 name=item.name,
@@ -429,8 +430,8 @@ class EmbeddedPdCluster:
                 transfers=item.transfers,
                 draining=item.draining,
                 num_requests=self._num_requests(item),
-                num_prefills=self._handoff.given(item.name).num_jobs,
-                prefill_tokens=self._handoff.given(item.name).num_tokens,
+                num_prefills=given(item.name).num_jobs,
+                prefill_tokens=given(item.name).num_tokens,
                 max_concurrent=item.spec.max_concurrent,
                 layout_fingerprint=item.layout_fingerprint,
                 layout=item.layout,
