@@ -56,9 +56,9 @@ class PdCluster(Protocol):
         """
         ...
 
-    async def request_ended(self, instance: str) -> None:
+    def request_ended(self, instance: str) -> None:
         """A request that was sent to this instance is over. A missing call does little harm, since
-        the engine is asked for its requests every few seconds. Never raises.
+        the engine is asked for its requests every few seconds. Never raises, and does not wait.
         """
         ...
 

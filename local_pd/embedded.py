@@ -201,7 +201,7 @@ class EmbeddedPdCluster:
         """`release` for a caller that knows only the ids."""
         return await self._landings.release(transfer_id, instance, reason)
 
-    async def request_ended(self, instance: str) -> None:
+    def request_ended(self, instance: str) -> None:
         if found := self._instances.by_name.get(instance):
             found.load.request_ended()
 
@@ -338,6 +338,7 @@ class EmbeddedPdCluster:
         return bool(self._num_requests(instance) or num_held or self._handoff.given(name).num_jobs)
 
     def _views(self) -> list[PdInstance]:
+        given = self._handoff.given
         return [
             PdInstance(
                 name=item.name,
@@ -348,8 +349,8 @@ class EmbeddedPdCluster:
                 transfers=item.transfers,
                 draining=item.draining,
                 num_requests=self._num_requests(item),
-                num_prefills=self._handoff.given(item.name).num_jobs,
-                prefill_tokens=self._handoff.given(item.name).num_tokens,
+                num_prefills=given(item.name).num_jobs,
+                prefill_tokens=given(item.name).num_tokens,
                 max_concurrent=item.spec.max_concurrent,
                 layout_fingerprint=item.layout_fingerprint,
                 layout=item.layout,

@@ -103,7 +103,10 @@ class LocalHandoff:
 
     def given(self, instance: str) -> Given:
         """The prefills under way on one instance."""
-        return self._given.setdefault(instance, Given())
+        found = self._given.get(instance)
+        if found is None:
+            found = self._given[instance] = Given()
+        return found
 
     async def forget(self, instance: str) -> None:
         """Wait until an instance that leaves has no prefills, and forget it."""

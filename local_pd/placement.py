@@ -26,15 +26,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from scheduler.reports import Role, same_layout
 from scheduler.routing.front_placement import TokenLoad, place_prefill
 
 DEFAULT_AFFINITY_SLACK: Final = 4
 
 
-@dataclass(frozen=True, slots=True)
-class PdInstance:
-    """One instance now.
+class PdInstance(msgspec.Struct, frozen=True):
+    """One instance now. Every request makes one of each instance, so it is a struct.
 
     `serves`: the engine is healthy; `transfers`: its node agent is as well. `num_requests` counts
     all requests of the engine, `num_prefills` the prefills that this front has given to it, and

@@ -122,7 +122,10 @@ class RemotePdCluster:
         self._leases.drop(slot.landing.transfer_id)
         return await self._cleanups.finish(self._release(_reference(slot, reason)))
 
-    async def request_ended(self, instance: str) -> None:
+    def request_ended(self, instance: str) -> None:
+        self._cleanups.start(self._tell_ended(instance))
+
+    async def _tell_ended(self, instance: str) -> None:
         call = self._client.call("Ended", InstanceName(instance), Empty, CALL_TIMEOUT_S)
         # The front's next look at the engine's metrics corrects its count.
         with contextlib.suppress(RpcError):

@@ -97,7 +97,7 @@ class PdServer(RpcServer):
         return ReleaseReply(times)
 
     async def _request_ended(self, request: InstanceName) -> Empty:
-        await self._cluster.request_ended(request.name)
+        self._cluster.request_ended(request.name)
         return Empty()
 
     async def _direct(self, request: DirectRequest) -> DirectTarget:

@@ -142,7 +142,8 @@ class Gateway:
         self.admission = Admission(
             config.scheduling.admission,
             self.metrics.registry,
-            self.scheduler.ask,
+            # A request is judged right after its route was asked for, on the same reports.
+            self.scheduler.tell,
             hide=str if self._recorder is None else self._recorder.hide,
         )
         self.leadership = Leadership(is_shared=shared is not None)

@@ -25,6 +25,10 @@ class Cleanups:
         """Await `work`; if the caller is cancelled meanwhile, it goes on by itself."""
         return await asyncio.shield(self._own(work))
 
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Let `work`, which never raises, go on by itself."""
+        self._own(work)
+
     async def acquire(
         self, acquiring: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[None]]
     ) -> T:

@@ -85,6 +85,9 @@ class Ledger:
         self._changed: deque[tuple[float, str]] = deque()  # time, instance, of all changes
         self.requests: dict[str, int] = {}
         """The requests of each decode instance that are not over."""
+        # A time, and the requests before it, by instance: every route asks for the same time, that
+        # of the last report, and at thousands of requests per second many changes are later.
+        self._before: dict[str, tuple[float, int]] = {}
 
     # ---- requests of instances
 
@@ -97,10 +100,13 @@ class Ledger:
         self._change(instance, -1, now_s)
         # No report that is still used is older.
         while now_s - self._changed[0][0] > KEEP_ENDED_S:
-            _, oldest = self._changed.popleft()
+            at_s, oldest = self._changed.popleft()
             self._changes[oldest].popleft()
+            if oldest in self._before and at_s >= self._before[oldest][0]:
+                del self._before[oldest]
             if not self._changes[oldest]:
                 del self._changes[oldest]
+                self._before.pop(oldest, None)
 
     def change_since(self, instances: Set[str], since_s: float) -> int:
         """How many more requests these instances have now than at `since_s`.
@@ -109,11 +115,10 @@ class Ledger:
         """
         total = 0
         for name in self._changes.keys() & instances:
-            for at_s, num_requests in reversed(self._changes[name]):
-                # Changes are in order of time: all before this one are in the report.
-                if at_s < since_s:
-                    break
-                total += num_requests
+            known = self._before.get(name)
+            if known is None or known[0] != since_s:
+                known = self._before[name] = since_s, self._requests_before(name, since_s)
+            total += self.requests.get(name, 0) - known[1]
         return total
 
     # ---- legs
@@ -321,7 +326,19 @@ class Ledger:
             found = self._by_pd[pd] = _Legs()
         return found
 
+    def _requests_before(self, instance: str, since_s: float) -> int:
+        """The requests that an instance had just before `since_s`."""
+        num_requests = self.requests.get(instance, 0)
+        for at_s, change in reversed(self._changes[instance]):
+            # Changes are in order of time: all before this one are in the report.
+            if at_s < since_s:
+                break
+            num_requests -= change
+        return num_requests
+
     def _change(self, instance: str, num_requests: int, now_s: float) -> None:
+        if instance in self._before and now_s < self._before[instance][0]:
+            del self._before[instance]
         self._changes.setdefault(instance, deque()).append((now_s, num_requests))
         self._changed.append((now_s, instance))
         self.requests[instance] = self.requests.get(instance, 0) + num_requests

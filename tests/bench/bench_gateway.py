@@ -1,10 +1,11 @@
-"""What the gateway costs: added latency and requests/s, beside the engine alone and vllm-router.
+"""What the gateway costs: added latency, requests/s and CPU, beside proxies that do less.
 
 Run: python tests/bench/bench_gateway.py [--json FILE] [--smoke] [--seconds S] [--rounds N]. An echo
-engine, the gateway (`prfaas gateway`, a process of its own) and the `vllm-router` wheel stand on
-loopback; the load generator is this process. The three are measured in turn, several rounds; each
-number is the median over the rounds. Without the wheel (it is installed into a temporary directory,
-but not with --smoke) the rest is measured all the same.
+engine, the gateway (`prfaas gateway`, a process of its own), two proxies that only pass on
+(`bare_proxy.py`: what the HTTP stack alone costs) and the `vllm-router` wheel stand on loopback;
+the load generator is this process. They are measured in turn, several rounds; each number is the
+median over the rounds. Without the wheel (it is installed into a temporary directory, but not with
+--smoke) the rest is measured all the same.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
-from echo_engine import NUM_PACED_EVENTS, Client, EchoEngine, serve_engine
+from bare_proxy import KINDS
+from echo_engine import NUM_PACED_EVENTS, PACE_S, Client, EchoEngine, serve_engine
 from free_ports import free_port
 from gateway_process import ROOT, answers, child, completion_request, gateway_process
 from smoke import add_smoke
@@ -52,6 +54,7 @@ class Sample:
     stream_requests_per_s: float
     cpu_ms_per_request: float
     cpu_us_per_event: float
+    kib_per_stream: float
 
 
 async def _connect(port: int, request: bytes) -> Client:
@@ -99,6 +102,7 @@ async def _measure(port: int, pid: int | None, args: argparse.Namespace) -> Samp
     cpu_s = _cpu_s(process) - before_s
     stream_rate, _ = await _rate(port, stream, args.seconds, args.concurrency)
     event_cpu_s = await _event_cpu_s(port, process, args.concurrency)
+    stream_bytes = await _stream_bytes(port, process, args.streams)
     whole.sort()
     return Sample(
         p50_ms=statistics.median(whole) * 1e3,
@@ -109,6 +113,7 @@ async def _measure(port: int, pid: int | None, args: argparse.Namespace) -> Samp
         stream_requests_per_s=stream_rate,
         cpu_ms_per_request=cpu_s / max(1, num_done) * 1e3,
         cpu_us_per_event=event_cpu_s * 1e6,
+        kib_per_stream=stream_bytes / 1024,
     )
 
 
@@ -122,6 +127,23 @@ async def _event_cpu_s(port: int, process: psutil.Process | None, concurrency: i
     for client in clients:
         client.close()
     return spent_s / (concurrency * (NUM_PACED_EVENTS + 1))
+
+
+async def _stream_bytes(port: int, process: psutil.Process | None, num: int) -> float:
+    """Memory that one of `num` streams under way takes, with its two connections."""
+    if process is None:
+        return 0.0
+    request = completion_request(port, "paced", stream=True)
+    clients = [await _connect(port, request) for _ in range(num)]
+    before_bytes = process.memory_info().rss
+    asking = [asyncio.ensure_future(client.ask()) for client in clients]
+    # Half of their events have come by then.
+    await asyncio.sleep(NUM_PACED_EVENTS * PACE_S / 2)
+    grown_bytes = process.memory_info().rss - before_bytes
+    await asyncio.gather(*asking)
+    for client in clients:
+        client.close()
+    return grown_bytes / num
 
 
 def _cpu_s(process: psutil.Process | None) -> float:
@@ -146,6 +168,16 @@ def gateway(engine_port: int, folder: Path) -> Iterator[tuple[int, int]]:
         "log_dir": str(folder),
     }
     with gateway_process(config, folder, completion_request(port, "up?")) as pid:
+        yield port, pid
+
+
+@contextmanager
+def bare_proxy(kind: str, engine_port: int) -> Iterator[tuple[int, int]]:
+    """A proxy that only passes on, in front of the engine: (port, pid)."""
+    port = free_port()
+    script = str(Path(__file__).with_name("bare_proxy.py"))
+    argv = [sys.executable, script, kind, str(port), str(engine_port)]
+    with child(argv, answers(port, completion_request(port, "up?"))) as pid:
         yield port, pid
 
 
@@ -201,6 +233,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         targets: dict[str, tuple[int, int | None] | None] = {
             "engine": (engine_port, None),
             "gateway": stack.enter_context(gateway(engine_port, folder)),
+            **{
+                f"bare {kind}": stack.enter_context(bare_proxy(kind, engine_port)) for kind in KINDS
+            },
             "vllm-router": stack.enter_context(
                 router(engine_port, folder, may_install=not args.smoke)
             ),
@@ -216,7 +251,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _median(samples: list[Sample]) -> dict[str, float]:
     columns = [asdict(sample) for sample in samples]
-    return {key: statistics.median(column[key] for column in columns) for key in columns[0]}
+    found = {key: statistics.median(column[key] for column in columns) for key in columns[0]}
+    # A process keeps what it freed, so only its first round shows what streams take.
+    return found | {"kib_per_stream": columns[0]["kib_per_stream"]}
 
 
 def table(result: dict[str, dict[str, float]]) -> str:
@@ -238,8 +275,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=500, help="for the latencies, a round")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each rate, a round")
     parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--streams", type=int, default=400, help="under way, for their memory")
     parser.add_argument("--serve-engine", type=int, help=argparse.SUPPRESS)
-    add_smoke(parser, rounds=1, requests=20, seconds=0.2, concurrency=4)
+    add_smoke(parser, rounds=1, requests=20, seconds=0.2, concurrency=4, streams=4)
     args = parser.parse_args()
     if args.serve_engine:
         uvloop.run(serve_engine(args.serve_engine, EchoEngine))

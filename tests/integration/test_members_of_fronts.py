@@ -231,7 +231,7 @@ async def test_a_pd_instance_leaves_when_its_slots_and_requests_are_over(kind: s
         rig.nodes[int(left[1])].end_landing(slot.landing.transfer_id, "complete")
         assert await rig.awaited(slot) == ("landed", "")
         await rig.front.release(slot, "done")
-        await rig.front.request_ended(left)
+        rig.front.request_ended(left)
         async with asyncio.timeout(30):
             while left in {item.name for item in (await rig.front.report()).instances}:
                 await asyncio.sleep(0.02)

@@ -291,7 +291,7 @@ class FakePd:
         source = "landing" if state == "landed" else "recomputed"
         self.engines[self.held[transfer_id]].tell(transfer_id, source)
 
-    async def request_ended(self, instance: str) -> None:
+    def request_ended(self, instance: str) -> None:
         self.ended_at.append(instance)
 
     async def release(self, slot: DecodeSlot, reason: str) -> None:

@@ -8,33 +8,41 @@ seen nothing yet. This file does not know routes, slots or clients.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-import aiohttp
 import msgspec
 from yarl import URL
 
 from deploy.gateway.config import TimeoutConfig
 from deploy.gateway.errors import JSON_TYPE, EngineLost, EngineTimeout
+from deploy.gateway.proxy.engine_connection import (
+    Address,
+    AnswerBroken,
+    EngineConnection,
+    EngineConnections,
+    EngineSilent,
+)
+from deploy.gateway.proxy.http_answer import AnswerParser
 from deploy.gateway.proxy.sse import EventGate, first_data
 from deploy.gateway.proxy.usage import Correction
 from prfaas.engines.access import EngineAccess
 
 EVENT_STREAM: Final = "text/event-stream"
-_READ_BUFFER_BYTES: Final = 1 << 18
 # uvicorn closes an idle connection after 5 s. A POST must not go out on one half closed: it could
 # not be repeated safely.
 _KEEP_ALIVE_S: Final = 4.0
+_MAX_TARGETS: Final = 4096
 
 
 @dataclass(slots=True)
 class EngineAnswer:
     """An answer that has begun: `begun` is the whole body, or what has been read of a stream.
 
-    A stream has a `gate`, and a `response` until nothing more will come. `correction` is to be
-    applied to the usage on the way to the client; most answers have none.
+    A stream has a `gate`, and a `connection` until it is closed. `correction` is to be applied to
+    the usage on the way to the client; most answers have none.
     """
 
     instance: str
@@ -42,7 +50,7 @@ class EngineAnswer:
     headers: Mapping[str, str]
     begun: bytes
     gate: EventGate | None = None
-    response: aiohttp.ClientResponse | None = None
+    connection: EngineConnection | None = None
     correction: Correction | None = None
 
     @property
@@ -51,10 +59,30 @@ class EngineAnswer:
         return self.gate is not None
 
     def close(self) -> None:
-        """Cut the connection if the answer is not over; the engine then aborts its request."""
-        if self.response is not None:
-            self.response.close()
-            self.response = None
+        """Give the connection back, or cut it if the answer is not over; the engine then aborts its
+        request.
+        """
+        if self.connection is not None:
+            self.connection.release()
+            self.connection = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """An endpoint of an engine, and the beginning of each request to it."""
+
+    host: str
+    port: int
+    is_tls: bool
+    request_line: bytes
+
+    @classmethod
+    def of(cls, url: URL) -> _Target:
+        """ValueError for what is no URL of HTTP."""
+        if url.scheme not in ("http", "https") or url.host is None or url.port is None:
+            raise ValueError(f"{url} is no URL of an engine")
+        line = f"POST {url.raw_path_qs} HTTP/1.1\r\nHost: {url.host_port_subcomponent}\r\n"
+        return cls(url.host, url.port, url.scheme == "https", line.encode("ascii"))
 
 
 class EngineHttpClient:
@@ -67,27 +95,17 @@ class EngineHttpClient:
         self._timeouts = timeouts
         self._access = access
         self._max_answer_bytes = max_answer_bytes
-        self._urls: dict[tuple[str, str], URL] = {}
-        self._session = aiohttp.ClientSession(
-            # No limit: the gateway's own limits bound the requests, and a queue here would be
-            # invisible.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
-            timeout=aiohttp.ClientTimeout(
-                # No total limit: a long answer may stream for hours.
-                total=None,
-                sock_connect=timeouts.connect_s,
-                sock_read=timeouts.engine_silence_s,
-            ),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            trust_env=False,
-            skip_auto_headers=("User-Agent",),
-            read_bufsize=_READ_BUFFER_BYTES,
+        self._targets: dict[tuple[str, str], _Target] = {}
+        self._usual_tls: ssl.SSLContext | None = None
+        self._connections = EngineConnections(
+            connect_s=timeouts.connect_s,
+            silence_s=timeouts.engine_silence_s,
+            keep_alive_s=_KEEP_ALIVE_S,
         )
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._session.close()
+        self._connections.close()
 
     async def open(
         self, instance: str, engine_url: str, path: str, body: bytes, headers: Mapping[str, str]
@@ -98,27 +116,32 @@ class EngineHttpClient:
         `EngineTimeout` when it stays silent. Cancelling closes the connection.
         """
         try:
-            response = await self._session.post(
-                self._url(engine_url, path),
-                data=body,
-                headers={**headers, **self._access.headers},
-                allow_redirects=False,
-                ssl=self._access.tls(),
-            )
+            target = self._target(engine_url, path)
+            head = _request_head(target, {**headers, **self._access.headers}, len(body))
+            address = Address(target.host, target.port, self._tls() if target.is_tls else None)
+            connection = await self._connections.take(address)
             try:
-                return await self._begin(instance, response)
+                connection.ask(head, body)
+                beginning = _Beginning(instance, connection.parser, self._max_answer_bytes)
+                await connection.read(beginning.take)
+                answer = beginning.answer()
             except BaseException:
                 # Also after a cancellation: the engine notices it and aborts its request.
-                response.close()
+                connection.cut()
+                connection.release()
                 raise
-        # Before `ClientError`, which it is a kind of: a silent engine leaves no time for another
+        # Before `AnswerBroken`, which it is a kind of: a silent engine leaves no time for another
         # try.
-        except aiohttp.SocketTimeoutError:
+        except EngineSilent:
             raise EngineTimeout(
                 instance, f"no answer within {self._timeouts.engine_silence_s:g} s"
             ) from None
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (AnswerBroken, OSError, ValueError) as error:
             raise EngineLost(instance, str(error) or type(error).__name__) from error
+        answer.connection = connection
+        if not answer.is_stream:
+            answer.close()
+        return answer
 
     async def render(
         self, instance: str, engine_url: str, path: str, body: bytes, headers: Mapping[str, str]
@@ -137,53 +160,89 @@ class EngineHttpClient:
         answer.close()
         return answer.status, answer.begun
 
-    async def _begin(self, instance: str, response: aiohttp.ClientResponse) -> EngineAnswer:
-        is_stream = response.status == 200 and response.content_type == EVENT_STREAM
-        if not is_stream:
-            body = await self._read_whole(instance, response)
-            return EngineAnswer(instance, response.status, response.headers, body)
-        gate = EventGate()
-        begun = b""
-        # Comments alone (keep-alive) are no answer.
-        while (data := first_data(begun)) is None:
-            chunk = await response.content.readany()
-            if not chunk:
-                raise EngineLost(instance, "the stream ended before its first event")
-            begun += gate.feed(chunk)
-        if data.startswith(b'{"error"') and (error := _error_of(data)) is not None:
-            # An error instead of the first token. Nothing has been sent to the client yet, so it
-            # can still get a status and an error body.
-            response.close()
-            status, body = error
-            return EngineAnswer(instance, status, {"Content-Type": JSON_TYPE}, body)
-        return EngineAnswer(
-            instance, response.status, response.headers, begun, gate=gate, response=response
-        )
+    def _tls(self) -> ssl.SSLContext:
+        found = self._access.tls()
+        if isinstance(found, ssl.SSLContext):
+            return found
+        if self._usual_tls is None:
+            self._usual_tls = ssl.create_default_context()
+        return self._usual_tls
 
-    async def _read_whole(self, instance: str, response: aiohttp.ClientResponse) -> bytes:
-        body = bytearray()
-        while chunk := await response.content.readany():
-            body += chunk
-            if len(body) > self._max_answer_bytes:
-                raise EngineLost(
-                    instance, f"its answer is longer than {self._max_answer_bytes} bytes"
-                )
-        whole = bytes(body)
-        if not _is_framed(response) and not _is_json(whole):
-            raise EngineLost(instance, "the answer ended short")
-        if response.status == 200 and not whole:
-            raise EngineLost(instance, "the answer is empty")
-        return whole
-
-    def _url(self, engine_url: str, path: str) -> URL:
+    def _target(self, engine_url: str, path: str) -> _Target:
         # Parsing costs more than the look-up. Engines are few, and there are four paths.
         key = (engine_url, path)
-        url = self._urls.get(key)
-        if url is None:
-            if len(self._urls) > 4096:
-                self._urls.clear()
-            url = self._urls[key] = URL(engine_url.rstrip("/") + path)
-        return url
+        target = self._targets.get(key)
+        if target is None:
+            if len(self._targets) > _MAX_TARGETS:
+                self._targets.clear()
+            target = self._targets[key] = _Target.of(URL(engine_url.rstrip("/") + path))
+        return target
+
+
+class _Beginning:
+    """Collects an answer until it has begun: the whole body, or the first event of a stream."""
+
+    def __init__(self, instance: str, parser: AnswerParser, max_bytes: int) -> None:
+        self._instance = instance
+        self._parser = parser
+        self._max_bytes = max_bytes
+        self._body = bytearray()
+        self._gate: EventGate | None = None
+        self._data: bytes | None = None
+        """What follows the first `data:` of a stream."""
+
+    def take(self, piece: bytes) -> bool:
+        """Take a piece of the body; False once there is enough of it."""
+        if self._is_stream:
+            gate = self._gate = self._gate or EventGate()
+            events = gate.feed(piece)
+            self._body += events
+            # Comments alone (keep-alive) are no answer.
+            self._data = first_data(events)
+            return self._data is None and self._is_short
+        self._body += piece
+        return self._is_short
+
+    def answer(self) -> EngineAnswer:
+        """The answer that has begun. Raises `EngineLost` if it is none."""
+        parser, begun = self._parser, bytes(self._body)
+        if not self._is_short:
+            text = f"its answer is longer than {self._max_bytes} bytes"
+            raise EngineLost(self._instance, text)
+        if not self._is_stream:
+            if not parser.is_framed and not _is_json(begun):
+                raise EngineLost(self._instance, "the answer ended short")
+            if parser.status == 200 and not begun:
+                raise EngineLost(self._instance, "the answer is empty")
+            return EngineAnswer(self._instance, parser.status, parser.headers, begun)
+        if self._data is None:
+            raise EngineLost(self._instance, "the stream ended before its first event")
+        if self._data.startswith(b'{"error"') and (error := _error_of(self._data)) is not None:
+            # An error instead of the first token. Nothing has been sent to the client yet, so it
+            # can still get a status and an error body.
+            status, body = error
+            return EngineAnswer(self._instance, status, {"Content-Type": JSON_TYPE}, body)
+        return EngineAnswer(self._instance, parser.status, parser.headers, begun, gate=self._gate)
+
+    @property
+    def _is_short(self) -> bool:
+        return len(self._body) <= self._max_bytes
+
+    @property
+    def _is_stream(self) -> bool:
+        return self._parser.status == 200 and self._parser.content_type == EVENT_STREAM
+
+
+def _request_head(target: _Target, headers: Mapping[str, str], num_body_bytes: int) -> bytes:
+    """Raises ValueError for a header that would end before its value does."""
+    lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    if not lines.count("\n") == lines.count("\r") == len(headers):
+        raise ValueError("a header has a line break")
+    return b"%bAccept: */*\r\nContent-Length: %d\r\n%b\r\n" % (
+        target.request_line,
+        num_body_bytes,
+        lines.encode("utf-8"),
+    )
 
 
 class _StreamedErrorBody(msgspec.Struct):
@@ -202,12 +261,6 @@ def _error_of(data: bytes) -> tuple[int, bytes] | None:
     except (msgspec.MsgspecError, RecursionError):
         return None
     return (code if isinstance(code, int) and 400 <= code < 600 else 500), body
-
-
-def _is_framed(response: aiohttp.ClientResponse) -> bool:
-    """Whether HTTP can tell the end of this body from a broken connection."""
-    headers = response.headers
-    return "Content-Length" in headers or "chunked" in headers.get("Transfer-Encoding", "").lower()
 
 
 def _is_json(body: bytes) -> bool:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import aiohttp
 from aiohttp import web
 
 logger = logging.getLogger("prfaas.deploy.gateway")
+
+_BUFFERED_BYTES: Final = 32 << 10
+"""Half of what a transport takes before its writers have to wait; heads come on top."""
 
 
 class ClientPatience(NamedTuple):
@@ -30,15 +33,21 @@ async def send_whole(
     """
     if response.prepared or not isinstance(response, web.Response):
         return
-    watch = SlowClientWatch(request, patience)
-    watch.given(response.content_length or 0)
+    transport, num_bytes = request.transport, response.content_length or 0
+    waiting_bytes = 0 if transport is None else transport.get_write_buffer_size()
+    watch: SlowClientWatch | None = None
+    # Less than this is buffered whatever the client does, so nobody waits for it.
+    if waiting_bytes + num_bytes > _BUFFERED_BYTES:
+        watch = SlowClientWatch(request, patience)
+        watch.given(num_bytes)
     try:
         await response.prepare(request)
         await response.write_eof()
     except (aiohttp.ClientError, OSError) as error:
         logger.info("a client did not take its answer: %s", str(error) or type(error).__name__)
     finally:
-        watch.stop()
+        if watch is not None:
+            watch.stop()
 
 
 class SlowClientWatch:

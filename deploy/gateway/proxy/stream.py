@@ -16,9 +16,10 @@ from aiohttp import web
 
 from deploy.gateway.errors import ApiError
 from deploy.gateway.proxy.engine import EngineAnswer
+from deploy.gateway.proxy.engine_connection import AnswerBroken
 from deploy.gateway.proxy.slow_client import ClientPatience, SlowClientWatch
-from deploy.gateway.proxy.sse import error_event
-from deploy.gateway.proxy.usage import in_events
+from deploy.gateway.proxy.sse import EventGate, error_event
+from deploy.gateway.proxy.usage import Correction, in_events
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -74,44 +75,94 @@ async def relay_stream(
     When the engine breaks off, the client gets an error event and the connection is closed without
     the end-of-body mark. Cancelling (the client went away) closes the connection to the engine.
     """
-    gate, response = answer.gate, answer.response
-    if gate is None or response is None:
+    gate, engine = answer.gate, answer.connection
+    if gate is None or engine is None:
         raise ValueError("not a stream")
     watch = SlowClientWatch(request, patience)
-    data, error, correction = answer.begun, "", answer.correction
-    sent_bytes = 0
+    relay = _Relay(gate, request, client, watch, answer.correction)
+    relay.held, error = answer.begun, ""
     try:
-        while True:
-            if correction is not None and (places := in_events(data)):
-                data = await correction.apply(data, places)
-            # Empty while an event is unfinished.
-            if data:
-                watch.given(len(data))
-                await _write(client, data)
-                sent_bytes += len(data)
+        # The first piece goes out with the head; later ones come here only if they have to wait.
+        while relay.held:
+            await relay.send_held()
             try:
-                chunk = await response.content.readany()
-            except (aiohttp.ClientError, OSError, TimeoutError) as broken:
-                error = str(broken) or type(broken).__name__
-                break
-            if not chunk:
-                break
-            data = gate.feed(chunk)
+                await engine.read(relay.take)
+            except AnswerBroken as broken:
+                error = str(broken)
         # A clean end of the body is not enough: a dying engine may close its connection cleanly.
         if not gate.is_done:
             error = error or "the stream ended without [DONE]"
             await _break_off(answer.instance, request, client, error)
-            return StreamEnd("engine_lost", sent_bytes, error)
+            return StreamEnd("engine_lost", relay.num_bytes, error)
         if not error:
             # Bytes after the end mark without a blank line are forwarded as well.
             await _write(client, gate.rest())
-            answer.response = None
-        return StreamEnd("ok", sent_bytes, last_data=gate.last_data())
+        return StreamEnd("ok", relay.num_bytes, last_data=gate.last_data())
     except ClientGone as gone:
-        return StreamEnd("client_gone", sent_bytes, str(gone))
+        return StreamEnd("client_gone", relay.num_bytes, str(gone))
     finally:
         watch.stop()
         answer.close()
+
+
+class _Relay:
+    """Passes events on within the callback that received them, as long as nothing has to wait.
+
+    It writes past aiohttp's response, which would cost a coroutine for each event, in the framing
+    that this response has announced.
+    """
+
+    def __init__(
+        self,
+        gate: EventGate,
+        request: web.Request,
+        client: web.StreamResponse,
+        watch: SlowClientWatch,
+        correction: Correction | None,
+    ) -> None:
+        self.held = b""
+        """Whole events that must wait: for a slow client, or for a number in them."""
+        self.num_bytes = 0
+        """Bytes of the body that were given to the client."""
+        self._gate = gate
+        self._request = request
+        self._client = client
+        self._watch = watch
+        self._correction = correction
+        self._is_chunked = client.headers.get("Transfer-Encoding") == "chunked"
+
+    def take(self, piece: bytes) -> bool:
+        """Pass on the events that end in `piece`; False if they are held instead."""
+        events = self._gate.feed(piece)
+        if not events:
+            return True
+        transport = self._request.transport
+        if (
+            transport is None
+            or transport.is_closing()
+            or self._request.protocol.writing_paused
+            or (self._correction is not None and in_events(events))
+        ):
+            self.held = events
+            return False
+        num_bytes = len(events)
+        self._watch.given(num_bytes)
+        self.num_bytes += num_bytes
+        transport.write(b"%x\r\n%b\r\n" % (num_bytes, events) if self._is_chunked else events)
+        return True
+
+    async def send_held(self) -> None:
+        """Send what is held once it can be sent. Raises `ClientGone`."""
+        events, self.held = self.held, b""
+        if self._correction is not None and (places := in_events(events)):
+            events = await self._correction.apply(events, places)
+        self._watch.given(len(events))
+        await _write(self._client, events)
+        self.num_bytes += len(events)
+        try:
+            await self._request.writer.drain()
+        except (aiohttp.ClientError, OSError) as error:
+            raise ClientGone(str(error) or type(error).__name__) from None
 
 
 async def _write(client: web.StreamResponse, data: bytes) -> None:

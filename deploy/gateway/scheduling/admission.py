@@ -84,7 +84,7 @@ class AdmissionOverview(msgspec.Struct, frozen=True):
 
 
 class Decides(Protocol):
-    """Answers an event; `RegionScheduler.ask` does."""
+    """Answers an event; `RegionScheduler.tell` does."""
 
     def __call__(self, event: Event[R], /) -> R: ...
 
@@ -309,10 +309,12 @@ class _Metrics:
         self._in_flight = Gauge(
             prefix + "tenant_in_flight", "Requests let in.", ("tenant",), registry=registry
         )
-        for reason in _LET_IN:
-            self._verdicts.labels("admitted", reason.value)
-        for reason in _MESSAGES:
-            self._verdicts.labels("refused", reason.value)
+        # Every request needs one of these, and looking it up by labels costs more than counting.
+        self._by_reason = {
+            (word, reason): self._verdicts.labels(word, reason.value)
+            for word, reasons in (("admitted", _LET_IN), ("refused", _MESSAGES))
+            for reason in reasons
+        }
         self.show(config)
 
     def show(self, config: AdmissionSection) -> None:
@@ -324,7 +326,7 @@ class _Metrics:
     def judged(self, verdict: Verdict, load: float | None) -> None:
         """Count one request, and the load that it would meet if that is known."""
         word = "admitted" if verdict.admitted else "refused"
-        self._verdicts.labels(word, verdict.reason.value).inc()
+        self._by_reason[word, verdict.reason].inc()
         if load is not None:
             self._load.observe(load)
 

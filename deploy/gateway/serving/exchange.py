@@ -82,11 +82,6 @@ class Services:
         decoding = self.reports().get(pd)
         return adapter_places(inbound.model, inbound.adapter, decoding, self.prefill_reports())
 
-    def tell_ended(self, cluster: str, instance: str) -> None:
-        """Tell a PD cluster's front, in the background, that an instance is done with a request."""
-        ended = self.pds[cluster].request_ended(instance)
-        self.background.spawn(ended, f"end at {instance}")
-
 
 @dataclass(slots=True)
 class Exchange:

@@ -181,7 +181,7 @@ async def _render(services: Services, exchange: Exchange) -> TokenIds:
         raise NotRendered(Reason.RENDER_UNAVAILABLE) from error
     # Rendering uses the engine, so the front counts it until here.
     finally:
-        services.tell_ended(pd, target.instance)
+        services.pds[pd].request_ended(target.instance)
     services.feedback.counted(inbound.model, inbound.content, len(token_ids))
     exchange.counted(len(token_ids), exchange.elapsed_s() - started_s)
     return token_ids

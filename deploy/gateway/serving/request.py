@@ -205,7 +205,7 @@ class Serving:
         nodes = plan.cached.direct_nodes()
         target = await direct_target(services, exchange, pd, self._lost_instances, nodes)
         if target.instance in self._lost_instances and self._lost_pds.may_leave(pd):
-            services.tell_ended(pd, target.instance)
+            services.pds[pd].request_ended(target.instance)
             raise NoInstance(f"{pd}: the only engine left has failed this request")
         # Taken before the request is sent: the engine may answer before `open` returns.
         begun_s = services.scheduler.clock()
@@ -392,4 +392,4 @@ class Serving:
     def _leave(self, pd: str, instance: str) -> None:
         """Tell the scheduler and the PD front that `instance` is done with the request."""
         self._feedback.over(instance)
-        self._services.tell_ended(pd, instance)
+        self._services.pds[pd].request_ended(instance)
