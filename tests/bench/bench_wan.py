@@ -10,8 +10,10 @@ layer    16 MiB of 64 KiB blocks at a time, each acknowledged before the next.
 burst    16 MiB after 10 s of silence, against the same without the silence.
 
 Peers take turns in every round; the tables have medians, the JSON every transfer and what the link
-lost, dropped and delivered late in it. iperf3's streams are the limit: each runs without its first
-second, so it pays neither for the start nor for the last acknowledgement, which transfers do.
+lost, dropped and delivered late in it. A transfer counts from the call that begins it to the
+acknowledgement of its last byte, so that it pays for its start, its tail and a round trip.
+iperf3's streams are the limit: they count what the receiver read after their first second, so they
+pay for none of these.
 Sessions are new at every path: what TCP learnt of one is wrong on another. A peer's first
 transfers there are not counted. NIXL spins a core at each site while it is open, so it is opened
 anew for each of its turns. The default takes about 8 minutes and asks other peers only for goodput;

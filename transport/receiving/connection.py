@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from transport.errors import LinkError, LocalError, PeerError, TransportError, bare
-from transport.sockets import PlainStream, SocketOwner, Stream, prepare
+from transport.sockets import PlainStream, SocketOwner, Stream, is_near, prepare
 from transport.tls import tls_handshake, wrap_tls
 from transport.wire.frames import FrameType, encode_reason
 from transport.wire.receiver_session import ReceiverSession
@@ -113,6 +113,10 @@ class IncomingConnection:
         if isinstance(error, PeerError) and self._error is None:
             self._say_farewell()
         self._receiver.forget(self._number)
+        # Another thread may be about to push: it must not send to a descriptor that is closed, and
+        # then perhaps that of another connection.
+        with self._outbox_lock:
+            self._stream = None
         self._owner.close()
 
     def _error_of(self, session: ReceiverSession) -> TransportError:
@@ -135,7 +139,7 @@ class IncomingConnection:
         prepare(self._sock, self._config)
         tls = self._receiver.tls
         if tls is None:
-            self._stream = PlainStream(self._sock)
+            self._stream = PlainStream(self._sock, is_near=is_near(self._sock))
             self._own(self._stream)
             return self._stream
         wrapped = wrap_tls(tls.context, self._sock, is_server=True)
