@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from transport.backoff import Backoff
+from transport.codec.coder import RAW_CHUNK
 from transport.config import TlsFiles
 from transport.errors import LinkError, LocalError, PeerError, TransportError, bare, release_frames
 from transport.receiving.incoming import RAW_LENGTH
@@ -231,12 +232,13 @@ class Lane(WaitingLane):
         return self._left_over.work if self._left_over is not None else None
 
     def send_now(self, work: Work) -> Coded | None:
-        """Send what the kernel takes at once; what does not fit is `left_over` afterwards. Only for
-        a thread that has borrowed the lane. The result is that of `_send`. When the connection
-        ends, `error` is set. Without `left_over`, nobody reads the bytes any more.
+        """Send what the kernel takes at once, not coded; what does not fit is `left_over`
+        afterwards. Only for a thread that has borrowed the lane. The result is that of `_send`.
+        When the connection ends, `error` is set. Without `left_over`, nobody reads the bytes any
+        more.
         """
         assert self._serving is not None
-        sending = self._encode(work)
+        sending = self._encode(work, may_code=False)
         try:
             sending.buffers = self._serving.send_some(sending.buffers)
         except TransportError as error:
@@ -268,7 +270,7 @@ class Lane(WaitingLane):
         self._note_sent(sending)
         return sending.coded
 
-    def _encode(self, work: Work) -> _Sending:
+    def _encode(self, work: Work, *, may_code: bool = True) -> _Sending:
         """The frames of a piece of work."""
         control = self._control(work)
         buffers = list(control)
@@ -279,7 +281,7 @@ class Lane(WaitingLane):
                 transfer_id = work.transfer.spec.transfer_id
                 buffers.append(encode_frame(FrameType.DIGEST, transfer_id, digest))
             if work.data is not None:
-                coded = self._add_data(buffers, work, *work.data)
+                coded = self._add_data(buffers, work, *work.data, may_code=may_code)
         except Exception as error:
             self._link.unreadable(work, error)
             # The core counts these frames as sent, and later DATA needs the OPEN.
@@ -310,10 +312,14 @@ class Lane(WaitingLane):
             buffers.append(encode_reason(FrameType.CANCEL, "cancelled", reason, spec.transfer_id))
         return buffers
 
-    def _add_data(self, buffers: list[Buffer], work: Work, start: int, end: int) -> Coded:
+    def _add_data(
+        self, buffers: list[Buffer], work: Work, start: int, end: int, *, may_code: bool
+    ) -> Coded:
         spec, raw_bytes = work.transfer.spec, end - start
         views = self._link.space(work.transfer).views(start, raw_bytes)
-        chunk = self._link.coder.encode(views, start, spec.elements, self._peer_features)
+        chunk = RAW_CHUNK
+        if may_code:
+            chunk = self._link.coder.encode(views, start, spec.elements, self._peer_features)
         body: list[Buffer] = list(views)
         if chunk.payload is not None:
             body = [RAW_LENGTH.pack(raw_bytes), chunk.payload]

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from transport.codec.coder import LinkCoder
-from transport.config import KIB, TlsFiles, TransportConfig
+from transport.config import TlsFiles, TransportConfig
 from transport.endpoint import Endpoint
 from transport.errors import LinkError, LocalError, TransportError
 from transport.interfaces import ByteSpace, OutgoingSpec, TransferListener, TransferProgress
 from transport.rotating import Rotating
+from transport.sending.direct import DirectSending
 from transport.sending.lane import Lane
 from transport.sending.link import LinkCore
 from transport.sending.link_meter import LinkMeter
@@ -39,8 +40,6 @@ logger = logging.getLogger("prfaas.transport")
 # many handshakes in a row. TLS says the same of a wrong peer and of a byte that was damaged on its
 # way, which what says "version" has a checksum against.
 _HOPELESS = {"version": 1, "tls": 2}
-MAX_DIRECT_BYTES = 64 * KIB
-"""Most bytes that `ready` sends by itself: some 50 microseconds of the caller's time."""
 
 
 class SenderLink:
@@ -74,6 +73,7 @@ class SenderLink:
         self._meter = LinkMeter(config, self.coder)
         self.lock = threading.Lock()
         self._waiting: WaitingLanes[Lane] = WaitingLanes()
+        self._direct = DirectSending(self.lock, self._core, self._waiting, self.coder)
         self._wanted = threading.Condition(self.lock)
         self._acked = threading.Condition(self.lock)
         self._num_waiting = 0
@@ -108,53 +108,15 @@ class SenderLink:
         self._stir()
 
     def ready(self, transfer: OutgoingState, ranges: Iterable[Range]) -> None:
-        """[start, end) of each range may be sent. A little is sent at once, by this thread."""
+        """[start, end) of each range may be sent."""
         with self.lock:
             now_s = time.monotonic()
             gained = sum(self._core.ready(transfer, *each, now_s) for each in ranges)
-            if not gained:
-                return
-            lane = self._borrowed_for(transfer)
-            if lane is None:
+            loan = self._direct.begin(transfer, now_s) if gained else None
+            if gained and loan is None:
                 self._waiting.wake(1 + gained // self.config.frame_bytes)
-                return
-            work = self._core.take(lane.connection, now_s)
-        coded, is_done = None, False
-        try:
-            if work is not None:
-                coded, is_done = lane.send_now(work), True
-        finally:
-            # An interrupt may have cut a frame in two.
-            if work is not None and not is_done:
-                lane.abort(LocalError("internal", "interrupted in the middle of a frame"))
-            self._give_back(lane, work, coded)
-
-    def _borrowed_for(self, transfer: OutgoingState) -> Lane | None:
-        """A lane for all that this transfer has to send, if that is little, raw, and all there is
-        to do.
-        """
-        dispatch = self._core.dispatch
-        if transfer.unsent.total > MAX_DIRECT_BYTES or not dispatch.has_only_data_of(transfer):
-            return None
-        if dispatch.has_budgets or self.coder.codec_name != "raw":
-            return None
-        return self._waiting.borrow()
-
-    def _give_back(self, lane: Lane, work: Work | None, coded: Coded | None) -> None:
-        """End a loan. None for `coded`: the work failed."""
-        with self.lock:
-            if work is not None and lane.left_over is None:
-                self._core.sent(
-                    lane.connection,
-                    work,
-                    time.monotonic(),
-                    whole=coded is not None,
-                    coded=coded or RAW_CODED,
-                )
-            # Its own thread makes it end, and calls listeners, which may not be called from here.
-            wakes = lane.left_over is not None or lane.error is not None
-            wakes = wakes or self._core.has_effects or self._core.dispatch.has_work
-            self._waiting.give_back(lane, wakes=wakes)
+        if loan is not None:
+            self._direct.send(loan)
 
     def cancel(self, transfer: OutgoingState, reason: str) -> None:
         with self.lock:
@@ -186,8 +148,8 @@ class SenderLink:
                 stream = lane.stream
                 if stream is not None:
                     self._core.kernel_queue(connection, stream.unsent_bytes(), now_s)
-                deadline_s = lane.deadline_s  # read once, since the lane may clear it now
-                if deadline_s is not None and now_s >= deadline_s:
+                # Read once, since the lane may clear it now.
+                if (deadline_s := lane.deadline_s) is not None and now_s >= deadline_s:
                     lane.abort(LinkError("handshake_timeout", "no answer to HELLO"))
             self._core.expire(now_s)
             # A warm link stays open without transfers, as if it had some.
@@ -216,20 +178,15 @@ class SenderLink:
         self._meter.grow_buffers(streams)
 
     def state(self) -> LinkState:
-        """The present state of this link."""
         with self.lock:
             standing = self._core.connections()
             streams = {n: stream for n, stream in self._streams().items() if n in standing}
             carrying = frozenset(filter(self._core.carries_data, standing))
             backlog = self._core.backlog(time.monotonic())
-            acked_bytes, trouble = self._core.acked_bytes, self._core.trouble
+            acked, trouble = self._core.acked_bytes, self._core.trouble
+        name = str(self.endpoint)
         return self._meter.state(
-            str(self.endpoint),
-            streams,
-            carrying,
-            acked_bytes=acked_bytes,
-            backlog=backlog,
-            trouble=trouble,
+            name, streams, carrying, acked_bytes=acked, backlog=backlog, trouble=trouble
         )
 
     def _streams(self) -> dict[int, SocketOwner]:
@@ -319,8 +276,8 @@ class SenderLink:
     def next_work(
         self, lane: Lane, done: Work | None, *, whole: bool = True, coded: Coded = RAW_CODED
     ) -> Work:
-        """End the work `done` and wait for the next: first what a thread that borrowed the lane has
-        left over. Raises the error that ended the connection.
+        """End the work `done` and wait for the next, or for what a loan of the lane left over.
+        Raises the error that ended the connection.
         """
         while True:
             with self.lock:
@@ -346,20 +303,16 @@ class SenderLink:
     def _wait_for_work(self, lane: Lane, now_s: float) -> None:
         """Sleep until there is work, or until pacing allows more; one lane watches the clock for
         all. `now_s` is the time at which there was no work: at a later time pacing might already
-        allow more, and the lane would not wait for a time. A lane that carries no data would take a
-        wake-up for work and not do the work, so it is on standby.
+        allow more, and the lane would not wait for a time.
         """
-        if not self._core.carries_data(lane.connection):
-            self._waiting.sleep(lane, is_standby=True)
-            return
-        delay_s = None if self._someone_paces else self._core.dispatch.delay_s(now_s)
-        if delay_s is None:
-            self._waiting.sleep(lane)
-            return
-        self._someone_paces = True
-        try:
-            self._waiting.sleep(lane, delay_s)
-        finally:
+        # A lane that carries no data would take a wake-up for work and not do the work.
+        is_standby = not self._core.carries_data(lane.connection)
+        delay_s = None
+        if not is_standby and not self._someone_paces:
+            delay_s = self._core.dispatch.delay_s(now_s)
+        self._someone_paces |= delay_s is not None
+        self._waiting.sleep(lane, delay_s, is_standby=is_standby)
+        if delay_s is not None:
             self._someone_paces = False
             self._waiting.wake()
 
@@ -415,9 +368,8 @@ class SenderLink:
             self._waiting.wake_all()
 
     def _pop_effects(self) -> list[Effect]:
-        """Take the core's effects; called with the lock. One may be the end of a transfer, for
-        which threads in `wait_acked` must wake up.
-        """
+        """Take the core's effects; called with the lock."""
+        # One may be the end of a transfer, for which threads in `wait_acked` must wake up.
         effects = self._core.pop_effects()
         if effects and self._num_waiting:
             self._acked.notify_all()
