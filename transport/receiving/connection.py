@@ -1,7 +1,7 @@
 """One connection of a receiver: its socket, its thread, and the answers that wait to be sent.
 
 The thread reads straight into the transfer's memory, verifies, and acknowledges when nothing more
-is waiting. It waits for announced data for a millisecond at most. Frames that other threads cause
+is waiting. On a near path it waits for announced data for a millisecond at most. Frames that other threads cause
 (such as a drop) go through the connection's outbox, which never blocks. The rules are in
 `ReceiverSession`.
 """
@@ -15,7 +15,8 @@ import time
 from typing import TYPE_CHECKING
 
 from transport.errors import LinkError, LocalError, PeerError, TransportError, bare
-from transport.sockets import PlainStream, SocketOwner, Stream, is_near, prepare
+from transport.socket_options import is_near, prepare
+from transport.sockets import PlainStream, SocketOwner, Stream
 from transport.tls import tls_handshake, wrap_tls
 from transport.wire.frames import FrameType, encode_reason
 from transport.wire.receiver_session import ReceiverSession
@@ -53,6 +54,7 @@ class IncomingConnection:
         self._session: ReceiverSession | None = None
         self._error: TransportError | None = None
         self._keeps_place = False
+        self._is_near = True
         self._farewell_s: float | None = None
         self._outbox = bytearray()
         self._outbox_lock = threading.Lock()
@@ -137,9 +139,10 @@ class IncomingConnection:
 
     def _open_stream(self) -> Stream:
         prepare(self._sock, self._config)
+        self._is_near = is_near(self._sock)
         tls = self._receiver.tls
         if tls is None:
-            self._stream = PlainStream(self._sock, is_near=is_near(self._sock))
+            self._stream = PlainStream(self._sock, is_near=self._is_near)
             self._own(self._stream)
             return self._stream
         wrapped = wrap_tls(tls.context, self._sock, is_server=True)
@@ -170,7 +173,8 @@ class IncomingConnection:
         buffers = session.buffers()
         count = 0
         if session.has_answers:
-            if session.may_wait:
+            # On a far path the rest of a frame takes longer than an acknowledgement may wait.
+            if session.may_wait and self._is_near:
                 stream.wait_readable(MORE_S)
             count = stream.try_receive(buffers)
         if not count:

@@ -24,6 +24,7 @@ from transport.sending.link_work import Work
 from transport.sending.outgoing import RAW_CODED, Coded
 from transport.sending.paths import RETURN_S, PathChoice
 from transport.sending.waiting_lanes import WaitingLane
+from transport.socket_options import prepare_to_send, suit_to_distance
 from transport.sockets import (
     Buffer,
     PlainStream,
@@ -31,9 +32,7 @@ from transport.sockets import (
     Stream,
     connect,
     leave_from,
-    prepare_to_send,
     resolve,
-    suit_to_distance,
 )
 from transport.tls import RegionTls, tls_handshake, wrap_tls
 from transport.wire.digest import digest_of

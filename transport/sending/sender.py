@@ -21,7 +21,7 @@ from transport.sending.link_state import LinkState
 from transport.sending.outgoing import OutgoingState
 from transport.sending.paths import LinkPath
 from transport.sending.sender_link import SenderLink
-from transport.sockets import usable_congestion
+from transport.socket_options import usable_congestion
 from transport.tls import client_tls
 from transport.wire.ranges import Range
 
