@@ -1,9 +1,9 @@
 """One connection of a receiver: its socket, its thread, and the answers that wait to be sent.
 
 The thread reads straight into the transfer's memory, verifies, and acknowledges when nothing more
-is waiting. On a near path it waits for announced data for a millisecond at most. Frames that other threads cause
-(such as a drop) go through the connection's outbox, which never blocks. The rules are in
-`ReceiverSession`.
+is waiting. On a near path it waits for announced data for a millisecond at most. Frames that other
+threads cause (such as a drop) go through the connection's outbox, which never blocks. The rules are
+in `ReceiverSession`.
 """
 
 from __future__ import annotations
