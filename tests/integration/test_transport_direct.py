@@ -17,7 +17,9 @@ from transport.sending.sender import OutgoingTransfer
 from transport.testing.proxy import HurtfulProxy
 
 KIB = 1024
-CONFIG = TransportConfig(num_connections=2, reconnect_first_s=0.02, reconnect_max_s=0.1)
+CONFIG = TransportConfig(
+    num_connections=2, autotune=False, reconnect_first_s=0.02, reconnect_max_s=0.1
+)
 
 
 class WatchedSpace(MemorySpace):
