@@ -71,8 +71,10 @@ class Stream(Protocol):
         """Store the bytes that have arrived and return their number, which may be 0."""
         ...
 
-    def wait_readable(self, timeout_s: float) -> None:
-        """Wait until there are bytes to receive, or the connection ended, at most this long."""
+    def wait_readable(self, timeout_s: float) -> bool:
+        """Wait until there are bytes to receive, or the connection ended, at most this long.
+        Returns False if it is sure that there are none.
+        """
         ...
 
     def unsent_bytes(self) -> int:
@@ -243,9 +245,9 @@ class PlainStream(SocketOwner):
         except BlockingIOError:
             return 0
 
-    def wait_readable(self, timeout_s: float) -> None:
+    def wait_readable(self, timeout_s: float) -> bool:
         """As Stream.wait_readable."""
-        self._readable.poll(1e3 * timeout_s)
+        return bool(self._readable.poll(1e3 * timeout_s))
 
     def _receive(self, buffers: Sequence[memoryview], flags: int) -> int:
         try:

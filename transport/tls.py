@@ -184,10 +184,11 @@ class TlsStream(SocketOwner):
         """
         return self._try_send(data)[0]
 
-    def wait_readable(self, timeout_s: float) -> None:
+    def wait_readable(self, timeout_s: float) -> bool:
         """As Stream.wait_readable, but returns at once: OpenSSL may hold bytes that poll does not
         see.
         """
+        return True
 
     def receive(self, buffers: Sequence[memoryview], *, fill: bool) -> int:
         total, size = 0, sum(map(len, buffers))

@@ -172,10 +172,7 @@ class IncomingConnection:
         """
         buffers = session.buffers()
         count = 0
-        if session.has_answers:
-            # On a far path the rest of a frame takes longer than an acknowledgement may wait.
-            if session.may_wait and self._is_near:
-                stream.wait_readable(MORE_S)
+        if session.has_answers and stream.wait_readable(self._patience_s(session)):
             count = stream.try_receive(buffers)
         if not count:
             session.flush_acks()
@@ -189,6 +186,12 @@ class IncomingConnection:
         if session.acks_due:
             session.flush_acks()
             self._push_outgoing(session)
+
+    def _patience_s(self, session: ReceiverSession) -> float:
+        """Seconds for which answers wait for more DATA. On a far path the rest of a frame takes
+        longer than an acknowledgement may wait.
+        """
+        return MORE_S if self._is_near and session.may_wait else 0.0
 
     def _push_outgoing(self, session: ReceiverSession) -> None:
         data = session.outgoing()
