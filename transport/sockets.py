@@ -26,22 +26,22 @@ from typing import Protocol
 
 from netmon import tcp_info
 from netmon.tcp_info import TcpInfo
-from transport import kernel_limits
-from transport.config import MIB, NEAR_RTT_S, TransportConfig
+from transport.config import KIB
 from transport.endpoint import Endpoint
 from transport.errors import LinkError, LocalError, TransportError
+from transport.socket_options import grow_send_buffer
 
 logger = logging.getLogger("prfaas.transport")
 
 Buffer = memoryview | bytes
 Address = tuple[object, ...]
 """A sockaddr as getaddrinfo returns it: the host comes first."""
-# Linux: the most buffers of one sendmsg or recvmsg (UIO_MAXIOV), and socket options that Python
-# does not name.
+# Linux: the most buffers of one sendmsg or recvmsg (UIO_MAXIOV), and an option that Python does not
+# name.
 IOV_MAX = 1024
-SO_SNDBUFFORCE, SO_MAX_PACING_RATE = 32, 47
 IP_BIND_ADDRESS_NO_PORT = 24
-MIN_SEND_BUFFER_BYTES, MAX_SEND_BUFFER_BYTES = 8 * MIB, 64 * MIB
+MAX_WAIT_BYTES = 512 * KIB
+"""Most bytes that a receiver on a far path lets arrive before it wakes."""
 
 
 class Stream(Protocol):
@@ -59,6 +59,10 @@ class Stream(Protocol):
         """
         ...
 
+    def send_some(self, buffers: Sequence[Buffer]) -> list[Buffer]:
+        """Send the bytes that the kernel takes now and return the others, which must be next."""
+        ...
+
     def receive(self, buffers: Sequence[memoryview], *, fill: bool) -> int:
         """Wait for bytes and store them; with `fill`, preferably until the buffers are full."""
         ...
@@ -67,8 +71,10 @@ class Stream(Protocol):
         """Store the bytes that have arrived and return their number, which may be 0."""
         ...
 
-    def wait_readable(self, timeout_s: float) -> None:
-        """Wait until there are bytes to receive, or the connection ended, at most this long."""
+    def wait_readable(self, timeout_s: float) -> bool:
+        """Wait until there are bytes to receive, or the connection ended, at most this long.
+        Returns False if it is sure that there are none.
+        """
         ...
 
     def unsent_bytes(self) -> int:
@@ -92,6 +98,21 @@ class SocketOwner:
         # Held while a call uses the descriptor, so that `close` cannot free its number in between.
         self._life = threading.Lock()
         self._closed = False
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
+
+    def wait_for_bytes(self, num_bytes: int) -> None:
+        """Wait until this many bytes can be received, or the connection has ended. They must be
+        sure to come. Unlike a call that receives them, this wakes once and not for every segment.
+        """
+        level, option = socket.SOL_SOCKET, socket.SO_RCVLOWAT
+        try:
+            self._sock.setsockopt(level, option, num_bytes)
+            self._readable.poll()
+            # A call that receives less than the mark would wait for the mark as well.
+            self._sock.setsockopt(level, option, 1)
+        except OSError as error:
+            raise lost(error) from error
 
     def unsent_bytes(self) -> int:
         with self._life:
@@ -146,7 +167,7 @@ class SocketOwner:
             if self._closed:
                 return 0
             try:
-                return _grow_send_buffer(self._sock)
+                return grow_send_buffer(self._sock)
             except OSError:
                 return 0
 
@@ -176,10 +197,9 @@ class SocketOwner:
 class PlainStream(SocketOwner):
     """TCP without TLS."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, *, is_near: bool = True) -> None:
         super().__init__(sock)
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
+        self._is_near = is_near
 
     def send(self, buffers: Sequence[Buffer]) -> None:
         pending = list(buffers)
@@ -190,6 +210,15 @@ class PlainStream(SocketOwner):
                 raise lost(error) from error
             pending = _skip(pending, count)
 
+    def send_some(self, buffers: Sequence[Buffer]) -> list[Buffer]:
+        try:
+            count = self._sock.sendmsg(buffers[:IOV_MAX], (), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            count = 0
+        except OSError as error:
+            raise lost(error) from error
+        return _skip(list(buffers), count)
+
     def try_send(self, data: Buffer) -> int:
         try:
             return self._sock.send(data, socket.MSG_DONTWAIT)
@@ -199,7 +228,16 @@ class PlainStream(SocketOwner):
             raise lost(error) from error
 
     def receive(self, buffers: Sequence[memoryview], *, fill: bool) -> int:
-        return self._receive(buffers, socket.MSG_WAITALL if fill else 0)
+        if not fill:
+            return self._receive(buffers, 0)
+        # On a near path it is faster to copy each segment while it is in the processor's cache.
+        # On a far one segments trickle in, and waking for each costs more than all copies.
+        if not self._is_near:
+            num_bytes = sum(map(len, buffers))
+            self.wait_for_bytes(min(num_bytes, MAX_WAIT_BYTES))
+            if num_bytes > MAX_WAIT_BYTES:
+                return self._receive(buffers, 0)
+        return self._receive(buffers, socket.MSG_WAITALL)
 
     def try_receive(self, buffers: Sequence[memoryview]) -> int:
         try:
@@ -207,9 +245,9 @@ class PlainStream(SocketOwner):
         except BlockingIOError:
             return 0
 
-    def wait_readable(self, timeout_s: float) -> None:
+    def wait_readable(self, timeout_s: float) -> bool:
         """As Stream.wait_readable."""
-        self._poll.poll(1e3 * timeout_s)
+        return bool(self._readable.poll(1e3 * timeout_s))
 
     def _receive(self, buffers: Sequence[memoryview], flags: int) -> int:
         try:
@@ -254,77 +292,6 @@ def listen(bind: Endpoint) -> socket.socket:
         sock.close()
         raise LocalError("bind", f"cannot listen on {bind}: {error.strerror or error}") from error
     return sock
-
-
-def prepare(sock: socket.socket, config: TransportConfig) -> None:
-    """Set the TCP options that both ends use."""
-    tcp = socket.IPPROTO_TCP
-    # Without it Nagle's algorithm holds short frames (ACK, OPEN, the end of DATA) back for an
-    # acknowledgement of the frame before.
-    sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
-    # RFC 5482: without it the kernel retransmits into a dead path for about 15 minutes
-    # (tcp_retries2).
-    sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, max(1, int(config.ack_timeout_s * 1000)))
-    if config.keepalive_idle_s:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(tcp, socket.TCP_KEEPIDLE, config.keepalive_idle_s)
-        sock.setsockopt(tcp, socket.TCP_KEEPINTVL, max(1, config.keepalive_interval_s))
-        sock.setsockopt(tcp, socket.TCP_KEEPCNT, max(1, config.keepalive_probes))
-
-
-def prepare_to_send(sock: socket.socket, config: TransportConfig) -> None:
-    """Set the TCP options of the end that sends data, before it connects."""
-    prepare(sock, config)
-    tcp = socket.IPPROTO_TCP
-    if config.notsent_lowat_bytes:
-        sock.setsockopt(tcp, socket.TCP_NOTSENT_LOWAT, config.notsent_lowat_bytes)
-    if config.pace_bytes_per_s:
-        # The link keeps the rate itself; this keeps a connection from sending a frame as a burst.
-        paced = min(int(1.1 * config.pace_bytes_per_s), 0xFFFFFFFF)
-        # Packed, because Python takes only numbers that fit an int.
-        sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=I", paced))
-    # Every socket begins with the near algorithm, and `suit_to_distance` changes it later: the
-    # kernel goes on pacing a socket that had bbr once, even after it was given another algorithm.
-    if config.near_congestion:
-        sock.setsockopt(tcp, socket.TCP_CONGESTION, config.near_congestion.encode())
-
-
-def suit_to_distance(sock: socket.socket, config: TransportConfig) -> None:
-    """Switch to the congestion control of a far path unless the measured round trip is short."""
-    tcp = socket.IPPROTO_TCP
-    info = tcp_info.parse(sock.getsockopt(tcp, socket.TCP_INFO, tcp_info.SIZE))
-    is_near = info is not None and 0 < info.rtt_s < NEAR_RTT_S
-    if config.congestion and not is_near:
-        sock.setsockopt(tcp, socket.TCP_CONGESTION, config.congestion.encode())
-
-
-def _grow_send_buffer(sock: socket.socket) -> int:
-    level = socket.SOL_SOCKET
-    size = sock.getsockopt(level, socket.SO_SNDBUF)
-    # The kernel doubles the value of SO_SNDBUF (socket(7)) and stops autotuning a buffer that was
-    # set by hand. So a value below the one that autotuning may reach would be a loss.
-    wanted = min(MAX_SEND_BUFFER_BYTES, max(MIN_SEND_BUFFER_BYTES, 2 * size))
-    if size >= wanted:
-        return size
-    try:
-        sock.setsockopt(level, SO_SNDBUFFORCE, wanted // 2)
-    except PermissionError:
-        if 2 * kernel_limits.wmem_max_bytes() > max(size, kernel_limits.tcp_wmem_bytes()):
-            sock.setsockopt(level, socket.SO_SNDBUF, wanted // 2)
-    return sock.getsockopt(level, socket.SO_SNDBUF)
-
-
-def usable_congestion(name: str | None) -> str | None:
-    """`name` if this process may choose it (root, or tcp_allowed_congestion_control), else None."""
-    if name is None:
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        try:
-            probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
-        except OSError as error:
-            logger.warning("kernel refuses TCP congestion control %r: %s", name, error.strerror)
-            return None
-    return name
 
 
 def connect(sock: socket.socket, address: Address, timeout_s: float) -> None:

@@ -36,6 +36,8 @@ RECORD_BYTES: Final = 16 * 1024
 SMALL_BYTES: Final = 2 * RECORD_BYTES
 """Buffers up to this size are joined, because a copy costs less than a record of their own."""
 JOINED_BYTES: Final = 4 * RECORD_BYTES
+WAIT_BYTES: Final = 8 * RECORD_BYTES
+"""Most bytes of a frame that arrive before the receiver wakes: a wake costs as much as a record."""
 HOLD_BYTES: Final = 64 * RECORD_BYTES
 """Most bytes received under one hold of the lock, since another thread may want to send."""
 
@@ -161,19 +163,35 @@ class TlsStream(SocketOwner):
         if is_long:
             self._cork(False)
 
+    def send_some(self, buffers: Sequence[Buffer]) -> list[Buffer]:
+        pieces = _joined(buffers)
+        is_long = sum(map(len, pieces)) > RECORD_BYTES
+        if is_long:
+            self._cork(True)
+        while pieces:
+            count = self.try_send(pieces[0])
+            if not count:
+                break
+            rest = memoryview(pieces[0])[count:]
+            pieces[:1] = [rest] if rest else []
+        if is_long:
+            self._cork(False)
+        return pieces
+
     def try_send(self, data: Buffer) -> int:
         """As Stream.try_send. After 0 the next call must begin with the same bytes, because OpenSSL
         may already have encrypted them into a record (SSL_write(3)).
         """
         return self._try_send(data)[0]
 
-    def wait_readable(self, timeout_s: float) -> None:
+    def wait_readable(self, timeout_s: float) -> bool:
         """As Stream.wait_readable, but returns at once: OpenSSL may hold bytes that poll does not
         see.
         """
+        return True
 
     def receive(self, buffers: Sequence[memoryview], *, fill: bool) -> int:
-        total = 0
+        total, size = 0, sum(map(len, buffers))
         for view in buffers:
             rest = view
             while rest:
@@ -182,7 +200,11 @@ class TlsStream(SocketOwner):
                 rest = rest[count:]
                 if total and not fill:
                     return total
-                if wait_for:
+                if wait_for == select.POLLIN and fill:
+                    # Records are longer than what they hold, and OpenSSL may have one already.
+                    sure = size - total - RECORD_BYTES
+                    self.wait_for_bytes(max(1, min(sure, WAIT_BYTES)))
+                elif wait_for:
                     self._wait(wait_for)
         return total
 

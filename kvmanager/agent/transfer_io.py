@@ -186,9 +186,7 @@ class TransferIo:
         self._sender.warm(endpoint)
 
     def ranges_ready(self, transfer_id: bytes, ranges: list[tuple[int, int]]) -> None:
-        outgoing = self._outgoing[transfer_id]
-        for offset, length in ranges:
-            outgoing.handle.ready(offset, length)
+        self._outgoing[transfer_id].handle.ready_ranges(ranges)
 
     def cancel(self, transfer_id: bytes, reason: str) -> None:
         self._outgoing[transfer_id].handle.cancel(reason)

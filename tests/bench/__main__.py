@@ -10,6 +10,7 @@ from pathlib import Path
 
 BENCHES = (
     "transport",
+    "lanes",
     "wan",
     "sharing",
     "codecs",

@@ -3,15 +3,18 @@
 Run as root: python tests/bench/bench_wan.py [--full | --smoke] [--wmem-mib 32]. The sites and the
 link are those of wan.py; every peer is two processes, one at each site (see peers.py). Measured:
 
-goodput  whole acknowledged transfers of 256 KiB blocks on paths of a given rate, RTT and loss; the
-         sites' default congestion control is bbr or cubic, ours asks for bbr by itself.
+goodput  whole acknowledged transfers of 256 KiB blocks (--block-kib) on paths of a given rate, RTT
+         and loss; the sites' default congestion control is bbr or cubic, ours asks for bbr by
+         itself.
 cap      the same where no TCP connection gets more than 300 Mbit/s of 2 Gbit/s.
 layer    16 MiB of 64 KiB blocks at a time, each acknowledged before the next.
 burst    16 MiB after 10 s of silence, against the same without the silence.
 
 Peers take turns in every round; the tables have medians, the JSON every transfer and what the link
-lost, dropped and delivered late in it. iperf3's streams are the limit: each runs without its first
-second, so it pays neither for the start nor for the last acknowledgement, which transfers do.
+lost, dropped and delivered late in it. A transfer counts from the call that begins it to the
+acknowledgement of its last byte, so that it pays for its start, its tail and a round trip.
+iperf3's streams are the limit: they count what the receiver read after their first second, so they
+pay for none of these.
 Sessions are new at every path: what TCP learnt of one is wrong on another. A peer's first
 transfers there are not counted. NIXL spins a core at each site while it is open, so it is opened
 anew for each of its turns. The default takes about 8 minutes and asks other peers only for goodput;
@@ -45,7 +48,7 @@ from smoke import add_smoke
 from wan import DEVICE, FAR, Wan, iperf3_stream, wan
 from wan_report import Cell, Measured, Results, Section, goals, plot, tables
 
-BLOCK_BYTES, LAYER_BLOCK_BYTES = 256 * KIB, 64 * KIB
+LAYER_BLOCK_BYTES = 64 * KIB
 LAYER_BYTES = 16 * MIB
 FIRST_BYTES = 4 * MIB
 """The first transfer of a session: opens connections and tells how much can be moved in time."""
@@ -94,6 +97,7 @@ class Bench:
         self.measured: list[Measured] = []
         self._link = link
         self._repeats: int = arguments.repeats
+        self._block_bytes: int = KIB * arguments.block_kib
         self._target_s: float = arguments.seconds
         self._streams: list[int] = arguments.streams if shutil.which("iperf3") else []
         self._num_layers: int = arguments.layers
@@ -129,8 +133,10 @@ class Bench:
                     if name not in sizes:
                         sizes[name] = self._warm(session, nbytes_max)
                     elif session.peer.kind in SPINNING:
-                        session.transfer(min(sizes[name], 8 * FIRST_BYTES), BLOCK_BYTES, TIMEOUT_S)
-                    self._transfer(cell, session, round_number, sizes[name], BLOCK_BYTES)
+                        session.transfer(
+                            min(sizes[name], 8 * FIRST_BYTES), self._block_bytes, TIMEOUT_S
+                        )
+                    self._transfer(cell, session, round_number, sizes[name], self._block_bytes)
                     if session.peer.kind in SPINNING:
                         session.close()
                 for num_connections in self._streams:
@@ -191,7 +197,7 @@ class Bench:
         """
         nbytes = FIRST_BYTES
         for _ in range(MAX_WARM_TRANSFERS):
-            sample = session.transfer(nbytes, BLOCK_BYTES, TIMEOUT_S)
+            sample = session.transfer(nbytes, self._block_bytes, TIMEOUT_S)
             if sample is None or sample.seconds > 0.7 * self._target_s or nbytes == nbytes_max:
                 break
             wanted = 1.3 * sample.gbit_per_s * 1e9 / 8 * self._target_s
@@ -284,6 +290,7 @@ def _parse() -> argparse.Namespace:
     peers = ["ours", "mooncake", "nixl"]
     parser.add_argument("--peers", nargs="+", choices=[*peers, "nixl-default"], default=peers)
     parser.add_argument("--streams", type=int, nargs="+", help="connections of iperf3's runs")
+    parser.add_argument("--block-kib", type=int, default=256, help="blocks of goodput")
     parser.add_argument("--layers", type=int, default=24, help="timed, in all rounds together")
     parser.add_argument("--warm-layers", type=int, default=8, help="before them")
     parser.add_argument("--idle-seconds", type=float, default=10.0, help="before a burst")

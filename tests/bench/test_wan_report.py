@@ -46,6 +46,7 @@ def test_goodput_goals_compare_with_the_limit_and_the_best_of_each_peer() -> Non
     limit = by_name["5g/20ms bbr: ours / best iperf3"]
     assert limit.found == pytest.approx(0.8)
     assert limit.is_met is False
+    assert by_name["5g/20ms bbr: ours, CPU s/GiB of both ends"].is_met is None
     assert by_name["5g/20ms bbr: ours / mooncake"].is_met
     nixl = by_name["5g/20ms bbr: ours / nixl"]
     assert nixl.found == pytest.approx(2.0)
@@ -54,7 +55,7 @@ def test_goodput_goals_compare_with_the_limit_and_the_best_of_each_peer() -> Non
 
 def test_a_failed_or_missing_peer_is_not_measured() -> None:
     by_name = found(measured("ours", 0.25), measured("mooncake", None))
-    assert [goal.is_met for goal in by_name.values()] == [None, None, None]
+    assert [goal.is_met for goal in by_name.values()] == [None, None, None, None]
     assert all("not measured" in str(goal) for goal in by_name.values())
 
 

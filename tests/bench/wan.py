@@ -42,6 +42,9 @@ LOCK = FilePath("/run/prfaas-bench.lock")
 CONGESTION_AVAILABLE = CONGESTION_ALLOWED.with_name("tcp_available_congestion_control")
 MIN_QUEUE_BYTES = 256 * 1024
 MIB = 1024 * 1024
+IPERF3_INTERVAL_S, IPERF3_SLACK_S = 0.5, 0.1
+IPERF3_TRIES = 50
+"""Tries to reach an iperf3 server that has just been started, a tenth of a second apart."""
 
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
@@ -382,23 +385,42 @@ def _connect_s() -> float:
 
 
 def iperf3_stream(link: Sites, num_connections: int, seconds: float) -> tuple[float, int]:
-    """(payload Gbit/s received after the first second, segments sent again in that time), as
-    iperf3 finds it; CalledProcessError when it fails.
+    """(payload Gbit/s, segments sent again) of `num_connections` streams; SubprocessError when it
+    fails. The rate is what the receiver read between the end of the first second and that of the
+    last whole interval, by its own clock. (The rate that iperf3 sums up itself counts the bytes
+    that were under way when the first second ended, which can be more than the link carries.)
     """
-    argv = link.at_site(link.far, ["iperf3", "-s", "-1", "--forceflush"])
-    server = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    argv = ["iperf3", "-s", "-1", "-J", "-i", str(IPERF3_INTERVAL_S)]
+    server = subprocess.Popen(link.at_site(link.far, argv), stdout=subprocess.PIPE, text=True)
     try:
-        assert server.stdout is not None
-        while "listening" not in (line := server.stdout.readline()) and line:
-            pass
-        argv = ["iperf3", "-c", FAR, "-P", str(num_connections), "-t", f"{seconds:g}", "-J"]
-        argv = link.at_site(link.near, [*argv, "-O", "1"])
-        done = subprocess.run(argv, capture_output=True, check=True, timeout=60 + seconds)
-        end = json.loads(done.stdout)["end"]
-        return end["sum_received"]["bits_per_second"] / 1e9, end["sum_sent"]["retransmits"]
+        argv = ["iperf3", "-c", FAR, "-P", str(num_connections), "-t", f"{1 + seconds:g}", "-J"]
+        sent = _iperf3_client(link.at_site(link.near, argv), 60 + seconds)
+        received, _ = server.communicate(timeout=60)
+        sums = [interval["sum"] for interval in json.loads(received)["intervals"]]
+        whole = [
+            one for one in sums if one["start"] > 0.9 and one["end"] < 1 + seconds + IPERF3_SLACK_S
+        ]
+        if not whole:
+            raise subprocess.SubprocessError("iperf3 has reported no whole interval")
+        num_bytes = sum(one["bytes"] for one in whole)
+        taken_s = sum(one["seconds"] for one in whole)
+        return 8e-9 * num_bytes / taken_s, sent["end"]["sum_sent"]["retransmits"]
     finally:
         server.kill()
         server.communicate()
+
+
+def _iperf3_client(argv: Sequence[str], timeout_s: float) -> dict[str, Any]:
+    """The client's report; tried again until the server listens, which says nothing with -J."""
+    for attempt in range(IPERF3_TRIES):
+        done = subprocess.run(argv, capture_output=True, check=False, timeout=timeout_s)
+        if done.returncode == 0:
+            break
+        if attempt < IPERF3_TRIES - 1:
+            time.sleep(0.1)
+    done.check_returncode()
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
 
 
 def _raw_streams(_link: Sites, num_connections: int, seconds: float) -> tuple[float, int]:

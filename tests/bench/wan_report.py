@@ -136,6 +136,8 @@ def goals(results: Results) -> list[Goal]:
         ours = results.gbit_per_s(cell, OURS)
         ratio = _ratio(ours, results.limit_gbit_per_s(cell))
         found.append(Goal(f"{cell}: ours / best iperf3", ratio, 0.95))
+        cpu_s_per_gib = results.cpu_s_per_gib(cell, OURS)
+        found.append(Goal(f"{cell}: ours, CPU s/GiB of both ends", cpu_s_per_gib, 1.0, True))
         for point, congestion, kind, bound in _RATIOS:
             if (cell.point, cell.congestion) == (point, congestion):
                 theirs = results.best_gbit_per_s(cell, kind)

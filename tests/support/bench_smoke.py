@@ -59,6 +59,15 @@ def check_transport(kept: Any) -> None:
     assert all(kept["goals"][place] for _, place in found), kept["goals"]
 
 
+def check_lanes(kept: Any) -> None:
+    cases = [one["case"] for one in kept["found"]]
+    assert [case["num_pairs"] for case in cases] == [1, 2], cases
+    for one in kept["found"]:
+        assert is_positive(one["gbit_per_s"], *one["gil_gbit_per_s"].values()), one
+        for side in ("sender", "receiver"):
+            assert is_positive(*one[side].values()), one
+
+
 def check_wan(kept: Any) -> None:
     if "link" in kept["missing"]:
         assert kept["raw"] == []
@@ -244,6 +253,7 @@ def check_e2e(kept: Any) -> None:
 
 CHECKS: Final[dict[str, Callable[[Any], None]]] = {
     "transport": check_transport,
+    "lanes": check_lanes,
     "wan": check_wan,
     "sharing": check_sharing,
     "codecs": check_codecs,

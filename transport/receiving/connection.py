@@ -1,9 +1,9 @@
 """One connection of a receiver: its socket, its thread, and the answers that wait to be sent.
 
 The thread reads straight into the transfer's memory, verifies, and acknowledges when nothing more
-is waiting. It waits for announced data for a millisecond at most. Frames that other threads cause
-(such as a drop) go through the connection's outbox, which never blocks. The rules are in
-`ReceiverSession`.
+is waiting. On a near path it waits for announced data for a millisecond at most. Frames that other
+threads cause (such as a drop) go through the connection's outbox, which never blocks. The rules are
+in `ReceiverSession`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import time
 from typing import TYPE_CHECKING
 
 from transport.errors import LinkError, LocalError, PeerError, TransportError, bare
-from transport.sockets import PlainStream, SocketOwner, Stream, prepare
+from transport.socket_options import is_near, prepare
+from transport.sockets import PlainStream, SocketOwner, Stream
 from transport.tls import tls_handshake, wrap_tls
 from transport.wire.frames import FrameType, encode_reason
 from transport.wire.receiver_session import ReceiverSession
@@ -53,6 +54,7 @@ class IncomingConnection:
         self._session: ReceiverSession | None = None
         self._error: TransportError | None = None
         self._keeps_place = False
+        self._is_near = True
         self._farewell_s: float | None = None
         self._outbox = bytearray()
         self._outbox_lock = threading.Lock()
@@ -113,6 +115,10 @@ class IncomingConnection:
         if isinstance(error, PeerError) and self._error is None:
             self._say_farewell()
         self._receiver.forget(self._number)
+        # Another thread may be about to push: it must not send to a descriptor that is closed, and
+        # then perhaps that of another connection.
+        with self._outbox_lock:
+            self._stream = None
         self._owner.close()
 
     def _error_of(self, session: ReceiverSession) -> TransportError:
@@ -133,9 +139,10 @@ class IncomingConnection:
 
     def _open_stream(self) -> Stream:
         prepare(self._sock, self._config)
+        self._is_near = is_near(self._sock)
         tls = self._receiver.tls
         if tls is None:
-            self._stream = PlainStream(self._sock)
+            self._stream = PlainStream(self._sock, is_near=self._is_near)
             self._own(self._stream)
             return self._stream
         wrapped = wrap_tls(tls.context, self._sock, is_server=True)
@@ -165,9 +172,7 @@ class IncomingConnection:
         """
         buffers = session.buffers()
         count = 0
-        if session.has_answers:
-            if session.may_wait:
-                stream.wait_readable(MORE_S)
+        if session.has_answers and stream.wait_readable(self._patience_s(session)):
             count = stream.try_receive(buffers)
         if not count:
             session.flush_acks()
@@ -181,6 +186,12 @@ class IncomingConnection:
         if session.acks_due:
             session.flush_acks()
             self._push_outgoing(session)
+
+    def _patience_s(self, session: ReceiverSession) -> float:
+        """Seconds for which answers wait for more DATA. On a far path the rest of a frame takes
+        longer than an acknowledgement may wait.
+        """
+        return MORE_S if self._is_near and session.may_wait else 0.0
 
     def _push_outgoing(self, session: ReceiverSession) -> None:
         data = session.outgoing()

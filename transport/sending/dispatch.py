@@ -37,6 +37,21 @@ class Dispatch:
         """Whether DATA is waiting to be sent."""
         return len(self._queue) > 0
 
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is waiting to be sent."""
+        return bool(self._control) or self.is_backlogged
+
+    def has_only_data_of(self, transfer: OutgoingState) -> bool:
+        """Whether DATA of this transfer, and the OPEN before it, is all that waits to be sent."""
+        num_opens = 1 if transfer.needs_open else 0
+        return (
+            len(self._queue) == 1
+            and bool(transfer.unsent)
+            and not transfer.needs_digest
+            and len(self._control) == num_opens
+        )
+
     def note(self, transfer: OutgoingState) -> None:
         """Update whether this transfer has something to send."""
         spec = transfer.spec

@@ -2,6 +2,7 @@
 
 The writer thread lives as long as the link, a reader thread as long as the connection. They only
 move bytes. `LinkCore`, behind the lock of `SenderLink`, decides what to send and what answers mean.
+While the writer thread waits for work, another thread may borrow its lane for a small piece.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import logging
 import socket
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from transport.backoff import Backoff
+from transport.codec.coder import RAW_CHUNK
 from transport.config import TlsFiles
 from transport.errors import LinkError, LocalError, PeerError, TransportError, bare, release_frames
 from transport.receiving.incoming import RAW_LENGTH
@@ -20,6 +23,8 @@ from transport.rotating import Rotating
 from transport.sending.link_work import Work
 from transport.sending.outgoing import RAW_CODED, Coded
 from transport.sending.paths import RETURN_S, PathChoice
+from transport.sending.waiting_lanes import WaitingLane
+from transport.socket_options import prepare_to_send, suit_to_distance
 from transport.sockets import (
     Buffer,
     PlainStream,
@@ -27,9 +32,7 @@ from transport.sockets import (
     Stream,
     connect,
     leave_from,
-    prepare_to_send,
     resolve,
-    suit_to_distance,
 )
 from transport.tls import RegionTls, tls_handshake, wrap_tls
 from transport.wire.digest import digest_of
@@ -55,10 +58,22 @@ records (RFC 8446, 5.5), and OpenSSL does not update it by itself.
 """
 
 
-class Lane:
+@dataclass(slots=True)
+class _Sending:
+    """A piece of work and the bytes of it that are still to be sent. `coded` is None when the bytes
+    of its transfer could not be read.
+    """
+
+    work: Work
+    buffers: list[Buffer]
+    coded: Coded | None
+
+
+class Lane(WaitingLane):
     """Keeps one connection at a time, and makes a new one when it is lost."""
 
     def __init__(self, link: SenderLink, index: int = 0) -> None:
+        super().__init__(link.lock)
         self.connection = 0
         self.began_s = 0.0
         """When the present connection was begun. The link's lock guards it."""
@@ -67,6 +82,8 @@ class Lane:
         self.deadline_s: float | None = None
         """The time by which the handshake must be done. The watchdog reads it without a lock."""
         self._link = link
+        self._serving: Stream | None = None  # once the handshake is done
+        self._left_over: _Sending | None = None  # by a thread that borrowed the lane
         self._config = link.config
         self._with_sum = True
         self._peer_features = 0
@@ -186,6 +203,7 @@ class Lane:
             daemon=True,
         )
         reader.start()
+        self._serving = stream
         try:
             num_bytes, began_s = 0, time.monotonic()
             work = self._link.next_work(self, None)
@@ -203,40 +221,76 @@ class Lane:
                         raise LinkError("renewed", "the connection's own path is tried again")
                     work = self._link.next_work(self, work, coded=coded)
         finally:
+            self._serving = None
             stream.abort()
             reader.join()
+
+    @property
+    def left_over(self) -> Work | None:
+        """The work that a thread which borrowed the lane did not finish."""
+        return self._left_over.work if self._left_over is not None else None
+
+    def send_now(self, work: Work) -> Coded | None:
+        """Send what the kernel takes at once, not coded; what does not fit is `left_over`
+        afterwards. Only for a thread that has borrowed the lane. The result is that of `_send`.
+        When the connection ends, `error` is set. Without `left_over`, nobody reads the bytes any
+        more.
+        """
+        assert self._serving is not None
+        sending = self._encode(work, may_code=False)
+        try:
+            sending.buffers = self._serving.send_some(sending.buffers)
+        except TransportError as error:
+            sending.buffers.clear()
+            self.abort(bare(error))
+            return None
+        if sending.buffers:
+            self._left_over = sending
+        else:
+            self._note_sent(sending)
+        return sending.coded
 
     def _send(self, stream: Stream, work: Work) -> Coded | None:
         """Send one piece of work. None: its bytes could not be read. When this has returned or
         raised, the lane does not read the bytes any more.
         """
-        control = self._control(work)
-        buffers = list(control)
-        coded = RAW_CODED
+        sending, self._left_over = self._left_over, None
         try:
-            try:
-                if work.digests:
-                    digest = digest_of(self._link.space(work.transfer))
-                    transfer_id = work.transfer.spec.transfer_id
-                    buffers.append(encode_frame(FrameType.DIGEST, transfer_id, digest))
-                if work.data is not None:
-                    coded = self._add_data(buffers, work, *work.data)
-            except Exception as error:
-                self._link.unreadable(work, error)
-                # The core counts these frames as sent, and later DATA needs the OPEN.
-                if control:
-                    stream.send(control)
-                return None
-            if buffers:
-                stream.send(buffers)
-            if work.data is not None:
-                self._link.coder.sent(coded.codec, work.data[1] - work.data[0], coded.wire_bytes)
-            return coded
+            if sending is None:
+                sending = self._encode(work)
+            if sending.buffers:
+                stream.send(sending.buffers)
         except BaseException as error:
-            buffers.clear()
+            if sending is not None:
+                sending.buffers.clear()
             release_frames(error)
             self._link.sent(self, work, whole=False)
             raise
+        self._note_sent(sending)
+        return sending.coded
+
+    def _encode(self, work: Work, *, may_code: bool = True) -> _Sending:
+        """The frames of a piece of work."""
+        control = self._control(work)
+        buffers = list(control)
+        coded: Coded | None = RAW_CODED
+        try:
+            if work.digests:
+                digest = digest_of(self._link.space(work.transfer))
+                transfer_id = work.transfer.spec.transfer_id
+                buffers.append(encode_frame(FrameType.DIGEST, transfer_id, digest))
+            if work.data is not None:
+                coded = self._add_data(buffers, work, *work.data, may_code=may_code)
+        except Exception as error:
+            self._link.unreadable(work, error)
+            # The core counts these frames as sent, and later DATA needs the OPEN.
+            buffers, coded = control, None
+        return _Sending(work, buffers, coded)
+
+    def _note_sent(self, sending: _Sending) -> None:
+        data, coded = sending.work.data, sending.coded
+        if data is not None and coded is not None:
+            self._link.coder.sent(coded.codec, data[1] - data[0], coded.wire_bytes)
 
     def _control(self, work: Work) -> list[Buffer]:
         spec = work.transfer.spec
@@ -257,10 +311,14 @@ class Lane:
             buffers.append(encode_reason(FrameType.CANCEL, "cancelled", reason, spec.transfer_id))
         return buffers
 
-    def _add_data(self, buffers: list[Buffer], work: Work, start: int, end: int) -> Coded:
+    def _add_data(
+        self, buffers: list[Buffer], work: Work, start: int, end: int, *, may_code: bool
+    ) -> Coded:
         spec, raw_bytes = work.transfer.spec, end - start
         views = self._link.space(work.transfer).views(start, raw_bytes)
-        chunk = self._link.coder.encode(views, start, spec.elements, self._peer_features)
+        chunk = RAW_CHUNK
+        if may_code:
+            chunk = self._link.coder.encode(views, start, spec.elements, self._peer_features)
         body: list[Buffer] = list(views)
         if chunk.payload is not None:
             body = [RAW_LENGTH.pack(raw_bytes), chunk.payload]

@@ -70,6 +70,10 @@ class LinkCore:
     def backlog(self, now_s: float) -> Backlog:
         return Backlog.of(self._transfers.values(), now_s)
 
+    @property
+    def has_effects(self) -> bool:
+        return bool(self._effects)
+
     def pop_effects(self) -> list[Effect]:
         effects, self._effects = self._effects, []
         return effects

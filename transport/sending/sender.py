@@ -21,8 +21,9 @@ from transport.sending.link_state import LinkState
 from transport.sending.outgoing import OutgoingState
 from transport.sending.paths import LinkPath
 from transport.sending.sender_link import SenderLink
-from transport.sockets import usable_congestion
+from transport.socket_options import usable_congestion
 from transport.tls import client_tls
+from transport.wire.ranges import Range
 
 logger = logging.getLogger("prfaas.transport")
 
@@ -48,13 +49,21 @@ class OutgoingTransfer:
     def ready(self, offset: int, length: int) -> None:
         """[offset, offset + length) of the ByteSpace is final and may be sent; repeats are ignored.
 
-        Raises ValueError when the range lies outside of the transfer. Ignored after the end.
+        Raises ValueError when the range lies outside of the transfer. Ignored after the end. The
+        ByteSpace may be read before this returns.
         """
-        if offset < 0 or length < 0 or offset + length > self._transfer.nbytes:
-            raise ValueError(
-                f"[{offset}, {offset + length}) is outside of {self._transfer.nbytes} bytes"
-            )
-        self._link.ready(self._transfer, offset, length)
+        self.ready_ranges([(offset, length)])
+
+    def ready_ranges(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """As `ready` for each (offset, length), which costs less for many small ranges."""
+        found: list[Range] = []
+        for offset, length in ranges:
+            if offset < 0 or length < 0 or offset + length > self._transfer.nbytes:
+                raise ValueError(
+                    f"[{offset}, {offset + length}) is outside of {self._transfer.nbytes} bytes"
+                )
+            found.append((offset, offset + length))
+        self._link.ready(self._transfer, found)
 
     def cancel(self, reason: str) -> None:
         """Cancel the transfer. `on_failed` with code "cancelled" follows once the receiver has
@@ -94,6 +103,8 @@ class Sender:
         # Shared by all links, so that a link that is closed and opened again repeats no number.
         self._connection_numbers = itertools.count(1)
         self._links: dict[Endpoint, SenderLink] = {}
+        self._retired: list[SenderLink] = []
+        """Links that were idle for long and are closed, until their threads have ended."""
         self._lock = threading.Lock()
         self._stirred = threading.Event()
         self._rests = True  # whether the watchdog sleeps for longer than a tick
@@ -146,7 +157,7 @@ class Sender:
         """
         with self._lock:
             self._closed = True
-            links = list(self._links.values())
+            links = [*self._links.values(), *self._retired]
         for link in links:
             link.close()
         deadline_s = time.monotonic() + timeout_s
@@ -219,5 +230,6 @@ class Sender:
             if link.has_transfers or self._links.get(link.endpoint) is not link:
                 return
             del self._links[link.endpoint]
+            self._retired = [one for one in self._retired if not one.join(now_s)]
+            self._retired.append(link)
         link.close()
-        link.join(now_s + 1.0)

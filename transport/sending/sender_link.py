@@ -19,6 +19,7 @@ from transport.endpoint import Endpoint
 from transport.errors import LinkError, LocalError, TransportError
 from transport.interfaces import ByteSpace, OutgoingSpec, TransferListener, TransferProgress
 from transport.rotating import Rotating
+from transport.sending.direct import DirectSending
 from transport.sending.lane import Lane
 from transport.sending.link import LinkCore
 from transport.sending.link_meter import LinkMeter
@@ -26,9 +27,11 @@ from transport.sending.link_state import LinkState
 from transport.sending.link_work import AbortConnection, Effect, Work
 from transport.sending.outgoing import RAW_CODED, Coded, OutgoingState
 from transport.sending.paths import LinkPath
+from transport.sending.waiting_lanes import WaitingLanes
 from transport.sockets import SocketOwner
 from transport.tls import RegionTls
 from transport.wire.handshake import Hello
+from transport.wire.ranges import Range
 from transport.wire.sender_session import Event
 
 logger = logging.getLogger("prfaas.transport")
@@ -68,11 +71,11 @@ class SenderLink:
         self._core = LinkCore(config, str(endpoint))
         self.coder = LinkCoder(config, str(endpoint))
         self._meter = LinkMeter(config, self.coder)
-        self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)
-        self._standby = threading.Condition(self._lock)  # of lanes that carry no data
-        self._wanted = threading.Condition(self._lock)
-        self._acked = threading.Condition(self._lock)
+        self.lock = threading.Lock()
+        self._waiting: WaitingLanes[Lane] = WaitingLanes()
+        self._direct = DirectSending(self.lock, self._core, self._waiting, self.coder)
+        self._wanted = threading.Condition(self.lock)
+        self._acked = threading.Condition(self.lock)
         self._num_waiting = 0
         self._parties: dict[OutgoingState, tuple[ByteSpace, TransferListener]] = {}
         self._lanes: dict[int, Lane] = {}  # by the id of their present connection
@@ -90,34 +93,39 @@ class SenderLink:
         self, spec: OutgoingSpec, space: ByteSpace, listener: TransferListener
     ) -> OutgoingState:
         """Raises ValueError when the id is in use."""
-        with self._lock:
+        with self.lock:
             transfer = self._core.add(spec, space.nbytes, time.monotonic())
             self._parties[transfer] = space, listener
-            self._work.notify()
+            self._waiting.wake()
             self._wanted.notify_all()
         self._stir()
         return transfer
 
     def warm(self) -> None:
-        with self._lock:
+        with self.lock:
             self._warm_until_s = time.monotonic() + self.config.idle_timeout_s
             self._wanted.notify_all()
         self._stir()
 
-    def ready(self, transfer: OutgoingState, offset: int, length: int) -> None:
-        with self._lock:
-            gained = self._core.ready(transfer, offset, offset + length, time.monotonic())
-            if gained:
-                self._work.notify(1 + gained // self.config.frame_bytes)
+    def ready(self, transfer: OutgoingState, ranges: Iterable[Range]) -> None:
+        """[start, end) of each range may be sent."""
+        with self.lock:
+            now_s = time.monotonic()
+            gained = sum(self._core.ready(transfer, *each, now_s) for each in ranges)
+            loan = self._direct.begin(transfer, now_s) if gained else None
+            if gained and loan is None:
+                self._waiting.wake(1 + gained // self.config.frame_bytes)
+        if loan is not None:
+            self._direct.send(loan)
 
     def cancel(self, transfer: OutgoingState, reason: str) -> None:
-        with self._lock:
+        with self.lock:
             self._core.cancel(transfer, LocalError("cancelled", reason), time.monotonic())
-            self._wake_lanes()
+            self._waiting.wake_all()
         self._stir()
 
     def wait_acked(self, transfer: OutgoingState, num_bytes: int, timeout_s: float) -> bool:
-        with self._lock:
+        with self.lock:
             self._num_waiting += 1
             try:
                 self._acked.wait_for(
@@ -128,19 +136,20 @@ class SenderLink:
             return transfer.acked.total >= num_bytes
 
     def progress(self, transfer: OutgoingState) -> TransferProgress:
-        with self._lock:
+        with self.lock:
             return transfer.progress(self._core.num_connections)
 
     # Called by the watchdog.
 
     def tick(self, now_s: float) -> None:
         """Apply timeouts and report what ended."""
-        with self._lock:
+        with self.lock:
             for connection, lane in self._lanes.items():
                 stream = lane.stream
                 if stream is not None:
                     self._core.kernel_queue(connection, stream.unsent_bytes(), now_s)
-                if lane.deadline_s is not None and now_s >= lane.deadline_s:
+                # Read once, since the lane may clear it now.
+                if (deadline_s := lane.deadline_s) is not None and now_s >= deadline_s:
                     lane.abort(LinkError("handshake_timeout", "no answer to HELLO"))
             self._core.expire(now_s)
             # A warm link stays open without transfers, as if it had some.
@@ -151,38 +160,33 @@ class SenderLink:
 
     def tune(self, now_s: float) -> None:
         """Feed the link's meter and apply what it finds."""
-        with self._lock:
+        with self.lock:
             streams = self._streams()
             is_backlogged = self._core.dispatch.is_backlogged
         self._meter.tell_coder(is_backlogged=is_backlogged, now_s=now_s)
         # Each costs a system call, so they are read without the lock that lanes need.
         read = {number: stream.tcp_info() for number, stream in streams.items()}
         infos = {number: info for number, info in read.items() if info is not None}
-        with self._lock:
+        with self.lock:
             is_backlogged = self._core.dispatch.is_backlogged
             self._meter.observe(infos, is_backlogged=is_backlogged, now_s=now_s)
             self._core.dispatch.frame_bytes = self._meter.frame_bytes
             self._grow_to(self._meter.width)
             if self._core.dispatch.width != self._meter.width:
                 self._core.dispatch.width = self._meter.width
-                self._wake_lanes()
+                self._waiting.wake_all()
         self._meter.grow_buffers(streams)
 
     def state(self) -> LinkState:
-        """The present state of this link."""
-        with self._lock:
+        with self.lock:
             standing = self._core.connections()
             streams = {n: stream for n, stream in self._streams().items() if n in standing}
             carrying = frozenset(filter(self._core.carries_data, standing))
             backlog = self._core.backlog(time.monotonic())
-            acked_bytes, trouble = self._core.acked_bytes, self._core.trouble
+            acked, trouble = self._core.acked_bytes, self._core.trouble
+        name = str(self.endpoint)
         return self._meter.state(
-            str(self.endpoint),
-            streams,
-            carrying,
-            acked_bytes=acked_bytes,
-            backlog=backlog,
-            trouble=trouble,
+            name, streams, carrying, acked_bytes=acked, backlog=backlog, trouble=trouble
         )
 
     def _streams(self) -> dict[int, SocketOwner]:
@@ -209,28 +213,28 @@ class SenderLink:
     @property
     def is_active(self) -> bool:
         """Whether timeouts are running."""
-        with self._lock:
+        with self.lock:
             return self._core.has_transfers or len(self._lanes) > self._core.num_connections
 
     @property
     def has_transfers(self) -> bool:
-        with self._lock:
+        with self.lock:
             return self._core.has_transfers
 
     @property
     def num_connections(self) -> int:
-        with self._lock:
+        with self.lock:
             return self._core.num_connections
 
     def close(self) -> None:
         """Fail all transfers and end all threads; `join` waits for them."""
-        with self._lock:
+        with self.lock:
             self._closing = True
             self._core.broken(LocalError("closed", "the sender was closed"), time.monotonic())
             self._acked.notify_all()
             for lane in self._lanes.values():
                 lane.abort(LocalError("closed", "the sender was closed"))
-            self._wake_lanes()
+            self._waiting.wake_all()
             self._wanted.notify_all()
 
     def join(self, deadline_s: float) -> bool:
@@ -239,16 +243,12 @@ class SenderLink:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _wake_lanes(self) -> None:
-        self._work.notify_all()
-        self._standby.notify_all()
-
     # Called by the lanes.
 
     def wait_wanted(self, delay_s: float) -> bool:
         """Wait until a connection is wanted, at least `delay_s`; False when the link closes."""
         earliest_s = time.monotonic() + delay_s
-        with self._lock:
+        with self.lock:
             while not self._closing:
                 now_s = time.monotonic()
                 is_wanted = self._core.has_transfers or now_s < self._warm_until_s
@@ -259,7 +259,7 @@ class SenderLink:
 
     def begin(self, lane: Lane) -> int:
         """A new connection id for this lane; raises LocalError("closed")."""
-        with self._lock:
+        with self.lock:
             if self._closing:
                 raise LocalError("closed", "the sender was closed")
             connection = next(self._numbers)
@@ -268,23 +268,27 @@ class SenderLink:
             return connection
 
     def established(self, connection: int, peer: Hello) -> None:
-        with self._lock:
+        with self.lock:
             self._num_hopeless = 0
             self._core.connected(connection, peer, time.monotonic())
-            self._wake_lanes()  # an older connection may put a waiting one on standby
+            self._waiting.wake_all()  # an older connection may put a waiting one on standby
             effects = self._pop_effects()
         self.perform(effects)
 
     def next_work(
         self, lane: Lane, done: Work | None, *, whole: bool = True, coded: Coded = RAW_CODED
     ) -> Work:
-        """End the work `done` and wait for the next. Raises the error that ended the connection."""
+        """End the work `done` and wait for the next, or for what a loan of the lane left over.
+        Raises the error that ended the connection.
+        """
         while True:
-            with self._lock:
+            with self.lock:
                 if done is not None:
                     now_s = time.monotonic()
                     self._core.sent(lane.connection, done, now_s, whole=whole, coded=coded)
                     done = None
+                if lane.left_over is not None:
+                    return lane.left_over
                 if lane.error is not None:
                     raise lane.error
                 now_s = time.monotonic()
@@ -293,7 +297,7 @@ class SenderLink:
                 if work is None and not effects:
                     self._wait_for_work(lane, now_s)
                 elif work is not None and self._core.dispatch.has_budgets:
-                    self._work.notify()  # there may be enough for another lane
+                    self._waiting.wake()  # there may be enough for another lane
             self.perform(effects)
             if work is not None:
                 return work
@@ -301,33 +305,29 @@ class SenderLink:
     def _wait_for_work(self, lane: Lane, now_s: float) -> None:
         """Sleep until there is work, or until pacing allows more; one lane watches the clock for
         all. `now_s` is the time at which there was no work: at a later time pacing might already
-        allow more, and the lane would not wait for a time. A standby lane sleeps on a condition of
-        its own, because it would take a wake-up for work and not do the work.
+        allow more, and the lane would not wait for a time.
         """
-        if not self._core.carries_data(lane.connection):
-            self._standby.wait()
-            return
-        delay_s = None if self._someone_paces else self._core.dispatch.delay_s(now_s)
-        if delay_s is None:
-            self._work.wait()
-            return
-        self._someone_paces = True
-        try:
-            self._work.wait(delay_s)
-        finally:
+        # A lane that carries no data would take a wake-up for work and not do the work.
+        is_standby = not self._core.carries_data(lane.connection)
+        delay_s = None
+        if not is_standby and not self._someone_paces:
+            delay_s = self._core.dispatch.delay_s(now_s)
+        self._someone_paces |= delay_s is not None
+        self._waiting.sleep(lane, delay_s, is_standby=is_standby)
+        if delay_s is not None:
             self._someone_paces = False
-            self._work.notify()
+            self._waiting.wake()
 
     def sent(self, lane: Lane, work: Work, *, whole: bool = True, coded: Coded = RAW_CODED) -> None:
         """The lane has stopped reading the bytes of `work`. `whole`: the kernel took them all."""
-        with self._lock:
+        with self.lock:
             self._core.sent(lane.connection, work, time.monotonic(), whole=whole, coded=coded)
 
     def unreadable(self, work: Work, error: Exception) -> None:
         """The ByteSpace raised: end the transfer at both ends."""
         logger.error("ByteSpace of %s raised", work.transfer.spec.transfer_id.hex(), exc_info=error)
         message = f"the sender's memory could not be read: {type(error).__name__}: {error}"
-        with self._lock:
+        with self.lock:
             self._core.cancel(work.transfer, LocalError("space", message), time.monotonic())
 
     def space(self, transfer: OutgoingState) -> ByteSpace:
@@ -335,7 +335,7 @@ class SenderLink:
 
     def ended(self, connection: int, error: TransportError, *, in_handshake: bool) -> None:
         """The lane's connection has been closed."""
-        with self._lock:
+        with self.lock:
             lane = self._lanes.pop(connection, None)
             self._core.disconnected(connection, error)
             # Such a refusal stays until somebody changes something. It ends the transfers that were
@@ -347,13 +347,13 @@ class SenderLink:
                 if self._num_hopeless >= _HOPELESS[error.code] * len(self.paths):
                     self._core.broken(error, time.monotonic(), since_s=lane.began_s)
                     self._warm_until_s = 0.0
-            self._wake_lanes()
+            self._waiting.wake_all()
             effects = self._pop_effects()
         self.perform(effects)
 
     def handle(self, lane: Lane, events: Iterable[Event]) -> None:
         """Process the receiver's events on this lane. Raises PeerError when it broke the rules."""
-        with self._lock:
+        with self.lock:
             try:
                 for event in events:
                     self._core.handle(lane.connection, event, time.monotonic())
@@ -365,14 +365,13 @@ class SenderLink:
 
     def fail_lane(self, lane: Lane, error: TransportError) -> None:
         """The reader found the connection ended."""
-        with self._lock:
+        with self.lock:
             lane.abort(error)
-            self._wake_lanes()
+            self._waiting.wake_all()
 
     def _pop_effects(self) -> list[Effect]:
-        """Take the core's effects; called with the lock. One may be the end of a transfer, for
-        which threads in `wait_acked` must wake up.
-        """
+        """Take the core's effects; called with the lock."""
+        # One may be the end of a transfer, for which threads in `wait_acked` must wake up.
         effects = self._core.pop_effects()
         if effects and self._num_waiting:
             self._acked.notify_all()
@@ -382,11 +381,11 @@ class SenderLink:
         """Perform the core's effects; called without the lock."""
         for effect in effects:
             if isinstance(effect, AbortConnection):
-                with self._lock:
+                with self.lock:
                     lane = self._lanes.get(effect.connection)
                     if lane is not None:
                         lane.abort(effect.error)
-                        self._wake_lanes()
+                        self._waiting.wake_all()
             else:
                 self._report(effect.transfer)
 

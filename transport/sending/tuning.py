@@ -33,7 +33,7 @@ FAR_RTT_S = 2e-3
 """A path is near below `NEAR_RTT_S` and far from here on. In between it stays what it was."""
 NEAR_WIDTH = 1
 NEAR_FRAME_BYTES = MIB
-FRAME_S = 3e-3
+FRAME_S = 7e-3
 """A frame should take about this long at the link's rate."""
 MIN_WINDOW_S, MAX_WINDOW_S = 0.4, 3.0
 WINDOW_RTTS = 8

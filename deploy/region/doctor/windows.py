@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from deploy.region.doctor.measurement import Measurement
 from kvmanager.agent.probe_messages import KernelTcp
 from transport.config import NEAR_RTT_S
-from transport.sockets import MAX_SEND_BUFFER_BYTES
+from transport.socket_options import MAX_SEND_BUFFER_BYTES
 
 SEND_PAYLOAD_SHARE = 0.65
 RECEIVE_PAYLOAD_SHARE = 0.5

@@ -70,7 +70,7 @@ def test_waiting_for_acknowledgements_ends_with_the_transfer(
     link = SenderLink(
         SPEC.endpoint, config, None, instance=b"", numbers=itertools.count(), stir=lambda: None
     )
-    sleepers = TellingCondition(link._lock)
+    sleepers = TellingCondition(link.lock)
     link._acked = sleepers
     listener = Listener()
     transfer = link.open(SPEC, Space(), listener)

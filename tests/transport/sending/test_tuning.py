@@ -297,8 +297,9 @@ def test_without_autotune_nothing_changes() -> None:
     ("rate_bytes_per_s", "frame_bytes"),
     [
         (0.1 * GBIT, 256 * KIB),
-        (1 * GBIT, 256 * KIB),
-        (2 * GBIT, 512 * KIB),
+        (0.25 * GBIT, 256 * KIB),
+        (1 * GBIT, 512 * KIB),
+        (2 * GBIT, 1 * MIB),
         (10 * GBIT, 2 * MIB),
         (40 * GBIT, 2 * MIB),
     ],
