@@ -40,6 +40,7 @@ from deploy.gateway.proxy.engine import EngineHttpClient
 from deploy.gateway.proxy.slow_client import ClientPatience, send_whole
 from deploy.gateway.reload import with_live
 from deploy.gateway.scheduling.admission import Admission
+from deploy.gateway.scheduling.calibration import Calibration
 from deploy.gateway.scheduling.collector import SchedulingCollector
 from deploy.gateway.scheduling.leadership import Leadership
 from deploy.gateway.scheduling.long_term import LongTermService, PlanMetrics
@@ -72,6 +73,10 @@ if TYPE_CHECKING:
 
 LINKS_WAIT_S: Final = 2.0
 """How long the start waits for the agents' first reports, seconds: without one, no link is used."""
+
+
+CALIBRATION_WAIT_S: Final = 5.0
+"""How long the start waits for the first prefill times, seconds. Then requests may come anyway."""
 
 
 class Gateway:
@@ -155,6 +160,7 @@ class Gateway:
             PlanMetrics(self.metrics.registry, names_pds=len(pds) > 1),
         )
         self._state = self._build_state()
+        self._calibration = self._build_calibration()
         self._background = Background()
         self.members = MemberKeeper(
             self._pds,
@@ -190,6 +196,7 @@ class Gateway:
         self.long_term.start()
         if self._region_links is not None:
             await self._region_links.wait_heard(LINKS_WAIT_S)
+        await self._calibration.settle(CALIBRATION_WAIT_S)
 
     @property
     def num_in_flight(self) -> int:
@@ -230,6 +237,7 @@ class Gateway:
         await self.long_term.close()
         await asyncio.gather(*(keeper.close() for keeper in self.roles.values()))
         await self._watcher.close()
+        await self._calibration.close()
         await self.members.close()
         if self._services is not None and self._services.placement is not None:
             await self._services.placement.close()
@@ -276,6 +284,7 @@ class Gateway:
             if follower is not None:
                 await follower.watch(report)
         self.members.heard(report)
+        self._calibration.heard(report)
 
     def _replace_keys(self, keys: tuple[ApiKey, ...]) -> None:
         self._keys.replace(keys)
@@ -324,6 +333,11 @@ class Gateway:
         if config.state is None:
             return None
         return StateFile(config.state, config.models, self.scheduler, self._region_links)
+
+    def _build_calibration(self) -> Calibration:
+        fronts = {**self._pds, **self._prefill_clusters}
+        config = self.config.scheduling.calibration
+        return Calibration(config, self.scheduler, fronts, frozenset(self._pds))
 
     def _homes(self, config: GatewayConfig) -> Homes:
         return Homes(self._watcher.pd_reports, config.home, config.homes)

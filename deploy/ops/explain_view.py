@@ -27,6 +27,7 @@ _ROWS: Final = (
     ("decode slot", "slot_s", ""),
     ("first step", "step_s", ""),
     ("overhead", "overhead_s", ""),
+    ("contention", "contention_s", ""),
 )
 """The rows of the table of parts: title, name in a prediction, name in `TtftParts`."""
 

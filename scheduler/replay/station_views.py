@@ -192,5 +192,6 @@ class StationViews:
             decode_s=known.decode_s,
             step_s=known.step_s or 0.0,
             # A landing that is overdue is expected now.
+            num_instances=sum(item.is_usable for item in pool.instances),
             landing_s=tuple([at_s - now_s if at_s > now_s else 0.0 for at_s in lands_at_s]),
         )

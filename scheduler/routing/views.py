@@ -14,6 +14,7 @@ import msgspec
 
 from netmon.region_link import LinkView
 from scheduler.routing.profiles import PrefillProfile
+from scheduler.routing.service import Load
 
 
 class DecodeView(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +26,8 @@ class DecodeView(msgspec.Struct, frozen=True, kw_only=True):
     `decode_s` / slots. That holds for any distribution of lengths, while "the average less the
     time so far" would give 0 for every decode that lasts longer than the average. `landing_s` are
     the predicted times until each request now in prefill can decode, ascending, and
-    `landing_kv_bytes` is the KV memory that these requests will take together.
+    `landing_kv_bytes` is the KV memory that these requests will take together. `num_instances` are
+    the engines that the slots belong to.
     """
 
     slots_total: int
@@ -37,6 +39,7 @@ class DecodeView(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: float = 0.0
     kv_total_bytes: float | None = None
     landing_kv_bytes: float = 0.0
+    num_instances: int = 1
 
     def __post_init__(self) -> None:
         # A view is made for every route: one comparison usually, names only for the message.
@@ -103,6 +106,11 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
             _check("free_s", item_s)
 
     @property
+    def num_busy(self) -> int:
+        """About how many instances prefill now."""
+        return sum([item_s > 0 for item_s in self.free_s]) or int(self.queued_s > 0)
+
+    @property
     def takes_jobs(self) -> bool:
         """Whether its queue has room for one more job."""
         return self.max_queued is None or self.num_queued < self.max_queued
@@ -126,6 +134,16 @@ class RegionSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     landing_room_bytes: float | None = None
     moving: Set[tuple[str, str]] = frozenset()
     failed_moves: Set[tuple[str, str]] = frozenset()
+
+    def load(self, place: ClusterView) -> Load:
+        """What a request meets besides the queue of `place`, where it is prefilled."""
+        num_busy = num_others = 0
+        for cluster in (*self.prefill_clusters, self.local, self.engines):
+            if cluster is not None and cluster is not place:
+                num_busy += cluster.num_busy
+                num_others += len(cluster.free_s)
+        decodes = self.decode.slots_used / max(1, self.decode.num_instances)
+        return Load(decodes, min(1.0, num_busy / num_others) if num_others else 0.0)
 
     def __post_init__(self) -> None:
         if len(self.prefill_clusters) < 2:
