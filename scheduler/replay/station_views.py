@@ -22,6 +22,7 @@ from scheduler.replay.prefill import PrefillStation
 from scheduler.replay.watching import WatchedLink
 from scheduler.reports import ClusterReport, InstanceReport, JobReport
 from scheduler.routing.decision import HAND_OFF
+from scheduler.routing.service import Load
 from scheduler.routing.views import ClusterView, DecodeView, RegionSnapshot
 
 
@@ -57,6 +58,15 @@ class Parts:
     def stations(self) -> list[PrefillStation]:
         """All stations, those of PD clusters first."""
         return [*(pd.station for pd in self.pds), *self.sources]
+
+    def load(self, job: Job) -> Load:
+        """What others compute as the job's prefill begins."""
+        own, pool = self.station(job), self.pds[job.pd].pool
+        others = [item for item in self.stations() if item is not own]
+        num_instances = sum(item.num_usable for item in others)
+        decodes = pool.num_running / max(1, sum(item.is_usable for item in pool.instances))
+        busy = sum(item.num_running for item in others) / max(1, num_instances)
+        return Load(decodes, min(1.0, busy))
 
     def cached_tokens(self, job: Job, cluster: str) -> int:
         """How many tokens of a prompt a cluster has cached."""

@@ -7,6 +7,7 @@ instance. This file knows neither how anything was measured nor what is decided 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Set
 from types import MappingProxyType
 
@@ -108,7 +109,9 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_busy(self) -> int:
         """About how many instances prefill now."""
-        return sum([item_s > 0 for item_s in self.free_s]) or int(self.queued_s > 0)
+        # `free_s` ascends, and every route asks.
+        num_busy = len(self.free_s) - bisect_right(self.free_s, 0.0)
+        return num_busy or int(self.queued_s > 0)
 
     @property
     def takes_jobs(self) -> bool:

@@ -36,8 +36,8 @@ MEAN_GAIN: Final = 0.05
 NUM_ERRORS: Final = 64
 NUM_SIZES: Final = 64
 SERVICE_KEPT_S: Final = 300.0
-"""How long a service model is believed after its last observation, seconds. Otherwise a place that a
-bad moment made look slow would never be tried again.
+"""How long a service model is believed after its last observation, seconds. Otherwise a place that
+a bad moment made look slow would never be tried again.
 """
 
 

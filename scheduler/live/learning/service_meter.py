@@ -31,7 +31,7 @@ from scheduler.routing.service import ALONE, ServiceModel
 MIN_SEEN: Final = 3
 """The number of first tokens that are needed. An engine's first request often is a stall."""
 _NUM: Final = len(ALONE)
-_HALF_LIFE: Final = 60.0
+_HALF_LIFE: Final = 100.0
 _KEPT: Final = 0.5 ** (1 / _HALF_LIFE)
 _CLOSE: Final = 0.1
 """A relative error within which all equations weigh alike."""
@@ -40,15 +40,26 @@ _MOST_ERROR: Final = 1.0
 _PRIOR: Final = np.array([1.0, 0.5, 0.5, 0.5, 1.0, 1.0])
 """How many requests of typical size the prior of each number weighs."""
 _SMALL: Final = 1e-9
+_SAME: Final = 1e-6
+"""The relative error of a prediction that counts as right."""
+_SOLVE_EVERY: Final = 4
+"""After the first `_FEW`, so many equations are added between two solutions: one takes longer than
+a routing decision.
+"""
 _SLACK: Final = 1.0
-_ALARM: Final = 5.0
+_ALARM: Final = 12.0
 """The CUSUM test, in mean absolute errors: what one request may be off at no cost, and the sum that
-is no chance. About one false alarm in a thousand requests.
+is no chance. After a change by three mean errors it takes six requests.
 """
 _LEAST_SCATTER: Final = 0.05
 _SCATTER_GAIN: Final = 0.03
-_AFTER_CHANGE: Final = 0.1
+_AFTER_CHANGE: Final = 0.2
 """The share of what was learnt that counts after a change."""
+_FEW: Final = 10
+_LEAST_WEIGHT: Final = 0.4
+"""What each of the first `_FEW` equations weighs at least, at the start and after a change: they
+are off because little is known yet.
+"""
 _PRIOR_MODEL: Final = np.array(ALONE)
 
 
@@ -61,6 +72,8 @@ class ServiceState(msgspec.Struct, frozen=True, array_like=True):
     wanted: list[float]
     scatter: float
     drift: tuple[float, float]
+    num_fresh: int
+    model: tuple[float, float, float, float, float, float]
 
 
 class ServiceMeter:
@@ -75,6 +88,7 @@ class ServiceMeter:
         self._wanted: Floats = np.zeros(_NUM)
         self._scatter = 0.2
         self._drift = (0.0, 0.0)
+        self._num_fresh = 0
         self._model = ALONE
 
     @classmethod
@@ -86,7 +100,8 @@ class ServiceMeter:
         if found._matrix.shape != (_NUM, _NUM) or found._wanted.shape != (_NUM,):
             raise ValueError(f"a service model has {_NUM} numbers, not {len(state.wanted)}")
         found._scatter, found._drift = state.scatter, state.drift
-        found._model = found._solved()
+        found._num_fresh = state.num_fresh
+        found._model = ServiceModel(*state.model)
         return found
 
     def state(self) -> ServiceState:
@@ -94,7 +109,14 @@ class ServiceMeter:
         matrix: list[list[float]] = self._matrix.tolist()
         wanted: list[float] = self._wanted.tolist()
         return ServiceState(
-            self.num_seen, self._weight, matrix, wanted, self._scatter, self._drift
+            self.num_seen,
+            self._weight,
+            matrix,
+            wanted,
+            self._scatter,
+            self._drift,
+            self._num_fresh,
+            tuple(self._model),
         )
 
     @property
@@ -117,14 +139,19 @@ class ServiceMeter:
         if self.num_seen >= MIN_SEEN:
             self._judge(error)
         self.num_seen += 1
+        self._num_fresh += 1
         weight = _CLOSE / max(_CLOSE, abs(error))
+        if self._num_fresh <= _FEW:
+            weight = max(_LEAST_WEIGHT, weight)
         row = np.array(parts) / measured_s
         self._weight = _KEPT * self._weight + weight
         self._matrix = _KEPT * self._matrix + weight * np.outer(row, row)
         # What is certain cannot take longer than the whole.
         rest = max(0.0, 1 - fixed_s / measured_s)
         self._wanted = _KEPT * self._wanted + (weight * rest) * row
-        self._model = self._solved()
+        is_due = self._num_fresh <= _FEW or self._num_fresh % _SOLVE_EVERY == 0
+        if is_due and abs(error) > _SAME:
+            self._model = self._solved()
 
     def _judge(self, error: float) -> None:
         """Forget most of what was learnt if errors say that it holds no longer."""
@@ -136,6 +163,7 @@ class ServiceMeter:
         below = max(0.0, below - relative - _SLACK)
         if max(above, below) > _ALARM:
             self.num_changes += 1
+            self._num_fresh = 0
             above = below = 0.0
             self._weight *= _AFTER_CHANGE
             self._matrix = _AFTER_CHANGE * self._matrix
