@@ -75,10 +75,6 @@ LINKS_WAIT_S: Final = 2.0
 """How long the start waits for the agents' first reports, seconds: without one, no link is used."""
 
 
-CALIBRATION_WAIT_S: Final = 5.0
-"""How long the start waits for the first prefill times, seconds. Then requests may come anyway."""
-
-
 class Gateway:
     """The region's entry endpoint. `start` it on the event loop that serves it."""
 
@@ -160,7 +156,9 @@ class Gateway:
             PlanMetrics(self.metrics.registry, names_pds=len(pds) > 1),
         )
         self._state = self._build_state()
-        self._calibration = self._build_calibration()
+        self._calibration = Calibration(
+            config.scheduling.calibration, self.scheduler, self._pds, self._prefill_clusters
+        )
         self._background = Background()
         self.members = MemberKeeper(
             self._pds,
@@ -196,7 +194,7 @@ class Gateway:
         self.long_term.start()
         if self._region_links is not None:
             await self._region_links.wait_heard(LINKS_WAIT_S)
-        await self._calibration.settle(CALIBRATION_WAIT_S)
+        await self._calibration.settle()
 
     @property
     def num_in_flight(self) -> int:
@@ -333,11 +331,6 @@ class Gateway:
         if config.state is None:
             return None
         return StateFile(config.state, config.models, self.scheduler, self._region_links)
-
-    def _build_calibration(self) -> Calibration:
-        fronts = {**self._pds, **self._prefill_clusters}
-        config = self.config.scheduling.calibration
-        return Calibration(config, self.scheduler, fronts, frozenset(self._pds))
 
     def _homes(self, config: GatewayConfig) -> Homes:
         return Homes(self._watcher.pd_reports, config.home, config.homes)

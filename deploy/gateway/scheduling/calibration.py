@@ -28,6 +28,8 @@ logger = logging.getLogger("prfaas.deploy.gateway")
 
 LENGTHS: Final = (256, 256, 4096)
 """The prompts, tokens: the first one also pays what an engine does only once."""
+SETTLE_S: Final = 5.0
+"""How long a gateway's start waits for the first times, seconds. Then requests may come anyway."""
 AGAIN_S: Final = 30.0
 """After a try that timed nothing, an instance gets the next one no sooner, seconds."""
 
@@ -47,16 +49,16 @@ class Calibration:
         self,
         config: CalibrationSection,
         scheduler: RegionScheduler,
-        fronts: Mapping[str, Times],
-        pds: frozenset[str],
+        pds: Mapping[str, Times],
+        prefill_clusters: Mapping[str, Times],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`fronts` are those of all clusters by name; `pds` are the PD clusters among them."""
+        """`pds` and `prefill_clusters` are the fronts by the names of their clusters."""
         self._config = config
         self._scheduler = scheduler
-        self._fronts = fronts
-        self._pds = pds
+        self._fronts = {**prefill_clusters, **pds}
+        self._pds = frozenset(pds)
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
         self._retry_s: dict[tuple[str, str], float] = {}
@@ -70,7 +72,7 @@ class Calibration:
         if (self._task is None or self._task.done()) and next(self._due(), None) is not None:
             self._task = start_task(self._work(), "calibration")
 
-    async def settle(self, limit_s: float) -> None:
+    async def settle(self, limit_s: float = SETTLE_S) -> None:
         """Wait until nothing is timed, for `limit_s` at most."""
         if self._task is not None:
             await asyncio.wait((self._task,), timeout=limit_s)

@@ -73,7 +73,7 @@ class ServiceState(msgspec.Struct, frozen=True, array_like=True):
     scatter: float
     drift: tuple[float, float]
     num_fresh: int
-    model: tuple[float, float, float, float, float, float]
+    model: ServiceModel
 
 
 class ServiceMeter:
@@ -101,7 +101,7 @@ class ServiceMeter:
             raise ValueError(f"a service model has {_NUM} numbers, not {len(state.wanted)}")
         found._scatter, found._drift = state.scatter, state.drift
         found._num_fresh = state.num_fresh
-        found._model = ServiceModel(*state.model)
+        found._model = state.model
         return found
 
     def state(self) -> ServiceState:
@@ -116,7 +116,7 @@ class ServiceMeter:
             self._scatter,
             self._drift,
             self._num_fresh,
-            tuple(self._model),
+            self._model,
         )
 
     @property

@@ -69,8 +69,8 @@ class Case:
         self.calibration = Calibration(
             CalibrationSection(**settings),
             self.scheduler,
-            self.fronts,
-            frozenset(("home",)),
+            {"home": self.fronts["home"]},
+            {"far": self.fronts["far"]},
             clock=lambda: self.now_s,
         )
 
