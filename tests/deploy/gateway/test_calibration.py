@@ -139,7 +139,7 @@ async def test_off_means_off() -> None:
     [
         TimedPrefills(reason="p0 is busy"),
         TimedPrefills(((256, 9.0),), "p0 took longer than 5 s"),  # no more than a warm-up
-        RpcError("UNIMPLEMENTED", "Method not found!"),  # a front of an older version
+        RpcError("INTERNAL", "Method not found!"),  # a front of an older version
         UnknownInstance("far", "p0"),
         OSError("no route"),
     ],
