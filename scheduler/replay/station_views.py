@@ -161,6 +161,7 @@ class StationViews:
                 prefill=known.prefill(name),
                 is_healthy=not station.is_lost,
                 free_s=station.free_s(now_s),
+                num_busy=station.num_running,
                 queued_s=station.queued_s(shape.prefill_uncached_tokens(name), now_s, number),
                 link=link,
                 threshold_tokens=threshold.tokens,
@@ -172,6 +173,7 @@ class StationViews:
             prefill=known.prefill(live.place(HAND_OFF, pd.name)),
             is_healthy=not home.is_lost,
             free_s=home.free_s(now_s),
+            num_busy=home.num_running,
             queued_s=home.queued_s(shape.local_uncached_tokens, now_s, number),
             links_in={} if self._parts.caches is None else live.links_in(home.name, now_s),
         )

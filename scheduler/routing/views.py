@@ -7,7 +7,6 @@ instance. This file knows neither how anything was measured nor what is decided 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping, Set
 from types import MappingProxyType
 
@@ -76,7 +75,7 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     can be received, by their names. Prompts with more than `threshold_tokens` uncached tokens are
     meant for this cluster. `plan_threshold_tokens` is the threshold while the link is well, None
     where the two are not told apart. `can_feed` is False where no instance that decodes can use the
-    KVCache of any instance here.
+    KVCache of any instance here. `num_busy` instances prefill, also those that should be done.
     """
 
     name: str
@@ -91,6 +90,7 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     threshold_tokens: float = 0.0
     plan_threshold_tokens: float | None = None
     can_feed: bool = True
+    num_busy: int = 0
 
     def __post_init__(self) -> None:
         free_s = self.free_s
@@ -105,13 +105,6 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
             _check(name, getattr(self, name))
         for item_s in free_s:
             _check("free_s", item_s)
-
-    @property
-    def num_busy(self) -> int:
-        """About how many instances prefill now."""
-        # `free_s` ascends, and every route asks.
-        num_busy = len(self.free_s) - bisect_right(self.free_s, 0.0)
-        return num_busy or int(self.queued_s > 0)
 
     @property
     def takes_jobs(self) -> bool:
