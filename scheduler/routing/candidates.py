@@ -211,7 +211,8 @@ def whole_prediction(
     task = PrefillTask(num_tokens, min(request.local_cached_tokens, num_tokens))
     cluster = snapshot.engines or snapshot.local
     service = config.service.get(ONE_ENGINE, ALONE)
-    return predict(task, cluster, snapshot.decode, service, snapshot.load(cluster))
+    load = snapshot.load(cluster, request.render_s)
+    return predict(task, cluster, snapshot.decode, service, load)
 
 
 def remote_candidate(
@@ -252,7 +253,8 @@ def _with_best_cache(
 
     Without a move, `move` has the reason of the longest prefix elsewhere.
     """
-    service, load = asked.config.service.get(target, ALONE), asked.snapshot.load(cluster)
+    service = asked.config.service.get(target, ALONE)
+    load = asked.snapshot.load(cluster, asked.request.render_s)
     prediction = predict(task, cluster, asked.snapshot.decode, service, load)
     own = Candidate(target, cluster, prediction, task.cached_tokens)
     if not asked.request.sendable_tokens:

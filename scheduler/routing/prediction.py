@@ -110,7 +110,7 @@ def predict(
     slot_s = slot_wait_s(decode, begin_s + prefill_s + tail_s)
     contention_s = 0.0
     # A link that carries nothing makes the tail infinite, and no factor may make that a nan.
-    if service is not ALONE and tail_s < math.inf:
+    if tail_s < math.inf:
         contention_s = service.contention_s(queue_s, prefill_s, tail_s, load)
     return Prediction(
         queue_s,

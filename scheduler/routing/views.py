@@ -131,7 +131,7 @@ class RegionSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     moving: Set[tuple[str, str]] = frozenset()
     failed_moves: Set[tuple[str, str]] = frozenset()
 
-    def load(self, place: ClusterView) -> Load:
+    def load(self, place: ClusterView, render_s: float = 0.0) -> Load:
         """What a request meets besides the queue of `place`, where it is prefilled."""
         num_busy = num_others = 0
         for cluster in (*self.prefill_clusters, self.local, self.engines):
@@ -139,7 +139,8 @@ class RegionSnapshot(msgspec.Struct, frozen=True, kw_only=True):
                 num_busy += cluster.num_busy
                 num_others += len(cluster.free_s)
         decodes = self.decode.slots_used / max(1, self.decode.num_instances)
-        return Load(decodes, min(1.0, num_busy / num_others) if num_others else 0.0)
+        busy = min(1.0, num_busy / num_others) if num_others else 0.0
+        return Load(decodes, busy, render_s)
 
     def __post_init__(self) -> None:
         if len(self.prefill_clusters) < 2:

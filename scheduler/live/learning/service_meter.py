@@ -1,6 +1,6 @@
 """Learns the `ServiceModel` of one place from first tokens. Its state does not grow.
 
-Each first token gives one equation for the six numbers, divided by the measured TTFT, so that
+Each first token gives one equation for the seven numbers, divided by the measured TTFT, so that
 relative errors count. The meter keeps the weighted sums of these equations and solves them with
 no number below zero:
 
@@ -37,7 +37,7 @@ _CLOSE: Final = 0.1
 """A relative error within which all equations weigh alike."""
 _MOST_ERROR: Final = 1.0
 """An error beyond this counts as this, in logarithms."""
-_PRIOR: Final = np.array([1.0, 0.5, 0.5, 0.5, 1.0, 1.0])
+_PRIOR: Final = np.array([1.0, 0.5, 0.5, 0.5, 1.0, 1.0, 0.5])
 """How many requests of typical size the prior of each number weighs."""
 _SMALL: Final = 1e-9
 _SAME: Final = 1e-6

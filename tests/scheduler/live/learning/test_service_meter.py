@@ -13,7 +13,7 @@ from scheduler.live.learning.service_meter import MIN_SEEN, ServiceMeter, Servic
 from scheduler.routing.prediction import Prediction
 from scheduler.routing.service import ALONE, Load, ServiceModel
 
-TRUE = ServiceModel(0.03, 1.1, 0.8, 1.2, 0.015, 0.04)
+TRUE = ServiceModel(0.03, 1.1, 0.8, 1.2, 0.015, 0.04, 3.0)
 
 
 def stream(
@@ -25,7 +25,7 @@ def stream(
     for _ in range(num):
         prefill_s = longer * draws.choice((0.04, 0.08, 0.15, 0.3))
         queue_s = draws.choice((0.0, 0.0, draws.expovariate(1 / (2 * longer * 0.14))))
-        load = Load(draws.randrange(4), float(draws.random() < 0.5))
+        load = Load(draws.randrange(4), float(draws.random() < 0.5), draws.uniform(0.002, 0.01))
         predicted = Prediction(queue_s, 0.0, prefill_s, 0.02, step_s=0.01, load=load)
         whole = true.overhead_s + predicted.ttft_s
         whole += true.contention_s(queue_s, prefill_s, 0.02, load)
@@ -116,7 +116,7 @@ def test_no_number_falls_below_zero_so_load_never_shortens_a_prediction() -> Non
     meter, draws = ServiceMeter(), random.Random(5)
     for _ in range(300):
         parts = [draws.random() for _ in range(4)]
-        load = Load(draws.randrange(9), draws.random())
+        load = Load(draws.randrange(9), draws.random(), draws.random())
         meter.observe(Prediction(*parts, load=load), draws.random() + 1e-3)
         assert min(meter.model) >= 0
 
@@ -152,5 +152,5 @@ def test_a_restored_meter_learns_on_as_the_one_before() -> None:
 
 def test_a_state_of_other_numbers_is_refused() -> None:
     state = msgspec.structs.replace(ServiceMeter().state(), wanted=[0.0])
-    with pytest.raises(ValueError, match="has 6 numbers, not 1"):
+    with pytest.raises(ValueError, match="has 7 numbers, not 1"):
         ServiceMeter.restored(state)
