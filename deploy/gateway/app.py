@@ -194,6 +194,7 @@ class Gateway:
         self.long_term.start()
         if self._region_links is not None:
             await self._region_links.wait_heard(LINKS_WAIT_S)
+        self._calibration.start()
         await self._calibration.settle()
 
     @property

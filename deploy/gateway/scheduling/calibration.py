@@ -60,17 +60,24 @@ class Calibration:
         self._fronts = {**prefill_clusters, **pds}
         self._pds = frozenset(pds)
         self._clock = clock
+        self._is_started = False
         self._task: asyncio.Task[None] | None = None
         self._retry_s: dict[tuple[str, str], float] = {}
         self._reports: dict[str, ClusterReport] = {}
 
     def heard(self, report: ClusterReport) -> None:
-        """A cluster has reported. Begins with what is due, unless something is timed already."""
-        if self._config.mode == "off":
-            return
+        """A cluster has reported. Times what is due, unless something is timed already."""
         self._reports[report.name] = report
-        if (self._task is None or self._task.done()) and next(self._due(), None) is not None:
-            self._task = start_task(self._work(), "calibration")
+        if self._is_started:
+            self._begin()
+
+    def start(self) -> None:
+        """Time what is due from now on. To be called when it is known what was learnt earlier, so
+        that nothing is timed again.
+        """
+        self._is_started = self._config.mode == "on"
+        if self._is_started:
+            self._begin()
 
     async def settle(self, limit_s: float = SETTLE_S) -> None:
         """Wait until nothing is timed, for `limit_s` at most."""
@@ -78,10 +85,15 @@ class Calibration:
             await asyncio.wait((self._task,), timeout=limit_s)
 
     async def close(self) -> None:
-        """End a timing that is under way."""
+        """End a timing that is under way, and begin no more."""
+        self._is_started = False
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+    def _begin(self) -> None:
+        if (self._task is None or self._task.done()) and next(self._due(), None) is not None:
+            self._task = start_task(self._work(), "calibration")
 
     async def _work(self) -> None:
         while (due := next(self._due(), None)) is not None:

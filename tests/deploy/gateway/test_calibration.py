@@ -53,7 +53,7 @@ class NoReports:
 class Case:
     """The calibration of a PD cluster and a prefill cluster; its clock is `now_s`."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, is_started: bool = True, **settings: Any) -> None:
         self.now_s = 100.0
         self.fronts = {"home": Front(), "far": Front()}
         live = LiveSettings(
@@ -73,6 +73,8 @@ class Case:
             {"far": self.fronts["far"]},
             clock=lambda: self.now_s,
         )
+        if is_started:
+            self.calibration.start()
 
     async def hear(self, *reports: ClusterReport) -> None:
         for one in reports:
@@ -126,6 +128,16 @@ async def test_what_is_busy_unusable_or_unknown_is_not_timed(fields: dict[str, A
     case = Case()
     await case.hear(report("far", idle("p0", **fields)))
     assert not case.orders()
+
+
+async def test_nothing_is_timed_before_it_is_known_what_was_learnt() -> None:
+    case = Case(is_started=False)
+    await case.hear(report("far", idle("p0")), report("home", idle("d0", "decode")))
+    assert not case.orders()
+    case.known.calibrated("far", "a ", [(256, 0.3), (4096, 2.4)])
+    case.calibration.start()
+    await case.calibration.settle()
+    assert (case.orders(), case.orders("home")) == ([], ["d0"])
 
 
 async def test_off_means_off() -> None:
