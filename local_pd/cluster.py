@@ -15,6 +15,7 @@ from local_pd.messages import (
     ReserveRequest,
 )
 from prfaas.engines.members import MemberOrder
+from prfaas.engines.timing import TimedPrefills, TimingOrder
 from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.live.long_term.conversion import RoleChange, RoleStatus
 from scheduler.reports import ClusterReport
@@ -109,6 +110,12 @@ class PdCluster(Protocol):
     async def change_members(self, order: MemberOrder) -> None:
         """Begin to add an instance or to let one go; the reports show how it goes on. Raises
         MemberRefused, UnknownInstance.
+        """
+        ...
+
+    async def time_prefills(self, order: TimingOrder) -> TimedPrefills:
+        """Time a few prompts on an instance that has nothing else to do. Raises UnknownInstance,
+        and RpcError when a front elsewhere cannot be reached or is too old for it.
         """
         ...
 

@@ -38,6 +38,7 @@ from prfaas.engines.instance import Instance, InstanceSpec
 from prfaas.engines.instances import Instances, InstancesConfig
 from prfaas.engines.members import MemberOrder
 from prfaas.engines.prefill_run import PrefillRunner, RunnerConfig
+from prfaas.engines.timing import TimedPrefills, TimingOrder, time_prefills
 from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.live.long_term.conversion import RoleChange, RoleStatus, applied
 from scheduler.reports import ClusterReport
@@ -289,6 +290,16 @@ class EmbeddedPdCluster:
 
     async def change_members(self, order: MemberOrder) -> None:
         self.departures.order(order)
+
+    async def time_prefills(self, order: TimingOrder) -> TimedPrefills:
+        instance = self._instances.known(order.instance)
+        if self._is_busy(instance):
+            return TimedPrefills(reason=f"{instance.name} is busy")
+        instance.load.given()
+        try:
+            return await time_prefills(instance, order)
+        finally:
+            instance.load.request_ended()
 
     async def close(self) -> None:
         self._closed = True

@@ -37,6 +37,7 @@ from prfaas.engines.prefill_rpc import (
     order_members,
     remote_report,
 )
+from prfaas.engines.timing import TimedPrefills, TimingOrder, order_timing
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.remote import JOB_TIMEOUT_S, REPORT_TIMEOUT_S
 from scheduler.live.long_term.conversion import MAX_DRAIN_S, RoleChange, RoleStatus
@@ -178,6 +179,9 @@ class RemotePdCluster:
     async def change_members(self, order: MemberOrder) -> None:
         """As the protocol's; raises RpcError when the front cannot be reached."""
         await order_members(self._client, self._name, order, REPORT_TIMEOUT_S)
+
+    async def time_prefills(self, order: TimingOrder) -> TimedPrefills:
+        return await order_timing(self._client, self._name, order)
 
     async def close(self) -> None:
         """Close the connection. Slots still held run out with their leases."""

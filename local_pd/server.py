@@ -36,6 +36,7 @@ from prfaas.engines.prefill_rpc import (
     front_readiness,
     to_reply,
 )
+from prfaas.engines.timing import TimedPrefills, TimingOrder
 from prfaas.jobs import PrefillJob
 from scheduler.reports import ClusterReport
 from transport import Credentials
@@ -74,6 +75,7 @@ class PdServer(RpcServer):
             "Resume": Method(InstanceOrder, Empty, self._resume),
             "SetRole": Method(RoleRequest, RoleReply, self._set_role),
             "Members": Method(MemberRequest, Empty, self._change_members),
+            "Time": Method(TimingOrder, TimedPrefills, self._time),
         }
         readiness = front_readiness(lambda: cluster.report())
         super().__init__(bind, {SERVICE: methods}, credentials, why_not_ready=readiness)
@@ -132,6 +134,9 @@ class PdServer(RpcServer):
     async def _change_members(self, request: MemberRequest) -> Empty:
         await _mapped(self._cluster.change_members(request.order))
         return Empty()
+
+    async def _time(self, order: TimingOrder) -> TimedPrefills:
+        return await _mapped(self._cluster.time_prefills(order))
 
 
 async def _mapped(work: Awaitable[T]) -> T:

@@ -7,6 +7,7 @@ routing or decoding. A job says what to compute and where the KVCache must land.
 from typing import Protocol
 
 from prfaas.engines.members import MemberOrder
+from prfaas.engines.timing import TimedPrefills, TimingOrder
 from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.reports import ClusterReport
 
@@ -47,6 +48,12 @@ class PrefillCluster(Protocol):
     async def change_members(self, order: MemberOrder) -> None:
         """Begin to add an instance or to let one go; the reports show how it goes on. Raises
         MemberRefused, UnknownInstance.
+        """
+        ...
+
+    async def time_prefills(self, order: TimingOrder) -> TimedPrefills:
+        """Time a few prompts on an instance that has nothing else to do. Raises UnknownInstance,
+        and RpcError when a front elsewhere cannot be reached or is too old for it.
         """
         ...
 

@@ -22,6 +22,7 @@ from prfaas.engines.prefill_run import (
     RunnerConfig,
     check_job,
 )
+from prfaas.engines.timing import TimedPrefills, TimingOrder, time_prefills
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.metrics import PrefillMetrics, prefill_metrics
 from prfaas.queue import PrefillQueue
@@ -148,6 +149,12 @@ class EmbeddedPrefillCluster:
 
     async def change_members(self, order: MemberOrder) -> None:
         self.departures.order(order)
+
+    async def time_prefills(self, order: TimingOrder) -> TimedPrefills:
+        instance = self._instances.known(order.instance)
+        if self._queue.running_on(instance.name):
+            return TimedPrefills(reason=f"{instance.name} is busy")
+        return await time_prefills(instance, order)
 
     async def close(self) -> None:
         self._closed = True

@@ -16,6 +16,7 @@ from prfaas.engines.prefill_rpc import (
     order_members,
     remote_report,
 )
+from prfaas.engines.timing import TimedPrefills, TimingOrder, order_timing
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.server import SERVICE
 from scheduler.reports import ClusterReport
@@ -63,6 +64,9 @@ class RemotePrefillCluster:
     async def change_members(self, order: MemberOrder) -> None:
         """As the protocol's; raises RpcError when the front cannot be reached."""
         await order_members(self._client, self._name, order, REPORT_TIMEOUT_S)
+
+    async def time_prefills(self, order: TimingOrder) -> TimedPrefills:
+        return await order_timing(self._client, self._name, order)
 
     async def close(self) -> None:
         """Close the connection; running jobs end with "unreachable" here, cancelled there."""

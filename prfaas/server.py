@@ -5,7 +5,7 @@ It does not know what the cluster does with a job; it carries calls to any `Pref
 
 import asyncio
 from collections.abc import Awaitable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from msgspec import structs
 
@@ -20,12 +20,15 @@ from prfaas.engines.prefill_rpc import (
     front_readiness,
     to_reply,
 )
+from prfaas.engines.timing import TimedPrefills, TimingOrder
 from prfaas.jobs import PrefillJob
 from scheduler.reports import ClusterReport
 from transport import Credentials
 from transport.rpc import Method, RpcError, RpcServer
 
 SERVICE: Final = "prfaas.PrefillCluster"
+
+T = TypeVar("T")
 
 
 class PrefillServer(RpcServer):
@@ -41,6 +44,7 @@ class PrefillServer(RpcServer):
             "Drain": Method(InstanceName, Empty, self._drain),
             "Resume": Method(InstanceName, Empty, self._resume),
             "Members": Method(MemberRequest, Empty, self._change_members),
+            "Time": Method(TimingOrder, TimedPrefills, self._time),
         }
         readiness = front_readiness(lambda: cluster.report())
         super().__init__(bind, {SERVICE: methods}, credentials, why_not_ready=readiness)
@@ -68,10 +72,13 @@ class PrefillServer(RpcServer):
         await _mapped(self._cluster.change_members(request.order))
         return Empty()
 
+    async def _time(self, order: TimingOrder) -> TimedPrefills:
+        return await _mapped(self._cluster.time_prefills(order))
 
-async def _mapped(work: Awaitable[None]) -> None:
+
+async def _mapped(work: Awaitable[T]) -> T:
     try:
-        await work
+        return await work
     except UnknownInstance as error:
         raise RpcError("NOT_FOUND", str(error)) from error
     except MemberRefused as error:

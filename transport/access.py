@@ -62,7 +62,7 @@ ACCESS: Final[Mapping[str, ServiceAccess]] = {
         servers=frozenset[Role]({"prefill-front"}),
         # `prfaas up` looks at a front with Report, to see whether it serves.
         callers={"Report": _SEES}
-        | dict.fromkeys(("Submit", "Drain", "Resume", "Members"), _GATEWAY),
+        | dict.fromkeys(("Submit", "Drain", "Resume", "Members", "Time"), _GATEWAY),
     ),
     "prfaas.PdCluster": ServiceAccess(
         servers=frozenset[Role]({"pd-front"}),
@@ -70,7 +70,7 @@ ACCESS: Final[Mapping[str, ServiceAccess]] = {
         | dict.fromkeys(
             (
                 *("Reserve", "Renew", "AwaitLanding", "Release", "Ended", "Direct", "Prefill"),
-                *("Drain", "Resume", "SetRole", "Members"),
+                *("Drain", "Resume", "SetRole", "Members", "Time"),
             ),
             _GATEWAY,
         ),

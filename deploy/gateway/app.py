@@ -40,6 +40,7 @@ from deploy.gateway.proxy.engine import EngineHttpClient
 from deploy.gateway.proxy.slow_client import ClientPatience, send_whole
 from deploy.gateway.reload import with_live
 from deploy.gateway.scheduling.admission import Admission
+from deploy.gateway.scheduling.calibration import Calibration
 from deploy.gateway.scheduling.collector import SchedulingCollector
 from deploy.gateway.scheduling.leadership import Leadership
 from deploy.gateway.scheduling.long_term import LongTermService, PlanMetrics
@@ -156,6 +157,9 @@ class Gateway:
             PlanMetrics(self.metrics.registry, names_pds=len(pds) > 1),
         )
         self._state = self._build_state()
+        self._calibration = Calibration(
+            config.scheduling.calibration, self.scheduler, self._pds, self._prefill_clusters
+        )
         self._background = Background()
         self.members = MemberKeeper(
             self._pds,
@@ -191,6 +195,8 @@ class Gateway:
         self.long_term.start()
         if self._region_links is not None:
             await self._region_links.wait_heard(LINKS_WAIT_S)
+        self._calibration.start()
+        await self._calibration.settle()
 
     @property
     def num_in_flight(self) -> int:
@@ -231,6 +237,7 @@ class Gateway:
         await self.long_term.close()
         await asyncio.gather(*(keeper.close() for keeper in self.roles.values()))
         await self._watcher.close()
+        await self._calibration.close()
         await self.members.close()
         if self._services is not None and self._services.placement is not None:
             await self._services.placement.close()
@@ -277,6 +284,7 @@ class Gateway:
             if follower is not None:
                 await follower.watch(report)
         self.members.heard(report)
+        self._calibration.heard(report)
 
     def _replace_keys(self, keys: tuple[ApiKey, ...]) -> None:
         self._keys.replace(keys)

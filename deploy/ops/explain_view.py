@@ -33,6 +33,7 @@ _ROWS: Final = (
     ("first step", "step_s", "first_step_s"),
     ("relay", "", "relay_s"),
     ("overhead", "overhead_s", ""),
+    ("contention", "contention_s", ""),
     ("other", "", "other_s"),
 )
 """The rows of the table of parts: title, name in a prediction, name in `TtftParts`."""

@@ -223,11 +223,12 @@ def _prefill_verdict(request: AdmissionRequest, config: AdmissionConfig) -> Verd
     """
     if config.ttft_slo_s is None:
         return None
-    queue_s, move_s, prefill_s, tail_s, slot_s, step_s, overhead_s = prediction = request.prediction
+    prediction = request.prediction
+    queue_s, move_s, prefill_s, tail_s, slot_s, step_s, overhead_s, contention_s, _ = prediction
     limit_s = config.ttft_slo_s * config.max_prefill_load
     # The tail is nearly all a wait for what others send, since layers leave during the prefill.
     wait_s = queue_s + tail_s + slot_s
-    spare_s = limit_s - (move_s + prefill_s + step_s + overhead_s)
+    spare_s = limit_s - (move_s + prefill_s + step_s + overhead_s + contention_s)
     over_s = wait_s - (spare_s if spare_s > 0 else limit_s)
     if over_s <= 0:
         return None

@@ -48,6 +48,7 @@ from scheduler.live.tenants import TenantLedger, TenantLimit
 from scheduler.live.thresholds import Thresholds
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape, one_engine_reason
 from scheduler.routing.profiles import KvProfile
+from scheduler.routing.service import ServiceModel
 from scheduler.routing.short_term import RouteConfig, RouteDecision, route
 from scheduler.routing.views import DecodeView, RegionSnapshot
 
@@ -330,13 +331,13 @@ class LiveScheduler:
         pairs = [(name, target) for name in names if name != target]
         return {pair[0]: self.moves.completed(self.link(*pair), pair, now_s) for pair in pairs}
 
-    def _overheads(
+    def _services(
         self, known: ModelKnowledge, pd: PdSettings, now_s: float
-    ) -> Mapping[str, float]:
-        """The overheads of all targets where `pd` decodes."""
-        found = {name: known.overhead_s(name, now_s) for name in pd.prefill_clusters}
+    ) -> Mapping[str, ServiceModel]:
+        """What was learnt of contention for all targets where `pd` decodes."""
+        found = {name: known.service(name, now_s) for name in pd.prefill_clusters}
         for target in (HAND_OFF, ONE_ENGINE):
-            found[target] = known.overhead_s(self.place(target, pd.name), now_s)
+            found[target] = known.service(self.place(target, pd.name), now_s)
         return found
 
     def _config(self, model: str, now_s: float, pd: str) -> RouteConfig:
@@ -351,7 +352,7 @@ class LiveScheduler:
             hand_off_tokens=self.settings.hand_off_tokens,
             max_link_age_s=routing.max_link_age_s,
             max_tail_s=routing.max_tail_s,
-            overhead_s=self._overheads(known, self.pd(pd), now_s),
+            service=self._services(known, self.pd(pd), now_s),
             is_known=is_known and kv is not None,
         )
 

@@ -101,6 +101,7 @@ def decode_view(
         # Engines have taken in and released KVCache since the front read their metrics.
         kv_bytes=max(0.0, reported.kv_bytes + kv_change_bytes),
         kv_total_bytes=reported.kv_total_bytes,
+        num_instances=len(reported.names),
     )
 
 

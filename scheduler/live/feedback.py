@@ -43,6 +43,25 @@ class PromptCounted(Observation, frozen=True):
         live.knowledge(self.model).lengths.counted(self.content, self.num_tokens)
 
 
+class Calibrated(Observation, frozen=True):
+    """An idle instance computed prompts that no cache knew: tokens and seconds of each.
+
+    `place` is a route's target in `pd`. `key` names what the times are of: it changes with the
+    instance's weights and KVCache layout.
+    """
+
+    model: str
+    place: str
+    key: str
+    prefills: tuple[tuple[int, float], ...]
+    pd: str = ""
+
+    def learn(self, live: LiveScheduler, now_s: float) -> None:
+        """The prefill times of the place begin from these."""
+        place = live.place(self.place, self.pd)
+        live.knowledge(self.model).calibrated(place, self.key, self.prefills)
+
+
 class RequestArrived(Observation, frozen=True):
     """A request whose home is `pd` was let in, and no engine refused it."""
 
@@ -256,19 +275,17 @@ class FirstToken(Observation, frozen=True):
     pd: str = ""
 
     def learn(self, live: LiveScheduler, now_s: float) -> None:
-        """The prediction's error, and under normal conditions its overhead, are learnt.
+        """The prediction's error, and under normal conditions how the place serves, are learnt.
 
-        The delay by a full instance or by a link that is not clear is no overhead of the place:
-        their state predicts it, and it ends with that state. Nor is the delay by a queue, because
-        later arrivals may overtake in it, which no prediction knows.
+        The delay by a full instance or by a link that is not clear does not belong to the place:
+        their state predicts it, and it ends with that state.
         """
-        waited = self.was_full or self.predicted.queue_s > 0
         live.knowledge(self.model).answered(
             live.place(self.place, self.pd),
             self.predicted,
             self.ttft_s,
             now_s,
-            teaches_overhead=live.is_link_clear(self.place, self.pd) and not waited,
+            teaches_service=live.is_link_clear(self.place, self.pd) and not self.was_full,
         )
 
 
@@ -342,7 +359,14 @@ def _is_length_known(live: LiveScheduler, known: ModelKnowledge, shape: RequestS
 
 
 ObservationEvent: TypeAlias = (
-    PromptCounted | RequestArrived | LegBegun | Prefilled | DirectTook | FirstToken | AnswerDecoded
+    PromptCounted
+    | Calibrated
+    | RequestArrived
+    | LegBegun
+    | Prefilled
+    | DirectTook
+    | FirstToken
+    | AnswerDecoded
 )
 FeedbackEvent: TypeAlias = (
     ObservationEvent

@@ -94,6 +94,11 @@ class PlaceWork:
         return max(0, self.num_jobs - max(self.num_places, self._num_running))
 
     @property
+    def num_busy(self) -> int:
+        """The usable instances that have a prefill, or will be given one at once."""
+        return min(len(self._usable), len(self._busy) + len(self._waiting))
+
+    @property
     def queued_s(self) -> float:
         """What the jobs take together that wait for the instances of the model."""
         return math.fsum([self._prefill_s[name] for name in self._waiting])

@@ -93,13 +93,13 @@ def spilled(
     offers = []
     nearest = live.distances.nearest(live, home.name, now_s)
     cached_tokens = _most_cached_tokens(request.shape)
-    # What was measured beyond predictions may be less than nothing.
-    least_overhead_s = min(0.0, *at_home.config.overhead_s.values())
+    # Prefills may have been found to take less than their predictions.
+    least_share = min([1.0, *(item.prefill for item in at_home.config.service.values())])
     for pd in _others(live, model, nearest, excluded):
         rtt_s = nearest[pd.name]
         # To look at a cluster takes long, and its prefill alone may take too long to be sooner.
         prefill_s = _least_prefill_s(live, model, pd, request.shape, cached_tokens)
-        least_s = rtt_s + (prefill_s + least_overhead_s)
+        least_s = rtt_s + least_share * prefill_s
         if own.is_able and least_s + rule.lead_s(own) >= own.ttft_s:
             continue
         shape = request.shape.at(pd.name)

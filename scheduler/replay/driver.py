@@ -222,6 +222,11 @@ class _Driver:
             self._began(instance, job, now_s)
 
     def _began(self, instance: PrefillInstance, job: Job, now_s: float) -> None:
+        station = self._parts.station(job)
+        if (service := self._model.services.get(station.name)) is not None:
+            alone_s = job.service_s
+            job.service_s += service.contention_s(0.0, alone_s, 0.0, self._parts.load(job))
+            station.busy_s += job.service_s - alone_s
         if job.place:
             # Asked now and not at arrival: while it waited, others may have filled the cache.
             pd, transfers = self._pds[job.pd].station.name, self._transfers

@@ -20,6 +20,7 @@ from scheduler.planning.region_model import PdClusterModel, Region, Uplink
 from scheduler.replay.links import RateSchedule
 from scheduler.routing.candidates import MARGIN_S, MARGIN_SHARE
 from scheduler.routing.order_config import OrderConfig
+from scheduler.routing.service import ServiceModel
 from scheduler.routing.spill import Spill
 from scheduler.routing.threshold import ThresholdConfig
 
@@ -75,6 +76,10 @@ class ReplayModel:
     """Real prefill time / believed prefill time, by cluster."""
     prefill_jitter: float = 0.0
     """Standard deviation of the logarithm of real prefill times."""
+    services: Mapping[str, ServiceModel] = field(default_factory=dict)
+    """How prefills of each cluster really go beside others. Only `prefill`, `decode_s` and `busy_s`
+    count: the rest is not the prefill's. A cluster without one serves each prompt as if alone.
+    """
     transfer_timeout_s: float = 30.0
     """How long after its prefill a request's KVCache may land. Later it is given up, and the PD
     cluster prefills the request itself. Bytes that were not sent by then never are."""

@@ -37,6 +37,7 @@ from scheduler.routing.decision import (
 )
 from scheduler.routing.prediction import Prediction, PrefillTask, predict
 from scheduler.routing.profiles import KvProfile
+from scheduler.routing.service import ALONE, ServiceModel
 from scheduler.routing.views import ClusterView, RegionSnapshot
 
 MOVE_ROUND_TRIPS: Final = 4
@@ -77,14 +78,14 @@ class RouteConfig(RouteLimits):
     """What routing knows of the model, and its limits.
 
     Prompts with more than `hand_off_tokens` uncached tokens use the PD cluster's prefill instances.
-    `overhead_s` is measured fixed time by target (`scheduler.routing.prediction.OverheadMeter`).
+    `service` is what was learnt of contention, by target.
     """
 
     kv: KvProfile
     hand_off_tokens: int
     is_known: bool = True
     """Whether prefill times and `kv` were measured. No prefix moves because of a guess."""
-    overhead_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    service: Mapping[str, ServiceModel] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
         least = min(self.margin_s, self.margin_share, self.hand_off_tokens)
@@ -209,7 +210,9 @@ def whole_prediction(
     num_tokens = request.num_prompt_tokens
     task = PrefillTask(num_tokens, min(request.local_cached_tokens, num_tokens))
     cluster = snapshot.engines or snapshot.local
-    return predict(task, cluster, snapshot.decode, config.overhead_s.get(ONE_ENGINE, 0.0))
+    service = config.service.get(ONE_ENGINE, ALONE)
+    load = snapshot.load(cluster, request.render_s)
+    return predict(task, cluster, snapshot.decode, service, load)
 
 
 def remote_candidate(
@@ -250,8 +253,9 @@ def _with_best_cache(
 
     Without a move, `move` has the reason of the longest prefix elsewhere.
     """
-    overhead_s = asked.config.overhead_s.get(target, 0.0)
-    prediction = predict(task, cluster, asked.snapshot.decode, overhead_s)
+    service = asked.config.service.get(target, ALONE)
+    load = asked.snapshot.load(cluster, asked.request.render_s)
+    prediction = predict(task, cluster, asked.snapshot.decode, service, load)
     own = Candidate(target, cluster, prediction, task.cached_tokens)
     if not asked.request.sendable_tokens:
         return own
@@ -286,7 +290,8 @@ def _with_cache_of(
 
     def after(move_s: float) -> Prediction:
         moved = task._replace(cached_tokens=num_tokens, move_s=move_s)
-        return predict(moved, cluster, asked.snapshot.decode, before.overhead_s)
+        service = asked.config.service.get(own.target, ALONE)
+        return predict(moved, cluster, asked.snapshot.decode, service, before.load)
 
     # The order of the reasons: what forbids a move at all, what no link could mend, then the
     # link.

@@ -148,7 +148,8 @@ class RequestShape(msgspec.Struct, frozen=True, kw_only=True):
     The PD cluster is the request's home. `cached_in_pds` has the same numbers for each other PD
     cluster that has something cached, by name; `at` gives the shape for one of them.
     `other_adapter_in` names the prefill clusters that do not have the request's LoRA adapter with
-    the weights that decode it, as far as is known.
+    the weights that decode it, as far as is known. `render_s` is how long an engine took to turn it
+    into tokens, seconds; 0 if none did.
     """
 
     num_prompt_tokens: int
@@ -168,6 +169,7 @@ class RequestShape(msgspec.Struct, frozen=True, kw_only=True):
     sendable_tokens: Mapping[str, int] = MappingProxyType({})
     cached_in_pds: Mapping[str, PdCached] = MappingProxyType({})
     other_adapter_in: frozenset[str] = frozenset()
+    render_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_prompt_tokens < 0:

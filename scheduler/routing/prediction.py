@@ -1,6 +1,7 @@
 """When a request's prefill would end and its first token come, at one place, part by part.
 
     TTFT = queue + move + prefill + transfer tail + wait for a slot + one decode step + overhead
+         + contention
 
 1. Queue. The work ahead is spread over the cluster's usable instances; the instance that is free
    first takes the next piece of it. The request begins when nothing is left ahead of it.
@@ -12,25 +13,26 @@
    prefill ends, divided by the rate.
 5. Slot. Decode slots come free in the order in which their decodes end. Requests that land earlier
    take them earlier.
+6. Contention. What others compute meanwhile, as it was learnt (`scheduler.routing.service`).
 
 Every part is monotone in load: more work ahead, a fuller pool, a longer backlog or a slower link
 never shorten a prediction. An unusable instance or a link that carries nothing gives `inf`. All is
-pure, without a clock. `OverheadMeter` learns from the difference between predicted and measured
-times. This file knows no routes, thresholds or reasons.
+pure, without a clock. This file knows no routes, thresholds or reasons.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Iterable, Sequence
-from statistics import median
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
+from scheduler.routing.service import ALONE, Load, ServiceModel
 from scheduler.routing.views import ClusterView, DecodeView
+
+NO_LOAD: Final = Load()
 
 
 class PrefillTask(NamedTuple):
@@ -51,7 +53,9 @@ class PrefillTask(NamedTuple):
 class Prediction(NamedTuple):
     """The parts of the time to first token, in seconds and in the order in which they pass.
 
-    `move_s` is only the delay by the move beyond the queue.
+    `move_s` is only the delay by the move beyond the queue. `contention_s` is what the parts before
+    it leave out or count twice, and may be negative. `load` is no part of the time; it is what the
+    request meets.
     """
 
     queue_s: float = 0.0
@@ -61,6 +65,8 @@ class Prediction(NamedTuple):
     slot_s: float = 0.0
     step_s: float = 0.0
     overhead_s: float = 0.0
+    contention_s: float = 0.0
+    load: Load = NO_LOAD
 
     @property
     def prefill_end_s(self) -> float:
@@ -75,12 +81,21 @@ class Prediction(NamedTuple):
     @property
     def ttft_s(self) -> float:
         """Time from now until the first token."""
-        queue_s, move_s, prefill_s, tail_s, slot_s, step_s, overhead_s = self
-        return queue_s + move_s + prefill_s + tail_s + slot_s + step_s + overhead_s
+        queue_s, move_s, prefill_s, tail_s, slot_s, step_s, overhead_s, contention_s, _ = self
+        found_s = queue_s + move_s + prefill_s + tail_s + slot_s + step_s + overhead_s
+        return found_s + contention_s
+
+    def parts(self) -> dict[str, float]:
+        """The parts by name; together they are `ttft_s`."""
+        return {name: value for name, value in self._asdict().items() if name != "load"}
 
 
 def predict(
-    task: PrefillTask, cluster: ClusterView, decode: DecodeView, overhead_s: float = 0.0
+    task: PrefillTask,
+    cluster: ClusterView,
+    decode: DecodeView,
+    service: ServiceModel = ALONE,
+    load: Load = NO_LOAD,
 ) -> Prediction:
     """TTFT of a request that is prefilled in `cluster` and decodes in `decode`."""
     queue_s = queue_wait_s(cluster.queued_s, cluster.free_s)
@@ -88,13 +103,25 @@ def predict(
     begin_s = max(queue_s, task.move_s)
     # No instance is usable. The lines below would subtract infinities and give nan.
     if begin_s == math.inf:
-        return Prediction(begin_s, 0.0, prefill_s, 0.0, 0.0, decode.step_s, overhead_s)
+        return Prediction(begin_s, 0.0, prefill_s, step_s=decode.step_s)
     tail_s = 0.0
     if cluster.link is not None:
         tail_s = transfer_tail_s(cluster.link, begin_s, prefill_s, task)
     slot_s = slot_wait_s(decode, begin_s + prefill_s + tail_s)
+    contention_s = 0.0
+    # A link that carries nothing makes the tail infinite, and no factor may make that a nan.
+    if tail_s < math.inf:
+        contention_s = service.contention_s(queue_s, prefill_s, tail_s, load)
     return Prediction(
-        queue_s, begin_s - queue_s, prefill_s, tail_s, slot_s, decode.step_s, overhead_s
+        queue_s,
+        begin_s - queue_s,
+        prefill_s,
+        tail_s,
+        slot_s,
+        decode.step_s,
+        service.overhead_s,
+        contention_s,
+        load,
     )
 
 
@@ -160,49 +187,3 @@ def release_s(decode: DecodeView, num_releases: int) -> float:
     """
     # `slots_total` slots, each taken for `decode_s`, free one every `decode_s` / `slots_total`.
     return max(0, num_releases) * (decode.decode_s or 0.0) / max(1, decode.slots_total)
-
-
-class OverheadMeter:
-    """Fixed time of a route that no profile contains: rendering, reserving, opening, HTTP.
-
-    It is the median of the latest differences between TTFTs and their predictions, from the third
-    one on, so that one or two stalled requests teach nothing, not even as the first. It is never
-    negative and never above `max_s`.
-    """
-
-    MIN_SEEN = 3
-
-    def __init__(self, memory: int = 32, max_s: float = 5.0) -> None:
-        if not (memory >= self.MIN_SEEN and max_s > 0):
-            raise ValueError(
-                f"memory {memory!r} must be at least {self.MIN_SEEN} and max_s {max_s!r} above 0"
-            )
-        self._latest: deque[float] = deque(maxlen=memory)
-        self._max_s = max_s
-        self._seconds = 0.0
-
-    @property
-    def latest(self) -> list[float]:
-        """The latest differences, the oldest first."""
-        return list(self._latest)
-
-    def restore(self, latest: Iterable[float]) -> None:
-        """Take over the differences of another meter."""
-        self._latest.extend(latest)
-        self._learn()
-
-    @property
-    def seconds(self) -> float:
-        """What to add to a prediction; 0 before there are `MIN_SEEN` observations."""
-        return self._seconds
-
-    def observe(self, predicted_s: float, measured_s: float) -> None:
-        """Learn from one TTFT: as predicted without any overhead, and as measured."""
-        if not (0 <= predicted_s < math.inf and 0 <= measured_s < math.inf):
-            return
-        self._latest.append(measured_s - predicted_s)
-        self._learn()
-
-    def _learn(self) -> None:
-        if len(self._latest) >= self.MIN_SEEN:
-            self._seconds = min(max(0.0, median(self._latest)), self._max_s)

@@ -14,6 +14,7 @@ import msgspec
 
 from netmon.region_link import LinkView
 from scheduler.routing.profiles import PrefillProfile
+from scheduler.routing.service import Load
 
 
 class DecodeView(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +26,8 @@ class DecodeView(msgspec.Struct, frozen=True, kw_only=True):
     `decode_s` / slots. That holds for any distribution of lengths, while "the average less the
     time so far" would give 0 for every decode that lasts longer than the average. `landing_s` are
     the predicted times until each request now in prefill can decode, ascending, and
-    `landing_kv_bytes` is the KV memory that these requests will take together.
+    `landing_kv_bytes` is the KV memory that these requests will take together. `num_instances` are
+    the engines that the slots belong to.
     """
 
     slots_total: int
@@ -37,6 +39,7 @@ class DecodeView(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: float = 0.0
     kv_total_bytes: float | None = None
     landing_kv_bytes: float = 0.0
+    num_instances: int = 1
 
     def __post_init__(self) -> None:
         # A view is made for every route: one comparison usually, names only for the message.
@@ -72,7 +75,7 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     can be received, by their names. Prompts with more than `threshold_tokens` uncached tokens are
     meant for this cluster. `plan_threshold_tokens` is the threshold while the link is well, None
     where the two are not told apart. `can_feed` is False where no instance that decodes can use the
-    KVCache of any instance here.
+    KVCache of any instance here. `num_busy` instances prefill, also those that should be done.
     """
 
     name: str
@@ -87,6 +90,7 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     threshold_tokens: float = 0.0
     plan_threshold_tokens: float | None = None
     can_feed: bool = True
+    num_busy: int = 0
 
     def __post_init__(self) -> None:
         free_s = self.free_s
@@ -126,6 +130,17 @@ class RegionSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     landing_room_bytes: float | None = None
     moving: Set[tuple[str, str]] = frozenset()
     failed_moves: Set[tuple[str, str]] = frozenset()
+
+    def load(self, place: ClusterView, render_s: float = 0.0) -> Load:
+        """What a request meets besides the queue of `place`, where it is prefilled."""
+        num_busy = num_others = 0
+        for cluster in (*self.prefill_clusters, self.local, self.engines):
+            if cluster is not None and cluster is not place:
+                num_busy += cluster.num_busy
+                num_others += len(cluster.free_s)
+        decodes = self.decode.slots_used / max(1, self.decode.num_instances)
+        busy = min(1.0, num_busy / num_others) if num_others else 0.0
+        return Load(decodes, busy, render_s)
 
     def __post_init__(self) -> None:
         if len(self.prefill_clusters) < 2:

@@ -24,6 +24,7 @@ from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.prefill_run import RunnerConfig
+from prfaas.engines.timing import TimingOrder
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.metrics import PrefillMetrics
 from prfaas.queue_values import QueueConfig
@@ -495,6 +496,25 @@ async def test_closing_ends_everything(rig: Rig) -> None:
     assert [getattr(error, "code", error) for error in errors] == ["closed"] * 3
     await eventually(lambda: rig.num_outboxes == 0)
     assert (await failure(rig.front.submit(prefill_job(4)))).code == "closed"
+
+
+async def test_an_idle_instance_is_timed_and_a_busy_one_is_not(rig: Rig) -> None:
+    order = TimingOrder(instance="p0", lengths=(4, 8), limit_s=5.0)
+    found = await rig.front.time_prefills(order)
+    assert ([num for num, _ in found.prefills], found.reason) == ([4, 8], "")
+    assert [len(body["prompt"]) for body in rig.engines[0].requests] == [4, 8]
+    assert all(body["cache_salt"] for body in rig.engines[0].requests)
+    assert rig.num_outboxes == 0
+    rig.hold()
+    tasks = [asyncio.create_task(rig.front.submit(prefill_job(n))) for n in (1, 2)]
+    for engine in rig.engines:
+        await eventually(lambda engine=engine: engine.running == 1)
+    found = await rig.front.time_prefills(order)
+    assert (found.prefills, found.reason) == ((), "p0 is busy")
+    rig.release()
+    await asyncio.gather(*tasks)
+    with pytest.raises(UnknownInstance, match="p9"):
+        await rig.front.time_prefills(TimingOrder(instance="p9", lengths=(4,), limit_s=5.0))
 
 
 async def test_the_lease_of_a_long_prefill_is_renewed() -> None:

@@ -31,6 +31,7 @@ from local_pd.messages import (
 )
 from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.members import MemberOrder
+from prfaas.engines.timing import TimedPrefills, TimingOrder
 from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.live.long_term.conversion import RoleChange, RoleStatus
 from scheduler.reports import ClusterReport, InstanceReport
@@ -209,6 +210,8 @@ class FakePd:
         self.ended_at: list[str] = []
         self.num_reserved = 0
         self.orders: list[MemberOrder] = []
+        self.timings: list[TimingOrder] = []
+        self.timed = TimedPrefills(reason="nothing to time here")
         self.reserved_with: list[tuple[bytes, tuple[str, ...]]] = []
         self.tenants: list[str] = []
         """The tenant of each reservation of memory for KVCache."""
@@ -343,6 +346,10 @@ class FakePd:
     async def change_members(self, order: MemberOrder) -> None:
         self.orders.append(order)
 
+    async def time_prefills(self, order: TimingOrder) -> TimedPrefills:
+        self.timings.append(order)
+        return self.timed
+
     async def close(self) -> None: ...
 
     def _fits(self, engine: str, layouts: Sequence[str]) -> bool:
@@ -363,6 +370,8 @@ class FakePrefill:
         self.pds = pds
         self.jobs: list[PrefillJob] = []
         self.orders: list[MemberOrder] = []
+        self.timings: list[TimingOrder] = []
+        self.timed = TimedPrefills(reason="nothing to time here")
         self.num_cancelled = 0
         self.num_running = 0
         self.error: Exception | None = None
@@ -435,6 +444,10 @@ class FakePrefill:
 
     async def change_members(self, order: MemberOrder) -> None:
         self.orders.append(order)
+
+    async def time_prefills(self, order: TimingOrder) -> TimedPrefills:
+        self.timings.append(order)
+        return self.timed
 
     async def close(self) -> None: ...
 

@@ -14,6 +14,7 @@ import msgspec
 from deploy.gateway.grants import granted_job
 from prfaas.embedded import EmbeddedPrefillCluster
 from prfaas.engines.members import MemberOrder
+from prfaas.engines.timing import TimedPrefills, TimingOrder
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.remote import RemotePrefillCluster
 from scheduler.reports import ClusterReport
@@ -74,6 +75,10 @@ class LinkedPrefillCluster:
     async def change_members(self, order: MemberOrder) -> None:
         """Add an instance, or let one go."""
         await self.cluster.change_members(order)
+
+    async def time_prefills(self, order: TimingOrder) -> TimedPrefills:
+        """Time a few prompts on an instance."""
+        return await self.cluster.time_prefills(order)
 
     async def close(self) -> None:
         """Close the cluster."""

@@ -77,9 +77,21 @@ class SchedulingCollector(Collector):
         )
         yield _family(
             "ttft_overhead_seconds",
-            "What TTFTs take beyond what is predicted of queue, prefill, transfer and decoding.",
+            "What TTFTs take whatever the prompt, the queue and the load.",
             labels,
-            [(names, known.overhead_s(place, now_s)) for known, names, place in places],
+            [(names, known.service(place, now_s).overhead_s) for known, names, place in places],
+        )
+        yield _family(
+            "ttft_decode_seconds",
+            "What TTFTs take longer for each request in a decoding engine's batch.",
+            labels,
+            [(names, known.service(place, now_s).decode_s) for known, names, place in places],
+        )
+        yield _family(
+            "ttft_busy_seconds",
+            "What TTFTs take longer while all instances at other places prefill.",
+            labels,
+            [(names, known.service(place, now_s).busy_s) for known, names, place in places],
         )
 
     def _of_links(self) -> Iterator[GaugeMetricFamily]:

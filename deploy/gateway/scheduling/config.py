@@ -123,8 +123,22 @@ class LongTermSection(Section):
         return self
 
 
+class CalibrationSection(Section):
+    """A few prefills on idle instances of which nothing is known, so that the first predictions
+    rest on measured times.
+    """
+
+    mode: Literal["on", "off"] = "on"
+    """on: what joins is timed while it has nothing to do. off: only requests teach."""
+    limit_s: Seconds = 5.0
+    """The longest that an instance computes for it, seconds."""
+
+
 class SchedulingConfig(Section):
     """All settings of scheduling. Every setting has a default."""
+
+    calibration: CalibrationSection = CalibrationSection()
+    """Times of a few prefills on idle instances of which nothing is known."""
 
     routing: RoutingSection = RoutingSection.of()
     """How the side of one request is chosen."""

@@ -13,6 +13,7 @@ from netmon.region_link import LinkView
 from scheduler.live.learning.knowledge import ModelKnowledge
 from scheduler.live.thresholds import ThresholdNow
 from scheduler.routing.profiles import KvProfile
+from scheduler.routing.service import ALONE, ServiceModel
 
 
 class LearnedPlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,7 +21,8 @@ class LearnedPlace(msgspec.Struct, frozen=True, kw_only=True):
 
     Until a place `is_known`, the profile of the place with most prefills predicts it. `error` is
     the median of |predicted / measured - 1| of its latest prefills, and `ttft_error` that of its
-    latest TTFTs. `overhead_s` is how much longer TTFTs take than predicted.
+    latest TTFTs. `service` is what TTFTs take beside their parts, and `calibrated` whether prefills
+    were timed there while nothing else ran.
     """
 
     place: str
@@ -29,7 +31,8 @@ class LearnedPlace(msgspec.Struct, frozen=True, kw_only=True):
     starts: tuple[float, ...]
     coefficients: tuple[tuple[float, float, float], ...]
     error: float | None = None
-    overhead_s: float = 0.0
+    service: ServiceModel = ALONE
+    calibrated: bool = False
     ttft_error: float | None = None
 
 
@@ -96,6 +99,7 @@ def _place(place: str, known: ModelKnowledge, now_s: float) -> LearnedPlace:
         starts=learned.profile.starts,
         coefficients=learned.profile.coefficients,
         error=learned.error,
-        overhead_s=known.overhead_s(place, now_s),
+        service=known.service(place, now_s),
+        calibrated=learned.has_prior,
         ttft_error=known.error(place),
     )

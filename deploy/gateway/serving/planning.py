@@ -125,6 +125,7 @@ async def judge(services: Services, exchange: Exchange) -> RequestPlan:
             num_prompt_tokens=len(token_ids),
             is_exact=True,
             other_adapter_in=adapter.without,
+            render_s=exchange.record.parts.render_s or 0.0,
         )
     )
     decision = services.scheduler.route(inbound.model, shape, home=home, priority=inbound.priority)

@@ -138,7 +138,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     def _predicted(self, decision: RouteDecision) -> None:
         sides = {"local": decision.local, "remote": decision.remote}
         self.predictions = {
-            side: {name: round(value, 6) for name, value in found._asdict().items()}
+            side: {name: round(value, 6) for name, value in found.parts().items()}
             for side, found in sides.items()
             if found is not None and found.ttft_s < math.inf
         }

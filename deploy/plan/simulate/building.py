@@ -32,6 +32,7 @@ from scheduler.replay.links import LinkChange, OtherTraffic, RateSchedule
 from scheduler.replay.model import Policy, ReplayModel, Routing, Slo
 from scheduler.replay.workload import Phase, Workload, at_homes, drawn, traced
 from scheduler.routing.order_config import OrderConfig
+from scheduler.routing.service import ServiceModel
 
 HOMOGENEOUS: Final = "homogeneous"
 
@@ -222,6 +223,10 @@ def _model(file: SimulationFile, found: PlanInput) -> ReplayModel:
         cache_blocks=blocks,
         prefill_factors=spec.prefill_factors,
         prefill_jitter=spec.prefill_jitter,
+        services={
+            name: ServiceModel(decode_s=item.decode, busy_s=item.busy)
+            for name, item in spec.contention.items()
+        },
         transfer_timeout_s=spec.transfer_timeout,
     )
 
@@ -266,7 +271,7 @@ def _problems(spec: PlanSpec) -> Iterable[Problem]:
             )
             yield Problem(("simulation", "links", i), message)
     names = [c.name for c in (*spec.prefill_clusters, *spec.pd_clusters)]
-    for key in ("cache_tokens", "prefill_factors"):
+    for key in ("cache_tokens", "prefill_factors", "contention"):
         for name in getattr(whole, key):
             if name not in names:
                 message = f"no cluster {name!r}{suggestion(name, names)}"

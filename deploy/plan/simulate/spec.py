@@ -109,6 +109,17 @@ class PolicySpec(Section):
     """How changes of links are seen: by the link monitor, or as they are."""
 
 
+class ContentionSpec(Section):
+    """How much later prefills of a cluster end beside others, as `service` of a gateway's
+    /prfaas/scheduling says.
+    """
+
+    decode: Span = 0.0
+    """For each request in a decoding engine's batch."""
+    busy: Span = 0.0
+    """While all instances of other clusters prefill."""
+
+
 class SimulationSpec(Section):
     """What happens, to which traffic, and who decides."""
 
@@ -127,6 +138,8 @@ class SimulationSpec(Section):
     objective: ObjectiveSpec = ObjectiveSpec()
     prefill_factors: dict[Name, Positive] = Field(default={})
     """Real over profiled prefill time, by cluster."""
+    contention: dict[Name, ContentionSpec] = Field(default={})
+    """What other work costs prefills, by cluster. Left out: nothing."""
     prefill_jitter: Annotated[float, Field(ge=0, le=2)] = 0.0
     transfer_timeout: Span = 30.0
     policy: str = "router"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from statistics import median
@@ -18,19 +19,30 @@ from typing import Final
 
 import msgspec
 
-from scheduler.live.learning.learned_profile import MIN_SEEN, LearnedProfile, ProfileState
+from scheduler.live.learning.learned_profile import (
+    MIN_SEEN,
+    LearnedProfile,
+    ProfileState,
+    profile_through,
+)
 from scheduler.live.learning.measured_traffic import TrafficMeter, TrafficState
 from scheduler.live.learning.prompt_length import LengthEstimator, LengthsState
-from scheduler.routing.prediction import OverheadMeter, Prediction
+from scheduler.live.learning.service_meter import ServiceMeter, ServiceState
+from scheduler.routing.prediction import Prediction
 from scheduler.routing.profiles import KvProfile, PrefillProfile
+from scheduler.routing.service import ALONE, ServiceModel
 
 MEAN_GAIN: Final = 0.05
 NUM_ERRORS: Final = 64
 NUM_SIZES: Final = 64
-OVERHEAD_KEPT_S: Final = 300.0
-"""How long an overhead is believed after its last observation, seconds. Otherwise a place that a
-bad moment made look slow would never be tried again.
+SERVICE_KEPT_S: Final = 300.0
+"""How long a service model is believed after its last observation, seconds. Otherwise a place that
+a bad moment made look slow would never be tried again.
 """
+
+
+MAX_CALIBRATIONS: Final = 16
+"""The keys that are remembered of a place, the latest ones."""
 
 
 class MeanState(msgspec.Struct, frozen=True, array_like=True):
@@ -44,10 +56,12 @@ class PlaceState(msgspec.Struct, frozen=True, array_like=True):
     """The knowledge of one place. An age is None for something that has not happened."""
 
     profile: ProfileState | None
-    overheads: list[float]
-    overhead_age_s: float | None
+    service: ServiceState | None
+    service_age_s: float | None
     tried_age_s: float | None
     errors: list[float]
+    calibrations: list[str] = []
+    """What was timed there while it was idle, the keys of `ModelKnowledge.calibrated`."""
 
 
 class KnowledgeState(msgspec.Struct, frozen=True, array_like=True):
@@ -134,10 +148,10 @@ class KvMeter:
 
 
 @dataclass(slots=True)
-class _Overhead:
-    """The overhead of one place, and when it was last observed."""
+class _Service:
+    """How one place serves, and when that was last observed."""
 
-    meter: OverheadMeter
+    meter: ServiceMeter
     at_s: float
 
 
@@ -152,8 +166,9 @@ class ModelKnowledge:
         # The answers of `prefill`, and the place with the most prefills, from which others borrow.
         self._best: dict[str, PrefillProfile] = {}
         self._most: LearnedProfile | None = None
-        self._overheads: dict[str, _Overhead] = {}
+        self._services: dict[str, _Service] = {}
         self._tried_s: dict[str, float] = {}
+        self._calibrations: dict[str, list[str]] = {}
         self._errors: dict[str, deque[float]] = {}
         self._kv = KvMeter()
         self._decode = Mean()
@@ -170,12 +185,13 @@ class ModelKnowledge:
         for place, kept in state.places.items():
             if kept.profile is not None:
                 found._profiles[place] = LearnedProfile.restored(kept.profile)
-            if kept.overhead_age_s is not None:
-                meter = OverheadMeter()
-                meter.restore(kept.overheads)
-                found._overheads[place] = _Overhead(meter, now_s - kept.overhead_age_s)
+            if kept.service is not None and kept.service_age_s is not None:
+                meter = ServiceMeter.restored(kept.service)
+                found._services[place] = _Service(meter, now_s - kept.service_age_s)
             if kept.tried_age_s is not None:
                 found._tried_s[place] = now_s - kept.tried_age_s
+            if kept.calibrations:
+                found._calibrations[place] = list(kept.calibrations)
             if kept.errors:
                 found._errors[place] = deque(kept.errors, maxlen=NUM_ERRORS)
         for size in state.sizes:
@@ -186,7 +202,7 @@ class ModelKnowledge:
 
     def state(self, now_s: float) -> KnowledgeState:
         """The argument of `restored`. It has ages, since another process has another clock."""
-        places = self._profiles.keys() | self._overheads.keys() | self._tried_s.keys()
+        places = self._profiles.keys() | self._services.keys() | self._tried_s.keys()
         return KnowledgeState(
             self.traffic.state(now_s),
             self.lengths.state(),
@@ -198,14 +214,15 @@ class ModelKnowledge:
         )
 
     def _place_state(self, place: str, now_s: float) -> PlaceState:
-        profile, overhead = self._profiles.get(place), self._overheads.get(place)
+        profile, service = self._profiles.get(place), self._services.get(place)
         tried_s = self._tried_s.get(place)
         return PlaceState(
             None if profile is None else profile.state(),
-            [] if overhead is None else overhead.meter.latest,
-            None if overhead is None else now_s - overhead.at_s,
+            None if service is None else service.meter.state(),
+            None if service is None else now_s - service.at_s,
             None if tried_s is None else now_s - tried_s,
             list(self._errors.get(place, ())),
+            list(self._calibrations.get(place, ())),
         )
 
     def traffic_of(self, home: str) -> TrafficMeter:
@@ -226,6 +243,29 @@ class ModelKnowledge:
         """Start from a profile that was measured beforehand, such as a plan's."""
         self._profiles[place] = LearnedProfile(profile)
         self._forget_best()
+
+    def is_calibrated(self, place: str, key: str) -> bool:
+        """Whether prefills of this key were timed at a place."""
+        return key in self._calibrations.get(place, ())
+
+    def calibrated(self, place: str, key: str, prefills: Sequence[tuple[int, float]]) -> None:
+        """An idle instance of a place computed these prompts: tokens and seconds of each.
+
+        `key` names what the times are of; a key that is known teaches nothing again. What was
+        learnt under other keys is of other weights or another layout, and begins anew.
+        """
+        keys = self._calibrations.setdefault(place, [])
+        line = profile_through(prefills)
+        if key in keys or line is None:
+            return
+        has_changed = bool(keys)
+        keys.append(key)
+        del keys[:-MAX_CALIBRATIONS]
+        if has_changed or not self.profile(place).is_known:
+            self.believe(place, line)
+        else:
+            for num_tokens, seconds in prefills:
+                self.learn(place, num_tokens, 0, seconds)
 
     def prefill(self, place: str) -> PrefillProfile:
         """The best profile for a place: its own, or a borrowed one while its own is not known."""
@@ -276,7 +316,7 @@ class ModelKnowledge:
     @property
     def places(self) -> list[str]:
         """All places that prefilled or answered for this model."""
-        return sorted(self._profiles.keys() | self._overheads.keys())
+        return sorted(self._profiles.keys() | self._services.keys())
 
     @property
     def is_measured(self) -> bool:
@@ -303,11 +343,11 @@ class ModelKnowledge:
         """Time from one token to the next."""
         return self._step.value
 
-    def overhead_s(self, place: str, now_s: float) -> float:
-        """How much longer TTFTs take there than predicted; 0 without a recent observation."""
-        found = self._overheads.get(place)
-        is_recent = found is not None and now_s - found.at_s <= OVERHEAD_KEPT_S
-        return found.meter.seconds if found is not None and is_recent else 0.0
+    def service(self, place: str, now_s: float) -> ServiceModel:
+        """How requests are served there beside others; `ALONE` without a recent observation."""
+        found = self._services.get(place)
+        is_recent = found is not None and now_s - found.at_s <= SERVICE_KEPT_S
+        return found.meter.model if found is not None and is_recent else ALONE
 
     def error(self, place: str) -> float | None:
         """Median of |predicted / measured - 1| of the latest TTFTs; None before the first."""
@@ -325,28 +365,29 @@ class ModelKnowledge:
         measured_s: float,
         now_s: float,
         *,
-        teaches_overhead: bool = True,
+        teaches_service: bool = True,
     ) -> None:
         """A first token came, predicted when the request was routed and measured from its arrival.
 
-        It teaches nothing about the overhead if the profile of another place predicted it, or if
-        `teaches_overhead` is False.
+        It teaches nothing about how the place serves if the profile of another place predicted it,
+        or if `teaches_service` is False.
         """
         predicted_s = predicted.ttft_s
         if not (0 < measured_s < math.inf and 0 <= predicted_s < math.inf):
             return
         errors = self._errors.setdefault(place, deque(maxlen=NUM_ERRORS))
         errors.append(abs(predicted_s / measured_s - 1))
-        # The first `MIN_SEEN` prefills were predicted with another place's profile.
-        if self.profile(place).num_seen <= MIN_SEEN or not teaches_overhead:
+        # Without a calibration, another place's profile predicted the first `MIN_SEEN` prefills.
+        own = self.profile(place)
+        is_borrowed = not own.has_prior and own.num_seen <= MIN_SEEN
+        if is_borrowed or not teaches_service:
             return
-        found = self._overheads.get(place)
+        found = self._services.get(place)
         # After a long pause the old observations describe another state, so a new meter starts.
-        if found is None or now_s - found.at_s > OVERHEAD_KEPT_S:
-            found = self._overheads[place] = _Overhead(OverheadMeter(), now_s)
+        if found is None or now_s - found.at_s > SERVICE_KEPT_S:
+            found = self._services[place] = _Service(ServiceMeter(), now_s)
         found.at_s = now_s
-        # The overhead that was predicted is part of what is measured here, so it is taken out.
-        found.meter.observe(predicted_s - predicted.overhead_s, measured_s)
+        found.meter.observe(predicted, measured_s)
 
     def decoded(self, num_tokens: int, seconds: float, now_s: float) -> None:
         """An answer of `num_tokens` ended `seconds` after its first token."""

@@ -25,6 +25,7 @@ import itertools
 import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -136,6 +137,11 @@ class LearnedProfile:
     def profile(self) -> PrefillProfile:
         """The best estimate now; the prior, or `GUESS`, before anything was observed."""
         return self._profile
+
+    @property
+    def has_prior(self) -> bool:
+        """Whether it began from measured times."""
+        return self._prior is not None
 
     @property
     def is_known(self) -> bool:
@@ -266,6 +272,25 @@ class LearnedProfile:
                 for constant, linear, square in self._shape.coefficients
             ),
         )
+
+
+def profile_through(prefills: Sequence[tuple[int, float]]) -> PrefillProfile | None:
+    """The line through the shortest and the longest of some prefills without a cache; tokens and
+    seconds. With one length only, the time counts as per token. None without a usable prefill.
+    """
+    # Of several of one length the fastest counts: disturbances only ever make a prefill slower.
+    found: dict[int, float] = {}
+    for num_tokens, seconds in prefills:
+        if num_tokens > 0 and _POSSIBLE_S[0] <= seconds <= _POSSIBLE_S[1]:
+            found[num_tokens] = min(seconds, found.get(num_tokens, math.inf))
+    if not found:
+        return None
+    short, long = min(found), max(found)
+    slope = found[long] / long
+    if short < long:
+        # A line may neither fall nor begin below zero.
+        slope = min(slope, max(0.0, (found[long] - found[short]) / (long - short)))
+    return PrefillProfile((0.0,), ((found[long] - slope * long, slope, 0.0),))
 
 
 def _plain(profile: PrefillProfile) -> PrefillProfile:

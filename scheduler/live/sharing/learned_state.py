@@ -17,7 +17,7 @@ from scheduler.live.core import Event, LiveScheduler
 from scheduler.live.learning.cache_moves import MeasuredMoves
 from scheduler.live.learning.knowledge import KnowledgeState, ModelKnowledge
 
-VERSION: Final = 1
+VERSION: Final = 2
 """A state of another version is not read: its fields may mean something else."""
 
 

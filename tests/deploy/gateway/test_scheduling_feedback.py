@@ -24,6 +24,7 @@ from scheduler.live.events import AdmitAsked
 from scheduler.live.learning.prompt_length import PromptContent
 from scheduler.routing.decision import ONE_ENGINE, RequestShape
 from scheduler.routing.prediction import Prediction
+from scheduler.routing.service import ALONE
 
 
 class Case:
@@ -194,18 +195,17 @@ def test_what_was_given_since_the_report_fills_an_instance_too() -> None:
     assert case.feedback.given("d0") is False
 
 
-@pytest.mark.parametrize(("queue_s", "was_full"), [(2.0, False), (0.0, True)])
-def test_what_waiting_cost_is_no_overhead_of_its_place(queue_s: float, was_full: bool) -> None:
+def test_what_a_full_instance_cost_does_not_belong_to_its_place() -> None:
     case = Case()
     for _ in range(4):
         case.prefilled()
-    waited = Prediction(queue_s=queue_s, prefill_s=1.0)
+    waited = Prediction(prefill_s=1.0)
     for _ in range(3):
-        case.feedback.first_token(MODEL, "far", waited, 31.0, was_full=was_full)
-    assert case.known.overhead_s("far", 100.0) == 0
+        case.feedback.first_token(MODEL, "far", waited, 31.0, was_full=True)
+    assert case.known.service("far", 100.0) is ALONE
     for _ in range(3):
         case.feedback.first_token(MODEL, "far", Prediction(prefill_s=1.0), 1.25)
-    assert case.known.overhead_s("far", 100.0) == pytest.approx(0.25)
+    assert case.known.service("far", 100.0) is not ALONE
 
 
 def test_without_prefill_clusters_estimated_lengths_teach_too() -> None:
@@ -336,18 +336,18 @@ def test_an_answer_in_one_piece_begins_when_it_was_predicted_to() -> None:
     assert other.known.decode_s == 3.0
 
 
-def test_first_tokens_teach_overhead_and_error() -> None:
+def test_first_tokens_teach_service_and_error() -> None:
     case = Case()
     for _ in range(4):
         case.prefilled()
     for _ in range(3):
         case.feedback.first_token(MODEL, "far", Prediction(prefill_s=1.0), 1.25)
-    assert case.known.overhead_s("far", 100.0) == pytest.approx(0.25)
+    assert case.known.service("far", 100.0) is not ALONE
     assert case.known.error("far") == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("state", [LinkCondition.RISING, LinkCondition.CONGESTED])
-def test_what_a_link_costs_in_bad_times_is_no_overhead(state: LinkCondition) -> None:
+def test_what_a_link_costs_in_bad_times_teaches_no_service(state: LinkCondition) -> None:
     case = Case()
     for _ in range(4):
         case.prefilled()
@@ -355,11 +355,11 @@ def test_what_a_link_costs_in_bad_times_is_no_overhead(state: LinkCondition) -> 
     for _ in range(3):
         case.feedback.first_token(MODEL, "far", Prediction(prefill_s=1.0), 5.0)
     assert case.known.error("far") == pytest.approx(0.8)
-    assert case.known.overhead_s("far", 100.0) == 0
+    assert case.known.service("far", 100.0) is ALONE
     case.region.links["far", "home"] = FAST_LINK
     for _ in range(3):
         case.feedback.first_token(MODEL, "far", Prediction(prefill_s=1.0), 1.25)
-    assert case.known.overhead_s("far", 100.0) == pytest.approx(0.25)
+    assert case.known.service("far", 100.0) is not ALONE
 
 
 def test_first_tokens_out_of_one_forward_pass_teach_no_time() -> None:

@@ -63,7 +63,11 @@ def test_what_is_learnt_is_shown_once_there_is_something() -> None:
     for _ in range(3):
         scheduler.knowledge(MODEL).answered("far", Prediction(prefill_s=1.0), 1.25, region.now_s)
     assert value("ttft_prediction_median_error_ratio", **labels) == pytest.approx(0.2)
-    assert value("ttft_overhead_seconds", **labels) == pytest.approx(0.25)
+    service = scheduler.knowledge(MODEL).service("far", region.now_s)
+    assert service.overhead_s > 0
+    assert value("ttft_overhead_seconds", **labels) == service.overhead_s
+    assert value("ttft_decode_seconds", **labels) == service.decode_s
+    assert value("ttft_busy_seconds", **labels) == service.busy_s
 
 
 def test_links_are_shown_with_what_is_known_of_them() -> None:
@@ -111,7 +115,8 @@ def test_the_overview_says_what_routes_rest_on() -> None:
     assert (far["num_seen"], far["is_known"]) == (8, True)
     assert far["starts"] == [0.0]
     assert far["coefficients"][0][1] == pytest.approx(1e-3, rel=0.01)
-    assert (far["overhead_s"], far["ttft_error"]) == (pytest.approx(0.25), pytest.approx(0.2))
+    assert far["service"] == list(known.service("far", region.now_s))
+    assert (far["calibrated"], far["ttft_error"]) == (False, pytest.approx(0.2))
     assert model["kv"]["token_bytes"] == pytest.approx(512)
     assert (model["decode_s"], model["step_s"]) == (2.0, pytest.approx(0.2))
     assert model["traffic"]["hit_ratio"] == 0.25

@@ -135,6 +135,7 @@ def test_phases_change_the_traffic(tmp_path: Path) -> None:
             "simulation.prefill_factors.hom-site",
             "did you mean",
         ),
+        ({"contention": {"hom-site": {}}}, "simulation.contention.hom-site", "did you mean"),
         ({"links": [{"from": "a", "to": "b"}]}, "simulation.links[0]", "compute-site to home-site"),
         ({"phases": [{"at": "1min", "load": 1, "rate_rps": 1}]}, "phases[0]", "not both"),
         ({"phases": [{"at": "3min", "load": 1}]}, "simulation.phases[0].at", "after the end"),

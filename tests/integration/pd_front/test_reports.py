@@ -8,6 +8,8 @@ from front_doubles import BYTES_PER_TOKEN, eventually
 from live_region_cases import MODEL, Region, teach
 from pd_front_rig import ROLES, PdRig
 
+from prfaas.engines.errors import UnknownInstance
+from prfaas.engines.timing import TimingOrder
 from scheduler.live.events import AdmitAsked
 from scheduler.routing.prediction import Prediction
 
@@ -42,6 +44,20 @@ async def test_reports_have_the_adapters_of_each_engine(rig: PdRig) -> None:
 
     await eventually(lambda: bool(rig.embedded._instances.by_name["d1"].adapters))
     assert await told() == {"d0": {}, "p0": {}, "d1": {"poet": "files:1"}}
+
+
+async def test_an_idle_instance_is_timed_and_a_busy_one_is_not(rig: PdRig) -> None:
+    order = TimingOrder(instance="d1", lengths=(4, 8), limit_s=5.0)
+    found = await rig.front.time_prefills(order)
+    assert ([num for num, _ in found.prefills], found.reason) == ([4, 8], "")
+    report = await rig.front.report()
+    assert [item.running for item in report.instances] == [0, 0, 0]
+    rig.engines["d1"].waiting = 1
+    await eventually(lambda: rig.embedded._instances.by_name["d1"].load.num_requests == 1)
+    found = await rig.front.time_prefills(order)
+    assert (found.prefills, found.reason) == ((), "d1 is busy")
+    with pytest.raises(UnknownInstance, match="d9"):
+        await rig.front.time_prefills(TimingOrder(instance="d9", lengths=(4,), limit_s=5.0))
 
 
 async def test_the_room_of_an_older_agent_is_not_known(rig: PdRig) -> None:

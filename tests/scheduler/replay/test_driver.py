@@ -32,6 +32,7 @@ from scheduler.replay.model import Policy, ReplayModel, Routing, Slo
 from scheduler.replay.results import Outcome
 from scheduler.replay.starting import starting_plan
 from scheduler.replay.workload import Phase, Workload, drawn, traced
+from scheduler.routing.service import ServiceModel
 
 LINK = "h200 to h20"
 GBIT = 1e9 / 8
@@ -217,6 +218,20 @@ def test_engines_that_waver_are_still_predicted_by_their_mean() -> None:
     shaky = model(prefill_factors={"h20": 1.5, "h200": 1.5}, prefill_jitter=0.2)
     found = replay(shaky, poisson(0.5, 2000), Policy()).summary(500)
     assert 0.05 < found.prediction_error < 0.2  # of a single prefill; a factor of 1.5 is 0.33
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+def test_what_others_cost_a_prefill_is_learnt(load: float) -> None:
+    beside = ServiceModel(decode_s=0.02, busy_s=0.5)
+    crowded = model(services={"h20": beside, "h200": beside}, prefill_jitter=0.1)
+    work = poisson(load, 900)
+    found, alone = replay(crowded, work, Policy()), replay(model(), work, Policy())
+    assert found.summary(0).ttft.p50_s > alone.summary(0).ttft.p50_s
+    # After 30 requests, as the first of these were predicted from the profile alone.
+    predicted = np.array([job.predicted_ttft_s for job in found.jobs])[30:]
+    errors = np.abs(predicted / found.ttft_s[30:] - 1)
+    assert np.median(errors) <= 0.15
+    assert np.quantile(errors, 0.9) <= 0.40
 
 
 def test_cached_prefixes_are_neither_computed_nor_sent_again() -> None:

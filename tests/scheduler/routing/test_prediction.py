@@ -23,7 +23,6 @@ from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
 from scheduler.planning.curves import interpolate
 from scheduler.routing.prediction import (
-    OverheadMeter,
     Prediction,
     PrefillTask,
     predict,
@@ -32,6 +31,7 @@ from scheduler.routing.prediction import (
     transfer_tail_s,
 )
 from scheduler.routing.profiles import KvProfile, PrefillProfile
+from scheduler.routing.service import Load, ServiceModel
 from scheduler.routing.views import ClusterView, DecodeView, RegionSnapshot
 
 CLOSE = 1 + 1e-9
@@ -132,7 +132,7 @@ def test_decodes_of_unknown_age_are_spread_evenly() -> None:
 def test_the_parts_add_up() -> None:
     cluster = far(queued_s=3.0, free_s=(1.0, 1.0), link=GOOD_LINK)
     task = PrefillTask(10_000, 2000, token_bytes=1e7, fixed_bytes=1e6, move_s=4.0)
-    found = predict(task, cluster, IDLE_DECODE, 0.25)
+    found = predict(task, cluster, IDLE_DECODE, ServiceModel(overhead_s=0.25))
     assert found == Prediction(2.5, 1.5, pytest.approx(1.3), 0.001, 0.0, 0.025, 0.25)
     assert found.prefill_end_s == pytest.approx(5.3)
     assert found.landed_s == pytest.approx(5.301)
@@ -199,30 +199,24 @@ def test_a_fuller_decode_pool_never_shortens_a_prediction(
         assert ttft_s(task, cluster, fuller) * CLOSE >= before_s
 
 
-def test_overheads_are_what_predictions_leave_out() -> None:
-    meter = OverheadMeter()
-    for _ in range(2):
-        assert meter.seconds == 0.0
-        meter.observe(2.0, 60.0)
-    assert meter.seconds == 0.0
-    for _ in range(20):
-        meter.observe(2.0, 2.3)
-    for _ in range(10):
-        meter.observe(2.0, 100.0)
-    assert meter.seconds == pytest.approx(0.3)
-    for _ in range(32):
-        meter.observe(2.0, 1.0)
-    assert meter.seconds == 0.0
-    for _ in range(32):
-        meter.observe(2.0, 100.0)
-    assert meter.seconds == 5.0
-    meter.observe(2.0, math.inf)
-    assert meter.seconds == 5.0
+def test_contention_is_what_others_cost() -> None:
+    task, load = PrefillTask(10_000), Load(decodes=3.0, busy=0.5)
+    service = ServiceModel(0.2, queue=1.5, prefill=0.5, tail=2.0, decode_s=0.1, busy_s=0.4)
+    cluster = far(queued_s=3.0, free_s=(1.0, 1.0), link=GOOD_LINK)
+    alone = predict(task, cluster, IDLE_DECODE)
+    found = predict(task, cluster, IDLE_DECODE, service, load)
+    assert found.landed_s == alone.landed_s
+    assert (found.overhead_s, found.load) == (0.2, load)
+    extra_s = 0.5 * alone.queue_s - 0.5 * alone.prefill_s + alone.tail_s + 0.3 + 0.2
+    assert found.contention_s == pytest.approx(extra_s)
+    assert sum(found.parts().values()) == pytest.approx(found.ttft_s)
 
 
-def test_meters_refuse_settings_that_cannot_be_meant() -> None:
-    with pytest.raises(ValueError, match="memory 0"):
-        OverheadMeter(memory=0)
+def test_a_place_that_cannot_serve_is_infinitely_late_whatever_was_learnt() -> None:
+    service = ServiceModel(0.2, queue=0.0, prefill=0.0, tail=0.0)
+    dead = far(link=replace(GOOD_LINK, available_bytes_per_s=0.0))
+    for cluster in (dead, far(free_s=())):
+        assert predict(PrefillTask(1000), cluster, IDLE_DECODE, service).ttft_s == math.inf
 
 
 def test_views_refuse_what_cannot_be() -> None:

@@ -22,6 +22,7 @@ from scheduling_cases import (
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape
+from scheduler.routing.service import ServiceModel
 from scheduler.routing.short_term import RouteDecision, route
 from scheduler.routing.views import ClusterView, DecodeView, RegionSnapshot
 
@@ -241,7 +242,8 @@ def test_what_is_not_worth_a_hand_off_stays_on_its_engine() -> None:
 
 
 def test_overheads_belong_to_their_targets() -> None:
-    config = dataclasses.replace(CONFIG, overhead_s={"far": 1.0, HAND_OFF: 0.5})
+    service = {"far": ServiceModel(1.0), HAND_OFF: ServiceModel(0.5)}
+    config = dataclasses.replace(CONFIG, service=service)
     found = route(prompt(20_000), region(far()), config, 0.0)
     assert found.reason is Reason.ABOVE_THRESHOLD
     assert found.remote is not None

@@ -6,7 +6,7 @@ import pytest
 
 from scheduler.live.learning.knowledge import (
     NUM_SIZES,
-    OVERHEAD_KEPT_S,
+    SERVICE_KEPT_S,
     KvMeter,
     Mean,
     ModelKnowledge,
@@ -14,6 +14,7 @@ from scheduler.live.learning.knowledge import (
 from scheduler.live.learning.learned_profile import GUESS, MIN_SEEN
 from scheduler.routing.decision import ONE_ENGINE
 from scheduler.routing.prediction import Prediction
+from scheduler.routing.service import ALONE, Load, ServiceModel
 
 
 def taught(place: str = "far", per_token_s: float = 2e-4, num: int = 8) -> ModelKnowledge:
@@ -144,45 +145,98 @@ def test_before_anything_was_seen_there_is_a_guess() -> None:
     assert not known.is_measured
     assert known.prefill(ONE_ENGINE) == GUESS
     assert (known.kv, known.decode_s, known.step_s, known.error("far")) == (None, None, None, None)
-    assert known.overhead_s("far", 1.0) == 0.0
+    assert known.service("far", 1.0) is ALONE
 
 
-def test_first_tokens_teach_overhead_and_error() -> None:
+def whole_s(service: ServiceModel, prefill_s: float) -> float:
+    """The TTFT of a prompt whose prefill takes `prefill_s`, where nothing else runs."""
+    return prefill_s + service.overhead_s + service.contention_s(0.0, prefill_s, 0.0, Load())
+
+
+def test_first_tokens_teach_service_and_error() -> None:
     known = taught("far")
     for _ in range(20):
-        overhead_s = known.overhead_s("far", 1.0)
+        overhead_s = whole_s(known.service("far", 1.0), 1.0) - 1.0
         known.answered("far", Prediction(prefill_s=1.0, overhead_s=overhead_s), 1.25, 1.0)
-    assert known.overhead_s("far", 1.0) == pytest.approx(0.25)
-    assert known.overhead_s("near", 1.0) == 0
+    assert whole_s(known.service("far", 1.0), 1.0) == pytest.approx(1.25, rel=0.02)
+    assert known.service("near", 1.0) is ALONE
     error = known.error("far")
     assert error is not None
-    assert error < 1e-9
+    assert error < 0.02
     assert known.error("near") is None
 
 
-def test_an_error_of_a_borrowed_profile_is_no_overhead() -> None:
+def test_an_error_of_a_borrowed_profile_says_nothing_of_service() -> None:
     known = taught("far")
     for number in range(1, MIN_SEEN + 1):
         known.learn("near", 1000, 0, 3.0)
         known.answered("near", Prediction(prefill_s=1.0), 3.0, float(number))
-        assert known.overhead_s("near", float(number)) == 0
+        assert known.service("near", float(number)) is ALONE
     assert known.error("near") is not None
     known.learn("near", 1000, 0, 3.0)
     for _ in range(3):
         known.answered("near", Prediction(prefill_s=3.0), 3.5, 4.0)
-    assert known.overhead_s("near", 4.0) == pytest.approx(0.5)
+    assert whole_s(known.service("near", 4.0), 3.0) == pytest.approx(3.5, rel=0.05)
 
 
-def test_an_overhead_that_was_not_seen_lately_is_forgotten() -> None:
+def test_a_service_model_that_was_not_seen_lately_is_forgotten() -> None:
     known = taught("far")
     for _ in range(40):
         known.answered("far", Prediction(prefill_s=1.0), 5.0, 10.0)
-    assert known.overhead_s("far", 10.0 + OVERHEAD_KEPT_S) == 4.0
-    late_s = 11.0 + OVERHEAD_KEPT_S
-    assert known.overhead_s("far", late_s) == 0.0
+    at_s = 10.0 + SERVICE_KEPT_S
+    assert whole_s(known.service("far", at_s), 1.0) == pytest.approx(5.0, rel=0.05)
+    late_s = 11.0 + SERVICE_KEPT_S
+    assert known.service("far", late_s) is ALONE
     for _ in range(3):
         known.answered("far", Prediction(prefill_s=1.0), 1.5, late_s)
-    assert known.overhead_s("far", late_s) == pytest.approx(0.5)
+    assert whole_s(known.service("far", late_s), 1.0) == pytest.approx(1.5, rel=0.1)
+
+
+def test_timed_prefills_make_a_place_known() -> None:
+    known = ModelKnowledge()
+    known.calibrated("far", "a", [(256, 0.3), (4096, 2.4)])
+    assert known.is_known
+    assert not known.is_measured  # no request has shown anything yet
+    for num_tokens, seconds in ((256, 0.3), (4096, 2.4), (2176, 1.35)):
+        assert known.prefill("far").prefill_s(num_tokens) == pytest.approx(seconds)
+    known.answered("far", Prediction(prefill_s=0.3), 0.4, 1.0)
+    known.answered("far", Prediction(prefill_s=0.3), 0.4, 1.0)
+    known.answered("far", Prediction(prefill_s=0.3), 0.4, 1.0)
+    assert known.service("far", 1.0) is not ALONE
+
+
+def test_a_key_teaches_once_and_another_one_begins_anew() -> None:
+    known = ModelKnowledge()
+    known.calibrated("far", "a", [(1000, 1.0)])
+    known.calibrated("far", "a", [(1000, 9.0)])
+    assert known.prefill("far").prefill_s(1000) == pytest.approx(1.0)
+    assert known.is_calibrated("far", "a")
+    assert not known.is_calibrated("near", "a")
+    known.calibrated("far", "b", [(1000, 3.0)])
+    assert known.prefill("far").prefill_s(1000) == pytest.approx(3.0)
+
+
+def test_timed_prefills_add_to_what_requests_taught() -> None:
+    known = taught("far")
+    before_s = known.prefill("far").prefill_s(1000)
+    known.calibrated("far", "a", [(1000, before_s)])
+    assert known.prefill("far").prefill_s(1000) == pytest.approx(before_s, rel=0.01)
+    assert not known.profile("far").has_prior
+
+
+def test_timings_without_a_time_are_no_calibration() -> None:
+    known = ModelKnowledge()
+    known.calibrated("far", "a", [(1000, 0.0), (0, 1.0)])
+    assert not known.is_known
+    assert not known.is_calibrated("far", "a")
+
+
+def test_calibrations_outlive_a_restart() -> None:
+    known = ModelKnowledge()
+    known.calibrated("far", "a", [(256, 0.3), (4096, 2.4)])
+    after = ModelKnowledge.restored(known.state(5.0), 5.0)
+    assert after.is_calibrated("far", "a")
+    assert after.prefill("far") == known.prefill("far")
 
 
 def test_what_is_no_time_teaches_nothing() -> None:

@@ -89,7 +89,7 @@ def test_a_restarted_gateway_predicts_as_the_one_before(
         for num_tokens in (30, 900, 20_000):
             expected_s = old.prefill(place).prefill_s(num_tokens)
             assert new.prefill(place).prefill_s(num_tokens) == pytest.approx(expected_s, rel=0.05)
-        assert new.overhead_s(place, then_s) == old.overhead_s(place, now_s + away_s)
+        assert new.service(place, then_s) == old.service(place, now_s + away_s)
         assert new.error(place) == old.error(place)
     assert new.kv == old.kv
     assert (new.decode_s, new.step_s) == (old.decode_s, old.step_s)

@@ -1,0 +1,68 @@
+"""What a first token takes beyond the parts that are predicted one by one: contention.
+
+The parts of a prediction (`scheduler.routing.prediction`) are those of a request that has its
+instances for itself. Others compute beside it: decodes in its engine's batch, and engines that
+share a host, a memory bus or a link. How much that costs cannot be derived from one request, so it
+is learnt (`scheduler.live.learning.service_meter`) as the numbers of a `ServiceModel`:
+
+    TTFT = move + slot + step
+         + overhead_s + queue * queue_s + prefill * prefill_s + tail * tail_s
+         + decode_s * decodes + busy_s * busy + render * render_s
+
+All are 0 or more, so a prediction still never falls with load. Routing and the simulator use the
+same numbers. Pure; this file does not know how anything is measured.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+
+class Load(NamedTuple):
+    """What others compute while a request is served.
+
+    `decodes` are the requests that a decoding engine has in its batch, on average. `busy` is the
+    share of the instances at other places that prefill (0..1). It matters where they share a host.
+    `render_s` is how long the prompt took to be turned into tokens, seconds. That is past when a
+    route is chosen, and shows how busy the host is just now.
+    """
+
+    decodes: float = 0.0
+    busy: float = 0.0
+    render_s: float = 0.0
+
+
+class ServiceModel(NamedTuple):
+    """How a place serves beside others. Without anything learnt, the parts are the whole."""
+
+    overhead_s: float = 0.0
+    """Fixed time that no part contains: rendering, reserving, opening, HTTP; seconds."""
+    queue: float = 1.0
+    """Measured over predicted time of the queue."""
+    prefill: float = 1.0
+    """Measured over predicted time of the prefill."""
+    tail: float = 1.0
+    """Measured over predicted time of the transfer after the prefill."""
+    decode_s: float = 0.0
+    """Seconds for each request in a decoding engine's batch."""
+    busy_s: float = 0.0
+    """Seconds while all instances at other places prefill."""
+    render: float = 1.0
+    """What each second of rendering stands for: itself, and what else is late on such a host."""
+
+    def contention_s(self, queue_s: float, prefill_s: float, tail_s: float, load: Load) -> float:
+        """How much later the first token comes than the parts and the overhead say, seconds. It is
+        negative where they overlap.
+        """
+        return (
+            (self.queue - 1.0) * queue_s
+            + (self.prefill - 1.0) * prefill_s
+            + (self.tail - 1.0) * tail_s
+            + self.decode_s * load.decodes
+            + self.busy_s * load.busy
+            + self.render * load.render_s
+        )
+
+
+ALONE: Final = ServiceModel()
+"""The model of a place of which nothing was learnt."""
