@@ -27,8 +27,9 @@ BENCHES = (
     "handoff",
     "hostile",
     "e2e",
+    "load",
 )
-NEED_ENGINES = ("prediction", "region", "e2e")
+NEED_ENGINES = ("prediction", "region", "e2e", "load")
 """Start regions of real engines. Their smoke runs ask one that the engine tests have running."""
 SMOKE = "--smoke"
 RESULTS = Path("bench-results")
