@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from e2e_systems import CHUNK_TOKENS
-from load_client import Run, Traffic, ask, rate_runs, settings
+from load_client import Client, Run, Traffic, client, rate_runs, settings
 from load_systems import SYSTEMS, CannotRunError, Serving
 from running_region import served_model
 from smoke import add_smoke
@@ -81,18 +81,18 @@ def routed(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 async def drive(
-    arguments: argparse.Namespace, name: str, serving: Serving, model: str, kept: Kept, folder: Path
+    arguments: argparse.Namespace, kept: Kept, name: str, serving: Serving, by: Client
 ) -> None:
     """Measure a running system: its capacity, then every rate. Adds to `kept`."""
     traffic = traffic_of(arguments)
     saturated = Run("saturation", SATURATION_SEED, arguments.prompts, concurrency=arguments.many)
-    found = await ask(serving.url, model, traffic, saturated, folder)
+    found = await by.ask(serving.url, serving.model, traffic, saturated)
     if serving.has_records:
         found |= routed(await records_of(serving.url, saturated))
     kept["capacity"].append({"system": name, "concurrency": arguments.many, **found})
     _say(f"{name}: capacity {found.get('throughput_rps')} requests/s")
     for run in rate_runs(rates_of(arguments, name, kept), arguments.seconds, arguments.least):
-        found = await ask(serving.url, model, traffic, run, folder)
+        found = await by.ask(serving.url, serving.model, traffic, run)
         if serving.has_records:
             found |= routed(await records_of(serving.url, run))
         row = {"system": name, "request_rate": run.rate_rps, **found}
@@ -119,31 +119,31 @@ def traffic_of(arguments: argparse.Namespace) -> Traffic:
 async def measure(arguments: argparse.Namespace, kept: Kept) -> None:
     """Start and drive every wanted system in turn; one that cannot be run here is missing."""
     model = MODELS[arguments.model]
-    for name in arguments.systems:
-        _forget(kept, name)
-        with tempfile.TemporaryDirectory(prefix="prfaas-load-") as temporary:
-            folder = Path(temporary)
-            logs = arguments.logs / name if arguments.logs else folder / "logs"
-            logs.mkdir(parents=True, exist_ok=True)
-            path = build_model(model, folder)
-            _say(f"{name}: starting")
-            try:
-                async with SYSTEMS[name](model, path, logs) as serving:
-                    await drive(arguments, name, serving, model.name, kept, folder)
-            except (CannotRunError, EngineStartFailed) as error:
-                kept["missing"][name] = str(error)
-                _say(f"{name} left out: {error}")
+    with tempfile.TemporaryDirectory(prefix="prfaas-load-") as temporary:
+        folder = Path(temporary)
+        path = build_model(model, folder)
+        async with client(folder) as by:
+            for name in arguments.systems:
+                _forget(kept, name)
+                logs = (arguments.logs or folder / "logs") / name
+                logs.mkdir(parents=True, exist_ok=True)
+                _say(f"{name}: starting")
+                try:
+                    async with SYSTEMS[name](model, path, logs) as serving:
+                        await drive(arguments, kept, name, serving, by)
+                except (CannotRunError, EngineStartFailed) as error:
+                    kept["missing"][name] = str(error)
+                    _say(f"{name} left out: {error}")
 
 
 async def measure_running(arguments: argparse.Namespace, kept: Kept) -> None:
     """The region behind --gateway alone."""
     model = await served_model(arguments.gateway)
+    serving = Serving(arguments.gateway, model, has_records=True)
     with tempfile.TemporaryDirectory(prefix="prfaas-load-") as folder:
-        serving = Serving(arguments.gateway, has_records=True)
-        await drive(arguments, OURS, serving, model, kept, Path(folder))
-    kept["missing"] |= dict.fromkeys(
-        set(SYSTEMS) - {OURS}, "left out: the region at --gateway only"
-    )
+        async with client(Path(folder)) as by:
+            await drive(arguments, kept, OURS, serving, by)
+    kept["missing"] |= dict.fromkeys(SYSTEMS.keys() - {OURS}, "only the region at --gateway")
 
 
 def _forget(kept: Kept, name: str) -> None:

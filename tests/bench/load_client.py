@@ -11,7 +11,9 @@ import math
 import os
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,16 +22,23 @@ from deploy.lab.demo.byte_tokenizer import tokenizer_files
 from deploy.lab.demo.scenario import text
 
 CLIENT: Final = """
+import json, sys
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = FlexibleArgumentParser()
 add_cli_args(parser)
-main(parser.parse_args())
+for line in sys.stdin:
+    main(parser.parse_args(json.loads(line)))
+    print(flush=True)
+    print("END OF RUN", flush=True)
 """
-"""What the command `vllm bench serve` runs. The command itself looks up a distribution called vllm,
-which the CPU build does not have.
+"""Does what the command `vllm bench serve` does, for each list of words on a line. The command
+itself looks up a distribution called vllm, which the CPU build does not have, and imports for ten
+seconds every time.
 """
+END_OF_RUN: Final = b"END OF RUN\n"
 CLIENT_LIMIT_S: Final = 570.0
+LINE_LIMIT_BYTES: Final = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +81,9 @@ def rate_runs(rates: Sequence[float], seconds: float, least: int = 10) -> list[R
     ]
 
 
-def client_argv(url: str, model: str, traffic: Traffic, run: Run, folder: Path) -> list[str]:
-    """The client's command line. `folder` has its prompts and tokenizer and gets its result."""
-    argv = [sys.executable, "-c", CLIENT, "--backend", "openai", "--base-url", url]
+def words_of(url: str, model: str, traffic: Traffic, run: Run, folder: Path) -> list[str]:
+    """What follows `vllm bench serve`. `folder` has prompts and tokenizer and gets the result."""
+    argv = ["--backend", "openai", "--base-url", url]
     argv += ["--model", model, "--tokenizer", str(folder / "tokenizer"), "--temperature", "0"]
     argv += ["--dataset-name", "custom", "--dataset-path", str(folder / f"{run.name}.jsonl")]
     argv += ["--skip-chat-template", "--disable-shuffle", "--ignore-eos", "--disable-tqdm"]
@@ -90,28 +99,50 @@ def client_argv(url: str, model: str, traffic: Traffic, run: Run, folder: Path) 
     return argv
 
 
-async def ask(url: str, model: str, traffic: Traffic, run: Run, folder: Path) -> dict[str, Any]:
-    """What the client found, flat; RuntimeError with its last words if it fails."""
-    _write_inputs(traffic, run, folder)
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+class Client:
+    """`vllm bench serve` in a process of its own, for one run after the other."""
+
+    def __init__(self, process: asyncio.subprocess.Process, folder: Path) -> None:
+        self._process = process
+        self._folder = folder
+
+    async def ask(self, url: str, model: str, traffic: Traffic, run: Run) -> dict[str, Any]:
+        """What it found, flat; RuntimeError with its last words if it fails."""
+        write_inputs(traffic, run, self._folder)
+        words = words_of(url, model, traffic, run, self._folder)
+        told: deque[bytes] = deque(maxlen=40)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(words).encode() + b"\n")
+        try:
+            async with asyncio.timeout(CLIENT_LIMIT_S):
+                while (line := await self._process.stdout.readline()) != END_OF_RUN:
+                    told.append(line)
+                    if not line:
+                        text_told = b"".join(told).decode(errors="replace")
+                        raise RuntimeError(f"vllm bench serve ended in {run.name}: {text_told}")
+        except TimeoutError:
+            raise RuntimeError(f"{run.name}: no end after {CLIENT_LIMIT_S:g} s") from None
+        return found(json.loads((self._folder / f"{run.name}.json").read_text()))
+
+
+@asynccontextmanager
+async def client(folder: Path) -> AsyncIterator[Client]:
+    """A client whose prompts and results are in `folder`; killed at the end."""
     process = await asyncio.create_subprocess_exec(
-        *client_argv(url, model, traffic, run, folder),
+        *(sys.executable, "-c", CLIENT),
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
-        env=environment,
+        limit=LINE_LIMIT_BYTES,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
     )
     try:
-        async with asyncio.timeout(CLIENT_LIMIT_S):
-            told, _ = await process.communicate()
-    except TimeoutError:
-        raise RuntimeError(f"{run.name}: no end after {CLIENT_LIMIT_S:g} s") from None
+        yield Client(process, folder)
     finally:
         if process.returncode is None:
             process.kill()
-            await process.wait()
-    if process.returncode:
-        raise RuntimeError(f"vllm bench serve failed: {told[-2000:].decode(errors='replace')}")
-    return found(json.loads((folder / f"{run.name}.json").read_text()))
+        await process.wait()
 
 
 def found(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +169,8 @@ def found(result: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write_inputs(traffic: Traffic, run: Run, folder: Path) -> None:
+def write_inputs(traffic: Traffic, run: Run, folder: Path) -> None:
+    """The prompts and the tokenizer that the words name."""
     tokenizer = folder / "tokenizer"
     tokenizer.mkdir(parents=True, exist_ok=True)
     for name, content in tokenizer_files().items():

@@ -48,9 +48,12 @@ class CannotRunError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A system that answers. `has_records`: its gateway tells how each request went."""
+    """A system that answers, and the model to ask it for. `has_records`: its gateway tells how each
+    request went.
+    """
 
     url: str
+    model: str
     has_records: bool = False
 
 
@@ -95,7 +98,7 @@ async def region(
     spec = spec_of(model, path)
     cores_of(sum(len(node.instances) for node in spec.nodes), cores_here())
     async with RunningRegion(spec, logs / "region") as running:
-        yield Serving(running.gateway_url, has_records=True)
+        yield Serving(running.gateway_url, model.name, has_records=True)
 
 
 @asynccontextmanager
@@ -133,7 +136,7 @@ async def nixl(model: TinyModel, path: Path, logs: Path) -> AsyncIterator[Servin
                 stack.enter_context(child(argv, answers(port, health), env))
             except RuntimeError as error:
                 raise CannotRunError(f"{ROUTER} cannot be run: {str(error)[-500:]}") from error
-            yield Serving(f"http://{HOST}:{port}")
+            yield Serving(f"http://{HOST}:{port}", model.name)
 
 
 @asynccontextmanager
@@ -145,7 +148,7 @@ async def plain(model: TinyModel, path: Path, logs: Path) -> AsyncIterator[Servi
         aiohttp.ClientSession() as session,
         running_engines([spec], logs, session, lambda _, argv: argv),
     ):
-        yield Serving(spec.url)
+        yield Serving(spec.url, model.name)
 
 
 SYSTEMS: Final[Mapping[str, System]] = {
