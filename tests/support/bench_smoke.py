@@ -242,6 +242,19 @@ def check_e2e(kept: Any) -> None:
     assert [one["error"] for one in kept["raw"]] == ["", ""], kept["raw"]
 
 
+def check_load(kept: Any) -> None:
+    """Every system but the region is missing; the region has its capacity and a row for its rate."""
+    assert set(kept["missing"]) == {"prfaas-remote", "prfaas-pd", "nixl", "plain"}
+    (capacity,), (row,) = kept["capacity"], kept["rows"]
+    for one in (capacity, row):
+        assert one["system"] == "prfaas", one
+        assert one["failed"] == 0, one
+        assert is_positive(one["throughput_rps"], one["ttft_p99_s"], one["tpot_p50_s"]), one
+        assert 0 <= one["remote_share"] <= 1, one
+    assert is_positive(row["request_rate"]), row
+    assert row["goodput_rps"] >= 0, row
+
+
 CHECKS: Final[dict[str, Callable[[Any], None]]] = {
     "transport": check_transport,
     "wan": check_wan,
@@ -261,5 +274,6 @@ CHECKS: Final[dict[str, Callable[[Any], None]]] = {
     "prediction": check_prediction,
     "region": check_region,
     "e2e": check_e2e,
+    "load": check_load,
 }
 """By bench, what must be in its JSON after a smoke run. AssertionError names what is not."""
