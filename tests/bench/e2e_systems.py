@@ -68,7 +68,7 @@ async def stream(
     started_s = time.perf_counter()
     first_s = 0.0
     words = []
-    wanted = {**body, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "stream": True}
+    wanted = {"max_tokens": OUTPUT_TOKENS, **body, "temperature": 0, "stream": True}
     async with session.post(f"{url}/v1/completions", json=wanted, headers=headers) as response:
         if response.status != 200:
             raise RuntimeError(f"{url}: {response.status} {await response.text()}")

@@ -243,7 +243,7 @@ def check_e2e(kept: Any) -> None:
 
 
 def check_load(kept: Any) -> None:
-    """Every system but the region is missing; the region has its capacity and a row for its rate."""
+    """Only the region is there, with its capacity and a row for its rate."""
     assert set(kept["missing"]) == {"prfaas-remote", "prfaas-pd", "nixl", "plain"}
     (capacity,), (row,) = kept["capacity"], kept["rows"]
     for one in (capacity, row):
@@ -253,6 +253,18 @@ def check_load(kept: Any) -> None:
         assert 0 <= one["remote_share"] <= 1, one
     assert is_positive(row["request_rate"]), row
     assert row["goodput_rps"] >= 0, row
+
+
+def check_capacity(kept: Any) -> None:
+    """Every shape is planned, none was measured; the conversations were played."""
+    shapes = [row for row in kept["rows"] if row["part"] == "capacity"]
+    assert len(shapes) == 4, shapes
+    assert is_positive(*(row["predicted_rps"] for row in shapes)), shapes
+    assert set(kept["missing"]) == {row["name"] for row in shapes}, kept["missing"]
+    played = [row for row in kept["rows"] if row["part"] == "conversation"]
+    assert [row["name"] for row in played] == ["TTFT P50", "TTFT P90"], played
+    assert is_positive(*(row[key] for row in played for key in ("predicted_s", "measured_s")))
+    assert len(kept["turns"]) == 4, kept["turns"]
 
 
 CHECKS: Final[dict[str, Callable[[Any], None]]] = {
@@ -275,5 +287,6 @@ CHECKS: Final[dict[str, Callable[[Any], None]]] = {
     "region": check_region,
     "e2e": check_e2e,
     "load": check_load,
+    "capacity": check_capacity,
 }
 """By bench, what must be in its JSON after a smoke run. AssertionError names what is not."""
