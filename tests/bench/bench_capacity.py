@@ -49,7 +49,6 @@ from load_systems import HOST, ROLES, cores_of, two_clusters
 from running_region import served_model
 from smoke import add_smoke
 
-from deploy.lab.demo.regions import rank_environment
 from deploy.lab.demo.scenario import text
 from deploy.lab.demo.tiny_models import build_model
 from deploy.lab.demo.tiny_specs import MODELS, TinyModel
@@ -206,7 +205,7 @@ def ttft_row(turns: Sequence[Turn], percent: int, simulated_s: float) -> dict[st
 @asynccontextmanager
 async def profiled_engine(model: TinyModel, path: Path, logs: Path) -> AsyncIterator[str]:
     """The URL of an engine with the cores that it has among two, and no other work beside it."""
-    env = {CORE_VARIABLE: cores_of(len(ROLES), cores_here())[0], **rank_environment()}
+    env = {CORE_VARIABLE: cores_of(len(ROLES), cores_here())[0]}
     spec = engine("plain", model, path, host=HOST, args=model.engine_args, env=env)
     async with (
         aiohttp.ClientSession() as session,

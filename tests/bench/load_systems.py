@@ -2,7 +2,8 @@
 answers at one OpenAI URL on loopback.
 
 Does not know what is asked nor what is made of the answers. Every engine has the same settings and
-is bound to its share of the cores; gateways, agents, routers and the client are bound to none.
+is bound to its share of the cores; gateways, agents, routers and the client are bound to none. So
+each worker has a process of its own: vLLM binds no worker that computes in the engine core's.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from free_ports import free_port
 from gateway_process import answers, child
 from router_wheel import ROUTER, router_path
 
-from deploy.lab.demo.regions import pd_cluster_alone, rank_environment
+from deploy.lab.demo.regions import pd_cluster_alone
 from deploy.lab.demo.tiny_specs import TinyModel
 from deploy.region.launch.devices import cores_here
 from deploy.region.launch.launcher import RunningRegion
@@ -76,10 +77,7 @@ def cores_of(num_engines: int, cores: Sequence[int]) -> list[str]:
 
 def two_clusters(model: TinyModel, path: Path, gateway: Mapping[str, Any]) -> RegionSpec:
     """A prefill cluster and a PD cluster of an engine each, which speak TCP on loopback."""
-    spec = region_spec(model, path, gateway=gateway, hosts=(HOST, HOST))
-    # As all others: one process less, and a quicker start.
-    models = tuple(item.model_copy(update={"env": rank_environment()}) for item in spec.models)
-    return spec.model_copy(update={"models": models})
+    return region_spec(model, path, gateway=gateway, hosts=(HOST, HOST))
 
 
 def pd_alone(model: TinyModel, path: Path) -> RegionSpec:
@@ -109,7 +107,7 @@ async def nixl(model: TinyModel, path: Path, logs: Path) -> AsyncIterator[Servin
     specs = [
         nixl_engine(
             *(role, model, path),
-            **{"host": HOST, "device": "lo", CORE_VARIABLE: cores, **rank_environment()},
+            **{"host": HOST, "device": "lo", CORE_VARIABLE: cores},
         )
         for role, cores in zip(ROLES, cores_of(len(ROLES), cores_here()), strict=True)
     ]
@@ -142,7 +140,7 @@ async def nixl(model: TinyModel, path: Path, logs: Path) -> AsyncIterator[Servin
 @asynccontextmanager
 async def plain(model: TinyModel, path: Path, logs: Path) -> AsyncIterator[Serving]:
     """One engine with all cores and without any connector."""
-    env = {CORE_VARIABLE: cores_of(1, cores_here())[0], **rank_environment()}
+    env = {CORE_VARIABLE: cores_of(1, cores_here())[0]}
     spec = engine("plain", model, path, host=HOST, args=model.engine_args, env=env)
     async with (
         aiohttp.ClientSession() as session,
