@@ -1,4 +1,4 @@
-"""What `bench_capacity.py` writes for planner and simulator, and makes of answers, without engines."""
+"""What `bench_capacity.py` writes for others, and makes of their answers, without engines."""
 
 import json
 from pathlib import Path
