@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from deploy.gateway.scheduling.recorder import SUFFIX
-from scheduler.live.feedback import RequestArrived
+from scheduler.live.events import AdmitAsked
 from scheduler.replay.recording import Entry, frames_in
 
 PROFILE: Final = "engine"
@@ -108,10 +108,12 @@ class Turn:
 def recorded_arrivals(directory: Path) -> list[tuple[float, int]]:
     """Seconds and tokens of every request that a flight recorder's files tell of, in order."""
     found = []
+    # Admission is asked once for each, as soon as it has its route. `RequestArrived` comes later:
+    # with the answer.
     for path in sorted(directory.glob(f"*{SUFFIX}")):
         with path.open("rb") as stream:
             for frame in frames_in(stream):
-                if isinstance(frame, Entry) and isinstance(frame.event, RequestArrived):
+                if isinstance(frame, Entry) and isinstance(frame.event, AdmitAsked):
                     found.append((frame.now_s, frame.event.num_tokens))
     return found
 
