@@ -78,7 +78,7 @@ def plan_file(
 def simulation_file(
     shape: Shape, profile: Path, trace: Path, block_tokens: int, tokens_per_s: float
 ) -> dict[str, Any]:
-    """The trace, all of it prefilled in the prefill cluster, in the order of its arrival."""
+    """The trace, all of it prefilled in the prefill cluster."""
     clusters = shape.clusters()
     caches = [one["name"] for key in ("prefill_clusters", "pd_clusters") for one in clusters[key]]
     return {
@@ -89,9 +89,7 @@ def simulation_file(
         "simulation": {
             "cache_tokens": dict.fromkeys(caches, CACHE_TOKENS),
             "policy": "remote",
-            "policies": {
-                "remote": {"routing": "static", "threshold_tokens": 1, "order": "arrival"}
-            },
+            "policies": {"remote": {"routing": "static", "threshold_tokens": 1}},
         },
     }
 
