@@ -23,18 +23,33 @@ from deploy.lab.demo.scenario import text
 
 CLIENT: Final = """
 import json, sys
-from vllm.benchmarks.serve import add_cli_args, main
+from vllm.benchmarks import serve
+from vllm.benchmarks.datasets import SampleRequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+def prompts(args, tokenizer):
+    lines = [json.loads(line)["prompt"] for line in open(args.dataset_path)]
+    return [
+        SampleRequest(
+            prompt=prompt,
+            prompt_len=len(tokenizer(prompt).input_ids),
+            expected_output_len=args.custom_output_len,
+            request_id=args.request_id_prefix + str(number),
+        )
+        for number, prompt in enumerate(lines)
+    ]
+
+serve.get_samples = prompts
 parser = FlexibleArgumentParser()
-add_cli_args(parser)
+serve.add_cli_args(parser)
 for line in sys.stdin:
-    main(parser.parse_args(json.loads(line)))
+    serve.main(parser.parse_args(json.loads(line)))
     print(flush=True)
     print("END OF RUN", flush=True)
 """
 """Does what the command `vllm bench serve` does, for each list of words on a line. The command
-itself looks up a distribution called vllm, which the CPU build does not have, and imports for ten
-seconds every time.
+itself looks up a distribution called vllm, which the CPU build does not have, its custom data set
+needs pandas, and it imports for ten seconds every time.
 """
 END_OF_RUN: Final = b"END OF RUN\n"
 CLIENT_LIMIT_S: Final = 570.0
