@@ -28,8 +28,10 @@ BENCHES = (
     "handoff",
     "hostile",
     "e2e",
+    "load",
+    "capacity",
 )
-NEED_ENGINES = ("prediction", "region", "e2e")
+NEED_ENGINES = ("prediction", "region", "e2e", "load", "capacity")
 """Start regions of real engines. Their smoke runs ask one that the engine tests have running."""
 SMOKE = "--smoke"
 RESULTS = Path("bench-results")

@@ -13,11 +13,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import importlib.util
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,9 +34,9 @@ from bare_proxy import KINDS
 from echo_engine import NUM_PACED_EVENTS, PACE_S, Client, EchoEngine, serve_engine
 from free_ports import free_port
 from gateway_process import ROOT, answers, child, completion_request, gateway_process
+from router_wheel import ROUTER, router_path
 from smoke import add_smoke
 
-ROUTER = "vllm-router==0.1.17"
 NUM_WARM = 20
 
 
@@ -186,7 +184,7 @@ def router(
     engine_port: int, folder: Path, *, may_install: bool
 ) -> Iterator[tuple[int, int] | None]:
     """The vllm-router wheel in front of the engine, or None when it cannot be had or run."""
-    path = _router_path(folder, may_install=may_install)
+    path = router_path(folder, may_install=may_install)
     if path is None:
         print(f"vllm-router left out: {ROUTER} is not installed", file=sys.stderr)
         yield None
@@ -203,21 +201,6 @@ def router(
     except RuntimeError as error:
         print(f"vllm-router cannot be run here: {str(error).strip()[-500:]}", file=sys.stderr)
         yield None
-
-
-def _router_path(folder: Path, *, may_install: bool) -> str | None:
-    """What the router's PYTHONPATH must be; None where it is not installed and may not be."""
-    if importlib.util.find_spec("vllm_router") is not None:
-        return os.environ.get("PYTHONPATH", "")
-    if not may_install:
-        return None
-    target = folder / "router"
-    argv = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
-    argv += [str(target), ROUTER, "orjson", "setproctitle"]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(f"{ROUTER} cannot be installed: {done.stderr.strip()[-300:]}", file=sys.stderr)
-    return str(target)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

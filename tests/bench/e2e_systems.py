@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -39,9 +39,11 @@ CHUNK_TOKENS = 1024
 OUTPUT_TOKENS = 4
 START_TIMEOUT_S = 300.0
 NIXL_PORTS = {"prefill": 25600, "decode": 25700}
-ENGINE_PORTS = {"prefill": 25001, "decode": 25002}
+ENGINE_PORTS = {"prefill": 25001, "decode": 25002, "plain": 25003}
 
 HIDE_NUMA = 'mount -t tmpfs none /sys/devices/system/node && exec "$@"'
+Wrap = Callable[[str, Sequence[str]], Sequence[str]]
+
 WITHOUT_NUMA = ("sh", "-c", HIDE_NUMA, "sh")
 """Runs a command that finds no NUMA nodes; `ip netns exec` gives it mounts of its own."""
 
@@ -66,7 +68,7 @@ async def stream(
     started_s = time.perf_counter()
     first_s = 0.0
     words = []
-    wanted = {**body, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "stream": True}
+    wanted = {"max_tokens": OUTPUT_TOKENS, **body, "temperature": 0, "stream": True}
     async with session.post(f"{url}/v1/completions", json=wanted, headers=headers) as response:
         if response.status != 200:
             raise RuntimeError(f"{url}: {response.status} {await response.text()}")
@@ -80,13 +82,13 @@ async def stream(
     return first_s, "".join(words), request_id
 
 
-def engine(role: str, model: TinyModel, path: Path, **changes: Any) -> EngineSpec:
-    """One of NIXL's engines, with the settings that `region_spec` gives to ours."""
+def engine(role: str, model: TinyModel, path: Path, *, host: str, **changes: Any) -> EngineSpec:
+    """An engine outside of a region, with the settings that `region_spec` gives to ours."""
     return EngineSpec(
         instance=role,
         model=str(path),
-        served_name=MODEL,
-        host=FAR if role == "prefill" else NEAR,
+        served_name=model.name,
+        host=host,
         port=ENGINE_PORTS[role],
         dtype=model.dtype,
         max_model_len=model.max_model_len,
@@ -97,42 +99,70 @@ def engine(role: str, model: TinyModel, path: Path, **changes: Any) -> EngineSpe
     )
 
 
+def nixl_engine(
+    role: str, model: TinyModel, path: Path, *, host: str, device: str, **env: str
+) -> EngineSpec:
+    """The prefill or the decode engine with vLLM's NixlConnector, UCX over TCP on this device."""
+    config = {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
+        "kv_buffer_device": "cpu",
+    }
+    return engine(
+        role,
+        model,
+        path,
+        host=host,
+        args=(*model.engine_args, "--kv-transfer-config", json.dumps(config)),
+        env={
+            "UCX_TLS": "tcp",
+            "UCX_NET_DEVICES": device,
+            "UCX_USE_MT_MUTEX": "y",
+            "UCX_KEEPALIVE_INTERVAL": "inf",  # starved cores are not lost peers
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(NIXL_PORTS[role]),
+            **env,
+        },
+    )
+
+
 @asynccontextmanager
-async def nixl(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIterator[Any]:
-    """Two engines with vLLM's NixlConnector, UCX over TCP."""
+async def running_engines(
+    specs: Iterable[EngineSpec], logs: Path, session: aiohttp.ClientSession, wrap: Wrap
+) -> AsyncIterator[None]:
+    """Engines without a region, all of them healthy; stopped at the end. `wrap` makes the command
+    of an engine from its instance and its argv.
+    """
     async with AsyncExitStack() as stack:
-        session = await stack.enter_async_context(aiohttp.ClientSession())
         supervisors = []
-        for role, kv_role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
-            config = {
-                "kv_connector": "NixlConnector",
-                "kv_role": kv_role,
-                "kv_buffer_device": "cpu",
-            }
-            spec = engine(
-                role,
-                model,
-                path,
-                args=(*model.engine_args, "--kv-transfer-config", json.dumps(config)),
-                env={
-                    "UCX_TLS": "tcp",
-                    "UCX_NET_DEVICES": DEVICE,
-                    "UCX_USE_MT_MUTEX": "y",
-                    "UCX_KEEPALIVE_INTERVAL": "inf",  # starved cores are not lost peers
-                    "VLLM_NIXL_SIDE_CHANNEL_HOST": FAR if role == "prefill" else NEAR,
-                    "VLLM_NIXL_SIDE_CHANNEL_PORT": str(NIXL_PORTS[role]),
-                },
-            )
+        for spec in specs:
             process = engine_process(spec, logs)
-            site = link.far if role == "prefill" else link.near
-            argv = link.at_site(site, [*WITHOUT_NUMA, *process.argv])
-            process = replace(process, argv=argv)
+            process = replace(process, argv=wrap(spec.instance, process.argv))
             supervisor = Supervisor(process, EngineHttp(spec.url, session).health)
             supervisor.start()
             stack.push_async_callback(supervisor.stop)
             supervisors.append(supervisor)
         for supervisor in supervisors:
             await supervisor.wait_healthy(START_TIMEOUT_S, None)
+        yield
+
+
+@asynccontextmanager
+async def nixl(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIterator[Any]:
+    """Two engines with vLLM's NixlConnector, one at each site."""
+
+    def at_its_site(role: str, argv: Sequence[str]) -> list[str]:
+        site = link.far if role == "prefill" else link.near
+        return link.at_site(site, [*WITHOUT_NUMA, *argv])
+
+    specs = [
+        nixl_engine(role, model, path, host=host, device=DEVICE)
+        for role, host in (("prefill", FAR), ("decode", NEAR))
+    ]
+    async with (
+        aiohttp.ClientSession() as session,
+        running_engines(specs, logs, session, at_its_site),
+    ):
 
         async def ask(prompt: str) -> tuple[float, str, int, float]:
             started_s = time.perf_counter()
@@ -209,19 +239,29 @@ async def _record(
     raise RuntimeError(f"no record of the prefill came: {answer}")
 
 
-def region_spec(model: TinyModel, path: Path) -> RegionSpec:
+BY_THRESHOLD: Mapping[str, Any] = {
+    "threshold_tokens": 100,
+    "scheduling": {"routing": {"policy": "threshold"}},
+}
+"""Of a gateway: predictions would keep prompts here while engines are unknown."""
+
+
+def region_spec(
+    model: TinyModel,
+    path: Path,
+    *,
+    gateway: Mapping[str, Any] = BY_THRESHOLD,
+    hosts: tuple[str, str] = (FAR, NEAR),
+) -> RegionSpec:
+    """A prefill cluster of one engine and a PD cluster of another, at these two addresses."""
     agent = {"arena_gib": 0.5}
+    far_host, near_host = hosts
     spec = {
         "name": "bench",
-        # By the threshold alone: predictions would keep prompts here while engines are unknown.
-        "gateway": {
-            "port": 0,
-            "threshold_tokens": 100,
-            "scheduling": {"routing": {"policy": "threshold"}},
-        },
+        "gateway": {"port": 0, **gateway},
         "models": [
             {
-                "name": MODEL,
+                "name": model.name,
                 "path": str(path),
                 "dtype": model.dtype,
                 "max_model_len": model.max_model_len,
@@ -239,7 +279,7 @@ def region_spec(model: TinyModel, path: Path) -> RegionSpec:
                 "nodes": [
                     {
                         "name": "far",
-                        "host": FAR,
+                        "host": far_host,
                         "agent": agent,
                         "instances": [{"name": "prefill", "port": ENGINE_PORTS["prefill"]}],
                     }
@@ -251,7 +291,7 @@ def region_spec(model: TinyModel, path: Path) -> RegionSpec:
                 "nodes": [
                     {
                         "name": "near",
-                        "host": NEAR,
+                        "host": near_host,
                         "agent": agent,
                         "instances": [{"name": "decode", "port": ENGINE_PORTS["decode"]}],
                     }

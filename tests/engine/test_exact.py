@@ -304,6 +304,7 @@ async def test_benches_of_a_region_run_on_this_one(served: Served, tmp_path: Pat
     alone = ("--engine", region.engine("a1-prefill").address, "--engine-key", key)
     await asyncio.to_thread(run_smoke, "e2e", tmp_path, *asking, *alone)
     await asyncio.to_thread(run_smoke, "prediction", tmp_path, *asking)
+    await asyncio.to_thread(run_smoke, "load", tmp_path, *asking)
     await everything_is_given_back(region)
 
 

@@ -154,11 +154,16 @@ async def test_roles_change_under_load_and_lose_no_request(region: RunningRegion
     await everything_is_given_back(region, nodes=("b1",))
 
 
-async def test_the_bench_of_a_region_runs_on_this_one(
-    region: RunningRegion, tmp_path: Path
+async def test_benches_of_a_region_run_on_this_one(
+    region: RunningRegion, recording: Path, tmp_path: Path
 ) -> None:
-    """Its smallest size keeps all of its rows."""
-    await asyncio.to_thread(run_smoke, "region", tmp_path, "--gateway", region.gateway_url)
+    """Their smallest sizes keep all of their rows."""
+    asking = ("--gateway", region.gateway_url)
+    await asyncio.to_thread(run_smoke, "region", tmp_path, *asking)
+    engine = ("--engine", region.engine("b1-p0").address)
+    key = ("--engine-key", str(region.directory.engine_key))
+    recorded_in = ("--recording", str(recording))
+    await asyncio.to_thread(run_smoke, "capacity", tmp_path, *asking, *engine, *key, *recorded_in)
     await everything_is_given_back(region, nodes=("b1",))
 
 

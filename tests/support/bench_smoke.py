@@ -251,6 +251,31 @@ def check_e2e(kept: Any) -> None:
     assert [one["error"] for one in kept["raw"]] == ["", ""], kept["raw"]
 
 
+def check_load(kept: Any) -> None:
+    """Only the region is there, with its capacity and a row for its rate."""
+    assert set(kept["missing"]) == {"prfaas-remote", "prfaas-pd", "nixl", "plain"}
+    (capacity,), (row,) = kept["capacity"], kept["rows"]
+    for one in (capacity, row):
+        assert one["system"] == "prfaas", one
+        assert one["failed"] == 0, one
+        assert is_positive(one["throughput_rps"], one["ttft_p99_s"], one["tpot_p50_s"]), one
+        assert 0 <= one["remote_share"] <= 1, one
+    assert is_positive(row["request_rate"]), row
+    assert row["goodput_rps"] >= 0, row
+
+
+def check_capacity(kept: Any) -> None:
+    """Every shape is planned, none was measured; the conversations were played."""
+    shapes = [row for row in kept["rows"] if row["part"] == "capacity"]
+    assert len(shapes) == 4, shapes
+    assert is_positive(*(row["predicted_rps"] for row in shapes)), shapes
+    assert set(kept["missing"]) == {row["name"] for row in shapes}, kept["missing"]
+    played = [row for row in kept["rows"] if row["part"] == "conversation"]
+    assert [row["name"] for row in played] == ["TTFT P50", "TTFT P90"], played
+    assert is_positive(*(row[key] for row in played for key in ("predicted_s", "measured_s")))
+    assert len(kept["turns"]) == 4, kept["turns"]
+
+
 CHECKS: Final[dict[str, Callable[[Any], None]]] = {
     "transport": check_transport,
     "lanes": check_lanes,
@@ -271,5 +296,7 @@ CHECKS: Final[dict[str, Callable[[Any], None]]] = {
     "prediction": check_prediction,
     "region": check_region,
     "e2e": check_e2e,
+    "load": check_load,
+    "capacity": check_capacity,
 }
 """By bench, what must be in its JSON after a smoke run. AssertionError names what is not."""

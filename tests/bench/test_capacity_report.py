@@ -1,0 +1,100 @@
+"""What `bench_capacity.py` writes for others, and makes of their answers, without engines."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from bench_capacity import capacity_row, measured_capacities, ttft_row, why_missing
+from capacity_files import (
+    SHAPES,
+    Shape,
+    Turn,
+    plan_file,
+    recorded_arrivals,
+    simulation_file,
+    trace_of,
+)
+
+from deploy.plan.simulate.building import load_simulation
+from deploy.plan.solve.building import load_plan
+from deploy.plan.solve.spec import PlanSpec
+from deploy.plan.trace import load_trace
+from scheduler.planning.plan import best_plan
+from scheduler.planning.prefix_reuse import cached_tokens
+from scheduler.planning.throughput import Mode
+from scheduler.replay.driver import replay
+
+PROFILE = {
+    "profile": {
+        "prefill": {"points": [{"tokens": 128, "seconds": 0.05}, {"tokens": 2048, "seconds": 0.5}]},
+        "decode": {"steps": [{"batch_size": 1, "step_seconds": 0.02}]},
+        "kv_cache": {"fixed_bytes": 0, "bytes_per_token": 2048},
+    }
+}
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    path = tmp_path / "profile.yaml"
+    path.write_text(yaml.safe_dump(PROFILE))
+    return path
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_the_planner_takes_the_file_of_every_shape(
+    shape: Shape, profile: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text(yaml.safe_dump(plan_file(shape, profile, [500, 1000], 16, 20.0)))
+    region = load_plan(file, PlanSpec).region
+    assert best_plan(region, Mode.EXACT).system_rps(Mode.EXACT) > 0
+
+
+def test_a_recording_and_its_conversations_become_a_trace_with_shared_prefixes(
+    profile: Path, tmp_path: Path
+) -> None:
+    turns = [Turn(0, 100, 0.1), Turn(1, 90, 0.1), Turn(0, 200, 0.1)]
+    arrivals = [(7.0, 90), (5.0, 100), (9.0, 200)]
+    lines = trace_of(arrivals, turns, output_tokens=8, block_tokens=32)
+    assert [line["timestamp"] for line in lines] == [0.0, 2000.0, 4000.0]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    # Three whole blocks of the first turn; another conversation shares nothing.
+    assert cached_tokens(load_trace(trace), 32, None) == [0, 0, 96]
+    file = tmp_path / "simulation.yaml"
+    file.write_text(yaml.safe_dump(simulation_file(SHAPES[1], profile, trace, 32, 20.0)))
+    simulation = load_simulation(file)
+    outcome = replay(simulation.model, simulation.workload(1), simulation.policy("remote")[1])
+    found = outcome.summary(0.0)
+    assert (found.num_done, found.num_remote) == (3, 3)
+
+
+def test_a_recorded_prompt_that_nobody_sent_is_refused() -> None:
+    with pytest.raises(ValueError, match="a prompt of 91 tokens that nobody sent"):
+        trace_of([(1.0, 91)], [Turn(0, 90, 0.1)], output_tokens=8, block_tokens=32)
+
+
+def test_a_recorder_that_has_written_nothing_has_no_arrivals(tmp_path: Path) -> None:
+    assert recorded_arrivals(tmp_path / "none") == []
+
+
+def test_predictions_are_held_against_what_was_measured(tmp_path: Path) -> None:
+    answer = {"throughput_rps": 2.2, "binding": "prefill"}
+    row = capacity_row(SHAPES[0], answer, 2.0)
+    assert (row["error"], row["met"]) == (0.1, False)
+    assert capacity_row(SHAPES[0], answer, 2.1)["met"]
+    assert "met" not in capacity_row(SHAPES[0], answer, None)
+    turns = [Turn(0, 100, seconds) for seconds in (0.1, 0.4, 0.2)]
+    assert ttft_row(turns, 50, 0.23)["met"]
+    assert (ttft_row(turns, 90, 0.3)["error"], ttft_row(turns, 90, 0.3)["met"]) == (-0.25, False)
+    load = tmp_path / "load.json"
+    load.write_text(json.dumps({"capacity": [{"system": "prfaas", "throughput_rps": 1.5}]}))
+    assert measured_capacities(load) == {"prfaas": 1.5}
+    assert measured_capacities(None) == {}
+
+
+def test_a_shape_that_was_not_measured_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench_capacity.cores_here", lambda: [0, 1])
+    assert why_missing({"name": SHAPES[0].name}) == "prfaas-pd is not in --load"
+    assert why_missing({"name": SHAPES[3].name}) == "2 cores cannot give 3 engines one each"
