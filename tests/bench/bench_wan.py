@@ -106,7 +106,9 @@ class Bench:
         few = peers if arguments.full else [peer for peer in peers if peer.kind == "ours"]
         if "goodput" in arguments.sections:
             for point in FULL if arguments.full else QUICK:
-                if not arguments.points or str(point[0]) in arguments.points:
+                path, congestion = point
+                is_asked = not arguments.points or str(path) in arguments.points
+                if is_asked and congestion in arguments.congestion:
                     self._goodput("goodput", point, wmem_mib, peers)
         if "cap" in arguments.sections:
             self._goodput("cap", CAPPED, wmem_mib, few)
@@ -281,6 +283,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=3.0, help="what a transfer should take")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--points", nargs="+", help="only these, such as 5g/20ms 1g/40ms/0.1%%")
+    controls = ["bbr", "cubic"]
+    parser.add_argument(
+        "--congestion", nargs="+", choices=controls, default=controls, help="of goodput's paths"
+    )
     peers = ["ours", "mooncake", "nixl"]
     parser.add_argument("--peers", nargs="+", choices=[*peers, "nixl-default"], default=peers)
     parser.add_argument("--streams", type=int, nargs="+", help="connections of iperf3's runs")
