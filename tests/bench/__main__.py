@@ -43,11 +43,9 @@ RESULTS = Path("bench-results")
 
 def run_record(name: str, extra: list[str]) -> dict[str, Any]:
     """What one has to know of a run to judge its numbers, or to measure them again."""
-    words = shlex.join([name, *extra])
-    quoted = shlex.quote(words) if extra else words
     return {
         "bench": name,
-        "command": f"make bench BENCH_ARGS={quoted}",
+        "command": f'make bench BENCH_ARGS="{shlex.join([name, *extra])}"',
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": _commit(),
         "machine": {

@@ -9,6 +9,14 @@ from report_figures import Axis, Figure, Look, Panel, Section, Series, table
 from report_raw import Raw
 
 MEDIAN_GOAL, P90_GOAL = 0.15, 0.40
+_KEPT: Final = (
+    "phase",
+    "target",
+    "num_prompt_tokens",
+    "ttft_s",
+    "predicted_ttft_s",
+    "num_retries",
+)
 LOOKS: Final[tuple[Look, ...]] = ("ours", "first", "second", "third")
 
 _INTRODUCTION: Final = f"""\
@@ -17,7 +25,7 @@ _INTRODUCTION: Final = f"""\
 What the gateway predicted when it routed a request, against what followed, on a region of real
 engines that started with nothing learnt. Every request is a point; on the line the prediction came
 true. Goal: an error of at most {MEDIAN_GOAL:.0%} in the median and {P90_GOAL:.0%} at P90, for each
-route. The table leaves out what the bench counts as warm-up."""
+route. `tests/bench/bench_prediction.py` says what the traffic of a row is."""
 
 
 def section(raws: Sequence[Raw]) -> Section:
@@ -35,11 +43,23 @@ def section(raws: Sequence[Raw]) -> Section:
     return Section("prediction", text, (figure,))
 
 
+def trimmed(results: Any) -> Any:
+    """Of a request's record, which has kilobytes, what tells of its prediction."""
+    return [
+        one | {"records": [{key: record.get(key) for key in _KEPT} for record in one["records"]]}
+        for one in results
+    ]
+
+
 def _panel(one: Mapping[str, Any]) -> Panel:
     records = [
         record
         for record in one["records"]
-        if record["predicted_ttft_s"] and record["ttft_s"] and not record["num_retries"]
+        # The bench gives no phase to what it sends only to settle.
+        if record.get("phase") != ""
+        and record["predicted_ttft_s"]
+        and record["ttft_s"]
+        and not record["num_retries"]
     ]
     targets = sorted({record["target"] for record in records})
     measured = [record["ttft_s"] for record in records]

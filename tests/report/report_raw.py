@@ -7,7 +7,7 @@ that the bench kept. Several files may come from one bench, such as parts of a g
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -61,13 +61,21 @@ def read(file: Path) -> Raw:
     return Raw(file.stem, **{field: kept[field] for field in FIELDS})
 
 
-def take(name: str, results: Path, kept_as: str, folder: Path) -> Path:
+def take(
+    name: str,
+    results: Path,
+    kept_as: str,
+    folder: Path,
+    trims: Mapping[str, Callable[[Any], Any]],
+) -> Path:
     """Keep results/NAME.json, which `make bench` wrote, together with the record of its run; where
-    they are kept. RawError when one is missing.
+    they are kept. `trims` leave out, by bench, what is large and tells nothing. RawError when a
+    file is missing.
     """
     record = _json(results / f"{name}.run.json")
     _require(results / f"{name}.run.json", record, FIELDS[:-1])
-    kept = {**record, "results": _json(results / f"{name}.json")}
+    trim = trims.get(record["bench"], _whole)
+    kept = {**record, "results": trim(_json(results / f"{name}.json"))}
     file = folder / f"{kept_as}.json"
     before = file.read_text(encoding="utf-8") if file.exists() else None
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,6 +103,10 @@ def text_of(value: Any, indent: int = 0) -> str:
         opening, closing = "[", "]"
     body = f",\n{' ' * inner}".join(parts)
     return f"{opening}\n{' ' * inner}{body}\n{' ' * indent}{closing}"
+
+
+def _whole(results: Any) -> Any:
+    return results
 
 
 def _json(file: Path) -> Any:

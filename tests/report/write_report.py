@@ -20,11 +20,13 @@ from typing import Final
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
 import report_drawing
+import report_prediction
 from report_figures import Figure, digest
 from report_page import PageError, filled, sections
 from report_raw import RawError, read_all, take
 
 DOCS: Final = Path(__file__).resolve().parents[2] / "docs"
+TRIMS: Final = {"prediction": report_prediction.trimmed}
 BENCH_RESULTS: Final = DOCS.parent / "bench-results"
 
 
@@ -103,7 +105,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         if name := arguments.take:
             folder = arguments.docs / "results" / "raw"
-            print(f"kept: {take(name, arguments.results, arguments.kept_as or name, folder)}")
+            print(
+                f"kept: {take(name, arguments.results, arguments.kept_as or name, folder, TRIMS)}"
+            )
         made = report(arguments.docs)
     except (RawError, PageError) as error:
         print(error, file=sys.stderr)
