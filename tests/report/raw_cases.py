@@ -53,6 +53,17 @@ def grid() -> dict[str, Any]:
     }
 
 
+def transport() -> dict[str, Any]:
+    """Nobody beats ours but NIXL, which acknowledges sooner; plain sockets are no peer."""
+
+    def peer(name: str, gbit_per_s: float, acked_us: float) -> dict[str, Any]:
+        cells = [{"block_kib": 64, "gbit_per_s": gbit_per_s, "cpu_s_per_gib": 0.5}]
+        acked = {"p50": acked_us, "p99": None}
+        return {"peer": name, "place": "loopback", "cells": cells, "acked_64kib_us": acked}
+
+    return {"measured": [peer("ours", 20, 400), peer("nixl write", 10, 100), peer("raw x4", 90, 1)]}
+
+
 def crossover() -> dict[str, Any]:
     rows = [
         {

@@ -42,7 +42,7 @@ class PageError(ValueError):
 
 
 def sections(raws: Mapping[str, Sequence[Raw]]) -> tuple[list[Section], list[str]]:
-    """Those that there are raw results for, and a line for each of the others."""
+    """Those that there are raw results for, and a line for each thing that the page lacks."""
     found, missing = [], []
     for name, build in OF_ONE_BENCH.items():
         if raws.get(name):
@@ -52,9 +52,14 @@ def sections(raws: Mapping[str, Sequence[Raw]]) -> tuple[list[Section], list[str
         else:
             missing.append(f"without {name}: no raw results of this bench")
     if (peers := report_peers.section(raws)) is not None:
-        found.append(peers)
+        # Runs that have a section of their own are named there.
+        others = [bench for bench in report_peers.COMPARISONS if bench not in OF_ONE_BENCH]
+        runs = provenance([raw for bench in others for raw in raws.get(bench, ())])
+        found.append(Section(peers.name, f"{peers.text}\n\n{runs}".rstrip()))
     else:
         missing.append(f"without {PEERS}: no raw results that compare with a peer")
+    unused = raws.keys() - OF_ONE_BENCH.keys() - report_peers.COMPARISONS.keys()
+    missing += [f"no section shows the raw results of {bench}" for bench in sorted(unused)]
     return found, missing
 
 

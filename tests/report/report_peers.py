@@ -55,7 +55,7 @@ class Compared:
 
 def section(raws: Mapping[str, Sequence[Raw]]) -> Section | None:
     """The largest differences first; None where nothing is compared with a peer."""
-    found = [one for bench, compare in _COMPARISONS.items() for one in compare(raws.get(bench, ()))]
+    found = [one for bench, compare in COMPARISONS.items() for one in compare(raws.get(bench, ()))]
     if not found:
         return None
     # What rounds to 1.0 is no difference.
@@ -136,9 +136,10 @@ def _load(raws: Sequence[Raw]) -> Iterator[Compared]:
                 yield Compared(what, peer, ours[key], theirs[key], is_more_better)
 
 
-_COMPARISONS: Final[Mapping[str, Callable[[Sequence[Raw]], Iterator[Compared]]]] = {
+COMPARISONS: Final[Mapping[str, Callable[[Sequence[Raw]], Iterator[Compared]]]] = {
     "wan": _wan,
     "transport": _transport,
     "gateway": _gateway,
     "load": _load,
 }
+"""By bench, how its raw results are compared with peers."""

@@ -1,7 +1,7 @@
 """What is generated stands between markers; what people wrote around it stays."""
 
 import pytest
-from raw_cases import crossover, grid, load, load_row, prediction, raw
+from raw_cases import crossover, grid, load, load_row, prediction, raw, transport
 from report_figures import Section
 from report_page import OF_ONE_BENCH, PEERS, PageError, filled, sections
 
@@ -51,6 +51,11 @@ def test_what_has_no_raw_results_is_named_and_left_out() -> None:
     ]
 
 
+def test_results_that_no_section_shows_are_named() -> None:
+    _, missing = sections({"codecs": [raw("codecs", {})]})
+    assert missing[-1] == "no section shows the raw results of codecs"
+
+
 def test_every_section_says_where_its_numbers_come_from() -> None:
     raws = {
         "wan": [raw("wan", grid(), "-a"), raw("wan", {"raw": []}, "-b")],
@@ -66,3 +71,10 @@ def test_every_section_says_where_its_numbers_come_from() -> None:
         assert f"([raw results](results/raw/{name}.json))" in text
     assert "- 2026-11-23, 2 CPUs (A CPU), 23.5 GiB" in text
     assert "commit 0123456789ab: `make bench`" in text
+    assert "raw results]" not in found[-1].text, "wan and load are named where they are shown"
+
+
+def test_comparisons_of_benches_without_a_section_say_where_they_come_from() -> None:
+    found, _ = sections({"wan": [raw("wan", grid())], "transport": [raw("transport", transport())]})
+    assert found[-1].text.count("raw results]") == 1
+    assert "(results/raw/transport.json)" in found[-1].text

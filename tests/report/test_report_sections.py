@@ -8,7 +8,7 @@ import report_load
 import report_peers
 import report_prediction
 import report_wan
-from raw_cases import crossover, grid, load, load_row, prediction, raw, transfer
+from raw_cases import crossover, grid, load, load_row, prediction, raw, transfer, transport
 from report_figures import Figure, Section, digest, number, table
 from report_raw import RawError
 
@@ -140,13 +140,7 @@ def test_peers_win_where_their_number_is_better() -> None:
 
 
 def test_transport_is_compared_block_size_by_block_size() -> None:
-    def peer(name: str, gbit_per_s: float, acked_us: float) -> dict[str, Any]:
-        cells = [{"block_kib": 64, "gbit_per_s": gbit_per_s, "cpu_s_per_gib": 0.5}]
-        acked = {"p50": acked_us, "p99": None}
-        return {"peer": name, "place": "loopback", "cells": cells, "acked_64kib_us": acked}
-
-    measured = [peer("ours", 20, 400), peer("nixl write", 10, 100), peer("raw x4", 90, 1)]
-    section = peers(transport={"measured": measured})
+    section = peers(transport=transport())
     assert [row[0] for row in rows(section, "loopback")] == [
         "loopback, 64 KiB acknowledged, P50: µs"
     ]

@@ -54,10 +54,11 @@ class Report:
         return sorted(set(_curves(self.docs).glob("*.svg")) - self.figures.keys())
 
     def write(self) -> None:
-        """Every file; ImportError without matplotlib."""
+        """What is outdated; ImportError where that is a figure and matplotlib is missing."""
         _curves(self.docs).mkdir(parents=True, exist_ok=True)
         for file, figure in self.figures.items():
-            file.write_text(report_drawing.svg(figure, _mark(figure)), encoding="utf-8")
+            if not _is_current(file, figure):
+                file.write_text(report_drawing.svg(figure, _mark(figure)), encoding="utf-8")
         for file in self.unused():
             file.unlink()
         self.page_file.write_text(self.page, encoding="utf-8")
