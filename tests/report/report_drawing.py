@@ -44,7 +44,8 @@ FONT: Final = "DejaVu Sans"
 """Comes with matplotlib, so that lengths are the same everywhere."""
 OTHER_FONTS: Final = "Verdana, sans-serif"
 """For readers without it: none is wider."""
-WIDTH_INCHES, PANEL_HEIGHT_INCHES, LEGEND_LINE_INCHES = 9.4, 2.7, 0.25
+WIDTH_INCHES, LONE_WIDTH_INCHES = 9.4, 6.0
+PANEL_HEIGHT_INCHES, LEGEND_LINE_INCHES = 2.7, 0.25
 
 _LEGEND_COLUMNS: Final = 3
 _SETTINGS: Final = {
@@ -76,8 +77,9 @@ def svg(figure: Figure, mark: str) -> str:
     names = dict.fromkeys(series.name for panel in figure.panels for series in panel.series)
     num_lines = -(-len(names) // _LEGEND_COLUMNS)
     height = PANEL_HEIGHT_INCHES * num_rows + LEGEND_LINE_INCHES * num_lines
+    width = WIDTH_INCHES if figure.columns > 1 else LONE_WIDTH_INCHES
     with matplotlib.rc_context(_SETTINGS):
-        canvas = Canvas(figsize=(WIDTH_INCHES, height), layout="constrained")
+        canvas = Canvas(figsize=(width, height), layout="constrained")
         grid = canvas.subplots(num_rows, figure.columns, squeeze=False, sharey=figure.shares_y)
         cells = list(grid.flat)
         shown: dict[str, Any] = {}

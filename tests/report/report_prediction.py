@@ -35,7 +35,7 @@ def section(raws: Sequence[Raw]) -> Section:
         "prediction",
         "Predicted over measured time to first token, a point for each request",
         tuple(_panel(one) for one in models.values()),
-        2,
+        min(2, len(models)),
         shares_y=True,
     )
     picture = f"![{figure.alt}](results/curves/{figure.name}.svg)"
