@@ -15,8 +15,8 @@ from wan_report import LIMIT_PREFIX, OURS
 _INTRODUCTION: Final = """\
 ## Where peers win
 
-Comparisons in the raw results in which somebody else's number is better than that of PrfaaS. On
-emulated links iperf3, the limit, is among them."""
+Comparisons in the raw results in which somebody else's number is better than that of PrfaaS.
+iperf3, which acknowledges nothing, is among them on emulated links."""
 
 _GATEWAY: Final = (
     ("requests_per_s", "gateway, requests/s", True),

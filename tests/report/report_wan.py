@@ -24,8 +24,9 @@ _INTRODUCTION: Final = """\
 Goodput of whole acknowledged transfers of KVCache in blocks of 256 KiB over an emulated link,
 medians. PrfaaS asks for bbr by itself; all others use the sites' default congestion control.
 *Send buffer* is how far the kernel grows one (the last number of `net.ipv4.tcp_wmem`). iperf3 is
-the limit: the best median of its numbers of plain TCP streams, without their first second and with
-nothing acknowledged. NIXL is the better of UCX's default and `UCX_TCP_SNDBUF=4m`."""
+what plain TCP streams carry: the best median of its numbers of streams, without their first second
+and with nothing acknowledged. NIXL is the best of the settings of UCX that were measured, its
+default and `UCX_TCP_SNDBUF=4m`."""
 
 
 @dataclass(frozen=True, slots=True)
