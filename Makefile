@@ -8,6 +8,8 @@
 # make lint   ruff, mypy (also of test doubles and benches), import rule
 # make bench  measurements against peers (see tests/bench/README.md)
 # make bench BENCH_ARGS=--smoke   the same at their smallest size, to see that they run
+# make report write docs/performance.md and its curves from stored results of benches
+# make report REPORT_ARGS="--take NAME"   the same with a result of `make bench` more
 # make docs   write the configuration reference and build the documentation's site into site/
 # make test-upgrade before a release: a region of the release before, upgraded and taken back under load
 # make messages     after a release: note its messages, with which those of the next one must agree
@@ -38,7 +40,7 @@ PARALLEL := -n $(WORKERS) --dist worksteal
 PREVIOUS := $(shell cat tests/upgrade/PREVIOUS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo test test-fast test-engine test-kinds test-upgrade test-long messages lint format docs bench soak soak-region sites fuzz mutants pins stats clean
+.PHONY: help setup system demo test test-fast test-engine test-kinds test-upgrade test-long messages lint format docs bench report soak soak-region sites fuzz mutants pins stats clean
 
 help:
 	@sed -n 's/^# make/  make/p' Makefile
@@ -103,6 +105,10 @@ format: setup
 bench: setup
 	@$(PINNED) -r requirements/bench.txt
 	@$(BIN)/python -m tests.bench $(BENCH_ARGS)
+
+# What draws the curves is among the packages of `setup`.
+report: setup
+	@$(BIN)/python tests/report/write_report.py $(REPORT_ARGS)
 
 # Warnings are errors: a dead link or a page that the navigation lacks fails.
 docs: setup

@@ -1,7 +1,9 @@
 """Every bench still runs, at its smallest size, and keeps all its rows."""
 
 import importlib.util
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from bench_smoke import BENCHES as FOLDER
@@ -38,3 +40,30 @@ def test_no_bench_is_forgotten() -> None:
     assert scripts == {*driver.BENCHES, *PARTS}
     assert CHECKS.keys() == set(driver.BENCHES)
     assert set(driver.NEED_ENGINES) <= set(driver.BENCHES)
+
+
+def test_a_run_says_what_one_needs_to_measure_again() -> None:
+    record = driver.run_record("transport", ["--rounds", "3", "--peers", "nixl write"])
+    assert record["command"] == (
+        """make bench BENCH_ARGS="transport --rounds 3 --peers 'nixl write'\""""
+    )
+    assert record.keys() == {"bench", "command", "date", "commit", "machine"}
+    assert record["machine"]["cpus"] >= 1
+    assert all(record["machine"].values()), record["machine"]
+
+
+@pytest.mark.parametrize(("status", "has_record"), [(0, True), (1, False)])
+def test_only_a_bench_that_ended_well_has_a_record(
+    status: int, has_record: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "plan.json").write_text("[]")
+    record = tmp_path / "plan.run.json"
+    record.write_text("of an earlier run")
+    monkeypatch.setattr(driver, "RESULTS", tmp_path)
+    monkeypatch.setattr(driver, "run_record", lambda name, extra: {"bench": name})
+    ended = SimpleNamespace(returncode=status)
+    monkeypatch.setattr(driver.subprocess, "run", lambda *_, **__: ended)
+    assert driver.main(["plan"]) == status
+    assert record.exists() is has_record
+    if has_record:
+        assert json.loads(record.read_text()) == {"bench": "plan"}
