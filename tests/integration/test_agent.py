@@ -5,6 +5,7 @@ import random
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
 
 from kvmanager.agent.messages import Cancel, CancelReply, Renew, RenewReply, ReserveReply
+from kvmanager.load_times import LoadTimes
 from transport.rpc import RpcError
 
 NUM_TOKENS = 1000
@@ -90,6 +92,11 @@ def test_bytes_arrive_and_all_memory_comes_back(pair: Pair) -> None:
         pair.consumer.client.release(transfer_id)
         wait_until(lambda: landing_bytes(pair.receiver) == 0)
         assert pair.sender.status().outbox_bytes == 0
+        assert report.progress[-1][1] == NBYTES
+        times = LoadTimes(0.25, 0.5, 0.75 + turn)
+        assert pair.consumer.client.loaded(transfer_id, times)
+        told = partial(pair.receiver.cancel, landing.transfer_id)
+        wait_until(lambda told=told, times=times: told().times == times)
     with urllib.request.urlopen(f"http://{pair.receiver.ready['metrics']}/metrics") as page:
         text = page.read().decode()
     labels = '{hand_off="transport",kind="landing",outcome="complete"}'

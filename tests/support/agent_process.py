@@ -210,12 +210,14 @@ class AgentProcess:
         self.transfer_ids.add(request.transfer_id)
         return self.call("OpenOutbox", request, OpenOutboxReply)
 
+    def cancel(self, transfer_id: str) -> CancelReply:
+        return self.call("Cancel", Cancel(transfer_id, "end of test"), CancelReply)
+
     def cancel_all(self) -> None:
         """End every transfer that this object has begun at the agent."""
         while self.transfer_ids:
-            request = Cancel(self.transfer_ids.pop(), "end of test")
             with contextlib.suppress(RpcError):
-                self.call("Cancel", request, CancelReply)
+                self.cancel(self.transfer_ids.pop())
 
     def wait(self, transfer_id: str, timeout_s: float = 20.0, kind: Any = "") -> TransferReport:
         request = Await(transfer_id, timeout_s, kind)
