@@ -95,9 +95,11 @@ def test_cut_connections_are_resumed_under_tls(node: TlsFiles) -> None:
         assert landed == data
 
 
+@pytest.mark.parametrize("piece_bytes", [16 * MIB, 64 * 1024])
 def test_a_connection_is_renewed_before_its_key_wears_out(
-    node: TlsFiles, monkeypatch: pytest.MonkeyPatch
+    piece_bytes: int, node: TlsFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also when it carries nothing but small pieces, which callers send themselves."""
     monkeypatch.setattr("transport.sending.lane.MAX_TLS_BYTES", MIB)
     with (
         closing(LoopbackPair(replace(CONFIG, tls=node))) as pair,
@@ -105,7 +107,10 @@ def test_a_connection_is_renewed_before_its_key_wears_out(
     ):
         data = bytearray(random.Random(0).randbytes(16 * MIB))
         handle, landed = pair.begin(1, data, via=proxy.endpoint)
-        handle.ready(0, len(data))
+        for start in range(0, len(data), piece_bytes):
+            handle.ready(start, piece_bytes)
+            if piece_bytes < len(data):
+                assert handle.wait_acked(start + piece_bytes, 20)
         assert pair.listener.wait(handle.transfer_id) is None
         assert landed == data
         assert proxy.num_accepted > CONFIG.num_connections

@@ -29,6 +29,8 @@ logger = logging.getLogger("prfaas.transport")
 CANDIDATES = (Codec.ZSTD_PLANES, Codec.LZ4)
 """The codecs of "auto": the best one for floating-point numbers, and the cheapest for padding."""
 CPU_SAMPLE_S = 0.5
+RAW_HOLDS_S = 0.01
+"""Time for which the choice not to code holds, unless a sample or a tick says something new."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class LinkCoder:
             self._chooser = CodecChooser(CANDIDATES, CodecConfig(), time.monotonic())
         self._choice: CodecChoice | None = None
         self._sent: dict[Codec, tuple[int, int]] = {}  # raw and wire bytes since the last tick
+        self._ask_s = 0.0  # the time from which the chooser is asked again, while it says raw
         self._tick_s: float | None = None
         self._cpu_s = 0.0
         self._cpu_before: tuple[float, float] | None = None  # idle and all CPU seconds of the host
@@ -127,6 +130,7 @@ class LinkCoder:
         if self._chooser is None:
             return
         with self._lock:
+            self._ask_s = 0.0
             sent, self._sent = self._sent, {}
             # Only a link with a backlog at both ends of the period was limited by itself.
             last_s, self._tick_s = self._tick_s, now_s if is_backlogged else None
@@ -155,8 +159,11 @@ class LinkCoder:
             return Codec[self._mode.upper()]
         now_s = time.monotonic()
         with self._lock:
-            before, self._choice = self._choice, self._chooser.choose(now_s)
-            choice = self._choice
+            before = choice = self._choice
+            # What it depends on changes with samples and ticks, so raw chunks need not ask each.
+            if choice is None or choice.codec is not Codec.RAW or now_s >= self._ask_s:
+                choice = self._choice = self._chooser.choose(now_s)
+                self._ask_s = now_s + RAW_HOLDS_S
             wanted = self._chooser.wants_sample(now_s)
         if before is None or before.codec is not choice.codec:
             logger.debug("%s: %s", self._name, choice)
@@ -174,6 +181,7 @@ class LinkCoder:
         payload, spent_s = _timed_encode(codec, sample, element_bytes)
         assert self._chooser is not None
         with self._lock:
+            self._ask_s = 0.0
             self._chooser.observe_sample(
                 codec, SAMPLE_BYTES - missing, len(payload), spent_s, now_s=time.monotonic()
             )

@@ -83,6 +83,8 @@ class Lane(WaitingLane):
         """The time by which the handshake must be done. The watchdog reads it without a lock."""
         self._link = link
         self._serving: Stream | None = None  # once the handshake is done
+        self._serving_since_s = 0.0
+        self._num_bytes = 0  # of DATA bodies that the present connection has carried
         self._left_over: _Sending | None = None  # by a thread that borrowed the lane
         self._config = link.config
         self._with_sum = True
@@ -203,27 +205,31 @@ class Lane(WaitingLane):
             daemon=True,
         )
         reader.start()
+        self._num_bytes, self._serving_since_s = 0, time.monotonic()
         self._serving = stream
         try:
-            num_bytes, began_s = 0, time.monotonic()
             work = self._link.next_work(self, None)
             while True:
                 coded = self._send(stream, work)
                 if coded is None:
                     work = self._link.next_work(self, work, whole=False)
+                elif (end := self._renewal()) is not None:
+                    self._link.sent(self, work, coded=coded)
+                    raise end
                 else:
-                    num_bytes += coded.wire_bytes
-                    if num_bytes > MAX_TLS_BYTES and self._link.tls is not None:
-                        self._link.sent(self, work, coded=coded)
-                        raise LinkError("renewed", "the TLS connection has carried enough bytes")
-                    if self._choice.is_away and time.monotonic() - began_s > RETURN_S:
-                        self._link.sent(self, work, coded=coded)
-                        raise LinkError("renewed", "the connection's own path is tried again")
                     work = self._link.next_work(self, work, coded=coded)
         finally:
             self._serving = None
             stream.abort()
             reader.join()
+
+    def _renewal(self) -> LinkError | None:
+        """Why the connection should be made again after what was just sent."""
+        if self._num_bytes > MAX_TLS_BYTES and self._link.tls is not None:
+            return LinkError("renewed", "the TLS connection has carried enough bytes")
+        if self._choice.is_away and time.monotonic() - self._serving_since_s > RETURN_S:
+            return LinkError("renewed", "the connection's own path is tried again")
+        return None
 
     @property
     def left_over(self) -> Work | None:
@@ -246,8 +252,10 @@ class Lane(WaitingLane):
             return None
         if sending.buffers:
             self._left_over = sending
-        else:
-            self._note_sent(sending)
+            return sending.coded
+        self._note_sent(sending)
+        if (end := self._renewal()) is not None:
+            self.abort(end)
         return sending.coded
 
     def _send(self, stream: Stream, work: Work) -> Coded | None:
@@ -290,6 +298,7 @@ class Lane(WaitingLane):
     def _note_sent(self, sending: _Sending) -> None:
         data, coded = sending.work.data, sending.coded
         if data is not None and coded is not None:
+            self._num_bytes += coded.wire_bytes
             self._link.coder.sent(coded.codec, data[1] - data[0], coded.wire_bytes)
 
     def _control(self, work: Work) -> list[Buffer]:

@@ -111,3 +111,16 @@ def test_a_refusal_ends_what_was_open_when_its_connection_was_begun(
     assert late.errors == []
     refuse(link, link.begin(Lane(link)))
     assert late.errors == ["version"]
+
+
+def test_a_closed_link_starts_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "Lane", IdleLane)
+    config = TransportConfig(num_connections=1)
+    link = SenderLink(
+        SPEC.endpoint, config, None, instance=b"", numbers=itertools.count(), stir=lambda: None
+    )
+    link.close()
+    assert link.join(time.monotonic() + LONG_S)
+    link._meter._tuner.width = 4  # as the tuner may find just now
+    link.tune(time.monotonic())
+    assert len(link._threads) == 1
