@@ -80,12 +80,11 @@ class Phase:
 def phases(capacity: float) -> list[Phase]:
     """The phases of a region that completes `capacity` requests/s."""
     longer = tuple(LONGER * length for length in LENGTHS)
-    settled = {"seconds": 65.0, "settle_s": 30.0}
     return [
         Phase("first", 0.4 * capacity, num_requests=30, seconds=60.0),
         *(Phase(f"{share:.0%}", share * capacity) for share in (0.3, 0.6, 0.8)),
-        replace(Phase("longer", 0.5 / LONGER * capacity, longer), **settled),
-        replace(Phase("link", 0.5 * capacity), **settled),
+        Phase("longer", 0.5 / LONGER * capacity, longer, seconds=65.0, settle_s=30.0),
+        Phase("link", 0.5 * capacity, seconds=65.0, settle_s=30.0),
     ]
 
 

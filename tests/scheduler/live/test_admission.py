@@ -373,7 +373,9 @@ def test_a_tenant_waits_for_one_of_its_own() -> None:
         assert found.numbers == {"requests": num, "max_requests": num}
 
 
-predictions = st.tuples(*[st.one_of(seconds, st.just(math.inf))] * 7).map(Prediction._make)
+predictions = st.tuples(*[st.one_of(seconds, st.just(math.inf))] * 7).map(
+    lambda parts: Prediction(*parts)
+)
 configs = st.builds(
     AdmissionConfig,
     policy=st.sampled_from(AdmissionPolicy),
