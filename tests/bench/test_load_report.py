@@ -91,6 +91,8 @@ def test_routes_and_prediction_errors_come_from_the_records() -> None:
     ]
     assert routed(records) == {
         "remote_share": 0.5,
+        "remote_ttft_p50_s": 0.4,
+        "local_ttft_p50_s": 0.4,
         "prediction_error_p50": 0.125,
         "prediction_error_p90": 0.0,
     }
