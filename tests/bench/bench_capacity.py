@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
+from bench_load import traffic_of
 from capacity_files import (
     SHAPES,
     Shape,
@@ -44,7 +45,6 @@ from capacity_files import (
     trace_of,
 )
 from e2e_systems import BY_THRESHOLD, engine, running_engines, stream
-from load_client import Traffic
 from load_systems import HOST, ROLES, cores_of, two_clusters
 from running_region import served_model
 from smoke import add_smoke
@@ -106,7 +106,7 @@ def compared_shapes(
     arguments: argparse.Namespace, profile: Path, measured: Mapping[str, float]
 ) -> list[dict[str, Any]]:
     """A row for each shape: the capacity that was predicted, and the one of `measured` if any."""
-    traffic = Traffic(*arguments.tokens, arguments.output, *arguments.slo_ms)
+    traffic = traffic_of(arguments)
     lengths = sorted(traffic.lengths(SAMPLE, seed=0))
     file = profile.with_name("plan.yaml")
     rows = []

@@ -62,18 +62,25 @@ async def records_of(url: str, run: Run) -> list[Mapping[str, Any]]:
 
 
 def routed(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The share of prompts that were prefilled in another cluster, and the median and P90 error of
-    the predicted TTFT of those that went as was predicted.
+    """The share of prompts that were prefilled in another cluster, the median TTFT of these and of
+    the others, seconds, and the median and P90 error of the TTFT that was predicted for those that
+    went as was predicted.
     """
     if not records:
         return {}
-    remote = sum(record["route"] == "prefill_cluster" for record in records)
+    times: dict[str, list[float]] = {"remote": [], "local": []}
+    for record in records:
+        route = "remote" if record["route"] == "prefill_cluster" else "local"
+        times[route].append(record["ttft_s"] or 0.0)
     errors = sorted(
         abs(record["predicted_ttft_s"] / record["ttft_s"] - 1)
         for record in records
         if record["predicted_ttft_s"] and record["ttft_s"] and not record["num_retries"]
     )
-    found: dict[str, Any] = {"remote_share": round(remote / len(records), 3)}
+    found: dict[str, Any] = {"remote_share": round(len(times["remote"]) / len(records), 3)}
+    for route, seconds in times.items():
+        if seconds:
+            found[f"{route}_ttft_p50_s"] = round(statistics.median(seconds), 4)
     if errors:
         found["prediction_error_p50"] = round(statistics.median(errors), 3)
         found["prediction_error_p90"] = round(errors[int(0.9 * (len(errors) - 1))], 3)

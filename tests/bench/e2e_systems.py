@@ -100,9 +100,17 @@ def engine(role: str, model: TinyModel, path: Path, *, host: str, **changes: Any
 
 
 def nixl_engine(
-    role: str, model: TinyModel, path: Path, *, host: str, device: str, **env: str
+    role: str,
+    model: TinyModel,
+    path: Path,
+    *,
+    host: str,
+    device: str,
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> EngineSpec:
-    """The prefill or the decode engine with vLLM's NixlConnector, UCX over TCP on this device."""
+    """The prefill or the decode engine with vLLM's NixlConnector, UCX over TCP on this device.
+    `env` is added to the engine's environment.
+    """
     config = {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",

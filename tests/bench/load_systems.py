@@ -105,10 +105,7 @@ async def nixl(model: TinyModel, path: Path, logs: Path) -> AsyncIterator[Servin
     if os.geteuid() != 0:
         raise CannotRunError("only root can hide the NUMA nodes, which its engines need")
     specs = [
-        nixl_engine(
-            *(role, model, path),
-            **{"host": HOST, "device": "lo", CORE_VARIABLE: cores},
-        )
+        nixl_engine(role, model, path, host=HOST, device="lo", env={CORE_VARIABLE: cores})
         for role, cores in zip(ROLES, cores_of(len(ROLES), cores_here()), strict=True)
     ]
 

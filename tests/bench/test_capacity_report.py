@@ -1,11 +1,15 @@
 """What `bench_capacity.py` writes for others, and makes of their answers, without engines."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from bench_capacity import capacity_row, measured_capacities, ttft_row, why_missing
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from bench_capacity import Talks, capacity_row, converse, measured_capacities, ttft_row, why_missing
 from capacity_files import (
     SHAPES,
     Shape,
@@ -68,6 +72,33 @@ def test_a_recording_and_its_conversations_become_a_trace_with_shared_prefixes(
     outcome = replay(simulation.model, simulation.workload(1), simulation.policy("remote")[1])
     found = outcome.summary(0.0)
     assert (found.num_done, found.num_remote) == (3, 3)
+
+
+async def test_each_turn_of_a_conversation_goes_on_with_all_before_it() -> None:
+    asked: list[dict[str, Any]] = []
+
+    async def complete(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        event = json.dumps({"choices": [{"text": "answer"}]})
+        return web.Response(text=f"data: {event}\n\ndata: [DONE]\n\n")
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    server = TestServer(app)
+    await server.start_server()
+    try:
+        talks = Talks(2, 3, (40, 50), (10, 20), output_tokens=6, mean_pause_s=0.001)
+        turns = await converse(str(server.make_url("")).rstrip("/"), "m", talks)
+    finally:
+        await server.close()
+    assert [turn.num_tokens for turn in turns] == [len(body["prompt"]) for body in asked]
+    assert {body["max_tokens"] for body in asked} == {6}
+    for number in range(2):
+        both = zip(turns, asked, strict=True)
+        mine = [body["prompt"] for turn, body in both if turn.talk == number]
+        assert len(mine) == 3
+        for before, after in pairwise(mine):
+            assert after.startswith(before + "answer")
 
 
 def test_a_recorded_prompt_that_nobody_sent_is_refused() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from bench_load import begun, rates_of, routed, verdicts
 from e2e_systems import BY_THRESHOLD, ENGINE_PORTS
-from load_client import Run, Traffic, found, rate_runs, words_of, write_inputs
+from load_client import Run, Traffic, client, found, rate_runs, words_of, write_inputs
 from load_systems import CannotRunError, cores_of, pd_alone, two_clusters
 
 from deploy.lab.demo.tiny_specs import MODELS
@@ -64,6 +64,38 @@ def test_the_client_gets_the_prompts_whose_lengths_are_drawn(tmp_path: Path) -> 
     assert "--max-concurrency" not in words
 
 
+async def ask_with(program: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
+    """What a client whose program is this one finds."""
+    monkeypatch.setattr("load_client.CLIENT", program)
+    async with client(folder) as by:
+        return await by.ask("http://x", "m", TRAFFIC, Run("r", seed=1, num_prompts=2))
+
+
+async def test_the_client_is_told_its_words_and_leaves_its_result_in_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = """
+import json, pathlib, sys
+words = json.loads(sys.stdin.readline())
+place = pathlib.Path(words[words.index("--result-dir") + 1], "r.json")
+place.write_text(json.dumps({"completed": 0, "failed": 2, "duration": 1.5}))
+print("chatter")
+print("END OF RUN", flush=True)
+"""
+    assert await ask_with(program, monkeypatch, tmp_path) == {
+        "completed": 0,
+        "failed": 2,
+        "duration_s": 1.5,
+    }
+
+
+async def test_a_client_that_fails_is_quoted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(RuntimeError, match="ended in r: no such model"):
+        await ask_with("print('no such model')", monkeypatch, tmp_path)
+
+
 def test_what_the_client_found_is_kept_in_seconds() -> None:
     keys = (f"p{p}_{name}_ms" for p in (50, 90, 99) for name in ("ttft", "tpot", "e2el"))
     result = dict.fromkeys(keys, 250.0)
@@ -91,6 +123,8 @@ def test_routes_and_prediction_errors_come_from_the_records() -> None:
     ]
     assert routed(records) == {
         "remote_share": 0.5,
+        "remote_ttft_p50_s": 0.4,
+        "local_ttft_p50_s": 0.4,
         "prediction_error_p50": 0.125,
         "prediction_error_p90": 0.0,
     }
