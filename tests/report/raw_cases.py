@@ -107,6 +107,24 @@ def load(*rows: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def capacity() -> dict[str, Any]:
+    shape = {
+        "part": "capacity",
+        "name": "one PD cluster",
+        "predicted_rps": 2.2,
+        "binding": "decode",
+    }
+    played = {"part": "conversation", "name": "TTFT P50", "predicted_s": 0.3, "measured_s": 0.29}
+    return {
+        "missing": {"three engines": "2 cores"},
+        "rows": [
+            {**shape, "measured_rps": 2.0, "error": 0.1, "met": False},
+            {**shape, "name": "three engines", "measured_rps": None},
+            {**played, "error": 0.034, "met": True},
+        ],
+    }
+
+
 def prediction() -> list[dict[str, Any]]:
     records = [
         {"target": "local", "ttft_s": 1.0, "predicted_ttft_s": 1.1, "num_retries": 0},

@@ -6,9 +6,20 @@ import pytest
 import report_crossover
 import report_load
 import report_peers
+import report_planner
 import report_prediction
 import report_wan
-from raw_cases import crossover, grid, load, load_row, prediction, raw, transfer, transport
+from raw_cases import (
+    capacity,
+    crossover,
+    grid,
+    load,
+    load_row,
+    prediction,
+    raw,
+    transfer,
+    transport,
+)
 from report_figures import Figure, Section, digest, number, table
 from report_raw import RawError
 
@@ -115,6 +126,16 @@ def test_predictions_have_the_phases_of_the_bench() -> None:
     kept["rows"] = [row | {"phase": "60%"} for row in kept["rows"]]
     section = report_prediction.section([raw("prediction", [kept])])
     assert [row[1] for row in rows(section, "tiny")] == ["60%", "60%"]
+
+
+def test_planner_and_simulator_stand_beside_what_was_measured() -> None:
+    section = report_planner.section([raw("capacity", capacity())])
+    assert rows(section, "")[2:] == [
+        ["one PD cluster, requests/s", "decode", "*missed*", "2.2", "2", "+10%"],
+        ["three engines, requests/s", "decode", "-", "2.2", "-", "-"],
+        ["TTFT P50, s", "-", "met", "0.3", "0.29", "+3%"],
+    ]
+    assert "Not measured: three engines (2 cores)." in section.text
 
 
 def test_peers_win_where_their_number_is_better() -> None:
