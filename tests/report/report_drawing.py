@@ -135,7 +135,7 @@ def _draw_series(axes: Any, series: Series) -> Any:
     if series.kind == "level":
         ((_, level),) = series.points
         return axes.axhline(level, color=color, linestyle="--", linewidth=1.2)
-    xs, ys = zip(*series.points, strict=True) if series.points else ((), ())
+    xs, ys = [x for x, _ in series.points], [y for _, y in series.points]
     # A limit stays visible where a system reaches it.
     dashes = "--" if series.look == "limit" else "-"
     how: dict[str, Any] = {
