@@ -36,7 +36,7 @@ def test_a_page_is_filled_again() -> None:
     ],
 )
 def test_a_page_without_the_right_markers_is_refused(page: str) -> None:
-    with pytest.raises(PageError, match="once for each of wan, .*, capacity, peers"):
+    with pytest.raises(PageError, match=r"once for each of wan, .*, capacity, peers"):
         filled(page, [])
 
 
