@@ -48,7 +48,7 @@ WIDTH_INCHES, LONE_WIDTH_INCHES = 9.4, 6.0
 PANEL_HEIGHT_INCHES, LEGEND_LINE_INCHES = 2.7, 0.25
 
 _LEGEND_COLUMNS: Final = 3
-_SETTINGS: Final = {
+_SETTINGS: Final[dict[Any, Any]] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "prfaas",
     "font.family": FONT,
