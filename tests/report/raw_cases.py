@@ -9,7 +9,12 @@ from typing import Any
 from report_raw import Raw
 
 MACHINE = {"cpu": "A CPU", "cpus": 2, "memory_gib": 23.5, "kernel": "6.18", "python": "3.11.7"}
-RUN = {"command": "make bench", "date": "2026-11-23", "commit": "0123456789ab", "machine": MACHINE}
+RUN: dict[str, Any] = {
+    "command": "make bench",
+    "date": "2026-11-23",
+    "commit": "0123456789ab",
+    "machine": MACHINE,
+}
 RATES = (0.1, 1.0, 10.0, 100.0)
 
 
@@ -104,6 +109,29 @@ def load(*rows: dict[str, Any]) -> dict[str, Any]:
         "capacity": capacity,
         "rows": list(rows),
         "goals": [goal],
+    }
+
+
+def capacity() -> dict[str, Any]:
+    shape: dict[str, Any] = {
+        "part": "capacity",
+        "name": "one PD cluster",
+        "predicted_rps": 2.2,
+        "binding": "decode",
+    }
+    played: dict[str, Any] = {
+        "part": "conversation",
+        "name": "TTFT P50",
+        "predicted_s": 0.3,
+        "measured_s": 0.29,
+    }
+    return {
+        "missing": {"three engines": "2 cores"},
+        "rows": [
+            {**shape, "measured_rps": 2.0, "error": 0.1, "met": False},
+            {**shape, "name": "three engines", "measured_rps": None},
+            {**played, "error": 0.034, "met": True},
+        ],
     }
 
 

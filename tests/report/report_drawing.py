@@ -48,7 +48,7 @@ WIDTH_INCHES, LONE_WIDTH_INCHES = 9.4, 6.0
 PANEL_HEIGHT_INCHES, LEGEND_LINE_INCHES = 2.7, 0.25
 
 _LEGEND_COLUMNS: Final = 3
-_SETTINGS: Final = {
+_SETTINGS: Final[dict[Any, Any]] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "prfaas",
     "font.family": FONT,
@@ -135,7 +135,7 @@ def _draw_series(axes: Any, series: Series) -> Any:
     if series.kind == "level":
         ((_, level),) = series.points
         return axes.axhline(level, color=color, linestyle="--", linewidth=1.2)
-    xs, ys = zip(*series.points, strict=True) if series.points else ((), ())
+    xs, ys = [x for x, _ in series.points], [y for _, y in series.points]
     # A limit stays visible where a system reaches it.
     dashes = "--" if series.look == "limit" else "-"
     how: dict[str, Any] = {

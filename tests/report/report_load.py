@@ -121,6 +121,8 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
         ("ttft_p99_s", "P99, s"),
         ("tpot_p50_s", "time per output token P50, s"),
         ("goodput_rps", "within the SLO, requests/s"),
+        ("failed", "failed"),
+        ("remote_share", "share prefilled remotely"),
     )
     lines = [
         [

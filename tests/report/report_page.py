@@ -16,6 +16,7 @@ from typing import Final
 import report_crossover
 import report_load
 import report_peers
+import report_planner
 import report_prediction
 import report_wan
 from report_figures import Section
@@ -26,8 +27,9 @@ OF_ONE_BENCH: Final[Mapping[str, Callable[[Sequence[Raw]], Section]]] = {
     "crossover": report_crossover.section,
     "load": report_load.section,
     "prediction": report_prediction.section,
+    "capacity": report_planner.section,
 }
-"""Section and its bench, in the order of the page."""
+"""By bench, its section; in the order of the page, where markers have the same names."""
 PEERS: Final = "peers"
 
 _MARKED: Final = re.compile(

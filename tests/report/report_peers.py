@@ -88,10 +88,8 @@ def _transport(raws: Sequence[Raw]) -> Iterator[Compared]:
         for one in raw.results["measured"]:
             by_place.setdefault(one["place"], {})[one["peer"]] = one
         for place, peers in by_place.items():
-            ours = peers.get(OURS)
-            rivals = {name: one for name, one in peers.items() if _is_rival(name)}
-            for name, theirs in rivals.items() if ours is not None else ():
-                yield from _blocks(place, name, ours, theirs)
+            for name in filter(_is_rival, peers if OURS in peers else ()):
+                yield from _blocks(place, name, peers[OURS], peers[name])
 
 
 def _is_rival(name: str) -> bool:
@@ -118,9 +116,11 @@ def _blocks(place: str, name: str, ours: Any, theirs: Any) -> Iterator[Compared]
 
 def _gateway(raws: Sequence[Raw]) -> Iterator[Compared]:
     for raw in raws:
-        ours, theirs = raw.results["gateway"], raw.results.get("vllm-router")
-        for key, what, is_more_better in _GATEWAY if theirs else ():
-            yield Compared(what, "vllm-router", ours[key], theirs[key], is_more_better)
+        ours, router = raw.results["gateway"], "vllm-router"
+        # Without its wheel the bench measures the rest.
+        if (theirs := raw.results.get(router)) is not None:
+            for key, what, is_more_better in _GATEWAY:
+                yield Compared(what, router, ours[key], theirs[key], is_more_better)
 
 
 def _load(raws: Sequence[Raw]) -> Iterator[Compared]:

@@ -1,7 +1,7 @@
 """What is generated stands between markers; what people wrote around it stays."""
 
 import pytest
-from raw_cases import crossover, grid, load, load_row, prediction, raw, transport
+from raw_cases import capacity, crossover, grid, load, load_row, prediction, raw, transport
 from report_figures import Section
 from report_page import OF_ONE_BENCH, PEERS, PageError, filled, sections
 
@@ -36,7 +36,7 @@ def test_a_page_is_filled_again() -> None:
     ],
 )
 def test_a_page_without_the_right_markers_is_refused(page: str) -> None:
-    with pytest.raises(PageError, match="once for each of wan, crossover, load, prediction, peers"):
+    with pytest.raises(PageError, match=r"once for each of wan, .*, capacity, peers"):
         filled(page, [])
 
 
@@ -47,6 +47,7 @@ def test_what_has_no_raw_results_is_named_and_left_out() -> None:
         "without wan",
         "without load",
         "without prediction",
+        "without capacity",
         "without peers",
     ]
 
@@ -62,6 +63,7 @@ def test_every_section_says_where_its_numbers_come_from() -> None:
         "crossover": [raw("crossover", crossover())],
         "load": [raw("load", load(load_row("prfaas", 1.0, 0.3)))],
         "prediction": [raw("prediction", prediction())],
+        "capacity": [raw("capacity", capacity())],
     }
     found, missing = sections(raws)
     assert missing == []

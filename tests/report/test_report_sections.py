@@ -6,9 +6,20 @@ import pytest
 import report_crossover
 import report_load
 import report_peers
+import report_planner
 import report_prediction
 import report_wan
-from raw_cases import crossover, grid, load, load_row, prediction, raw, transfer, transport
+from raw_cases import (
+    capacity,
+    crossover,
+    grid,
+    load,
+    load_row,
+    prediction,
+    raw,
+    transfer,
+    transport,
+)
 from report_figures import Figure, Section, digest, number, table
 from report_raw import RawError
 
@@ -35,8 +46,9 @@ def test_a_grid_is_a_figure_and_a_table() -> None:
     ]
     names = [series.name for series in figure.panels[0].series]
     assert names == ["iperf3, best", "PrfaaS", "Mooncake", "NIXL, best"]
-    points = figure.panels[0].series[3].points
-    assert points == ((10.0, pytest.approx(0.25)), (40.0, pytest.approx(0.25)))
+    rtts_ms, rates = zip(*figure.panels[0].series[3].points, strict=True)
+    assert rtts_ms == (10.0, 40.0)
+    assert rates == pytest.approx([0.25, 0.25])
     (row,) = rows(section, "1 Gbit/s, 40 ms, 0.1% loss")
     assert row[1:] == ["cubic", "default", "0.95", "0.9", "0.5", "0.25", "0.95"]
 
@@ -115,6 +127,16 @@ def test_predictions_have_the_phases_of_the_bench() -> None:
     kept["rows"] = [row | {"phase": "60%"} for row in kept["rows"]]
     section = report_prediction.section([raw("prediction", [kept])])
     assert [row[1] for row in rows(section, "tiny")] == ["60%", "60%"]
+
+
+def test_planner_and_simulator_stand_beside_what_was_measured() -> None:
+    section = report_planner.section([raw("capacity", capacity())])
+    assert rows(section, "")[2:] == [
+        ["one PD cluster, requests/s", "decode", "*missed*", "2.2", "2", "+10%"],
+        ["three engines, requests/s", "decode", "-", "2.2", "-", "-"],
+        ["TTFT P50, s", "-", "met", "0.3", "0.29", "+3%"],
+    ]
+    assert "Not measured: three engines (2 cores)." in section.text
 
 
 def test_peers_win_where_their_number_is_better() -> None:
