@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -36,7 +36,7 @@ Copies = Callable[[], Iterable[Copy]]
 
 NO_BLOCKS = BlockTable(())
 
-Mark = torch.cuda.Event | None
+Mark: TypeAlias = torch.cuda.Event | None
 """Behind what stores have begun to read; None: they have read all of it."""
 
 

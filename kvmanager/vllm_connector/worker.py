@@ -159,8 +159,8 @@ class WorkerSide:
     # Producer.
 
     def start_step(self, meta: PrfaasMetadata) -> None:
-        """End outboxes. vLLM calls it behind the forward pass, or before it where a connector beside
-        this one loads within the step.
+        """End outboxes. vLLM calls it behind the forward pass, or before it where a connector
+        beside this one loads within the step.
         """
         for ended in meta.ended:
             with self._sending:
