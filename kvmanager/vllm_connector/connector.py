@@ -198,16 +198,21 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         return LayoutHandshake(self._layout.encode())
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take a step's metadata and begin its loads. vLLM calls this before each forward pass, and
+        `start_load_kv` behind it when no request of the step waits for a load.
+        """
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None:
-            self._worker.begin_step(self._metadata(), time.monotonic())
+        assert self._worker is not None
+        self._worker.begin_step(self._metadata(), time.monotonic())
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         assert self._worker is not None
         self._worker.start_step(self._metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a request is scheduled only when its load is over."""
+        """Do nothing: a request is scheduled only when its load is over. "When an engine loads
+        KVCache" in docs/architecture.md says why.
+        """
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any

@@ -20,6 +20,7 @@ from kvmanager.vllm_connector.pages import (
     Copies,
     Copy,
     CpuPageCopier,
+    Mark,
     PageCopier,
     Reads,
     say_done,
@@ -266,7 +267,12 @@ class CudaPageCopier:
 
     # Loads: the caller's thread.
 
-    def load(self, slabs: Iterable[Slab]) -> None:
+    def mark(self) -> Mark:
+        with self._changed:
+            begun = (chunk.event for chunk in reversed(self._chunks))
+            return next((event for event in begun if event is not None), None)
+
+    def load(self, slabs: Iterable[Slab], behind: Mark = None) -> None:
         staging = self._in
         # The engine's tensors may be inference tensors, which only such a block may write.
         with (
@@ -277,6 +283,10 @@ class CudaPageCopier:
         ):
             if self._closed:
                 raise RuntimeError("this copier is closed")
+            # The blocks may be those of a request that has ended, and a step that vLLM regards as
+            # over may still gather from them: with a drafter, gathers follow the sampled token.
+            if behind is not None:
+                staging.stream.wait_event(behind)
             under_way: deque[torch.cuda.Event] = deque()
             try:
                 spans = spans_of(slabs, staging.views)

@@ -8,7 +8,9 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
+
+import torch
 
 from kvmanager.vllm_connector.slabs import BlockTable, PartView, Slab, clear_slab, copy_slab
 
@@ -34,6 +36,9 @@ Copies = Callable[[], Iterable[Copy]]
 
 NO_BLOCKS = BlockTable(())
 
+Mark: TypeAlias = torch.cuda.Event | None
+"""Behind what stores have begun to read; None: they have read all of it."""
+
 
 class PageCopier(Protocol):
     """Copies slabs. `store` may return before its copies have ended.
@@ -44,14 +49,17 @@ class PageCopier(Protocol):
         failed may have written a part of its bytes. Without views and blocks it reads nothing and
         ends behind all copies before it. One thread calls it at a time. `copies` and `done` may be
         called on another thread and must not call the copier.
-    load: copy slabs into the engine's memory. It returns when they are there. If it raises, nothing
-        writes into that memory any more.
+    mark: what stores have begun to read so far. The engine's thread calls it.
+    load: copy slabs into the engine's memory, and begin to write there only behind `behind`. It
+        returns when they are there. If it raises, nothing writes into that memory any more.
     clear: fill slabs of the engine's memory with zeros. It returns when they are there.
     """
 
     def store(self, reads: Reads, blocks: BlockTable, copies: Copies) -> None: ...
 
-    def load(self, slabs: Iterable[Slab]) -> None: ...
+    def mark(self) -> Mark: ...
+
+    def load(self, slabs: Iterable[Slab], behind: Mark = None) -> None: ...
 
     def clear(self, slabs: Iterable[Slab]) -> None: ...
 
@@ -79,7 +87,10 @@ class CpuPageCopier:
                     error = raised
                 say_done(copy, error)
 
-    def load(self, slabs: Iterable[Slab]) -> None:
+    def mark(self) -> None:
+        """None: a `store` reads before it returns."""
+
+    def load(self, slabs: Iterable[Slab], behind: Mark = None) -> None:
         for slab in slabs:
             copy_slab(slab, into_space=False)
 

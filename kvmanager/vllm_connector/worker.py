@@ -3,8 +3,8 @@
 During the forward pass vLLM calls `save_kv_layer` after every attention layer. The pages of that
 layer that this chunk has filled go to the arena and are announced to the agent at once. vLLM has no
 such hook for recurrent layers, and their states are final only with the last chunk: they follow in
-`wait_for_save`. Loads run on a thread of their own, beside the engine's steps. `cache.worker` does
-the part of the prefix cache.
+`wait_for_save`. Loads run on a thread of their own, from before a step's forward pass, so that one
+that ends within the step is reported with it. `cache.worker` does the part of the prefix cache.
 
 Nothing here raises into the engine. A producer's failure aborts its transfer. A consumer's failure
 is reported, so that vLLM computes the prompt.
@@ -31,7 +31,7 @@ from kvmanager.vllm_connector.cache.worker import CacheWorker
 from kvmanager.vllm_connector.cuda_pages import DEFAULT_STAGING_MIB, copier_for
 from kvmanager.vllm_connector.load_spans import LoadSpans
 from kvmanager.vllm_connector.metadata import FirstStep, LoadStep, PrfaasMetadata, TransferRef
-from kvmanager.vllm_connector.pages import NO_BLOCKS, Copy, PageCopier
+from kvmanager.vllm_connector.pages import NO_BLOCKS, Copy, Mark, PageCopier
 from kvmanager.vllm_connector.sends import (
     BrokenSend,
     GroupSends,
@@ -93,7 +93,8 @@ class WorkerSide:
         self._agent_version = 0
         self._grace_s = 0.0  # the time for which the agent keeps what a lost connection owned
         # Loads take long, and the thread that ends copies must not call the copier (`PageCopier`).
-        self._load_queue: queue.SimpleQueue[LoadStep | BrokenSend | None] = queue.SimpleQueue()
+        self._load_queue: queue.SimpleQueue[tuple[LoadStep, Mark] | BrokenSend | None]
+        self._load_queue = queue.SimpleQueue()
         self._loader = threading.Thread(target=self._run_loads, name="prfaas-load", daemon=True)
 
         num_layers = f"{len(views)} of {len(layout.layers)} layers"
@@ -165,19 +166,24 @@ class WorkerSide:
             self._may_begin_after = max(self._may_begin_after, oldest)
 
     def begin_step(self, meta: PrfaasMetadata, now_s: float) -> None:
-        """The worker begins a step, at this time (CLOCK_MONOTONIC)."""
+        """The worker begins a step at this time (CLOCK_MONOTONIC), and its loads before its forward
+        pass. vLLM has given the pages to requests that wait, so no step touches them before
+        `transfer_results` has named those.
+        """
         self._step_began_s = now_s
-        with self._results_changed:
-            self._num_loading += len(meta.loads)
+        if meta.loads:
+            with self._results_changed:
+                self._num_loading += len(meta.loads)
+            mark = self._access.copier.mark()
+            for load in meta.loads:
+                self._load_queue.put((load, mark))
 
     # Producer.
 
     def start_step(self, meta: PrfaasMetadata) -> None:
-        """Begin the step's loads, and end outboxes. vLLM calls it before the forward pass of the
-        step or, as loads here do not hold up a step, behind it.
+        """End outboxes. vLLM calls it behind the forward pass, or before it where a connector
+        beside this one loads within the step.
         """
-        for load in meta.loads:
-            self._load_queue.put(load)
         for ended in meta.ended:
             with self._sending:
                 outgoing = self._outgoing.pop(ended.opening, None)
@@ -352,13 +358,14 @@ class WorkerSide:
         return None if stats.is_empty() else stats
 
     def _run_loads(self) -> None:
-        while (step := self._load_queue.get()) is not None:
-            if isinstance(step, BrokenSend):
-                self._fail(step.ref, step.reason)
+        while (wanted := self._load_queue.get()) is not None:
+            if isinstance(wanted, BrokenSend):
+                self._fail(wanted.ref, wanted.reason)
                 continue
+            step, mark = wanted
             failed, began_s = False, time.monotonic()
             try:
-                self._load(step)
+                self._load(step, mark)
                 if step.ref is not None:
                     self._load_spans.loaded(step.request_id, began_s, time.monotonic())
             except Exception:
@@ -374,19 +381,19 @@ class WorkerSide:
                 if failed:
                     self._failed_loads.add(step.request_id)
 
-    def _load(self, step: LoadStep) -> None:
+    def _load(self, step: LoadStep, mark: Mark) -> None:
         if step.ref is None and step.cached is None:
             raise StaleArenaError("the scheduler's side lost what it was to load")
         if step.cached is not None:
-            self._cache.load(step.cached)
+            self._cache.load(step.cached, mark)
         if step.ref is not None:
-            self._load_landing(step, step.ref)
+            self._load_landing(step, step.ref, mark)
         # The scheduler's connection owns the source, and this worker does not see its loss. Within
         # the grace time the agent keeps the bytes even then.
         if time.monotonic() > step.given_s + self._grace_s:
             raise StaleArenaError(f"the load was over only after {self._grace_s:g} s")
 
-    def _load_landing(self, step: LoadStep, ref: TransferRef) -> None:
+    def _load_landing(self, step: LoadStep, ref: TransferRef, mark: Mark = None) -> None:
         space, copier = self._space(ref)
         tables = [BlockIds.of(blocks) for blocks in step.blocks]
         nbytes = 0
@@ -404,7 +411,7 @@ class WorkerSide:
                     nbytes += slab.nbytes
                     yield slab
 
-        copier.load(slabs())
+        copier.load(slabs(), mark)
         copier.clear(self._rests(ref, step, space))
         self._stats.add_loaded(nbytes)
 

@@ -83,6 +83,16 @@ class FakeStream:
         assert self.num_done == self.num_queued or self.queue, "a stream waits before its copies"
         self.waits_for.append(other)
 
+    def wait_event(self, event: "FakeEvent") -> None:
+        """What is queued behind this happens only after the event."""
+
+        def wait() -> None:
+            stream = event.stream
+            assert stream is not None
+            assert stream.num_done >= event.position, "ran ahead of what it was to wait for"
+
+        self.add(wait)
+
     def run(self, count: int | None = None) -> None:
         """The GPU works off the first `count` pieces of work, or all."""
         # Work is queued in an inference-mode block, of which CUDA would know nothing.

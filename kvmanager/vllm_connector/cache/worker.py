@@ -23,7 +23,7 @@ from kvmanager.layout import KVLayout
 from kvmanager.pool.shape import BlockExtent, CacheShape, part_extents
 from kvmanager.vllm_connector.arena_access import ArenaAccess, StaleArenaError
 from kvmanager.vllm_connector.metadata import CachedParts, StoreStep
-from kvmanager.vllm_connector.pages import NO_BLOCKS, Copy, PageCopier
+from kvmanager.vllm_connector.pages import NO_BLOCKS, Copy, Mark, PageCopier
 from kvmanager.vllm_connector.sends import Units, units_held, units_sent
 from kvmanager.vllm_connector.slabs import BlockTable, PartView, Slab
 from kvmanager.vllm_connector.stats import TransferStats
@@ -167,9 +167,10 @@ class CacheWorker:
         if writing.closed and writing.ended and not writing.num_copying:
             del self._writing[handle]
 
-    def load(self, cached: CachedParts) -> None:
-        """Copy cached parts into the engine's pages. Raises `StaleArenaError` when the agent may
-        have given their memory to others meanwhile, and ValueError for a page without a block.
+    def load(self, cached: CachedParts, behind: Mark = None) -> None:
+        """Copy cached parts into the engine's pages; `behind` as in `PageCopier`. Raises
+        `StaleArenaError` when the agent may have given their memory to others meanwhile, and
+        ValueError for a page without a block.
         """
         arena, copier = self._open(cached)
         layers = list(self._layers(cached, arena, self._held))
@@ -182,7 +183,7 @@ class CacheWorker:
                     nbytes += slab.nbytes
                     yield slab
 
-        copier.load(slabs())
+        copier.load(slabs(), behind)
         # Checked again: if the connection broke meanwhile, the bytes may be another part's.
         self._check_connection(cached)
         self._stats().add_cache_loaded(nbytes, len({part.index for part in cached.parts}))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from agent_process import wait_until
 from fake_cuda import FakeCuda, FakeStream, install
 from page_views import PiecewiseSpace, page_view
 from simple_layouts import paged
@@ -387,6 +388,29 @@ def test_a_load_returns_when_the_pages_have_their_bytes(rig: Rig) -> None:
     assert torch.equal(rig.rows, expected)
     assert rig.out_stream.num_queued == 0
     assert rig.cuda.num_waits_for_events == 6 + 1
+
+
+def test_a_load_writes_only_behind_the_stores_that_began_before_it(rig: Rig) -> None:
+    """A request may have ended, and another one have its blocks, while they are gathered."""
+    copier, load_stream, space = rig.copier, rig.cuda.streams[1], PiecewiseSpace(2 * ROW, ROW)
+    assert copier.mark() is None, "nothing is read"
+    rig.store(("first", [3], space, 0))
+    mark = copier.mark()
+    rig.store(("behind the mark", [1], space, ROW))
+    table = BlockTable([3])
+    loading = in_thread(lambda: copier.load([rig.slab(table, 0, 1, space, ROW)], mark))
+    wait_until(lambda: load_stream.num_queued == 3, what="the load has begun")
+    with pytest.raises(AssertionError, match="ran ahead"):
+        load_stream.run(1)
+    rig.out_stream.run(1)
+    load_stream.run()
+    loading.join(5)
+    assert not loading.is_alive()
+    assert bytes(rig.rows[3].numpy()) == bytes(ROW), "it brought what lay in the arena"
+    assert bytes(rig.rows[1].numpy()) == rig.page(1), "no other page"
+    rig.out_stream.run()
+    assert rig.notes.wait_for(2) == [("first", None), ("behind the mark", None)]
+    assert copier.mark() is None
 
 
 def test_a_load_of_little_waits_once(rig: Rig) -> None:

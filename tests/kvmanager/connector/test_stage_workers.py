@@ -85,7 +85,7 @@ class Worker:
         return [found for _, _, ranges in self.said("ready") for found in ranges]
 
     def load(self, step: LoadStep) -> None:
-        self.side.start_step(PrfaasMetadata(loads=[step]))
+        self.side.begin_step(PrfaasMetadata(loads=[step]), 0.0)
         deadline_s = time.monotonic() + 10
         while not (found := self.side.transfer_results()).finished_recving:
             assert time.monotonic() < deadline_s

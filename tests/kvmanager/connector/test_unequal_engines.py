@@ -131,7 +131,7 @@ class Rank:
         return [range_ for message in said if message[0] == "ready" for range_ in message[3]]
 
     def load(self, step: LoadStep) -> None:
-        self.side.start_step(PrfaasMetadata(loads=[step]))
+        self.side.begin_step(PrfaasMetadata(loads=[step]), 0.0)
         self.side.close()  # its threads have done what they were given
         results = self.side.transfer_results()
         assert (results.finished_recving, results.failed_recving) == ({step.request_id}, set())

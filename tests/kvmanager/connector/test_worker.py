@@ -380,7 +380,7 @@ def test_a_load_that_ends_too_late_is_not_trusted(
     """The scheduler's connection may be lost meanwhile, and the memory be another transfer's."""
     ref = TransferRef(TID, NUM_TOKENS, engine.arena.epoch, ((0, 1),))
     load = LoadStep("r1", time.monotonic() - age_s, ref, ([1, 2],))
-    engine.side.start_step(PrfaasMetadata(loads=[load]))
+    engine.side.begin_step(PrfaasMetadata(loads=[load]), 0.0)
     engine.side.close()  # its threads have done what they were given
     results = engine.side.transfer_results()
     assert results.finished_recving == {"r1"}
