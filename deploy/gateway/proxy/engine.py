@@ -241,7 +241,8 @@ def _request_head(target: _Target, headers: Mapping[str, str], num_body_bytes: i
     return b"%bAccept: */*\r\nContent-Length: %d\r\n%b\r\n" % (
         target.request_line,
         num_body_bytes,
-        lines.encode("utf-8"),
+        # As they came from the client, whatever they are.
+        lines.encode("utf-8", "surrogateescape"),
     )
 
 
