@@ -10,6 +10,7 @@ import aiohttp
 from agent_process import AgentProcess
 from caching_engine import ROOT, B, CachingEngine
 from prometheus_client import CollectorRegistry
+from untimed_gateway import UNTIMED
 
 from deploy.gateway.app import Gateway
 from deploy.gateway.cache.region_caches import RegionCaches
@@ -89,6 +90,7 @@ async def test_the_pd_cluster_computes_with_the_prefill_clusters_cache(
                 models=(ModelConfig(name="tiny"),),
                 threshold_tokens=100,
                 report_interval_s=0.05,
+                scheduling=UNTIMED,
             ),
             [pd],
             {"far": prefill},

@@ -14,6 +14,7 @@ import pytest
 from front_doubles import eventually
 from pd_front_rig import CONFIG, PdRig, make_rig
 from rich.console import Console
+from untimed_gateway import NOT_TIMED
 
 from deploy.gateway.app import Gateway
 from deploy.gateway.config import GatewayConfig, ModelConfig
@@ -32,7 +33,7 @@ async def gateway(rig: PdRig) -> AsyncIterator[tuple[str, Gateway]]:
         port=0,
         models=(ModelConfig(name="tiny"),),
         report_interval_s=0.05,
-        scheduling=SchedulingConfig(routing=routing),
+        scheduling=SchedulingConfig(routing=routing, calibration=NOT_TIMED),
     )
     made = Gateway(config, [rig.front], {})
     runner = await start_server(made)

@@ -10,6 +10,7 @@ import pytest
 from front_doubles import FakeAgent, FakeEngine
 from gateway_region import OpenAiEngine
 from prometheus_client import CollectorRegistry
+from untimed_gateway import UNTIMED
 
 from deploy.gateway.app import Gateway
 from deploy.gateway.cache.region_caches import RegionCaches
@@ -135,6 +136,7 @@ async def served() -> AsyncIterator[Served]:
             threshold_tokens=100,
             template_tokens=20,
             report_interval_s=0.05,
+            scheduling=UNTIMED,
         )
         agents = AgentClients(None, None)
         directory = EmbeddedDirectory(agents.open)

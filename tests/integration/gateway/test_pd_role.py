@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 from front_doubles import FakeAgent, FakeEngine
 from prometheus_client import CollectorRegistry
+from untimed_gateway import NOT_TIMED
 
 from deploy.gateway.api_keys import ApiKey
 from deploy.gateway.app import Gateway
@@ -86,7 +87,9 @@ async def rig() -> AsyncIterator[Rig]:
             api_keys=(ApiKey(key="secret", name="ops"), ApiKey(key="other", name="acme")),
             operators=("ops",),
             report_interval_s=0.02,
-            scheduling=SchedulingConfig(long_term=LongTermSection(dwell_s=0, mode="off")),
+            scheduling=SchedulingConfig(
+                long_term=LongTermSection(dwell_s=0, mode="off"), calibration=NOT_TIMED
+            ),
         )
         runner = await start_server(Gateway(config, [pd], {}))
         stack.push_async_callback(runner.cleanup)

@@ -14,6 +14,7 @@ from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine
 from front_doubles import FakeEngine as PrefillEngine
 from live_region_cases import snapshot
 from prometheus_client import CollectorRegistry
+from untimed_gateway import UNTIMED
 
 from deploy.gateway.app import Gateway
 from deploy.gateway.config import GatewayConfig, ModelConfig
@@ -147,7 +148,11 @@ async def whole(tmp_path: Path, lone_engine: Any) -> AsyncIterator[Whole]:
             stack.push_async_callback(front.close)
             await front.wait_ready(20)
         config = GatewayConfig(
-            port=0, models=(ModelConfig(name="tiny"),), threshold_tokens=100, report_interval_s=0.05
+            port=0,
+            models=(ModelConfig(name="tiny"),),
+            threshold_tokens=100,
+            report_interval_s=0.05,
+            scheduling=UNTIMED,
         )
         made.gateway = Gateway(
             config, [made.pd], {"far": prefill}, {("far", "home"): "far-to-home"}
