@@ -47,7 +47,6 @@ OTHER_FONTS: Final = "Verdana, sans-serif"
 WIDTH_INCHES, LONE_WIDTH_INCHES = 9.4, 6.0
 PANEL_HEIGHT_INCHES, LEGEND_LINE_INCHES = 2.7, 0.25
 
-_LEGEND_COLUMNS: Final = 3
 _SETTINGS: Final[dict[Any, Any]] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "prfaas",
@@ -75,7 +74,9 @@ def svg(figure: Figure, mark: str) -> str:
 
     num_rows = -(-len(figure.panels) // figure.columns)
     names = dict.fromkeys(series.name for panel in figure.panels for series in panel.series)
-    num_lines = -(-len(names) // _LEGEND_COLUMNS)
+    # Four long names fit into a line, and more of them into columns.
+    num_columns = 4 if len(names) <= 4 else 3
+    num_lines = -(-len(names) // num_columns)
     height = PANEL_HEIGHT_INCHES * num_rows + LEGEND_LINE_INCHES * num_lines
     width = WIDTH_INCHES if figure.columns > 1 else LONE_WIDTH_INCHES
     with matplotlib.rc_context(_SETTINGS):
@@ -89,7 +90,7 @@ def svg(figure: Figure, mark: str) -> str:
         for axes in cells[len(figure.panels) :]:
             axes.set_visible(False)
         canvas.legend(
-            list(shown.values()), list(shown), loc="outside lower center", ncols=_LEGEND_COLUMNS
+            list(shown.values()), list(shown), loc="outside lower center", ncols=num_columns
         )
         kept = io.StringIO()
         canvas.savefig(kept, format="svg", metadata={"Date": None, "Creator": None})
