@@ -138,6 +138,8 @@ class CachedPrompt:
 
     def direct_nodes(self) -> tuple[str, ...]:
         """Agents of decode nodes that can resume part of it, longest first."""
+        if not self.coverage:
+            return ()
         return self._best_first(self._pd, self.places.decode_nodes, _usable)
 
     def computing(self, target: str) -> tuple[str, Nodes]:

@@ -191,10 +191,12 @@ def _cut_off(request: web.Request) -> None:
 
 def engine_headers(headers: Mapping[str, str], inbound: InboundRequest) -> dict[str, str]:
     """The headers with which engines get a client's request."""
+    # One call for all that is random: each one asks the kernel.
+    drawn = secrets.token_hex(40)
     request_id = (
         usable_request_id(headers.get("X-Request-Id"))
         or usable_request_id(inbound.request_id)
-        or secrets.token_hex(16)
+        or drawn[:32]
     )
     found = {
         "Content-Type": JSON_TYPE,
@@ -206,7 +208,7 @@ def engine_headers(headers: Mapping[str, str], inbound: InboundRequest) -> dict[
     if is_traceparent(traceparent):
         passed_on = _PASSED_ON | {"tracestate": _PRINTABLE}
     else:
-        traceparent = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
+        traceparent = f"00-{drawn[32:64]}-{drawn[64:]}-01"
     found["traceparent"] = traceparent
     return found | {
         name: value

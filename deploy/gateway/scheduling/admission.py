@@ -315,6 +315,8 @@ class _Metrics:
             for word, reasons in (("admitted", _LET_IN), ("refused", _MESSAGES))
             for reason in reasons
         }
+        self._of_tenants: dict[str, Gauge] = {}
+        """The series of `_in_flight` that were needed lately, by label."""
         self.show(config)
 
     def show(self, config: AdmissionSection) -> None:
@@ -332,11 +334,17 @@ class _Metrics:
 
     def in_flight(self, tenant: str, change: int) -> None:
         """Add `change` to a tenant's requests in flight."""
-        self._in_flight.labels(_label(tenant)).inc(change)
+        label = _label(tenant)
+        gauge = self._of_tenants.get(label)
+        if gauge is None:
+            gauge = self._of_tenants[label] = self._in_flight.labels(label)
+        gauge.inc(change)
 
     def keep_series(self, tenants: Iterable[str]) -> None:
         """Remove the series of all other tenants, except those with limits."""
         kept = {*self._always, *map(_label, tenants)}
+        # What is removed below must not be counted on.
+        self._of_tenants.clear()
         (metric,) = self._in_flight.collect()
         for sample in metric.samples:
             if sample.labels["tenant"] not in kept:

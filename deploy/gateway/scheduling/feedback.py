@@ -117,7 +117,7 @@ class Feedback:
 
         Returns whether the instance was full, so that the request waits inside it.
         """
-        return self.scheduler.tell(InstanceGiven(instance))
+        return self.scheduler.ask(InstanceGiven(instance))
 
     def over(self, instance: str) -> None:
         """A request that was `given` is answered, given up or moved elsewhere."""

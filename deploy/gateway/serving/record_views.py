@@ -13,7 +13,7 @@ def response_headers(record: RequestRecord) -> dict[str, str]:
     """What a response says of how its request was served."""
     headers = {"x-request-id": record.request_id}
     if record.route:
-        numbers = "".join(f"; {key}={value}" for key, value in record.numbers.items())
+        numbers = "".join([f"; {key}={value}" for key, value in record.numbers.items()])
         headers["x-prfaas-route"] = record.route
         headers["x-prfaas-reason"] = record.reason + numbers
         headers["x-prfaas-cluster"] = record.cluster

@@ -191,6 +191,8 @@ class Serving:
         cached = await placement.moves.bring(plan.cached, decision)
         if decision.move.pays:
             self._exchange.moved_cache(self._exchange.elapsed_s() - started_s)
+        if not cached.coverage:
+            return plan
         return replace(plan, cached=cached, shape=cached.shape(plan.shape))
 
     def _has_another_cluster(self, decision: Decision, plan: RequestPlan) -> bool:

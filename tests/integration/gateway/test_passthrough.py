@@ -41,6 +41,29 @@ async def test_bodies_are_equal_byte_for_byte(
     assert through[1]["x-request-id"] == "same"
 
 
+async def test_a_client_that_reads_late_gets_every_byte(region: Any) -> None:
+    filler, sent = b"x" * 60_000, []
+    events = [b"data: %d %b\n\n" % (number, filler) for number in range(400)]
+    events.append(b"data: [DONE]\n\n")
+
+    async def flood(request: Any, body: Any) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for event in events:
+            await response.write(event)
+            sent.append(event)
+        return response
+
+    region.engine.reply = flood
+    body = {"model": "tiny", "prompt": "x", "stream": True}
+    async with region.session.post(region.url + "/v1/completions", json=body) as response:
+        # More than a transport takes before its writers have to wait.
+        await region.until(lambda: len(sent) > 20)
+        assert await response.read() == b"".join(events)
+    record = await region.record()
+    assert (record.outcome, record.output_tokens) == ("ok", 400)
+
+
 async def test_the_request_body_is_only_appended_to(region: Any) -> None:
     raw = b'{ "prompt":"' + b"z" * 300 + b'", "model" : "tiny","seed":1e0 }\n'
     headers = {"Content-Type": "application/json"}
