@@ -216,7 +216,8 @@ def test_ctrl_c_ends_both_ends(agents: tuple[AgentProcess, AgentProcess]) -> Non
         )
         wait_until(lambda: link.report().forward.out_bytes > 1_000_000, 30)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=10)
+        # Less than the probe would take.
+        _, errors = process.communicate(timeout=50)
         assert process.returncode == 128 + signal.SIGINT
         assert "stopped" in errors
         wait_until(lambda: not link.report().forward.held_bytes)
