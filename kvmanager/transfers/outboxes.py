@@ -177,16 +177,19 @@ class OutboxTable:
         """The last chunk's forward pass is over in this worker, `prefill_s` after the first one
         began there (0: unknown).
 
-        Changes nothing after the end, or if the engine does not fill the outbox.
+        Changes nothing but `prefill_s` after the end, and nothing at all if the engine does not
+        fill the outbox.
         """
         outbox = self._opening(transfer_id, attempt)
-        if outbox is None or outbox.state is not State.OPEN or outbox.prefill_end_s is not None:
+        if outbox is None or conn_id not in outbox.attached:
             return []
-        if conn_id not in outbox.attached:
+        # An engine that fills the landing itself has completed it with its last range.
+        if outbox.state in (State.OPEN, State.COMPLETE):
+            outbox.prefill_s = max(outbox.prefill_s, prefill_s)
+        if outbox.state is not State.OPEN or outbox.prefill_end_s is not None:
             return []
         peer = self._books.peers[conn_id]
         outbox.ended_ranks.add(peer.rank)
-        outbox.prefill_s = max(outbox.prefill_s, prefill_s)
         if len(outbox.ended_ranks) < peer.world_size:
             return []
         outbox.prefill_end_s = now_s

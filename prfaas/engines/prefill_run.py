@@ -8,6 +8,7 @@ the landing, and whoever waits there for the KVCache learns at once that nothing
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -152,7 +153,9 @@ class PrefillRunner:
         finally:
             if not landed:
                 await self._cleanups.finish(self._discard(job, place, opening))
-        prefill_s = max(0.0, landed_s - started_s - report.prefill_end_to_complete_s)
+        # The news of the end may come late here, and the agent has a clock of its own.
+        took_s = min(landed_s - started_s, report.opened_to_complete_s or math.inf)
+        prefill_s = max(0.0, took_s - report.prefill_end_to_complete_s)
         return PrefillResult(
             instance=place.instance,
             queue_s=queue_s,

@@ -287,9 +287,7 @@ async def test_the_parts_of_a_ttft_add_up_to_it(served: Served) -> None:
         assert {name for name in parts if name not in ("read_s", "move_s")} >= TTFT_PARTS, record
         assert all(seconds >= 0 for seconds in parts.values()), parts
         assert sum(parts.values()) == pytest.approx(record["ttft_s"], rel=MAX_UNEXPLAINED), record
-        assert parts["prefill_s"] + parts["engine_queue_s"] == pytest.approx(
-            record["leg"]["prefill_s"]
-        )
+        assert parts["prefill_s"] + parts["engine_queue_s"] <= record["leg"]["prefill_s"] + 1e-6
         unexplained.append(parts["other_s"] / record["ttft_s"])
         assert record["transfer_progress"][-1][1] == record["transfer_bytes"], record
     assert statistics.median(unexplained) <= MAX_UNEXPLAINED, unexplained

@@ -106,8 +106,12 @@ def spread(
         else:
             parts.load_and_decode_s = rest_s
         return
-    # The decode engine may be asked before the KVCache has landed, and then waits for it as well.
-    parts.load_wait_s = max(0.0, load_times.wait_s - over_s)
+    parts.load_wait_s = load_times.wait_s
+    if load_times.wait_s >= over_s:
+        # It may be asked before the KVCache has landed, and then waits beside the prefill.
+        parts.load_wait_s -= over_s
+    elif parts.prefill_s is not None:
+        parts.prefill_s = max(0.0, parts.prefill_s - over_s)
     parts.load_s, parts.first_step_s = load_times.load_s, load_times.first_step_s
     decoding_s = max(0.0, ttft_s - decode_posted_s - load_times.total_s)
     if is_stream:
@@ -118,17 +122,19 @@ def spread(
 
 
 def _spread_leg(parts: TtftParts, leg: LegTimes, landing_wait_s: float | None) -> float:
-    """Set the parts of the prefill leg. Returns by how much they exceed the wait for the landing,
-    except for the tail.
+    """Set the parts of the prefill leg. Returns by how much they exceed the wait for the landing
+    all the same.
     """
     parts.queue_s, parts.open_s = leg.queue_s, leg.open_s
-    parts.engine_queue_s = leg.engine_queue_s
-    parts.prefill_s = leg.prefill_s - (leg.engine_queue_s or 0.0)
-    parts.transfer_tail_s = leg.transfer_tail_s
-    if landing_wait_s is None:
-        return 0.0
-    # The landing is whole before the sender hears of it, so the wait ends within the tail.
-    excess_s = leg.total_s - landing_wait_s
-    parts.news_s = max(0.0, -excess_s)
-    parts.transfer_tail_s = max(0.0, leg.transfer_tail_s - max(0.0, excess_s))
-    return max(0.0, excess_s - leg.transfer_tail_s)
+    queue_s, tail_s = leg.engine_queue_s or 0.0, leg.transfer_tail_s
+    parts.prefill_s = leg.prefill_s - queue_s
+    excess_s = 0.0 if landing_wait_s is None else leg.total_s - landing_wait_s
+    parts.news_s = None if landing_wait_s is None else max(0.0, -excess_s)
+    # The landing is whole half a round trip before the sender hears of it, which is in the tail,
+    # and the front hears of it late too, which is in what is left for the engine's queue.
+    excess_s = max(0.0, excess_s)
+    from_queue_s = min(queue_s, excess_s - min(tail_s, excess_s / 2))
+    from_tail_s = min(tail_s, excess_s - from_queue_s)
+    parts.transfer_tail_s = tail_s - from_tail_s
+    parts.engine_queue_s = None if leg.engine_queue_s is None else queue_s - from_queue_s
+    return excess_s - from_queue_s - from_tail_s

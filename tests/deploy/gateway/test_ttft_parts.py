@@ -61,17 +61,29 @@ def test_a_later_decode_request_waited_for_news() -> None:
 
 
 def test_the_landing_is_whole_before_the_sender_knows() -> None:
-    found = parts_of(2.0, landing_wait_s=LEG.total_s - 0.025)
+    """Half a round trip in the tail, and as much until the front knows."""
+    found = parts_of(2.0, landing_wait_s=LEG.total_s - 0.05)
     assert found["transfer_tail"] == pytest.approx(0.1)
-    assert found["news"] == 0.0
+    assert found["engine_queue"] == pytest.approx(0.225)
+    assert (found["news"], found["prefill"]) == (0.0, 0.75)
+
+
+def test_news_that_come_very_late_are_no_part() -> None:
+    """More of them than tail and queue: then the prefill ended before the front says."""
+    late_s = 0.5
+    found = parts_of(2.0, landing_wait_s=LEG.total_s - late_s)
+    assert (found["transfer_tail"], found["engine_queue"]) == (0.0, 0.0)
+    assert found["prefill"] == pytest.approx(0.75 - (late_s - 0.125 - 0.25))
+    assert found["load_wait"] == TIMES.wait_s
 
 
 def test_a_decode_engine_that_is_asked_early_waits_beside_the_prefill() -> None:
     """Its wait for the landing is no part beside queue and prefill."""
     early = LoadTimes(wait_s=1.5, load_s=0.02, first_step_s=0.03)
     found = parts_of(2.0, landing_wait_s=0.0, times=early)
-    assert found["transfer_tail"] == 0.0
-    assert found["load_wait"] == pytest.approx(1.5 - (LEG.total_s - LEG.transfer_tail_s))
+    assert (found["transfer_tail"], found["engine_queue"]) == (0.0, 0.0)
+    cut_s = LEG.transfer_tail_s + 0.25
+    assert found["load_wait"] == pytest.approx(1.5 - (LEG.total_s - cut_s))
 
 
 def test_without_the_decode_engines_word_the_rest_is_one_part() -> None:

@@ -56,6 +56,16 @@ class TestOutbox:
             table.outboxes.prefill_end(conn_id, TID, 1, 1, prefill_s)
         assert outbox.prefill_s == 1.5
 
+    def test_the_end_of_a_prefill_behind_the_end_of_its_transfer_has_its_time(
+        self, table: TransferTable
+    ) -> None:
+        outbox = table.outboxes.open(outbox_spec(), 0)
+        table.outboxes.attach(1, TID, 1)
+        table.outboxes.ended(TID, None, 4)
+        assert table.outboxes.prefill_end(1, TID, 1, 5, 1.5) == []
+        assert table.outboxes.prefill_end(3, TID, 1, 5, 9.0) == []
+        assert (outbox.prefill_s, outbox.prefill_end_s) == (1.5, None)
+
     def test_a_mark_is_due_with_every_sixteenth(self, table: TransferTable) -> None:
         outbox = table.outboxes.open(outbox_spec(nbytes=32), 0)
         due = []
