@@ -29,15 +29,14 @@ from transport.identity import (
     identities_of,
     refusal,
 )
-from transport.sockets import Buffer, SocketOwner, lost
+from transport.socket_options import is_near
+from transport.sockets import MAX_WAIT_BYTES, Buffer, SocketOwner, lost
 
 RECORD_BYTES: Final = 16 * 1024
 """Most payload of one TLS record (RFC 8446, 5.1)."""
 SMALL_BYTES: Final = 2 * RECORD_BYTES
 """Buffers up to this size are joined, because a copy costs less than a record of their own."""
 JOINED_BYTES: Final = 4 * RECORD_BYTES
-WAIT_BYTES: Final = 8 * RECORD_BYTES
-"""Most bytes of a frame that arrive before the receiver wakes: a wake costs as much as a record."""
 HOLD_BYTES: Final = 64 * RECORD_BYTES
 """Most bytes received under one hold of the lock, since another thread may want to send."""
 
@@ -135,6 +134,7 @@ class TlsStream(SocketOwner):
         super().__init__(sock)
         sock.setblocking(False)
         self._tls = sock
+        self._is_far = not is_near(sock)
         # The same as recv_into with less Python code per record. typeshed allows bytearrays only.
         self._read: Callable[[int, memoryview], int] = sock.read  # type: ignore[assignment]
         self._use = threading.Lock()
@@ -200,10 +200,10 @@ class TlsStream(SocketOwner):
                 rest = rest[count:]
                 if total and not fill:
                     return total
-                if wait_for == select.POLLIN and fill:
-                    # Records are longer than what they hold, and OpenSSL may have one already.
-                    sure = size - total - RECORD_BYTES
-                    self.wait_for_bytes(max(1, min(sure, WAIT_BYTES)))
+                # Records are longer than what they hold, and OpenSSL may have one already.
+                sure_bytes = min(size - total - RECORD_BYTES, MAX_WAIT_BYTES)
+                if wait_for == select.POLLIN and fill and self._is_far and sure_bytes > 0:
+                    self.wait_for_bytes(sure_bytes)
                 elif wait_for:
                     self._wait(wait_for)
         return total

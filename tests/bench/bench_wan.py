@@ -14,7 +14,7 @@ Peers take turns in every round; the tables have medians, the JSON every transfe
 lost, dropped and delivered late in it. A transfer counts from the call that begins it to the
 acknowledgement of its last byte, so that it pays for its start, its tail and a round trip.
 iperf3's streams are the limit: they count what the receiver read after their first second, so they
-pay for none of these.
+pay for none of these, but never more than the link carries.
 Sessions are new at every path: what TCP learnt of one is wrong on another. A peer's first
 transfers there are not counted. NIXL spins a core at each site while it is open, so it is opened
 anew for each of its turns. The default takes about 8 minutes and asks other peers only for goodput;

@@ -14,6 +14,9 @@ Section = Literal["goodput", "cap", "layer", "burst", "burst_warm"]
 LIMIT_PREFIX = "iperf3"
 """Peers of this name are plain streams: the best of them counts as the path's limit."""
 
+PAYLOAD_SHARE = 1448 / 1500
+"""Most TCP payload of a link's IP packets: MTU 1500, less the headers of IP and TCP."""
+
 OURS, MOONCAKE, NIXL = "ours", "mooncake", "nixl"
 
 
@@ -110,10 +113,13 @@ class Results:
         return statistics.median(known) if known else None
 
     def limit_gbit_per_s(self, cell: Cell) -> float | None:
-        """The best median of the plain streams."""
+        """The best median of the plain streams, but no more than the link carries: streams that
+        lose segments read in one second what has come in the one before.
+        """
         names = [peer for peer in self.peers(cell.section) if peer.startswith(LIMIT_PREFIX)]
         rates = [self.gbit_per_s(cell, name) for name in names]
-        return max((rate for rate in rates if rate is not None), default=None)
+        known = [rate for rate in rates if rate is not None]
+        return min(max(known), PAYLOAD_SHARE * _path_gbit_per_s(cell)) if known else None
 
     def best_gbit_per_s(self, cell: Cell, kind: str) -> float | None:
         """The best median of the settings of one peer, such as `nixl` and `nixl sndbuf`."""
@@ -160,8 +166,7 @@ _RATIOS = (
 
 def _special_goal(results: Results, cell: Cell) -> Goal:
     if cell.section == "cap":
-        path_gbit_per_s = float(cell.point.partition("g")[0])
-        share = _ratio(results.gbit_per_s(cell, OURS), path_gbit_per_s)
+        share = _ratio(results.gbit_per_s(cell, OURS), _path_gbit_per_s(cell))
         return Goal(f"{cell}: ours / path", share, 0.9)
     taken_s = results.seconds(cell, OURS)
     if cell.section == "layer":
@@ -176,6 +181,10 @@ def _burst_ratio(results: Results, cell: Cell, peer: str) -> float | None:
     if not after_idle_s or not warm_s:
         return None
     return statistics.median(after_idle_s) / statistics.median(warm_s)
+
+
+def _path_gbit_per_s(cell: Cell) -> float:
+    return float(cell.point.partition("g")[0])
 
 
 def _ratio(ours: float | None, theirs: float | None) -> float | None:

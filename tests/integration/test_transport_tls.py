@@ -308,11 +308,13 @@ def connected_streams(files: TlsFiles) -> tuple[TlsStream, TlsStream]:
     return stream, accepted[0]
 
 
-def test_many_small_buffers_arrive_in_order(node: TlsFiles) -> None:
+@pytest.mark.parametrize("is_far", [False, True])
+def test_many_small_buffers_arrive_in_order(is_far: bool, node: TlsFiles) -> None:
     """The stream joins small buffers; a frame of many views must not be reordered by that."""
     sizes = [1, 40_000, 3, 0, 16_384, 32_768, 32_769, 70_000, 5]
     buffers = [bytes([number]) * size for number, size in enumerate(sizes)]
     near, far = connected_streams(node)
+    far._is_far = is_far
     received = bytearray(sum(sizes))
     views = [memoryview(received)[:100_000], memoryview(received)[100_000:]]
     thread = threading.Thread(target=lambda: far.receive(views, fill=True))
@@ -320,6 +322,21 @@ def test_many_small_buffers_arrive_in_order(node: TlsFiles) -> None:
     near.send(buffers)
     thread.join(5)
     assert received == b"".join(buffers)
+    for stream in (near, far):
+        stream.close()
+
+
+def test_what_is_not_taken_at_once_can_be_sent_afterwards(node: TlsFiles) -> None:
+    near, far = connected_streams(node)
+    data = bytes(index % 251 for index in range(16 * MIB))
+    rest = near.send_some([data[:MIB], b"a little", data[MIB:]])
+    assert rest
+    received = bytearray(len(data) + 8)
+    thread = threading.Thread(target=lambda: far.receive([memoryview(received)], fill=True))
+    thread.start()
+    near.send(rest)
+    thread.join(20)
+    assert received == data[:MIB] + b"a little" + data[MIB:]
     for stream in (near, far):
         stream.close()
 

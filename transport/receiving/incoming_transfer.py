@@ -41,7 +41,8 @@ class Destination(Enum):
     CONFLICT = "conflict"
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, because a frozen one takes three times as long to make, and every frame needs one.
+@dataclass(slots=True)
 class ClaimAnswer:
     """The answer to a claim. `views` is set for DIRECT, `rivals` (connection ids) for CONFLICT."""
 

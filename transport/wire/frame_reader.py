@@ -93,6 +93,22 @@ class FrameReader:
         self._expect_header()
         return Step.FRAME
 
+    def take_frame(self, data: memoryview) -> int:
+        """Take a whole control frame from the start of `data` without copying it. Returns its
+        length, or 0 if it is not whole or another frame has begun: then `buffers` must be filled.
+
+        Raises as `advance` does.
+        """
+        if not self.at_boundary or data.nbytes < HEADER_BYTES:
+            return 0
+        header = self._parse_header(data)
+        end = HEADER_BYTES + header.length
+        if header.kind is FrameType.DATA or data.nbytes < end:
+            return 0
+        self.header = header
+        self._body = [data[HEADER_BYTES:end]] if header.length else []
+        return end
+
     def place(self, views: list[memoryview]) -> None:
         """Read the body of the current DATA frame into `views` (exactly `header.length` bytes)."""
         assert self.header is not None
@@ -157,7 +173,7 @@ class FrameReader:
         self._wanted = [self._header_memory]
 
     def _finish_header(self) -> Step:
-        header = self._parse_header()
+        header = self._parse_header(self._header_memory)
         self.header = header
         self._body = []
         if header.length == 0:
@@ -172,8 +188,7 @@ class FrameReader:
             self._wanted = self._body
         return Step.HEADER
 
-    def _parse_header(self) -> FrameHeader:
-        memory = self._header_memory
+    def _parse_header(self, memory: memoryview) -> FrameHeader:
         (header_sum,) = HEADER_SUM.unpack_from(memory, HEADER_FIELDS.size)
         if xxh3_64_intdigest(memory[: HEADER_FIELDS.size]) != header_sum:
             # Something else (HTTP, TLS) on this port fails here first, so it gets the clear

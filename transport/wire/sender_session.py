@@ -83,7 +83,14 @@ class SenderSession:
         """Take bytes from the receiver; raises PeerError when the connection must end."""
         events: list[Event] = []
         position = 0
+        data = memoryview(data)
         while position < len(data):
+            taken = self._reader.take_frame(data[position:])
+            if taken:
+                position += taken
+                assert self._reader.header is not None
+                events.append(self._event(self._reader.header, self._reader.control_body()))
+                continue
             (target,) = self._reader.buffers()  # only DATA is read into several
             count = min(target.nbytes, len(data) - position)
             target[:count] = data[position : position + count]
