@@ -111,6 +111,11 @@ class DecodePool:
         """The slots of the usable instances within the objective, as of the last `recount`."""
         self.recount()
 
+    @property
+    def num_usable(self) -> int:
+        """The usable instances, as of the last `recount`."""
+        return self.slots_total // self.slots_per_instance
+
     def recount(self) -> None:
         """Count the slots again, after an instance came, went or changed `is_usable`."""
         self.slots_total = self.slots_per_instance * sum(i.is_usable for i in self.instances)

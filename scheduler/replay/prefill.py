@@ -144,6 +144,10 @@ class PrefillStation:
         found.sort()
         return tuple(found)
 
+    def num_busy(self) -> int:
+        """How many instances prefill."""
+        return self.num_running
+
     def lose(self) -> list[Job]:
         """Lose all instances. Returns the jobs that waited or ran."""
         self.is_lost = True

@@ -64,8 +64,8 @@ class Parts:
         own, pool = self.station(job), self.pds[job.pd].pool
         others = [item for item in self.stations() if item is not own]
         num_instances = sum(item.num_usable for item in others)
-        decodes = pool.num_running / max(1, sum(item.is_usable for item in pool.instances))
-        busy = sum(item.num_running for item in others) / max(1, num_instances)
+        decodes = pool.num_running / max(1, pool.num_usable)
+        busy = sum(item.num_busy() for item in others) / max(1, num_instances)
         return Load(decodes, min(1.0, busy))
 
     def cached_tokens(self, job: Job, cluster: str) -> int:
@@ -161,7 +161,7 @@ class StationViews:
                 prefill=known.prefill(name),
                 is_healthy=not station.is_lost,
                 free_s=station.free_s(now_s),
-                num_busy=station.num_running,
+                num_busy=station.num_busy(),
                 queued_s=station.queued_s(shape.prefill_uncached_tokens(name), now_s, number),
                 link=link,
                 threshold_tokens=threshold.tokens,
@@ -173,7 +173,7 @@ class StationViews:
             prefill=known.prefill(live.place(HAND_OFF, pd.name)),
             is_healthy=not home.is_lost,
             free_s=home.free_s(now_s),
-            num_busy=home.num_running,
+            num_busy=home.num_busy(),
             queued_s=home.queued_s(shape.local_uncached_tokens, now_s, number),
             links_in={} if self._parts.caches is None else live.links_in(home.name, now_s),
         )
@@ -204,6 +204,6 @@ class StationViews:
             decode_s=known.decode_s,
             step_s=known.step_s or 0.0,
             # A landing that is overdue is expected now.
-            num_instances=sum(item.is_usable for item in pool.instances),
+            num_instances=pool.num_usable,
             landing_s=tuple([at_s - now_s if at_s > now_s else 0.0 for at_s in lands_at_s]),
         )

@@ -39,6 +39,10 @@ _MOST_ERROR: Final = 1.0
 """An error beyond this counts as this, in logarithms."""
 _PRIOR: Final = np.array([1.0, 0.5, 0.5, 0.5, 1.0, 1.0, 0.5])
 """How many requests of typical size the prior of each number weighs."""
+_LEAST_PRIOR: Final = np.array([0.0, 0.05, 0.05, 0.05, 0.0, 0.0, 0.0])
+"""The least ridge of each number. A part that is a thousandth of TTFTs says nothing of its factor,
+and it may be most of them after the next change of a link or a queue.
+"""
 _SMALL: Final = 1e-9
 _SAME: Final = 1e-6
 """The relative error of a prediction that counts as right."""
@@ -175,7 +179,7 @@ class ServiceMeter:
             return ALONE
         # Every number is measured by what it typically adds to a TTFT: seconds and ratios alike.
         typical = np.sqrt(self._matrix.diagonal() / self._weight) + _SMALL
-        ridge = _PRIOR * typical**2
+        ridge = np.maximum(_PRIOR * typical**2, _LEAST_PRIOR)
         matrix = self._matrix + np.diag(ridge)
         wanted = self._wanted + ridge * _PRIOR_MODEL
         scaled = matrix / np.outer(typical, typical)

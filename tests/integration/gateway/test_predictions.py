@@ -34,7 +34,8 @@ async def test_a_counted_prompt_has_predictions_in_its_record(region: Any) -> No
     record = await region.record()
     assert (record.first_target, record.first_reason) == ("far", "above_threshold")
     assert set(record.predictions) == {"local", "remote"}
-    assert record.predicted_ttft_s == pytest.approx(sum(record.predictions["remote"].values()))
+    total_s = sum(record.predictions["remote"].values())
+    assert record.predicted_ttft_s == pytest.approx(total_s, abs=1e-5)  # parts are rounded
     assert record.placement == ""  # these fronts do not say why
     assert record.output_tokens == 4
     found = await asyncio.to_thread(find_records, region.url, "one")

@@ -85,7 +85,7 @@ def recorded() -> Recorded:
     def looking(views: Any, *asked: Any) -> Any:
         (pd,) = views._parts.pds
         pool = pd.pool
-        seen.extend((pool.slots_total, pool.num_running, range(len(pool.waiting))))
+        seen.extend((pool.slots_total, pool.num_running, range(len(pool.waiting)), pool.num_usable))
         return decode_side(views, *asked)
 
     def keeping(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,6 +101,7 @@ def recorded() -> Recorded:
         patch.setattr(StationViews, "decode_side", looking)
         patch.setattr(PrefillStation, "queued_s", keeping(PrefillStation.queued_s))
         patch.setattr(PrefillStation, "free_s", keeping(PrefillStation.free_s))
+        patch.setattr(PrefillStation, "num_busy", keeping(PrefillStation.num_busy))
         outcome = replay(model, drawn([phase], 1), POLICY)
     return Recorded(outcome, b"".join(frames), tuple(seen))
 
@@ -126,7 +127,11 @@ class SeenAgain:
     def slots_total(self) -> Any:
         return self._seen.popleft()
 
-    num_running = waiting = slots_total
+    def num_busy(self) -> int:
+        found: int = self._seen.popleft()
+        return found
+
+    num_running = waiting = num_usable = slots_total
 
 
 def scheduler_that_sees(seen: deque[Any]) -> LiveScheduler:

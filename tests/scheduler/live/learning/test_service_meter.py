@@ -104,6 +104,17 @@ def test_a_change_is_noticed_and_noise_is_none() -> None:
     assert meter.num_changes > 0
 
 
+def test_a_part_that_was_always_small_keeps_its_factor() -> None:
+    meter, draws = ServiceMeter(), random.Random(8)
+    for _ in range(300):
+        # The tail is a thousandth of the whole, and far from what is predicted of it.
+        alone = Prediction(prefill_s=0.2, tail_s=draws.choice((0.0, 1e-3)))
+        meter.observe(alone, 0.25 * math.exp(draws.gauss(0.0, 0.1)))
+    assert meter.model.tail == pytest.approx(1.0, abs=0.05)
+    slow = with_model(meter.model, Prediction(prefill_s=0.2, tail_s=2.0))
+    assert slow == pytest.approx(2.25, rel=0.05)
+
+
 def test_stalls_teach_little() -> None:
     meter, draws = ServiceMeter(), random.Random(3)
     for predicted, measured_s in stream(3, TRUE, 200):
