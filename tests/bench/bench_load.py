@@ -257,15 +257,13 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="write the raw numbers here")
     arguments = parser.parse_args()
-    kept = begun(arguments)
     try:
-        asyncio.run(
-            measure_running(arguments, kept) if arguments.gateway else measure(arguments, kept)
-        )
-    finally:
-        kept["goals"] = verdicts(kept["rows"])
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(kept, indent=1) + "\n")
+        kept = begun(arguments)
+    except ValueError as error:
+        parser.error(f"--add: {error}")
+    measuring = measure_running if arguments.gateway else measure
+    asyncio.run(measuring(arguments, kept))
+    save(arguments.json, kept)
     show(kept)
 
 
