@@ -81,6 +81,8 @@ def section(raws: Sequence[Raw]) -> Section:
     parts = [_INTRODUCTION, *pictures, _table(results, cells)]
     if lacking := _lacking(results, cells):
         parts.append(f"Not measured: {', '.join(lacking)}.")
+    missing = {name: why for raw in raws for name, why in raw.results.get("missing", {}).items()}
+    parts += [f"Not measured: {name} ({why})." for name, why in missing.items()]
     return Section("wan", "\n\n".join(parts), tuple(figures))
 
 
@@ -145,7 +147,8 @@ def _figures(results: Results, cells: Sequence[Cell]) -> list[Figure]:
             f"Goodput over round trip time at {gbps:g} Gbit/s with {congestion}, "
             "a column for each loss, a row for each limit of the send buffer"
         )
-        figures.append(Figure(name, alt, tuple(panels), len(losses), shares_y=True))
+        shown = tuple(panel for panel in panels if panel.series)
+        figures.append(Figure(name, alt, shown, len(losses), shares_y=True))
     return figures
 
 

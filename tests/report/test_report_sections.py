@@ -53,6 +53,13 @@ def test_a_grid_is_a_figure_and_a_table() -> None:
     assert row[1:] == ["cubic", "default", "0.95", "0.9", "0.5", "0.25", "0.95"]
 
 
+def test_a_send_buffer_without_numbers_has_no_panel() -> None:
+    kept = grid()
+    kept["raw"].append(transfer("ours", 0.9, "1g/40ms", wmem_mib=32))
+    (figure,) = report_wan.section([raw("wan", kept)]).figures
+    assert [panel.title for panel in figure.panels[2:]] == ["0% loss, send buffer 32 MiB"]
+
+
 def test_parts_and_send_buffers_stand_beside_each_other() -> None:
     parts = [
         raw("wan", {"raw": [transfer("ours", 0.8), transfer("ours", 0.9)]}, "-a"),
@@ -69,6 +76,12 @@ def test_systems_without_numbers_are_named() -> None:
     section = report_wan.section([raw("wan", found)])
     assert section.text.endswith("Not measured: iperf3, best, Mooncake, NIXL, best.")
     assert rows(section, "1 Gbit/s")[0][3:] == ["-", "0.8", "-", "-", "-"]
+
+
+def test_what_the_bench_left_out_has_its_reason() -> None:
+    found = {"raw": [transfer("ours", 0.8)], "missing": {"mooncake": "no libibverbs"}}
+    section = report_wan.section([raw("wan", found)])
+    assert section.text.endswith("Not measured: mooncake (no libibverbs).")
 
 
 def test_crossover_shows_the_rates_of_its_columns() -> None:
