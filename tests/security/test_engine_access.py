@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,9 @@ import pytest
 from aiohttp import web
 from certificates import make_authority, make_node
 
+from deploy.gateway.config import TimeoutConfig
+from deploy.gateway.errors import EngineLost
+from deploy.gateway.proxy.engine import EngineHttpClient
 from deploy.region.launch.plan import PlannedProcess, Planner
 from deploy.region.launch.ports import resolve_ports
 from deploy.region.launch.process_files import gateway_file
@@ -103,10 +106,11 @@ async def engine(context: ssl.SSLContext | None = None) -> AsyncIterator[tuple[s
 
     async def answer(request: web.Request) -> web.Response:
         seen.append(request.headers.get("Authorization", ""))
-        return web.Response()
+        return web.json_response({})
 
     app = web.Application()
     app.router.add_get("/health", answer)
+    app.router.add_post("/v1/completions", answer)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
@@ -122,15 +126,32 @@ async def is_healthy(url: str, access: EngineAccess | None = None) -> bool:
         return await EngineHttp(url, session, access).health()
 
 
-async def test_those_who_may_ask_show_the_key(key_file: Path) -> None:
+async def completes(url: str, access: EngineAccess | None = None) -> bool:
+    """Whether the gateway's own client gets an answer."""
+    client = EngineHttpClient(TimeoutConfig(), access or EngineAccess(), max_answer_bytes=1024)
+    try:
+        answer = await client.open("d0", url, "/v1/completions", b"{}", {})
+    except EngineLost:
+        return False
+    finally:
+        await client.close()
+    return (answer.status, answer.begun) == (200, b"{}")
+
+
+Asks = Callable[[str, EngineAccess | None], Awaitable[bool]]
+
+
+@pytest.mark.parametrize("asks", [is_healthy, completes])
+async def test_those_who_may_ask_show_the_key(key_file: Path, asks: Asks) -> None:
     async with engine() as (url, seen):
-        assert await is_healthy(url, EngineAccess(key_file))
-        assert await is_healthy(url)
+        assert await asks(url, EngineAccess(key_file))
+        assert await asks(url, None)
     assert seen == [f"Bearer {KEY}", ""]
 
 
+@pytest.mark.parametrize("asks", [is_healthy, completes])
 async def test_an_engine_of_another_authority_is_shown_no_key(
-    tmp_path: Path, key_file: Path
+    tmp_path: Path, key_file: Path, asks: Asks
 ) -> None:
     ours, theirs = make_authority(tmp_path, "ours"), make_authority(tmp_path, "theirs")
     own = make_node(tmp_path, "gateway", ours)
@@ -141,10 +162,10 @@ async def test_an_engine_of_another_authority_is_shown_no_key(
     access = EngineAccess(key_file, own)
     for name, files in engines.items():
         async with engine(server_context(files)) as (url, seen):
-            assert await is_healthy(url, access) == (name == "true")
+            assert await asks(url, access) == (name == "true")
             # Without a certificate of the region there is no connection either.
-            assert not await is_healthy(url, EngineAccess(key_file))
-            assert not await is_healthy(url, EngineAccess(key_file, _strangers(tmp_path, theirs)))
+            assert not await asks(url, EngineAccess(key_file))
+            assert not await asks(url, EngineAccess(key_file, _strangers(tmp_path, theirs)))
             assert seen == ([f"Bearer {KEY}"] if name == "true" else [])
 
 
