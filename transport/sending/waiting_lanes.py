@@ -52,6 +52,7 @@ class WaitingLanes(Generic[L]):
         try:
             lane.changed.wait(timeout_s)
             while lane.is_lent:
+                lane.is_woken = True  # also when the time is over, so that `give_back` wakes it
                 lane.changed.wait()
         finally:
             self._sleeping.discard(lane)

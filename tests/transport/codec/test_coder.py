@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from transport.codec.choice import CodecChoice
 from transport.codec.coder import RAW_CHUNK, RAW_HOLDS_S, LinkCoder
 from transport.config import TransportConfig
 from transport.interfaces import Elements
@@ -36,7 +37,12 @@ def test_while_it_says_raw_the_chooser_is_asked_again_only_after_news_or_a_while
     assert chooser is not None
     asked_s: list[float] = []
     choose = chooser.choose
-    monkeypatch.setattr(chooser, "choose", lambda now_s: asked_s.append(now_s) or choose(now_s))
+
+    def ask(now_s: float) -> CodecChoice:
+        asked_s.append(now_s)
+        return choose(now_s)
+
+    monkeypatch.setattr(chooser, "choose", ask)
     clock = [100.0]
     monkeypatch.setattr("transport.codec.coder.time.monotonic", lambda: clock[0])
     views = [memoryview(bytes(1 << 16))]

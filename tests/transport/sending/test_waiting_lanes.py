@@ -120,6 +120,28 @@ def test_a_lane_that_is_woken_while_lent_runs_after_the_loan() -> None:
     lanes.join(0)
 
 
+def test_a_lane_whose_time_is_over_while_lent_runs_after_the_loan() -> None:
+    lock, waiting = threading.Lock(), WaitingLanes[WaitingLane]()
+    lane = WaitingLane(lock)
+    lane.changed = counting = CountingCondition(lock)
+
+    def run() -> None:
+        with lock:
+            waiting.sleep(lane, 0.2)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    until(lambda: counting.num_waits > 0)
+    with lock:
+        borrowed = waiting.borrow()
+    if borrowed is not None:  # else it has slept for its time already
+        until(lambda: counting.num_waits == 2)
+        with lock:
+            waiting.give_back(lane, wakes=False)
+    thread.join(LONG_S)
+    assert not thread.is_alive()
+
+
 def test_what_a_loan_leaves_over_wakes_the_lane() -> None:
     lanes = Lanes(1)
     lanes.give_back(lanes.borrow(), wakes=True)
