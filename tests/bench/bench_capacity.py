@@ -157,8 +157,7 @@ async def converse(url: str, model: str, talks: Talks, seed: int = 1) -> list[Tu
             # A pause before each turn, so that conversations do not begin together either.
             await asyncio.sleep(draws.expovariate(1 / talks.mean_pause_s))
             prompt = said + text(draws.randint(*wanted), draws.getrandbits(32))
-            # As token ids, which are the bytes: so a gateway knows the length of a short prompt, too,
-            # which it would not have counted otherwise.
+            # As token ids, which are the bytes: a gateway does not count a short text.
             body = {"model": model, "prompt": list(prompt.encode())}
             at_s = time.perf_counter()
             ttft_s, answer, _ = await stream(session, url, {**body, **wanted_answer})
