@@ -146,6 +146,7 @@ def measured_capacities(load: Path | None) -> dict[str, float]:
 async def converse(url: str, model: str, talks: Talks, seed: int = 1) -> list[Turn]:
     """Hold all conversations at once; the turns in the order in which they were sent."""
     sent: list[tuple[float, Turn]] = []
+    wanted_answer = {"max_tokens": talks.output_tokens, "ignore_eos": True}
     timeout = aiohttp.ClientTimeout(total=300)
 
     async def talk(number: int, session: aiohttp.ClientSession) -> None:
@@ -156,10 +157,10 @@ async def converse(url: str, model: str, talks: Talks, seed: int = 1) -> list[Tu
             # A pause before each turn, so that conversations do not begin together either.
             await asyncio.sleep(draws.expovariate(1 / talks.mean_pause_s))
             prompt = said + text(draws.randint(*wanted), draws.getrandbits(32))
-            body = {"model": model, "prompt": prompt, "max_tokens": talks.output_tokens}
+            # As token ids, which are the bytes: a gateway does not count a short text.
+            body = {"model": model, "prompt": list(prompt.encode())}
             at_s = time.perf_counter()
-            ttft_s, answer, _ = await stream(session, url, {**body, "ignore_eos": True})
-            # The demo's tokenizer makes one token of each byte.
+            ttft_s, answer, _ = await stream(session, url, {**body, **wanted_answer})
             sent.append((at_s, Turn(number, len(prompt), ttft_s)))
             said, wanted = prompt + answer, talks.new_tokens
 

@@ -95,7 +95,7 @@ async def test_each_turn_of_a_conversation_goes_on_with_all_before_it() -> None:
     assert {body["max_tokens"] for body in asked} == {6}
     for number in range(2):
         both = zip(turns, asked, strict=True)
-        mine = [body["prompt"] for turn, body in both if turn.talk == number]
+        mine = [bytes(body["prompt"]).decode() for turn, body in both if turn.talk == number]
         assert len(mine) == 3
         for before, after in pairwise(mine):
             assert after.startswith(before + "answer")
