@@ -225,7 +225,7 @@ class _Driver:
         station = self._parts.station(job)
         if (service := self._model.services.get(station.name)) is not None:
             alone_s = job.service_s
-            job.service_s += service.contention_s(0.0, alone_s, 0.0, self._parts.load(job))
+            job.service_s += service.contention_s(alone_s, self._parts.load(job))
             station.busy_s += job.service_s - alone_s
         if job.place:
             # Asked now and not at arrival: while it waited, others may have filled the cache.

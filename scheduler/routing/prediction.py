@@ -108,10 +108,6 @@ def predict(
     if cluster.link is not None:
         tail_s = transfer_tail_s(cluster.link, begin_s, prefill_s, task)
     slot_s = slot_wait_s(decode, begin_s + prefill_s + tail_s)
-    contention_s = 0.0
-    # A link that carries nothing makes the tail infinite, and no factor may make that a nan.
-    if tail_s < math.inf:
-        contention_s = service.contention_s(queue_s, prefill_s, tail_s, load)
     return Prediction(
         queue_s,
         begin_s - queue_s,
@@ -120,7 +116,7 @@ def predict(
         slot_s,
         decode.step_s,
         service.overhead_s,
-        contention_s,
+        service.contention_s(prefill_s, load),
         load,
     )
 

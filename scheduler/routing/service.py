@@ -5,12 +5,14 @@ instances for itself. Others compute beside it: decodes in its engine's batch, a
 share a host, a memory bus or a link. How much that costs cannot be derived from one request, so it
 is learnt (`scheduler.live.learning.service_meter`) as the numbers of a `ServiceModel`:
 
-    TTFT = move + slot + step
-         + overhead_s + queue * queue_s + prefill * prefill_s + tail * tail_s
+    TTFT = queue + move + tail + slot + step
+         + overhead_s + prefill * prefill_s
          + decode_s * decodes + busy_s * busy + render * render_s
 
-All are 0 or more, so a prediction still never falls with load. Routing and the simulator use the
-same numbers. Pure; this file does not know how anything is measured.
+Queue and tail have no factor. What is wrong with them comes from the work and the link of the
+moment, and a factor learnt from them would be wrong with the next change of either. All numbers
+are 0 or more, so a prediction never falls with load. Routing and the simulator use the same
+numbers. Pure; this file does not know how anything is measured.
 """
 
 from __future__ import annotations
@@ -37,12 +39,8 @@ class ServiceModel(NamedTuple):
 
     overhead_s: float = 0.0
     """Fixed time that no part contains: rendering, reserving, opening, HTTP; seconds."""
-    queue: float = 1.0
-    """Measured over predicted time of the queue."""
     prefill: float = 1.0
     """Measured over predicted time of the prefill."""
-    tail: float = 1.0
-    """Measured over predicted time of the transfer after the prefill."""
     decode_s: float = 0.0
     """Seconds for each request in a decoding engine's batch."""
     busy_s: float = 0.0
@@ -50,14 +48,12 @@ class ServiceModel(NamedTuple):
     render: float = 1.0
     """What each second of rendering stands for: itself, and what else is late on such a host."""
 
-    def contention_s(self, queue_s: float, prefill_s: float, tail_s: float, load: Load) -> float:
+    def contention_s(self, prefill_s: float, load: Load) -> float:
         """How much later the first token comes than the parts and the overhead say, seconds. It is
-        negative where they overlap.
+        negative where prefills are faster than their profile.
         """
         return (
-            (self.queue - 1.0) * queue_s
-            + (self.prefill - 1.0) * prefill_s
-            + (self.tail - 1.0) * tail_s
+            (self.prefill - 1.0) * prefill_s
             + self.decode_s * load.decodes
             + self.busy_s * load.busy
             + self.render * load.render_s

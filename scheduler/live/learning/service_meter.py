@@ -1,14 +1,16 @@
 """Learns the `ServiceModel` of one place from first tokens. Its state does not grow.
 
-Each first token gives one equation for the seven numbers, divided by the measured TTFT, so that
+Each first token gives one equation for the five numbers, divided by the measured TTFT, so that
 relative errors count. The meter keeps the weighted sums of these equations and solves them with
 no number below zero:
 
 - An equation weighs less the more it is off (beyond `_CLOSE`), so that the fit follows the median
   and a stall teaches little.
+- It weighs as much less as the share of queue and transfer tail in the TTFT: their errors are not
+  those of the place.
 - Older equations are forgotten, with a half-life in requests. That is the slow time constant.
-- Errors of one sign that add up to more than chance (a CUSUM test) mean that something has changed:
-  a link, the lengths of prompts, another tenant of the host. Most of what was learnt is forgotten
+- Errors of one sign that add up to more than chance (a CUSUM test) mean that something has changed,
+  such as the lengths of prompts or another tenant of the host. Most of what was learnt is forgotten
   then, so that a few requests are enough. That is the fast one.
 - Each number is held to the one without contention by a few requests' worth of evidence.
 
@@ -37,12 +39,8 @@ _CLOSE: Final = 0.1
 """A relative error within which all equations weigh alike."""
 _MOST_ERROR: Final = 1.0
 """An error beyond this counts as this, in logarithms."""
-_PRIOR: Final = np.array([1.0, 0.5, 0.5, 0.5, 1.0, 1.0, 0.5])
+_PRIOR: Final = 0.5
 """How many requests of typical size the prior of each number weighs."""
-_LEAST_PRIOR: Final = np.array([0.0, 0.05, 0.05, 0.05, 0.0, 0.0, 0.0])
-"""The least ridge of each number. A part that is a thousandth of TTFTs says nothing of its factor,
-and it may be most of them after the next change of a link or a queue.
-"""
 _SMALL: Final = 1e-9
 _SAME: Final = 1e-6
 """The relative error of a prediction that counts as right."""
@@ -132,8 +130,9 @@ class ServiceMeter:
         """A first token came after `measured_s`. Of the prediction, its parts count and the load,
         not what was learnt here. Impossible values are ignored.
         """
-        fixed_s = predicted.move_s + predicted.slot_s + predicted.step_s
-        parts = (1.0, predicted.queue_s, predicted.prefill_s, predicted.tail_s, *predicted.load)
+        fixed_s = predicted.ttft_s - predicted.prefill_s
+        fixed_s -= predicted.overhead_s + predicted.contention_s
+        parts = (1.0, predicted.prefill_s, *predicted.load)
         if not (0 < measured_s < math.inf and math.isfinite(fixed_s + sum(parts))):
             return
         expected_s = fixed_s + sum(a * b for a, b in zip(self._model, parts, strict=True))
@@ -147,6 +146,8 @@ class ServiceMeter:
         weight = _CLOSE / max(_CLOSE, abs(error))
         if self._num_fresh <= _FEW:
             weight = max(_LEAST_WEIGHT, weight)
+        # The rest is queue and tail, which say nothing of how the place serves.
+        weight *= max(0.0, 1 - (predicted.queue_s + predicted.tail_s) / measured_s)
         row = np.array(parts) / measured_s
         self._weight = _KEPT * self._weight + weight
         self._matrix = _KEPT * self._matrix + weight * np.outer(row, row)
@@ -179,7 +180,7 @@ class ServiceMeter:
             return ALONE
         # Every number is measured by what it typically adds to a TTFT: seconds and ratios alike.
         typical = np.sqrt(self._matrix.diagonal() / self._weight) + _SMALL
-        ridge = np.maximum(_PRIOR * typical**2, _LEAST_PRIOR)
+        ridge = _PRIOR * typical**2
         matrix = self._matrix + np.diag(ridge)
         wanted = self._wanted + ridge * _PRIOR_MODEL
         scaled = matrix / np.outer(typical, typical)

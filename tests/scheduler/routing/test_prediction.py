@@ -201,19 +201,19 @@ def test_a_fuller_decode_pool_never_shortens_a_prediction(
 
 def test_contention_is_what_others_cost() -> None:
     task, load = PrefillTask(10_000), Load(decodes=3.0, busy=0.5)
-    service = ServiceModel(0.2, queue=1.5, prefill=0.5, tail=2.0, decode_s=0.1, busy_s=0.4)
+    service = ServiceModel(0.2, prefill=0.5, decode_s=0.1, busy_s=0.4)
     cluster = far(queued_s=3.0, free_s=(1.0, 1.0), link=GOOD_LINK)
     alone = predict(task, cluster, IDLE_DECODE)
     found = predict(task, cluster, IDLE_DECODE, service, load)
     assert found.landed_s == alone.landed_s
     assert (found.overhead_s, found.load) == (0.2, load)
-    extra_s = 0.5 * alone.queue_s - 0.5 * alone.prefill_s + alone.tail_s + 0.3 + 0.2
+    extra_s = -0.5 * alone.prefill_s + 0.3 + 0.2
     assert found.contention_s == pytest.approx(extra_s)
     assert sum(found.parts().values()) == pytest.approx(found.ttft_s)
 
 
 def test_a_place_that_cannot_serve_is_infinitely_late_whatever_was_learnt() -> None:
-    service = ServiceModel(0.2, queue=0.0, prefill=0.0, tail=0.0)
+    service = ServiceModel(0.2, prefill=0.0)
     dead = far(link=replace(GOOD_LINK, available_bytes_per_s=0.0))
     for cluster in (dead, far(free_s=())):
         assert predict(PrefillTask(1000), cluster, IDLE_DECODE, service).ttft_s == math.inf

@@ -150,7 +150,7 @@ def test_before_anything_was_seen_there_is_a_guess() -> None:
 
 def whole_s(service: ServiceModel, prefill_s: float) -> float:
     """The TTFT of a prompt whose prefill takes `prefill_s`, where nothing else runs."""
-    return prefill_s + service.overhead_s + service.contention_s(0.0, prefill_s, 0.0, Load())
+    return prefill_s + service.overhead_s + service.contention_s(prefill_s, Load())
 
 
 def test_first_tokens_teach_service_and_error() -> None:
