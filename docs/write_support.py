@@ -35,7 +35,7 @@ No GPU ran any of this. What is on no row was read in vLLM's sources at most.
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shown:
-    """What one test shows."""
+    """The mark `shows` of one test."""
 
     kind: str
     dtype: str

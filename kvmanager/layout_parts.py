@@ -1,4 +1,4 @@
-"""What a KVCache layout is made of: groups of layers, their parts, and where their bytes are.
+"""The parts that make up a KVCache layout: groups of layers, their parts, and the places of bytes.
 
 The order of bytes is described in `kvmanager.layout`. It does not know whole models.
 """

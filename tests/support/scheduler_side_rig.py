@@ -174,3 +174,14 @@ def step(side: SchedulerSide, scheduled: dict[str, tuple[int, int]], *new: str) 
 def finish_load(side: SchedulerSide) -> None:
     output: Any = SimpleNamespace(finished_recving={"r1"})
     side.update_connector_output(output)
+
+
+def check_never_loads(changes: dict[str, Any]) -> None:
+    """A landing whose parameters have these changes is given back and not loaded."""
+    client = AnsweringClient()
+    side = scheduler_side(client)
+    consumer = request("consumer", 71, **changes)
+    side.on_new_request(consumer)
+    side.on_landed(TRANSFER)
+    assert side.get_num_new_matched_tokens(consumer, 0) == (0, False)
+    assert client.said == [("watch", TRANSFER), ("release", TRANSFER)]

@@ -189,7 +189,7 @@ class _Beginning:
         self._body = bytearray()
         self._gate: EventGate | None = None
         self._data: bytes | None = None
-        """What follows the first `data:` of a stream."""
+        """It holds what follows the first `data:` of a stream."""
 
     def take(self, piece: bytes) -> bool:
         """Take a piece of the body; False once there is enough of it."""

@@ -114,7 +114,7 @@ class Calibration:
                 )
 
     def _due(self) -> Iterator[tuple[str, InstanceReport, Calibrated]]:
-        """What may be timed now: cluster, instance, and the event without its prefills."""
+        """Yield each instance that may be timed now: its cluster, itself, and the event for it."""
         now_s = self._clock()
         for cluster, report in self._reports.items():
             for item in report.instances:

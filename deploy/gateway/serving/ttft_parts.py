@@ -69,7 +69,7 @@ _PART_NAMES: Final = tuple((name.removesuffix("_s"), name) for name in TtftParts
 
 
 class LegTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prefill leg says of itself: the durations of a `PrefillResult`, seconds."""
+    """The durations of a `PrefillResult`, in seconds: a prefill leg tells them of itself."""
 
     queue_s: float
     open_s: float

@@ -139,7 +139,7 @@ class SimulationSpec(Section):
     prefill_factors: dict[Name, Positive] = Field(default={})
     """Real over profiled prefill time, by cluster."""
     contention: dict[Name, ContentionSpec] = Field(default={})
-    """What other work costs prefills, by cluster. Left out: nothing."""
+    """The time that other work costs prefills, by cluster. Left out, it costs nothing."""
     prefill_jitter: Annotated[float, Field(ge=0, le=2)] = 0.0
     transfer_timeout: Span = 30.0
     policy: str = "router"

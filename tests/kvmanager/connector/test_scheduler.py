@@ -8,6 +8,7 @@ from scheduler_side_rig import (
     ALLOCATED,
     TRANSFER,
     AnsweringClient,
+    check_never_loads,
     finish_load,
     request,
     scheduler_side,
@@ -77,13 +78,7 @@ def test_a_landing_the_engine_does_not_need_goes_back_at_once() -> None:
     ],
 )
 def test_a_landing_of_something_else_is_never_loaded(changes: dict[str, Any]) -> None:
-    client = AnsweringClient()
-    side = scheduler_side(client)
-    consumer = request("consumer", 71, **changes)
-    side.on_new_request(consumer)
-    side.on_landed(TRANSFER)
-    assert side.get_num_new_matched_tokens(consumer, 0) == (0, False)
-    assert client.said == [("watch", TRANSFER), ("release", TRANSFER)]
+    check_never_loads(changes)
 
 
 POET = "files:poet"

@@ -11,6 +11,7 @@ from scheduler_side_rig import (
     TRANSFER,
     AnsweringClient,
     CachingClient,
+    check_never_loads,
     finish_load,
     request,
     scheduler_side,
@@ -72,13 +73,7 @@ def test_what_a_landing_leaves_out_is_loaded_from_the_prefix_cache(
     ],
 )
 def test_a_landing_whose_cached_part_is_not_whole_is_never_loaded(changes: dict[str, Any]) -> None:
-    client = AnsweringClient()
-    side = scheduler_side(client)
-    consumer = request("consumer", 71, **changes)
-    side.on_new_request(consumer)
-    side.on_landed(TRANSFER)
-    assert side.get_num_new_matched_tokens(consumer, 0) == (0, False)
-    assert client.said == [("watch", TRANSFER), ("release", TRANSFER)]
+    check_never_loads(changes)
 
 
 def test_a_plain_request_loads_what_the_agent_has_of_it() -> None:
