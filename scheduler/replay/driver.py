@@ -45,11 +45,13 @@ from scheduler.replay.starting import (
 from scheduler.replay.station_views import Parts, PdParts
 from scheduler.replay.transfers import Transfers
 from scheduler.replay.workload import Workload
+from scheduler.routing.service import ALONE
 
 (
     _DECODE_END,
     _PREFILL_END,
     _LANDED,
+    _READY,
     _GIVEN_UP,
     _RELABELLED,
     _CLUSTER_LOST,
@@ -58,7 +60,7 @@ from scheduler.replay.workload import Workload
     _RECORD,
     _LOOK,
     _REPORT,
-) = range(11)
+) = range(12)
 """Kinds of events, in their order at one instant."""
 
 
@@ -147,6 +149,7 @@ class _Driver:
             self._decode_ended,
             self._prefill_ended,
             self._landed,
+            self._ready,
             self._given_up,
             self._relabelled,
             self._cluster_lost,
@@ -295,12 +298,26 @@ class _Driver:
             if self._caches is not None:
                 self._caches[self._pds[job.pd].station.name].add(job.blocks)
         if self._decider.landed(job, now_s):
-            self._pds[job.pd].pool.land(job, now_s)
+            service = self._model.services.get(self._parts.station(job).name, ALONE)
+            if service.overhead_s:
+                self._push(_READY, now_s + service.overhead_s, job, job.landing_version)
+            else:
+                self._ready(job, job.landing_version, now_s)
             return
         job.fate = Fate.REFUSED_LATE
         self._num_refused += 1
         self._num_open -= 1
         self._wasted_s += job.service_s
+
+    def _ready(self, job: Job, version: int, now_s: float) -> None:
+        """The job waits for a slot in a batch, unless its PD cluster was lost since it landed."""
+        if version != job.landing_version:
+            return
+        pd = self._pds[job.pd]
+        if pd.station.is_lost:
+            self._lose(job, now_s)
+        else:
+            pd.pool.land(job, now_s)
 
     def _decode_ended(self, where: tuple[int, DecodeInstance], version: int, now_s: float) -> None:
         at, instance = where

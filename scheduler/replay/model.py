@@ -77,8 +77,9 @@ class ReplayModel:
     prefill_jitter: float = 0.0
     """Standard deviation of the logarithm of real prefill times."""
     services: Mapping[str, ServiceModel] = field(default_factory=dict)
-    """How prefills of each cluster really go beside others. Only `prefill`, `decode_s` and `busy_s`
-    count: the rest is not the prefill's. A cluster without one serves each prompt as if alone.
+    """How what each cluster prefills is really served. `prefill`, `decode_s` and `busy_s` lengthen
+    the prefill; `overhead_s` passes between the landing and the first decode step; `render` does
+    not count. A cluster without one serves each prompt as if alone and without overhead.
     """
     transfer_timeout_s: float = 30.0
     """How long after its prefill a request's KVCache may land. Later it is given up, and the PD

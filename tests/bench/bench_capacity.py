@@ -4,17 +4,21 @@
     python tests/bench/bench_capacity.py --smoke --gateway URL --engine URL --engine-key FILE
         --recording DIR
 
-`prfaas plan profile` measures one engine with the cores that it has in `bench_load.py`.
+`prfaas plan profile` measures one engine with the cores that it has in `bench_load.py`, while a
+second one, as there, works on the other cores: they share the memory and, where a core has two
+threads, its units.
 `prfaas plan solve` then predicts the capacity of the shapes in `capacity_files.py`; what was
 measured comes from the raw numbers of `bench_load.py` (--load), which must have the same settings.
-Goal: within 10%. Conversations are held with a region whose flight recorder is on, and
-`prfaas simulate` plays what was recorded. Goal: P50 and P90 TTFT within 15%.
+Goal: within 10%. Conversations are held with a region whose flight recorder is on, once to let its
+gateway learn how the engines serve, and once to measure. `prfaas simulate` plays what was recorded,
+with what was learnt before. Goal: P50 and P90 TTFT within 15%.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import subprocess
@@ -45,6 +49,7 @@ from capacity_files import (
     trace_of,
 )
 from e2e_systems import BY_THRESHOLD, engine, running_engines, stream
+from load_client import Traffic
 from load_systems import HOST, ROLES, cores_of, two_clusters
 from running_region import served_model
 from smoke import add_smoke
@@ -55,12 +60,15 @@ from deploy.lab.demo.tiny_specs import MODELS, TinyModel
 from deploy.region.launch.devices import cores_here
 from deploy.region.launch.launcher import RunningRegion
 from kvmanager.agent.host_facts import CORE_VARIABLE
+from scheduler.routing.service import ServiceModel
 
 MODEL: Final = "mimo-v2-tiny"
 BLOCK_TOKENS: Final = 32
 CAPACITY_GOAL, TTFT_GOAL = 0.10, 0.15
 TALK_OUTPUT_TOKENS: Final = 32
 RECORD_LIMIT_S: Final = 10.0
+BESIDE: Final = 4
+"""Requests at a time at the engine beside the one that is profiled."""
 SAMPLE: Final = 200
 """Lengths drawn for a plan's histogram."""
 CONVERSED: Final = SHAPES[1]
@@ -176,12 +184,13 @@ def replayed(
     talks: Talks,
     profile: Path,
     tokens_per_s: float,
+    service: Mapping[str, float],
 ) -> list[dict[str, Any]]:
     """A row for P50 and P90: the TTFT that the simulator finds, and the measured one, seconds."""
     lines = trace_of(arrivals, turns, output_tokens=talks.output_tokens, block_tokens=BLOCK_TOKENS)
     trace, file = profile.with_name("trace.jsonl"), profile.with_name("simulation.yaml")
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    simulation = simulation_file(CONVERSED, profile, trace, BLOCK_TOKENS, tokens_per_s)
+    simulation = simulation_file(CONVERSED, profile, trace, BLOCK_TOKENS, tokens_per_s, service)
     file.write_text(yaml.safe_dump(simulation))
     (found,) = prfaas("simulate", str(file))["policies"].values()
     return [ttft_row(turns, percent, found[f"ttft_p{percent}_s"]) for percent in (50, 90)]
@@ -204,15 +213,39 @@ def ttft_row(turns: Sequence[Turn], percent: int, simulated_s: float) -> dict[st
 
 
 @asynccontextmanager
-async def profiled_engine(model: TinyModel, path: Path, logs: Path) -> AsyncIterator[str]:
-    """The URL of an engine with the cores that it has among two, and no other work beside it."""
-    env = {CORE_VARIABLE: cores_of(len(ROLES), cores_here())[0]}
-    spec = engine("plain", model, path, host=HOST, args=model.engine_args, env=env)
+async def profiled_engine(
+    model: TinyModel, path: Path, logs: Path, traffic: Traffic
+) -> AsyncIterator[str]:
+    """The URL of an engine with the cores that it has among two. The other one serves `traffic`,
+    `BESIDE` requests at a time.
+    """
+    specs = [
+        engine(role, model, path, host=HOST, args=model.engine_args, env={CORE_VARIABLE: cores})
+        for role, cores in zip(ROLES, cores_of(len(ROLES), cores_here()), strict=True)
+    ]
     async with (
         aiohttp.ClientSession() as session,
-        running_engines([spec], logs, session, lambda _, argv: argv),
+        running_engines(specs, logs, session, lambda _, argv: argv),
+        asyncio.TaskGroup() as group,
     ):
-        yield spec.url
+        beside = [
+            group.create_task(_keep_busy(session, specs[1].url, model.name, traffic, seed))
+            for seed in range(BESIDE)
+        ]
+        yield specs[0].url
+        for task in beside:
+            task.cancel()
+
+
+async def _keep_busy(
+    session: aiohttp.ClientSession, url: str, model: str, traffic: Traffic, seed: int
+) -> None:
+    """Ask for one answer after the other until cancelled."""
+    lengths = traffic.lengths(SAMPLE, seed)
+    for number in itertools.count():
+        prompt = text(lengths[number % SAMPLE], SAMPLE * seed + number)
+        body = {"model": model, "prompt": prompt, "ignore_eos": True}
+        await stream(session, url, {**body, "max_tokens": traffic.output_tokens})
 
 
 @asynccontextmanager
@@ -249,6 +282,18 @@ async def conversations(
     return turns, await new_arrivals(recording, num_before, len(turns))
 
 
+async def learnt_of(url: str) -> Mapping[str, float]:
+    """What the gateway at `url` has learnt of the place with the most prefills (`ServiceModel`)."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"{url}/prfaas/scheduling") as response,
+    ):
+        models = (await response.json())["models"]
+    places = [place for model in models for place in model["places"]]
+    numbers = max(places, key=lambda place: place["num_seen"])["service"]
+    return dict(zip(ServiceModel._fields, numbers, strict=True))
+
+
 async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Profile an engine, compare the shapes, hold conversations and play them."""
     talks = Talks(
@@ -262,21 +307,25 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     if arguments.gateway:
         key = arguments.engine_key.read_text().strip() if arguments.engine_key else ""
         await asyncio.to_thread(profiled, arguments, arguments.engine, key, path, profile)
+        service = await learnt_of(arguments.gateway)
         turns, arrivals = await conversations(arguments.gateway, recording, talks)
     else:
-        # One after the other, so that each has the cores for itself.
-        async with profiled_engine(model, path, folder) as url:
+        # One after the other, so that no more than two engines share the cores.
+        async with profiled_engine(model, path, folder, traffic_of(arguments)) as url:
             _say(f"profiling {url}")
             await asyncio.to_thread(profiled, arguments, url, "", path, profile)
         async with recorded_region(model, path, folder, recording) as url:
             _say(f"holding conversations with {url}")
+            await converse(url, await served_model(url), talks, seed=2)
+            service = await learnt_of(url)
             turns, arrivals = await conversations(url, recording, talks)
     rows = compared_shapes(arguments, profile, measured_capacities(arguments.load))
-    rows += replayed(turns, arrivals, talks, profile, 1e3 / arguments.slo_ms[1])
+    rows += replayed(turns, arrivals, talks, profile, 1e3 / arguments.slo_ms[1], service)
     return {
         "settings": {"model": arguments.model, "talks": asdict(talks)},
         "missing": {row["name"]: why_missing(row) for row in rows if "met" not in row},
         "profile": yaml.safe_load(profile.read_text())["profile"],
+        "service": service,
         "rows": rows,
         "turns": [asdict(turn) for turn in turns],
     }

@@ -76,11 +76,24 @@ def plan_file(
 
 
 def simulation_file(
-    shape: Shape, profile: Path, trace: Path, block_tokens: int, tokens_per_s: float
+    shape: Shape,
+    profile: Path,
+    trace: Path,
+    block_tokens: int,
+    tokens_per_s: float,
+    service: Mapping[str, float],
 ) -> dict[str, Any]:
-    """The trace, all of it prefilled in the prefill cluster."""
+    """The trace, all of it prefilled in the prefill cluster, which is served as `service`, what a
+    gateway has learnt of it, says.
+    """
     clusters = shape.clusters()
     caches = [one["name"] for key in ("prefill_clusters", "pd_clusters") for one in clusters[key]]
+    sources = [one["name"] for one in clusters["prefill_clusters"]]
+    beside = {
+        "overhead": service["overhead_s"],
+        "decode": service["decode_s"],
+        "busy": service["busy_s"],
+    }
     return {
         "traffic": {"lengths": {"trace": {"file": str(trace), "block_tokens": block_tokens}}},
         "profiles": {PROFILE: {"file": str(profile), "fit": "interpolate"}},
@@ -88,6 +101,8 @@ def simulation_file(
         **clusters,
         "simulation": {
             "cache_tokens": dict.fromkeys(caches, CACHE_TOKENS),
+            "prefill_factors": dict.fromkeys(sources, service["prefill"]),
+            "contention": dict.fromkeys(sources, beside),
             "policy": "remote",
             "policies": {"remote": {"routing": "static", "threshold_tokens": 1}},
         },

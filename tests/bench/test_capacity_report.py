@@ -29,6 +29,7 @@ from scheduler.planning.prefix_reuse import cached_tokens
 from scheduler.planning.throughput import Mode
 from scheduler.replay.driver import replay
 
+SERVICE = {"overhead_s": 0.05, "prefill": 1.1, "decode_s": 0.01, "busy_s": 0.02, "render": 1.0}
 PROFILE = {
     "profile": {
         "prefill": {"points": [{"tokens": 128, "seconds": 0.05}, {"tokens": 2048, "seconds": 0.5}]},
@@ -67,7 +68,7 @@ def test_a_recording_and_its_conversations_become_a_trace_with_shared_prefixes(
     # Three whole blocks of the first turn; another conversation shares nothing.
     assert cached_tokens(load_trace(trace), 32, None) == [0, 0, 96]
     file = tmp_path / "simulation.yaml"
-    file.write_text(yaml.safe_dump(simulation_file(SHAPES[1], profile, trace, 32, 20.0)))
+    file.write_text(yaml.safe_dump(simulation_file(SHAPES[1], profile, trace, 32, 20.0, SERVICE)))
     simulation = load_simulation(file)
     outcome = replay(simulation.model, simulation.workload(1), simulation.policy("remote")[1])
     found = outcome.summary(0.0)

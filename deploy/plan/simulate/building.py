@@ -224,7 +224,7 @@ def _model(file: SimulationFile, found: PlanInput) -> ReplayModel:
         prefill_factors=spec.prefill_factors,
         prefill_jitter=spec.prefill_jitter,
         services={
-            name: ServiceModel(decode_s=item.decode, busy_s=item.busy)
+            name: ServiceModel(item.overhead, decode_s=item.decode, busy_s=item.busy)
             for name, item in spec.contention.items()
         },
         transfer_timeout_s=spec.transfer_timeout,

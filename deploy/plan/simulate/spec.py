@@ -110,10 +110,12 @@ class PolicySpec(Section):
 
 
 class ContentionSpec(Section):
-    """How much later prefills of a cluster end beside others, as `service` of a gateway's
-    /prfaas/scheduling says.
+    """How much later first tokens of a cluster's prefills come than their parts say, as `service`
+    of a gateway's /prfaas/scheduling says.
     """
 
+    overhead: Span = 0.0
+    """For every request: rendering, reserving, HTTP, the hand-over to the engine that decodes."""
     decode: Span = 0.0
     """For each request in a decoding engine's batch."""
     busy: Span = 0.0
@@ -139,7 +141,7 @@ class SimulationSpec(Section):
     prefill_factors: dict[Name, Positive] = Field(default={})
     """Real over profiled prefill time, by cluster."""
     contention: dict[Name, ContentionSpec] = Field(default={})
-    """The time that other work costs prefills, by cluster. Left out, it costs nothing."""
+    """The time that is beyond the parts of a TTFT, by cluster. Left out, there is none."""
     prefill_jitter: Annotated[float, Field(ge=0, le=2)] = 0.0
     transfer_timeout: Span = 30.0
     policy: str = "router"

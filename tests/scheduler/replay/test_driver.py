@@ -214,6 +214,23 @@ def test_measured_times_correct_a_profile_that_engines_do_not_keep(factor: float
     assert found.summary(500).prediction_error < 0.02
 
 
+def test_overhead_passes_between_landing_and_first_decode_step() -> None:
+    late = ServiceModel(overhead_s=0.25)
+    work = poisson(0.2, 300)
+    static = Policy(routing=Routing.STATIC)
+    found = replay(model(services={"h20": late, "h200": late}), work, static)
+    alone = replay(model(), work, static)
+    assert found.ttft_s - alone.ttft_s == pytest.approx(0.25, abs=1e-6)
+    assert all(job.fate is Fate.DONE for job in found.jobs)
+
+
+def test_a_pd_cluster_that_is_lost_before_a_request_is_ready_loses_it() -> None:
+    late = ServiceModel(overhead_s=5.0)
+    lost = model(services={"h20": late, "h200": late}, lost={"h20": (100.0, 200.0)})
+    found = replay(lost, poisson(0.5, 300), Policy())
+    assert {job.fate for job in found.jobs if 95 <= job.landed_s < 100} == {Fate.LOST}
+
+
 def test_engines_that_waver_are_still_predicted_by_their_mean() -> None:
     shaky = model(prefill_factors={"h20": 1.5, "h200": 1.5}, prefill_jitter=0.2)
     found = replay(shaky, poisson(0.5, 2000), Policy()).summary(500)
