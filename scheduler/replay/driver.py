@@ -314,7 +314,8 @@ class _Driver:
         if version != job.landing_version:
             return
         pd = self._pds[job.pd]
-        if pd.station.is_lost:
+        lost_s = self._model.lost.get(pd.station.name, (math.inf, math.inf))[0]
+        if job.landed_s < lost_s <= now_s:
             self._lose(job, now_s)
         else:
             pd.pool.land(job, now_s)

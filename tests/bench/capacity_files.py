@@ -90,9 +90,8 @@ def simulation_file(
     caches = [one["name"] for key in ("prefill_clusters", "pd_clusters") for one in clusters[key]]
     sources = [one["name"] for one in clusters["prefill_clusters"]]
     beside = {
-        "overhead": service["overhead_s"],
-        "decode": service["decode_s"],
-        "busy": service["busy_s"],
+        key: f"{service[name]:f}s"
+        for key, name in (("overhead", "overhead_s"), ("decode", "decode_s"), ("busy", "busy_s"))
     }
     return {
         "traffic": {"lengths": {"trace": {"file": str(trace), "block_tokens": block_tokens}}},
