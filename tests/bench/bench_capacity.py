@@ -21,6 +21,7 @@ import asyncio
 import itertools
 import json
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -185,6 +186,7 @@ def replayed(
     profile: Path,
     tokens_per_s: float,
     service: Mapping[str, float],
+    render_s: float,
 ) -> list[dict[str, Any]]:
     """A row for P50 and P90: the TTFT that the simulator finds, and the measured one, seconds."""
     lines = trace_of(arrivals, turns, output_tokens=talks.output_tokens, block_tokens=BLOCK_TOKENS)
@@ -282,16 +284,19 @@ async def conversations(
     return turns, await new_arrivals(recording, num_before, len(turns))
 
 
-async def learnt_of(url: str) -> Mapping[str, float]:
-    """What the gateway at `url` has learnt of the place with the most prefills (`ServiceModel`)."""
-    async with (
-        aiohttp.ClientSession() as session,
-        session.get(f"{url}/prfaas/scheduling") as response,
-    ):
-        models = (await response.json())["models"]
+async def learnt_of(url: str) -> tuple[Mapping[str, float], float]:
+    """What the gateway at `url` has learnt of the place with the most prefills (`ServiceModel`), and
+    the median time that it took to render a prompt, seconds.
+    """
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{url}/prfaas/scheduling") as response:
+            models = (await response.json())["models"]
+        async with session.get(f"{url}/prfaas/requests") as response:
+            records = (await response.json())["requests"]
+    render_s = statistics.median(record["parts"]["render_s"] for record in records)
     places = [place for model in models for place in model["places"]]
     numbers = max(places, key=lambda place: place["num_seen"])["service"]
-    return dict(zip(ServiceModel._fields, numbers, strict=True))
+    return dict(zip(ServiceModel._fields, numbers, strict=True)), render_s
 
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -307,8 +312,8 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     if arguments.gateway:
         key = arguments.engine_key.read_text().strip() if arguments.engine_key else ""
         await asyncio.to_thread(profiled, arguments, arguments.engine, key, path, profile)
-        service = await learnt_of(arguments.gateway)
         turns, arrivals = await conversations(arguments.gateway, recording, talks)
+        service, render_s = await learnt_of(arguments.gateway)
     else:
         # One after the other, so that no more than two engines share the cores.
         async with profiled_engine(model, path, folder, traffic_of(arguments)) as url:
@@ -317,15 +322,16 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         async with recorded_region(model, path, folder, recording) as url:
             _say(f"holding conversations with {url}")
             await converse(url, await served_model(url), talks, seed=2)
-            service = await learnt_of(url)
+            service, render_s = await learnt_of(url)
             turns, arrivals = await conversations(url, recording, talks)
     rows = compared_shapes(arguments, profile, measured_capacities(arguments.load))
-    rows += replayed(turns, arrivals, talks, profile, 1e3 / arguments.slo_ms[1], service)
+    rows += replayed(turns, arrivals, talks, profile, 1e3 / arguments.slo_ms[1], service, render_s)
     return {
         "settings": {"model": arguments.model, "talks": asdict(talks)},
         "missing": {row["name"]: why_missing(row) for row in rows if "met" not in row},
         "profile": yaml.safe_load(profile.read_text())["profile"],
         "service": service,
+        "render_s": render_s,
         "rows": rows,
         "turns": [asdict(turn) for turn in turns],
     }

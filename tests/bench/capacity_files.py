@@ -82,17 +82,21 @@ def simulation_file(
     block_tokens: int,
     tokens_per_s: float,
     service: Mapping[str, float],
+    render_s: float,
 ) -> dict[str, Any]:
     """The trace, all of it prefilled in the prefill cluster, which is served as `service`, what a
-    gateway has learnt of it, says.
+    gateway has learnt of it, says. Rendering a prompt takes `render_s`, which a simulation does not
+    know.
     """
     clusters = shape.clusters()
     caches = [one["name"] for key in ("prefill_clusters", "pd_clusters") for one in clusters[key]]
     sources = [one["name"] for one in clusters["prefill_clusters"]]
-    beside = {
-        key: f"{service[name]:f}s"
-        for key, name in (("overhead", "overhead_s"), ("decode", "decode_s"), ("busy", "busy_s"))
+    seconds = {
+        "overhead": service["overhead_s"] + service["render"] * render_s,
+        "decode": service["decode_s"],
+        "busy": service["busy_s"],
     }
+    beside = {key: f"{value:f}s" for key, value in seconds.items() if value}
     return {
         "traffic": {"lengths": {"trace": {"file": str(trace), "block_tokens": block_tokens}}},
         "profiles": {PROFILE: {"file": str(profile), "fit": "interpolate"}},

@@ -68,7 +68,9 @@ def test_a_recording_and_its_conversations_become_a_trace_with_shared_prefixes(
     # Three whole blocks of the first turn; another conversation shares nothing.
     assert cached_tokens(load_trace(trace), 32, None) == [0, 0, 96]
     file = tmp_path / "simulation.yaml"
-    file.write_text(yaml.safe_dump(simulation_file(SHAPES[1], profile, trace, 32, 20.0, SERVICE)))
+    file.write_text(
+        yaml.safe_dump(simulation_file(SHAPES[1], profile, trace, 32, 20.0, SERVICE, 0.01))
+    )
     simulation = load_simulation(file)
     outcome = replay(simulation.model, simulation.workload(1), simulation.policy("remote")[1])
     found = outcome.summary(0.0)
