@@ -349,6 +349,7 @@ class LiveScheduler:
             kv=kv or _NO_KV,
             margin_s=routing.margin_s if by_prediction else math.inf,
             margin_share=routing.margin_share,
+            stream_weight=routing.stream_weight,
             hand_off_tokens=self.settings.hand_off_tokens,
             max_link_age_s=routing.max_link_age_s,
             max_tail_s=routing.max_tail_s,

@@ -8,9 +8,9 @@
 2. Move. A cached prefix may come from elsewhere during the queue; the prefill waits for it.
 3. Prefill. T(whole prompt) less what the cached part saves (`scheduler.routing.profiles`).
 4. Tail. The link is a fluid queue, first come, first served, at its present rate. It holds the
-   present backlog, what other requests emit meanwhile, and the request's own KVCache: emitted
-   evenly over its prefill, with its fixed bytes at the end. The tail is what is unsent when the
-   prefill ends, divided by the rate.
+   backlog of its last sample, less what it has sent since, what other requests emit meanwhile, and
+   the request's own KVCache: emitted evenly over its prefill, with its fixed bytes at the end. The
+   tail is what is unsent when the prefill ends, divided by the rate.
 5. Slot. Decode slots come free in the order in which their decodes end. Requests that land earlier
    take them earlier.
 6. Contention. What others compute meanwhile, as it was learnt (`scheduler.routing.service`).
@@ -150,8 +150,9 @@ def transfer_tail_s(link: LinkView, begin_s: float, prefill_s: float, task: Pref
     if rate <= 0:
         return math.inf
     # While this prompt waits and computes, KVCache of others flows in and the link sends it off.
+    # The backlog is what a sample found `age_s` ago, and the link has gone on sending since.
     gain = link.inflow_bytes_per_s - rate
-    backlog = max(0.0, link.backlog_bytes + gain * begin_s)
+    backlog = max(0.0, link.backlog_bytes + gain * (link.age_s + begin_s))
     # Layers leave while the prompt is computed; the recurrent states leave when it is done.
     backlog = max(0.0, backlog + gain * prefill_s + task.token_bytes)
     return (backlog + task.fixed_bytes) / rate + link.rtt_s / 2

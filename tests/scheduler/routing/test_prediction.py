@@ -106,6 +106,17 @@ def test_a_backlog_drains_while_the_request_waits() -> None:
     assert transfer_tail_s(fed, 9.0, 1.0, task) == pytest.approx(5.0)
 
 
+def test_a_backlog_that_was_seen_some_time_ago_has_been_sent_since() -> None:
+    task = PrefillTask(1000)
+    seen = LinkView(available_bytes_per_s=1e8, backlog_bytes=3e8)
+    assert transfer_tail_s(seen, 0.0, 1.0, task) == pytest.approx(2.0)
+    assert transfer_tail_s(replace(seen, age_s=1.5), 0.0, 1.0, task) == pytest.approx(0.5)
+    assert transfer_tail_s(replace(seen, age_s=4.0), 0.0, 1.0, task) == 0.0
+    # What prefills go on to emit has come into it.
+    fed = replace(seen, age_s=1.5, inflow_bytes_per_s=1e8)
+    assert transfer_tail_s(fed, 0.0, 1.0, task) == pytest.approx(3.0)
+
+
 def test_links_without_a_rate() -> None:
     task = PrefillTask(1000, token_bytes=1e9)
     assert transfer_tail_s(LinkView(rtt_s=0.1), 0.0, 1.0, task) == pytest.approx(0.05)
