@@ -52,9 +52,17 @@ MIN_MOVE_SAVING_S: Final = 0.1
 ABUNDANCE: Final = 1.25
 """Bandwidth is abundant from this ratio of link rate to the cluster's KVCache emission on."""
 
-MARGIN_S: Final = 0.1
-MARGIN_SHARE: Final = 0.3
+MARGIN_S: Final = 1.0
+MARGIN_SHARE: Final = 0.45
+HOME_MARGIN_S: Final = 0.1
+HOME_MARGIN_SHARE: Final = 0.3
 STREAM_WEIGHT: Final = 0.25
+
+
+_NOT_NEGATIVE: Final = (
+    *("margin_s", "margin_share", "home_margin_s", "home_margin_share"),
+    *("stream_weight", "hand_off_tokens"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +70,18 @@ class RouteLimits:
     """When a request may leave the side that the threshold gives it, and use a link."""
 
     margin_s: float = MARGIN_S
-    """How much less the other side must cost, seconds; added to `margin_share`."""
-    margin_share: float = MARGIN_SHARE
-    """How much less the other side must cost, as a share of what the own side costs; added to
-    `margin_s`.
+    """How much less a prefill cluster must cost for a prompt that belongs to the PD cluster,
+    seconds; added to `margin_share`.
     """
+    margin_share: float = MARGIN_SHARE
+    """The same as a share of what the PD cluster costs; added to `margin_s`."""
+    # Lower than the margin of the other direction: staying needs no link.
+    home_margin_s: float = HOME_MARGIN_S
+    """How much less the PD cluster must cost for a prompt that belongs to a prefill cluster,
+    seconds; added to `home_margin_share`.
+    """
+    home_margin_share: float = HOME_MARGIN_SHARE
+    """The same as a share of what the prefill cluster costs; added to `home_margin_s`."""
     stream_weight: float = STREAM_WEIGHT
     """What a second costs by which a prefill holds up a running answer, in seconds of TTFT."""
     # Transfers are given up in the end, and then prefill and transfer were in vain.
@@ -91,11 +106,14 @@ class RouteConfig(RouteLimits):
     service: Mapping[str, ServiceModel] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
-        least = min(self.margin_s, self.margin_share, self.stream_weight, self.hand_off_tokens)
+        least = min(
+            *(self.margin_s, self.margin_share, self.home_margin_s, self.home_margin_share),
+            *(self.stream_weight, self.hand_off_tokens),
+        )
         # One comparison for all of them on the usual path: every route makes a configuration.
         if least >= 0 and min(self.max_link_age_s, self.max_tail_s) > 0:
             return
-        for name in ("margin_s", "margin_share", "stream_weight", "hand_off_tokens"):
+        for name in _NOT_NEGATIVE:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must not be negative")
         for name in ("max_link_age_s", "max_tail_s"):

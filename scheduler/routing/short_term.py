@@ -16,9 +16,10 @@ Rules, first match wins:
    if that pays (`scheduler.routing.candidates`).
 4. The request leaves its side when the other side costs less by more than a margin: a fixed part
    and a share of what its own side costs. A side costs the predicted time to first token, plus what
-   the prefill costs the answers of an engine that decodes meanwhile. It leaves for a prefill
-   cluster only over a link that is up and has a measured rate, so that the prediction contains its
-   backlog and rate.
+   the prefill costs the answers of an engine that decodes meanwhile. The margin is lower for
+   staying in the PD cluster, which needs no link. The request leaves for a prefill cluster only
+   over a link that is up and has a measured rate, so that the prediction contains its backlog and
+   rate.
 
 Why both t and predictions: t gives each side the work that it does best, and it is what the plan
 balances. Predictions alone would let every small queue drag short prompts over the link, and long
@@ -220,7 +221,7 @@ def _kept_back(
 
 def _from_remote(local: Candidate, remote: Candidate, config: RouteConfig) -> _Chosen:
     """The prompt belongs to this prefill cluster, unless the PD cluster is clearly cheaper."""
-    if _is_clearly_cheaper(local, remote, config):
+    if _is_cheaper(local, remote, config.home_margin_s, config.home_margin_share):
         return _Chosen(local, Reason.LOCAL_SOONER, local, remote)
     return _Chosen(remote, Reason.ABOVE_THRESHOLD, local, remote)
 
@@ -234,7 +235,7 @@ def _from_local(
     inviting = [r for r in remotes if _is_inviting(r.cluster)]
     if inviting:
         remote = _soonest(inviting)
-        if _is_clearly_cheaper(remote, local, config):
+        if _is_cheaper(remote, local, config.margin_s, config.margin_share):
             return _Chosen(remote, Reason.REMOTE_SOONER, local, remote)
     return _Chosen(local, reason, local, _soonest(remotes))
 
@@ -254,12 +255,12 @@ def _is_inviting(cluster: ClusterView) -> bool:
     return cluster.link is not None and cluster.link.available_bytes_per_s is not None
 
 
-def _is_clearly_cheaper(other: Candidate, own: Candidate, config: RouteConfig) -> bool:
+def _is_cheaper(other: Candidate, own: Candidate, margin_s: float, margin_share: float) -> bool:
     """Whether leaving `own` gains more than the margin. Any finite cost beats an infinite one."""
     other_s, own_s = other.cost_s, own.cost_s
     if own_s == math.inf:
         return other_s < math.inf
-    return other_s + config.margin_s + config.margin_share * own_s < own_s
+    return other_s + margin_s + margin_share * own_s < own_s
 
 
 def _landing_numbers(

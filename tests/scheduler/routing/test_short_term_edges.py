@@ -122,7 +122,14 @@ def timed(remote_s: float, local_s: float, threshold_tokens: float) -> RegionSna
 
 
 def test_exactly_the_margin_does_not_pay_for_leaving_a_side() -> None:
-    config = dataclasses.replace(CONFIG, kv=NO_BYTES, margin_s=1.0, margin_share=0.5)  # 5 s of 8 s
+    config = dataclasses.replace(
+        CONFIG,
+        kv=NO_BYTES,
+        margin_s=1.0,  # with the share, 5 s of 8 s
+        margin_share=0.5,
+        home_margin_s=1.0,
+        home_margin_share=0.5,
+    )
     kept = routed(1000, timed(8.0, 3.0, 0.0), config=config)
     assert (kept.target, kept.reason) == ("far", Reason.ABOVE_THRESHOLD)
     left = routed(1000, timed(8.0, 2.9375, 0.0), config=config)
@@ -151,8 +158,8 @@ def test_what_a_prefill_takes_from_running_answers_is_part_of_what_a_side_costs(
         CONFIG,
         kv=NO_BYTES,
         hand_off_tokens=10_000,
-        margin_s=0.0,
-        margin_share=0.0,
+        home_margin_s=0.0,
+        home_margin_share=0.0,
         stream_weight=0.25,
     )
 
@@ -171,6 +178,14 @@ def test_a_prefill_on_an_instance_that_decodes_nothing_harms_no_answer() -> None
     found = routed(5000, region(far(), decode=decode))
     assert found.target == HAND_OFF
     assert "local_harm_s" not in found.numbers
+
+
+def test_a_prompt_stays_in_the_pd_cluster_for_less_than_it_leaves_it_for() -> None:
+    """With the default margins: 0.1 s and 30% against 1 s and 45%."""
+    config = dataclasses.replace(CONFIG, kv=NO_BYTES)
+    assert routed(1000, timed(2.0, 1.2, 0.0), config=config).reason is Reason.LOCAL_SOONER
+    assert routed(1000, timed(1.2, 2.0, 1000.0), config=config).reason is Reason.BELOW_THRESHOLD
+    assert routed(1000, timed(0.05, 2.0, 1000.0), config=config).reason is Reason.REMOTE_SOONER
 
 
 def test_a_side_that_never_ends_is_not_left_for_another_that_never_ends() -> None:
