@@ -231,8 +231,8 @@ class LiveScheduler:
         tried = self._spilled(model, tried, try_at, now_s, excluded)
         if tried.decision.reason is not Reason.LOCAL_SOONER:
             return tried.decision
-        # An infinite margin leaves t alone to decide.
-        by_threshold = replace(tried.config, margin_s=math.inf)
+        # Infinite margins leave t alone to decide.
+        by_threshold = replace(tried.config, margin_s=math.inf, home_margin_s=math.inf)
         found = route(tried.request.shape, tried.seen, by_threshold, now_s, excluded=excluded)
         if not self._is_worth_a_try(model, found, now_s):
             return tried.decision
@@ -349,6 +349,9 @@ class LiveScheduler:
             kv=kv or _NO_KV,
             margin_s=routing.margin_s if by_prediction else math.inf,
             margin_share=routing.margin_share,
+            home_margin_s=routing.home_margin_s if by_prediction else math.inf,
+            home_margin_share=routing.home_margin_share,
+            stream_weight=routing.stream_weight,
             hand_off_tokens=self.settings.hand_off_tokens,
             max_link_age_s=routing.max_link_age_s,
             max_tail_s=routing.max_tail_s,

@@ -22,6 +22,7 @@ from scheduler.live.admission import (
     tenant_refusal,
 )
 from scheduler.live.core import Event, LiveScheduler
+from scheduler.live.ledger import PrefillLeg
 from scheduler.live.snapshots import PendingRequest, Reported
 from scheduler.live.spilling import load_request
 from scheduler.live.tenants import TenantLimit
@@ -125,9 +126,31 @@ class RouteAsked(Event[RouteDecision], frozen=True):
     home: str = ""
 
     def apply(self, live: LiveScheduler, now_s: float) -> RouteDecision:
-        """The answer of `LiveScheduler.route`."""
+        """The answer of `LiveScheduler.route`. The prompt is work ahead of those that come next."""
         request = PendingRequest(self.shape, self.priority, self.home)
-        return live.route(self.model, request, now_s, excluded=self.excluded)
+        decision = live.route(self.model, request, now_s, excluded=self.excluded)
+        _note_routed(live, self, decision, now_s)
+        return decision
+
+
+def _note_routed(
+    live: LiveScheduler, asked: RouteAsked, decision: RouteDecision, now_s: float
+) -> None:
+    """Count a prompt that is to be computed elsewhere as work ahead from now on."""
+    predicted, numbers = decision.predicted, decision.numbers
+    if predicted is None or not decision.needs_landing:
+        return
+    leg = PrefillLeg(
+        place=live.place(decision.target, decision.pd),
+        num_tokens=asked.shape.num_prompt_tokens,
+        uncached_tokens=int(numbers["uncached_tokens"]),
+        begun_s=now_s,
+        lands_at_s=now_s + predicted.landed_s,
+        model=asked.model,
+        priority=asked.priority,
+        pd=decision.pd,
+    )
+    live.ledger.routed(leg)
 
 
 class ThresholdsAsked(Event[list[ThresholdNow]], frozen=True):

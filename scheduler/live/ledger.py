@@ -19,6 +19,10 @@ import msgspec
 
 KEEP_ENDED_S = 30.0
 """How long ended legs are remembered, seconds. No report older than this is used."""
+ROUTED_S = 1.0
+"""How long a prompt that was routed counts as work ahead before its leg begins, seconds. It may
+have been refused, or its landing may not have been reserved.
+"""
 KEEP_LAST_END_S = 3600.0
 """How long the end of an instance's last prefill is remembered, seconds. No prefill runs longer."""
 
@@ -75,6 +79,10 @@ class Ledger:
         self._by_pd: dict[str, _Legs] = {}
         # Legs under way that no report has had, by place.
         self._unreported: dict[str, dict[str, PrefillLeg]] = {}
+        # Prompts that were routed to a place and whose legs have not begun, by place, the earliest
+        # first. They are in `_unreported`, too.
+        self._routed: dict[str, dict[str, PrefillLeg]] = {}
+        self._num_routed = 0
         self._direct: dict[int, DirectPrompt] = {}
         self._direct_at: dict[str, list[DirectPrompt]] = {}
         self._num_direct = 0
@@ -129,8 +137,30 @@ class Ledger:
         """
         return self._leg_versions.get(place, 0)
 
+    def routed(self, leg: PrefillLeg) -> None:
+        """A prompt is to be computed at a place; its landing is not reserved yet.
+
+        Prompts that arrive together would otherwise all find the queue empty.
+        """
+        waiting = self._routed.setdefault(leg.place, {})
+        for key in [key for key, old in waiting.items() if leg.begun_s - old.begun_s > ROUTED_S]:
+            self._forget_routed(leg.place, key)
+        self._num_routed += 1
+        key = f"routed {self._num_routed}"
+        waiting[key] = leg
+        self._unreported.setdefault(leg.place, {})[key] = leg
+        _grow(self._leg_versions, leg.place)
+
+    def _forget_routed(self, place: str, key: str) -> None:
+        del self._routed[place][key]
+        self._unreported[place].pop(key, None)
+
     def leg_begun(self, transfer_id: str, leg: PrefillLeg) -> None:
-        """A landing is reserved, and the job is on its way."""
+        """A landing is reserved, and the job is on its way. It was one of the `routed`, if any."""
+        if waiting := self._routed.get(leg.place):
+            # Which one nobody says. The next in length is most likely it.
+            near = min(waiting, key=lambda key: abs(waiting[key].num_tokens - leg.num_tokens))
+            self._forget_routed(leg.place, near)
         for legs in (self._all, self._of_pd(leg.pd)):
             # A leg of a gateway that was not heard for a while was over, and begins again.
             legs.ended.pop(transfer_id, None)

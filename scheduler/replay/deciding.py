@@ -374,7 +374,12 @@ def _settings(policy: Policy, linked: Mapping[str, tuple[str, ...]]) -> LiveSett
         # The plan's t of each cluster is told at once.
         threshold_tokens=0.0,
         hand_off_tokens=1,
-        routing=RoutingPolicy(margin_s=policy.margin_s, margin_share=policy.margin_share),
+        routing=RoutingPolicy(
+            margin_s=policy.margin_s,
+            margin_share=policy.margin_share,
+            home_margin_s=policy.home_margin_s,
+            home_margin_share=policy.home_margin_share,
+        ),
         threshold=policy.threshold,
         order=policy.order or OrderConfig(),
         refuses_load=policy.admission is not None,

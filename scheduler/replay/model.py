@@ -18,7 +18,7 @@ from scheduler.live.long_term.loop import LongTermConfig
 from scheduler.planning.joint import JointRegion
 from scheduler.planning.region_model import PdClusterModel, Region, Uplink
 from scheduler.replay.links import RateSchedule
-from scheduler.routing.candidates import MARGIN_S, MARGIN_SHARE
+from scheduler.routing.candidates import HOME_MARGIN_S, HOME_MARGIN_SHARE, MARGIN_S, MARGIN_SHARE
 from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.service import ServiceModel
 from scheduler.routing.spill import Spill
@@ -137,6 +137,8 @@ class Policy:
     """The order of waiting prefills. None: first come, first served."""
     margin_s: float = MARGIN_S
     margin_share: float = MARGIN_SHARE
+    home_margin_s: float = HOME_MARGIN_S
+    home_margin_share: float = HOME_MARGIN_SHARE
     spill: Spill = "overflow"
     """When another PD cluster than its home decodes a request."""
     threshold: ThresholdConfig = field(default_factory=ThresholdConfig)

@@ -124,6 +124,7 @@ class MonitoredLink:
         self._acked_bytes = 0.0
         self._resent_bytes = 0.0
         self._busy_s = 0.0
+        self._waiting_bytes = 0.0
         self._rate = link.schedule.base_bytes_per_s
         self._asked_s = 0.0
         self._estimate: LinkEstimate | None = None
@@ -132,6 +133,7 @@ class MonitoredLink:
     def sample(self, now_s: float) -> None:
         self._count(now_s)
         self._monitor.observe(self._read(), now_s)
+        self._waiting_bytes = self._link.waiting_bytes
         if now_s - self._asked_s >= _PROBE_EVERY_S:
             self._asked_s = now_s
             self._probe(now_s)
@@ -149,7 +151,8 @@ class MonitoredLink:
             state=self.condition,
             available_bytes_per_s=None if rate is None else self._link.available(rate),
             rtt_s=estimate.base_rtt_s,
-            backlog_bytes=self._link.waiting_bytes,
+            # As old as the sample, which is what `age_s` says.
+            backlog_bytes=self._waiting_bytes,
             inflow_bytes_per_s=inflow,
             age_s=now_s - self._sampled_s,
             is_floor=estimate.is_floor,

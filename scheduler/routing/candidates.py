@@ -54,6 +54,15 @@ ABUNDANCE: Final = 1.25
 
 MARGIN_S: Final = 1.0
 MARGIN_SHARE: Final = 0.45
+HOME_MARGIN_S: Final = 0.1
+HOME_MARGIN_SHARE: Final = 0.3
+STREAM_WEIGHT: Final = 0.25
+
+
+_NOT_NEGATIVE: Final = (
+    *("margin_s", "margin_share", "home_margin_s", "home_margin_share"),
+    *("stream_weight", "hand_off_tokens"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +70,20 @@ class RouteLimits:
     """When a request may leave the side that the threshold gives it, and use a link."""
 
     margin_s: float = MARGIN_S
-    """How much sooner the other side's first token must be, seconds; added to `margin_share`."""
-    margin_share: float = MARGIN_SHARE
-    """How much sooner the other side's first token must be, as a share of its predicted time; added
-    to `margin_s`.
+    """How much less a prefill cluster must cost for a prompt that belongs to the PD cluster,
+    seconds; added to `margin_share`.
     """
+    margin_share: float = MARGIN_SHARE
+    """The same as a share of what the PD cluster costs; added to `margin_s`."""
+    # Lower than the margin of the other direction: staying needs no link.
+    home_margin_s: float = HOME_MARGIN_S
+    """How much less the PD cluster must cost for a prompt that belongs to a prefill cluster,
+    seconds; added to `home_margin_share`.
+    """
+    home_margin_share: float = HOME_MARGIN_SHARE
+    """The same as a share of what the prefill cluster costs; added to `home_margin_s`."""
+    stream_weight: float = STREAM_WEIGHT
+    """What a second costs by which a prefill holds up a running answer, in seconds of TTFT."""
     # Transfers are given up in the end, and then prefill and transfer were in vain.
     max_tail_s: float = 20.0
     """A link that would take longer after the prefill keeps the prompt local, seconds."""
@@ -88,11 +106,14 @@ class RouteConfig(RouteLimits):
     service: Mapping[str, ServiceModel] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
-        least = min(self.margin_s, self.margin_share, self.hand_off_tokens)
+        least = min(
+            *(self.margin_s, self.margin_share, self.home_margin_s, self.home_margin_share),
+            *(self.stream_weight, self.hand_off_tokens),
+        )
         # One comparison for all of them on the usual path: every route makes a configuration.
         if least >= 0 and min(self.max_link_age_s, self.max_tail_s) > 0:
             return
-        for name in ("margin_s", "margin_share", "hand_off_tokens"):
+        for name in _NOT_NEGATIVE:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must not be negative")
         for name in ("max_link_age_s", "max_tail_s"):
@@ -101,13 +122,22 @@ class RouteConfig(RouteLimits):
 
 
 class Candidate(NamedTuple):
-    """One place. It need not compute `cached_tokens`, which include those of a `move` that pays."""
+    """One place. It need not compute `cached_tokens`, which include those of a `move` that pays.
+
+    `harm_s` is what the prefill costs running answers, in seconds of TTFT.
+    """
 
     target: str
     cluster: ClusterView
     prediction: Prediction
     cached_tokens: int
     move: CacheMove = NO_MOVE
+    harm_s: float = 0.0
+
+    @property
+    def cost_s(self) -> float:
+        """What sides are compared by: the time to first token, and what others lose by it."""
+        return self.prediction.ttft_s + self.harm_s
 
 
 class _Asked(NamedTuple):
@@ -256,7 +286,8 @@ def _with_best_cache(
     service = asked.config.service.get(target, ALONE)
     load = asked.snapshot.load(cluster, asked.request.render_s)
     prediction = predict(task, cluster, asked.snapshot.decode, service, load)
-    own = Candidate(target, cluster, prediction, task.cached_tokens)
+    harm_s = _harm_s(target, prediction, asked.config)
+    own = Candidate(target, cluster, prediction, task.cached_tokens, harm_s=harm_s)
     if not asked.request.sendable_tokens:
         return own
     others = [
@@ -267,6 +298,15 @@ def _with_best_cache(
         and source not in asked.excluded
     ]
     return min(others, key=_by_first_token, default=own)
+
+
+def _harm_s(target: str, prediction: Prediction, config: RouteConfig) -> float:
+    """What running answers lose by a prefill: on an engine that decodes, each of its batch gets
+    one token a chunk of the prefill, so it comes later by about the whole prefill.
+    """
+    if target != ONE_ENGINE:
+        return 0.0
+    return config.stream_weight * prediction.prefill_s * prediction.load.decodes
 
 
 def _by_first_token(candidate: Candidate) -> tuple[bool, float, int]:
@@ -321,7 +361,8 @@ def _with_cache_of(
     )
     if not move.pays:
         return own._replace(move=move)
-    return Candidate(own.target, cluster, moved, num_tokens, move)
+    harm_s = _harm_s(own.target, moved, asked.config)
+    return Candidate(own.target, cluster, moved, num_tokens, move, harm_s)
 
 
 def _move_obstacle(source: str, target: str, link: LinkView, asked: _Asked) -> MoveReason | None:

@@ -34,7 +34,7 @@ class Reason(StrEnum):
 
     ABOVE_THRESHOLD = "above_threshold"
     BELOW_THRESHOLD = "below_threshold"
-    # The other side is predicted to be clearly sooner than the side that the threshold gives.
+    # The other side is predicted to cost clearly less than the side that the threshold gives.
     REMOTE_SOONER = "remote_sooner"
     LOCAL_SOONER = "local_sooner"
     # One engine must serve it whole.

@@ -8,9 +8,9 @@
 2. Move. A cached prefix may come from elsewhere during the queue; the prefill waits for it.
 3. Prefill. T(whole prompt) less what the cached part saves (`scheduler.routing.profiles`).
 4. Tail. The link is a fluid queue, first come, first served, at its present rate. It holds the
-   present backlog, what other requests emit meanwhile, and the request's own KVCache: emitted
-   evenly over its prefill, with its fixed bytes at the end. The tail is what is unsent when the
-   prefill ends, divided by the rate.
+   backlog of its last sample, less what it has sent since, what other requests emit meanwhile, and
+   the request's own KVCache: emitted evenly over its prefill, with its fixed bytes at the end. The
+   tail is what is unsent when the prefill ends, divided by the rate.
 5. Slot. Decode slots come free in the order in which their decodes end. Requests that land earlier
    take them earlier.
 6. Contention. What others compute meanwhile, as it was learnt (`scheduler.routing.service`).
@@ -106,7 +106,9 @@ def predict(
         return Prediction(begin_s, 0.0, prefill_s, step_s=decode.step_s)
     tail_s = 0.0
     if cluster.link is not None:
-        tail_s = transfer_tail_s(cluster.link, begin_s, prefill_s, task)
+        # While the request has an instance, only the others emit KVCache of others.
+        beside = 1 - 1 / max(1, len(cluster.free_s))
+        tail_s = transfer_tail_s(cluster.link, begin_s, prefill_s, task, beside=beside)
     slot_s = slot_wait_s(decode, begin_s + prefill_s + tail_s)
     return Prediction(
         queue_s,
@@ -136,8 +138,11 @@ def queue_wait_s(queued_s: float, free_s: Sequence[float]) -> float:
     return (queued_s + below_s) / len(free_s) if free_s else math.inf
 
 
-def transfer_tail_s(link: LinkView, begin_s: float, prefill_s: float, task: PrefillTask) -> float:
+def transfer_tail_s(
+    link: LinkView, begin_s: float, prefill_s: float, task: PrefillTask, *, beside: float = 1.0
+) -> float:
     """Time from the end of a prefill that begins at `begin_s` until its KVCache has landed.
+    `beside` is the share of the link's inflow that goes on during the prefill.
 
     A rate that nobody has measured counts as fast enough, so that only propagation is left. The
     same holds for a mere floor on a clear link where nothing waits: with the floor as the limit,
@@ -149,10 +154,13 @@ def transfer_tail_s(link: LinkView, begin_s: float, prefill_s: float, task: Pref
         return link.rtt_s / 2
     if rate <= 0:
         return math.inf
-    # While this prompt waits and computes, KVCache of others flows in and the link sends it off.
-    gain = link.inflow_bytes_per_s - rate
-    backlog = max(0.0, link.backlog_bytes + gain * begin_s)
+    # A sample found the backlog `age_s` ago, and the link has gone on sending since. What has come
+    # in since then nobody has said; most of it left at once.
+    backlog = max(0.0, link.backlog_bytes - rate * link.age_s)
+    # While this prompt waits, KVCache of others flows in and the link sends it off.
+    backlog = max(0.0, backlog + (link.inflow_bytes_per_s - rate) * begin_s)
     # Layers leave while the prompt is computed; the recurrent states leave when it is done.
+    gain = beside * link.inflow_bytes_per_s - rate
     backlog = max(0.0, backlog + gain * prefill_s + task.token_bytes)
     return (backlog + task.fixed_bytes) / rate + link.rtt_s / 2
 

@@ -14,13 +14,16 @@ Rules, first match wins:
    tokens belongs to the prefill cluster that is predicted to be first; any other prompt is local.
    Uncached are the tokens that the PD cluster would compute, after a cached prefix was moved there
    if that pays (`scheduler.routing.candidates`).
-4. The request leaves its side when the other side's first token is predicted sooner by more than a
-   margin: a fixed part and a share of the prediction. It leaves for a prefill cluster only over a
-   link that is up and has a measured rate, so that the prediction contains its backlog and rate.
+4. The request leaves its side when the other side costs less by more than a margin: a fixed part
+   and a share of what its own side costs. A side costs the predicted time to first token, plus what
+   the prefill costs the answers of an engine that decodes meanwhile. The margin is lower for
+   staying in the PD cluster, which needs no link. The request leaves for a prefill cluster only
+   over a link that is up and has a measured rate, so that the prediction contains its backlog and
+   rate.
 
 Why both t and predictions: t gives each side the work that it does best, and it is what the plan
-balances. Predictions alone would let every queue drag short prompts over the link, and long ones
-away from it. With the margin, waiting counts only where it is worth the compute that is lost.
+balances. Predictions alone would let every small queue drag short prompts over the link, and long
+ones away from it. With the margin, waiting counts only where it is worth the compute that is lost.
 
 `route` does not raise: views check themselves when they are made, and a place that cannot serve has
 an infinite prediction. No I/O, no clock. This file knows no HTTP, engines, token ids or what an
@@ -217,8 +220,8 @@ def _kept_back(
 
 
 def _from_remote(local: Candidate, remote: Candidate, config: RouteConfig) -> _Chosen:
-    """The prompt belongs to this prefill cluster, unless the PD cluster is clearly sooner."""
-    if _is_clearly_sooner(local, remote, config):
+    """The prompt belongs to this prefill cluster, unless the PD cluster is clearly cheaper."""
+    if _is_cheaper(local, remote, config.home_margin_s, config.home_margin_share):
         return _Chosen(local, Reason.LOCAL_SOONER, local, remote)
     return _Chosen(remote, Reason.ABOVE_THRESHOLD, local, remote)
 
@@ -226,13 +229,13 @@ def _from_remote(local: Candidate, remote: Candidate, config: RouteConfig) -> _C
 def _from_local(
     local: Candidate, remotes: Sequence[Candidate], config: RouteConfig, reason: Reason
 ) -> _Chosen:
-    """The prompt is local for `reason`, unless a prefill cluster is clearly sooner."""
+    """The prompt is local for `reason`, unless a prefill cluster is clearly cheaper."""
     if not remotes:
         return _Chosen(local, reason, local, None)
     inviting = [r for r in remotes if _is_inviting(r.cluster)]
     if inviting:
         remote = _soonest(inviting)
-        if _is_clearly_sooner(remote, local, config):
+        if _is_cheaper(remote, local, config.margin_s, config.margin_share):
             return _Chosen(remote, Reason.REMOTE_SOONER, local, remote)
     return _Chosen(local, reason, local, _soonest(remotes))
 
@@ -252,12 +255,12 @@ def _is_inviting(cluster: ClusterView) -> bool:
     return cluster.link is not None and cluster.link.available_bytes_per_s is not None
 
 
-def _is_clearly_sooner(other: Candidate, own: Candidate, config: RouteConfig) -> bool:
-    """Whether leaving `own` gains more than the margin. Any finite time beats an infinite one."""
-    other_s, own_s = other.prediction.ttft_s, own.prediction.ttft_s
+def _is_cheaper(other: Candidate, own: Candidate, margin_s: float, margin_share: float) -> bool:
+    """Whether leaving `own` gains more than the margin. Any finite cost beats an infinite one."""
+    other_s, own_s = other.cost_s, own.cost_s
     if own_s == math.inf:
         return other_s < math.inf
-    return other_s + config.margin_s + config.margin_share * own_s < own_s
+    return other_s + margin_s + margin_share * own_s < own_s
 
 
 def _landing_numbers(
@@ -290,6 +293,8 @@ def _decision(
         "local_ttft_s": round(local.prediction.ttft_s, 4),
         **landing,
     }
+    if local.harm_s:
+        numbers["local_harm_s"] = round(local.harm_s, 4)
     if remote is not None:
         numbers["threshold_tokens"] = round(remote.cluster.threshold_tokens)
         numbers["remote_ttft_s"] = round(remote.prediction.ttft_s, 4)

@@ -314,3 +314,21 @@ def test_a_slower_link_is_never_thought_faster(
         if fast.age_s is not None and not fast.is_floor:  # not known is not slow
             assert slow.available_bytes_per_s <= fast.available_bytes_per_s * (1 + 1e-6)
         assert slow.available_bytes_per_s <= rate * slower * (1 + 1e-3)
+
+
+def test_a_fall_of_the_rate_shows_within_two_transfers_with_pauses_between_them() -> None:
+    """6 MB twice a second, which the link carries in 50 ms at first."""
+    link, estimator = FluidLink(125e6), LinkEstimator()
+    rates: list[tuple[float, float]] = []
+    for step in range(100):
+        if step % 5 in (0, 2):
+            link.offer(6e6)
+        if step == 50:
+            link.bytes_per_s, link.base_rtt_s = 12.5e6, 0.06
+        link.run(0.2)
+        estimator.observe(link.sample(), link.now_s)
+        rates.append((link.now_s, estimator.estimate(link.now_s).available_bytes_per_s))
+    before = [rate for at_s, rate in rates if 5 < at_s <= 10]
+    after = [rate for at_s, rate in rates if at_s > 11]
+    assert min(before) > 25e6
+    assert all(rate == pytest.approx(12.5e6, rel=0.1) for rate in after)

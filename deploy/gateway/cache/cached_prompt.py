@@ -70,8 +70,9 @@ class CachePlaces:
     """The nodes that serve one model, by what they can do. `Nodes` maps a node's name in the
     directory to the control address of its agent.
 
-    `model` is None if no node caches the model, or none has said so yet. `pd_cluster` is where the
-    prompt will decode; `other_pds` are where it could.
+    `model` is None if no node caches the model, or none has said so yet. `caches_nothing` tells the
+    two apart: the engines of `pd_cluster` have all said what they have, and none caches it.
+    `pd_cluster` is where the prompt will decode; `other_pds` are where it could.
     """
 
     pd_cluster: str = ""
@@ -80,6 +81,7 @@ class CachePlaces:
     hand_off_nodes: Nodes = field(default_factory=lambda: _NONE)
     prefill_nodes: Mapping[str, Nodes] = field(default_factory=lambda: MappingProxyType({}))
     other_pds: Mapping[str, PdNodes] = field(default_factory=lambda: MappingProxyType({}))
+    caches_nothing: bool = False
 
     def at(self, pd: str) -> CachePlaces:
         """The same for a prompt that decodes in another PD cluster."""
@@ -294,9 +296,14 @@ def places_of(
     nodes = {name: pd_nodes(items) for name, items in pds.items()}
     home = "" if pd is None else pd.name
     own = nodes.pop(home, PdNodes(_NONE, _NONE))
+    found = next((cache for cache in caches if cache is not None), None)
+    engines = pds.get(home, [])
+    # An engine names its layout and its cache together, so one without a layout has said nothing.
+    has_said = bool(engines) and all(item.layout_fingerprint for item in engines)
     return CachePlaces(
         pd_cluster=home,
-        model=next((cache for cache in caches if cache is not None), None),
+        model=found,
+        caches_nothing=has_said and found is None,
         decode_nodes=own.decode,
         hand_off_nodes=own.hand_off,
         prefill_nodes=MappingProxyType(

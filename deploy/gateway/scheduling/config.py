@@ -41,6 +41,9 @@ class RoutingSection(Section):
     policy: Literal["predicted", "threshold"]
     margin_s: SecondsOrZero
     margin_share: NotNegative
+    home_margin_s: SecondsOrZero
+    home_margin_share: NotNegative
+    stream_weight: NotNegative
     max_tail_s: Seconds
     max_link_age_s: Seconds
     rising_factor: Factor

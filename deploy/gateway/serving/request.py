@@ -232,7 +232,7 @@ class Serving:
             seconds = feedback.direct_answered(target.instance, begun_s)
             # A prompt that was not looked up may be cached, and one at a full engine waited for a
             # slot. Neither says how long a prefill takes.
-            is_looked_up = services.caches is None or plan.cached.keys is not None
+            is_looked_up = plan.cached.keys is not None or self._is_cached_nowhere()
             if is_looked_up and not exchange.was_full:
                 feedback.direct_took(self._inbound.model, plan.shape, seconds, pd=pd)
         return answer
@@ -263,7 +263,7 @@ class Serving:
         record, predicted = exchange.record, exchange.predicted
         ttft_s = record.ttft_s if record.is_stream and record.status == 200 else None
         # A prompt that was not looked up may be cached, which no prediction knew.
-        is_looked_up = self._services.caches is None or record.local_cached_tokens is not None
+        is_looked_up = record.local_cached_tokens is not None or self._is_cached_nowhere()
         if predicted is None or ttft_s is None or not is_looked_up:
             return
         # How long the client takes to send its body does not depend on the route.
@@ -277,6 +277,15 @@ class Serving:
             pd=record.cluster,
         )
         exchange.metrics.predicted(record.route, predicted.ttft_s, ttft_s)
+
+    def _is_cached_nowhere(self) -> bool:
+        """Whether nothing of any prompt can be cached, so that a prompt that was not looked up
+        teaches as much as one that was.
+        """
+        services, record = self._services, self._exchange.record
+        if services.caches is None:
+            return True
+        return services.places(self._inbound.model, record.home).caches_nothing
 
     def _teach_length(self, usage: Usage) -> None:
         """Learn the length of a prompt that was not counted from the usage of its answer."""

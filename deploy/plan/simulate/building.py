@@ -191,12 +191,18 @@ def _policy(name: str, spec: PolicySpec, model: ReplayModel, whole: SimulationSp
         spill=spec.spill,
         report_every_s=spec.report_every,
         order=OrderConfig() if spec.order == "shortest" else None,
-        margin_s=default.margin_s if spec.margin is None else spec.margin,
-        margin_share=default.margin_share if spec.margin_share is None else spec.margin_share,
+        margin_s=_or(spec.margin, default.margin_s),
+        margin_share=_or(spec.margin_share, default.margin_share),
+        home_margin_s=_or(spec.home_margin, default.home_margin_s),
+        home_margin_share=_or(spec.home_margin_share, default.home_margin_share),
         admission=admission,
         long_term=None if period_s is None else LongTermConfig(period_s=period_s),
         monitor=default.monitor if spec.watch == "monitor" else None,
     )
+
+
+def _or(given: float | None, default: float) -> float:
+    return default if given is None else given
 
 
 def _model(file: SimulationFile, found: PlanInput) -> ReplayModel:

@@ -98,6 +98,8 @@ class PolicySpec(Section):
     """When another PD cluster than its home decodes a request."""
     margin: Span | None = None
     margin_share: Annotated[float, Field(ge=0)] | None = None
+    home_margin: Span | None = None
+    home_margin_share: Annotated[float, Field(ge=0)] | None = None
     admission: Literal["off", "predicted", "present", "at_decode"] = "off"
     max_prefill_load: Positive | None = None
     max_decode_load: Positive | None = None

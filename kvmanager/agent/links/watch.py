@@ -168,6 +168,9 @@ class LinkWatch:
             if is_used:
                 watched.used_s = now_s
                 is_news |= now_s - self._told_s >= NEWS_S
+            # The last report was made while it had transfers. Without one more, it would have their
+            # backlog for as long as it is idle.
+            is_news |= not is_used and watched.used_s >= self._told_s > -math.inf
             if is_used or now_s >= watched.due_s:
                 interface = self._interface(endpoint.host, interfaces)
                 is_news |= self._look_at(endpoint, watched, interface, now_s)

@@ -198,6 +198,16 @@ def test_places_are_of_instances_that_serve_the_model() -> None:
     assert places_of(None, {"far": far}, "tiny") == CachePlaces()
 
 
+def test_engines_that_have_said_what_they_have_and_cache_nothing_leave_nothing_to_look_up() -> None:
+    silent, said = instance("d"), instance("d", layout_fingerprint="f")
+    assert not places_of(None, {}, "tiny").caches_nothing
+    assert not places_of(report("home", silent), {}, "tiny").caches_nothing
+    assert not places_of(report("home", said, instance("e")), {}, "tiny").caches_nothing
+    assert places_of(report("home", said), {}, "tiny").caches_nothing
+    caching = instance("e", layout_fingerprint="f", cache=MODEL)
+    assert not places_of(report("home", said, caching), {}, "tiny").caches_nothing
+
+
 def test_a_cluster_of_prefill_instances_alone_serves_whole_with_them() -> None:
     places = places_of(report("home", instance("p", "prefill", cache=MODEL)), {}, "")
     assert dict(places.decode_nodes) == {"p": "p:1"}

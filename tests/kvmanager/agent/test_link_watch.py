@@ -178,6 +178,23 @@ async def test_idle_links_are_looked_at_less_often() -> None:
     assert (await rig.view()).estimate.sample_age_s < 1.1  # type: ignore[operator]
 
 
+async def test_the_end_of_the_last_transfer_is_told_with_the_backlog_gone() -> None:
+    rig = Rig()
+    rig.sender.queued_bytes = 500 * MB
+    rig.run(2.0, 50 * MB)
+    busy = await rig.watch.watch(WatchLinks())
+    assert busy.links[0].estimate.backlog_bytes > 0
+    waiting = asyncio.create_task(rig.watch.watch(WatchLinks(after_seq=busy.seq, timeout_s=60.0)))
+    await asyncio.sleep(0)
+    rig.sender.queued_bytes = 0
+    rig.run(0.2)
+    idle = await waiting
+    assert idle.links[0].estimate.backlog_bytes == 0
+    # Once is enough.
+    rig.run(2.0)
+    assert (await rig.watch.watch(WatchLinks())).seq == idle.seq
+
+
 async def test_a_link_that_is_down_and_idle_is_asked_to_connect() -> None:
     rig = Rig()
     rig.run(1.0)

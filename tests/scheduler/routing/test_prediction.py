@@ -106,6 +106,33 @@ def test_a_backlog_drains_while_the_request_waits() -> None:
     assert transfer_tail_s(fed, 9.0, 1.0, task) == pytest.approx(5.0)
 
 
+def test_a_backlog_that_was_seen_some_time_ago_has_been_sent_since() -> None:
+    task = PrefillTask(1000)
+    seen = LinkView(available_bytes_per_s=1e8, backlog_bytes=3e8)
+    assert transfer_tail_s(seen, 0.0, 1.0, task) == pytest.approx(2.0)
+    assert transfer_tail_s(replace(seen, age_s=1.5), 0.0, 1.0, task) == pytest.approx(0.5)
+    assert transfer_tail_s(replace(seen, age_s=4.0), 0.0, 1.0, task) == 0.0
+    # What prefills go on to emit comes into it from now on.
+    fed = replace(seen, age_s=1.5, inflow_bytes_per_s=1e8)
+    assert transfer_tail_s(fed, 0.0, 1.0, task) == pytest.approx(1.5)
+
+
+def test_an_instance_that_computes_a_prompt_emits_nothing_of_others_meanwhile() -> None:
+    task = PrefillTask(1000)
+    link = LinkView(available_bytes_per_s=1e8, backlog_bytes=3e8, inflow_bytes_per_s=1e8)
+    assert transfer_tail_s(link, 0.0, 1.0, task, beside=0.5) == pytest.approx(2.5)
+
+    def tail_s(*free_s: float) -> float:
+        lasting = PrefillProfile((0.0,), ((1.0, 0.0, 0.0),))
+        cluster = ClusterView(name="far", prefill=lasting, free_s=free_s, link=link)
+        return predict(task, cluster, DecodeView(slots_total=1)).tail_s
+
+    assert tail_s(0.0) == pytest.approx(2.0)
+    assert tail_s(0.0, 0.0) == pytest.approx(2.5)
+    # All of it comes in while the prompt waits.
+    assert tail_s(4.0) == pytest.approx(2.0)
+
+
 def test_links_without_a_rate() -> None:
     task = PrefillTask(1000, token_bytes=1e9)
     assert transfer_tail_s(LinkView(rtt_s=0.1), 0.0, 1.0, task) == pytest.approx(0.05)

@@ -70,7 +70,9 @@ def test_what_is_sent_is_what_the_landing_node_lacks() -> None:
     assert wire_bytes(prompt(50, landing_cached_tokens=60), KV) == (0.0, 1000.0)
 
 
-@pytest.mark.parametrize("name", ["margin_s", "margin_share", "hand_off_tokens"])
+@pytest.mark.parametrize(
+    "name", ["margin_s", "margin_share", "home_margin_s", "stream_weight", "hand_off_tokens"]
+)
 def test_a_margin_may_be_nothing_but_not_negative(name: str) -> None:
     assert getattr(config(**{name: 0}), name) == 0
     with pytest.raises(ValueError, match=f"{name} is -0.5; it must not be negative"):

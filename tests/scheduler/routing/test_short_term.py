@@ -276,9 +276,9 @@ def test_abundant_bandwidth_moves_the_best_cache_to_where_it_is_computed() -> No
 
 def test_a_move_that_saves_nothing_is_left() -> None:
     slow_back = far(links_in={"pd": replace(GOOD_LINK, available_bytes_per_s=1e7)})
-    found = routed(40_000, region(slow_back), local_cached_tokens=29_000)
+    found = routed(60_000, region(slow_back), local_cached_tokens=29_000)
     assert found.target == "far"
-    assert moved_from(40_000, region(slow_back), local_cached_tokens=29_000) is None
+    assert moved_from(60_000, region(slow_back), local_cached_tokens=29_000) is None
     assert moved_from(9000, region(far()), prefill_cached_tokens={"far": 200}) is None
 
 

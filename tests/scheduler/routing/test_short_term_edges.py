@@ -9,7 +9,7 @@ from scheduling_cases import CONFIG, GOOD_LINK, far, near, prompt, region
 
 from netmon.estimate import LinkCondition
 from scheduler.routing.candidates import RouteConfig
-from scheduler.routing.decision import HAND_OFF, Reason
+from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason
 from scheduler.routing.profiles import KvProfile, PrefillProfile
 from scheduler.routing.short_term import RouteDecision, route
 from scheduler.routing.views import ClusterView, DecodeView, RegionSnapshot
@@ -122,7 +122,14 @@ def timed(remote_s: float, local_s: float, threshold_tokens: float) -> RegionSna
 
 
 def test_exactly_the_margin_does_not_pay_for_leaving_a_side() -> None:
-    config = dataclasses.replace(CONFIG, kv=NO_BYTES, margin_s=1.0, margin_share=0.5)  # 5 s of 8 s
+    config = dataclasses.replace(
+        CONFIG,
+        kv=NO_BYTES,
+        margin_s=1.0,  # with the share, 5 s of 8 s
+        margin_share=0.5,
+        home_margin_s=1.0,
+        home_margin_share=0.5,
+    )
     kept = routed(1000, timed(8.0, 3.0, 0.0), config=config)
     assert (kept.target, kept.reason) == ("far", Reason.ABOVE_THRESHOLD)
     left = routed(1000, timed(8.0, 2.9375, 0.0), config=config)
@@ -131,6 +138,54 @@ def test_exactly_the_margin_does_not_pay_for_leaving_a_side() -> None:
     assert (kept.target, kept.reason) == (HAND_OFF, Reason.BELOW_THRESHOLD)
     left = routed(1000, timed(2.9375, 8.0, 1000.0), config=config)
     assert (left.target, left.reason) == ("far", Reason.REMOTE_SOONER)
+
+
+def test_a_long_queue_is_left_for_a_free_engine_of_the_other_side() -> None:
+    """With the default margin, and times of tenths of a second."""
+    queued = far(prefill=lasting(0.2), free_s=(1.0,), threshold_tokens=0.0)
+    view = region(queued, engines=near(prefill=lasting(0.25)), decode=NO_STEP)
+    config = dataclasses.replace(CONFIG, kv=NO_BYTES, hand_off_tokens=10_000)
+    found = routed(1000, view, config=config)
+    assert (found.target, found.reason) == (ONE_ENGINE, Reason.LOCAL_SOONER)
+    short = region(replace(queued, free_s=(0.1,)), engines=view.engines, decode=NO_STEP)
+    assert routed(1000, short, config=config).target == "far"
+
+
+def test_what_a_prefill_takes_from_running_answers_is_part_of_what_a_side_costs() -> None:
+    queued = far(prefill=lasting(0.2), free_s=(1.0,), threshold_tokens=0.0)
+    engines = near(prefill=lasting(0.4))
+    config = dataclasses.replace(
+        CONFIG,
+        kv=NO_BYTES,
+        hand_off_tokens=10_000,
+        home_margin_s=0.0,
+        home_margin_share=0.0,
+        stream_weight=0.25,
+    )
+
+    def at(decodes: int) -> RouteDecision:
+        decode = DecodeView(slots_total=16, slots_used=decodes, num_instances=2)
+        return routed(1000, region(queued, engines=engines, decode=decode), config=config)
+
+    # 0.4 s + 0.25 * 0.4 s for each of the 8 answers that an engine decodes, against 1.2 s.
+    assert (at(14).target, at(14).numbers["local_harm_s"]) == (ONE_ENGINE, 0.7)
+    assert (at(16).target, at(16).numbers["local_harm_s"]) == ("far", 0.8)
+    assert "local_harm_s" not in at(0).numbers
+
+
+def test_a_prefill_on_an_instance_that_decodes_nothing_harms_no_answer() -> None:
+    decode = DecodeView(slots_total=20, slots_used=20)
+    found = routed(5000, region(far(), decode=decode))
+    assert found.target == HAND_OFF
+    assert "local_harm_s" not in found.numbers
+
+
+def test_a_prompt_stays_in_the_pd_cluster_for_less_than_it_leaves_it_for() -> None:
+    """With the default margins: 0.1 s and 30% against 1 s and 45%."""
+    config = dataclasses.replace(CONFIG, kv=NO_BYTES)
+    assert routed(1000, timed(2.0, 1.2, 0.0), config=config).reason is Reason.LOCAL_SOONER
+    assert routed(1000, timed(1.2, 2.0, 1000.0), config=config).reason is Reason.BELOW_THRESHOLD
+    assert routed(1000, timed(0.05, 2.0, 1000.0), config=config).reason is Reason.REMOTE_SOONER
 
 
 def test_a_side_that_never_ends_is_not_left_for_another_that_never_ends() -> None:
