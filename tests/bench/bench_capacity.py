@@ -44,8 +44,8 @@ from capacity_files import (
     simulation_file,
     trace_of,
 )
-from e2e_systems import BY_THRESHOLD, engine, running_engines, stream
-from load_systems import HOST, ROLES, cores_of, two_clusters
+from e2e_systems import BY_THRESHOLD, ROLES, cores_of, engine, running_engines, stream
+from load_systems import HOST, two_clusters
 from running_region import served_model
 from smoke import add_smoke
 
