@@ -44,7 +44,8 @@ from capacity_files import (
     simulation_file,
     trace_of,
 )
-from e2e_systems import BY_THRESHOLD, ROLES, cores_of, engine, running_engines, stream
+from e2e_systems import BY_THRESHOLD, ROLES, engine, running_engines, stream
+from engine_cores import cores_of
 from load_systems import HOST, two_clusters
 from running_region import served_model
 from smoke import add_smoke

@@ -1,7 +1,8 @@
 """The systems that `bench_e2e.py` compares, each as engines at two sites and a way to ask them.
 
 Does not know what is asked nor what is made of the answers. Every engine is bound to its share of
-the cores; gateway, agents, the link's forwarder and the client are bound to none.
+the cores, and nothing else may run on those of the prefill engine: fronts, gateway, agents, the
+link's forwarder and the client share the others with the decode engine.
 
 NIXL's settings: kv_producer and kv_consumer, the connector's default threads, UCX over TCP on the
 link's device alone, UCX's locks as mutexes, and NUMA nodes hidden from its engines. On loopback 9
@@ -23,11 +24,13 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import aiohttp
+from engine_cores import cores_of, left_alone
 from wan import DEVICE, FAR, NEAR, Inside, Wan
 
 from deploy.lab.demo.tiny_specs import TinyModel
 from deploy.region.launch.devices import cores_here
 from deploy.region.launch.launcher import RunningRegion
+from deploy.region.launch.parts import fronts_apart, whole
 from deploy.region.launch.plan import PlannedProcess
 from deploy.region.launch.rundir import ENGINE_KEY
 from deploy.region.spec.region import RegionSpec
@@ -53,10 +56,6 @@ WITHOUT_NUMA = ("sh", "-c", HIDE_NUMA, "sh")
 """Runs a command that finds no NUMA nodes; `ip netns exec` gives it mounts of its own."""
 
 
-class CannotRunError(Exception):
-    """This machine lacks what a system needs; the text says what."""
-
-
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a system said to one prompt. `wire_bytes` and `parts` (seconds, by the names of the
@@ -67,17 +66,6 @@ class Answer:
     text: str
     wire_bytes: int
     parts: Mapping[str, float]
-
-
-def cores_of(num_engines: int, cores: Sequence[int]) -> list[str]:
-    """Equal shares of the cores, spelled for VLLM_CPU_OMP_THREADS_BIND; CannotRunError if an engine
-    would get none.
-    """
-    share = len(cores) // num_engines
-    if not share:
-        raise CannotRunError(f"{len(cores)} cores cannot give {num_engines} engines one each")
-    starts = range(0, share * num_engines, share)
-    return [",".join(map(str, cores[start : start + share])) for start in starts]
 
 
 def word_of(line: bytes, url: str) -> str:
@@ -195,11 +183,10 @@ async def nixl(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIter
         site = link.far if role == "prefill" else link.near
         return link.at_site(site, [*WITHOUT_NUMA, *argv])
 
+    shares = cores_of(len(ROLES), cores_here())
     specs = [
         nixl_engine(role, model, path, host=host, device=DEVICE, env={CORE_VARIABLE: cores})
-        for role, host, cores in zip(
-            ROLES, (FAR, NEAR), cores_of(len(ROLES), cores_here()), strict=True
-        )
+        for role, host, cores in zip(ROLES, (FAR, NEAR), shares, strict=True)
     ]
     async with (
         aiohttp.ClientSession() as session,
@@ -221,7 +208,8 @@ async def nixl(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIter
             first_s, words, _ = await stream(session, url_of("decode"), second_leg)
             return Answer(prefill_s + first_s, words, 0, {"prefill_s": prefill_s})
 
-        yield ask
+        with left_alone(shares[0]):
+            yield ask
 
 
 async def ask_region(session: aiohttp.ClientSession, url: str, model: str, prompt: str) -> Answer:
@@ -236,22 +224,27 @@ async def ask_region(session: aiohttp.ClientSession, url: str, model: str, promp
 async def prfaas(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIterator[Any]:
     """A region of a prefill cluster at the far site and a PD cluster and the gateway here."""
 
+    spec = region_spec(model, path)
+    # As on two hosts, where each starts its own site: a front is beside its engines.
+    part = replace(whole(spec), fronts=tuple(cluster.name for cluster in fronts_apart(spec)))
+
     def at_its_site(planned: PlannedProcess) -> PlannedProcess:
-        if planned.name not in ("agent.far", "prefill"):
+        if planned.name not in ("agent.far", "front.far", "prefill"):
             return planned
         argv = link.at_site(link.far, planned.process.argv)
         return replace(planned, process=replace(planned.process, argv=argv))
 
-    cores_of(len(ROLES), cores_here())  # as the region divides them itself
+    cores, *_ = cores_of(len(ROLES), cores_here())  # as the region divides them itself
     async with (
         aiohttp.ClientSession() as session,
-        RunningRegion(region_spec(model, path), logs / "region", adapt=at_its_site) as region,
+        RunningRegion(spec, logs / "region", part=part, adapt=at_its_site) as region,
     ):
 
         async def ask(prompt: str) -> Answer:
             return await ask_region(session, region.gateway_url, MODEL, prompt)
 
-        yield ask
+        with left_alone(cores):
+            yield ask
 
 
 def is_whole(record: dict[str, Any]) -> bool:

@@ -23,13 +23,12 @@ from e2e_systems import (
     ENGINE_PORTS,
     ROLES,
     WITHOUT_NUMA,
-    CannotRunError,
-    cores_of,
     engine,
     nixl_engine,
     region_spec,
     running_engines,
 )
+from engine_cores import CannotRunError, cores_of
 from free_ports import free_port
 from gateway_process import answers, child
 from router_wheel import ROUTER, router_path
