@@ -30,15 +30,17 @@ from wan import DEVICE, FAR, NEAR, Inside, Wan
 from deploy.lab.demo.tiny_specs import TinyModel
 from deploy.region.launch.devices import cores_here
 from deploy.region.launch.launcher import RunningRegion
-from deploy.region.launch.parts import fronts_apart, whole
+from deploy.region.launch.parts import part_with
 from deploy.region.launch.plan import PlannedProcess
 from deploy.region.launch.rundir import ENGINE_KEY
 from deploy.region.spec.region import RegionSpec
 from kvmanager.agent.host_facts import CORE_VARIABLE
+from kvmanager.private_files import write_private
 from prfaas.engines.access import EngineAccess
 from prfaas.engines.client import EngineHttp
 from prfaas.engines.command import EngineSpec
 from prfaas.engines.supervision.supervisor import Supervisor, engine_process
+from transport.region_key import new_key
 
 MODEL = "mimo-v2-bench"
 CHUNK_TOKENS = 1024
@@ -224,9 +226,11 @@ async def ask_region(session: aiohttp.ClientSession, url: str, model: str, promp
 async def prfaas(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIterator[Any]:
     """A region of a prefill cluster at the far site and a PD cluster and the gateway here."""
 
-    spec = region_spec(model, path)
+    key = logs / ENGINE_KEY
+    write_private(key, f"{new_key()}\n".encode())
+    spec = region_spec(model, path, engine_key=key)
     # As on two hosts, where each starts its own site: a front is beside its engines.
-    part = replace(whole(spec), fronts=tuple(cluster.name for cluster in fronts_apart(spec)))
+    part = part_with(spec, "sites", tuple(node.name for node in spec.nodes))
 
     def at_its_site(planned: PlannedProcess) -> PlannedProcess:
         if planned.name not in ("agent.far", "front.far", "prefill"):
@@ -285,8 +289,11 @@ def region_spec(
     *,
     gateway: Mapping[str, Any] = BY_THRESHOLD,
     hosts: tuple[str, str] = (FAR, NEAR),
+    engine_key: Path | None = None,
 ) -> RegionSpec:
-    """A prefill cluster of one engine and a PD cluster of another, at these two addresses."""
+    """A prefill cluster of one engine and a PD cluster of another, at these two addresses. Without
+    an `engine_key` the region makes one.
+    """
     agent = {"arena_gib": 0.5}
     far_host, near_host = hosts
     spec = {
@@ -332,14 +339,14 @@ def region_spec(
             },
         ],
         "links": [{"from": "far", "to": "near"}],
-        "security": {"trusted_network": True},
+        "security": {"trusted_network": True, "engine_key": engine_key},
     }
     return RegionSpec.model_validate(spec)
 
 
 def engine_access(system: str, logs: Path) -> EngineAccess:
     """The credentials that the engines of a system with these logs demand."""
-    return EngineAccess(logs / "region" / ENGINE_KEY if system == "prfaas" else None)
+    return EngineAccess(logs / ENGINE_KEY if system == "prfaas" else None)
 
 
 async def ask_engine(
