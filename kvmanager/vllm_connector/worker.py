@@ -73,6 +73,7 @@ class WorkerSide:
         every = [view for parts in views.values() for view in parts]
         copier = copier_for(every, staging_bytes, lambda s: self._stats.add_staging_wait(s))
         self._access = ArenaAccess(client, copier)
+        self._is_on_host = every[0].device.type == "cpu"
         self._sending = threading.Lock()
         # By opening of the outbox. None: this worker gave it up, so later steps skip it.
         self._outgoing: dict[tuple[bytes, int], Outgoing | None] = {}
@@ -111,6 +112,7 @@ class WorkerSide:
             self._loader.join(timeout=5)
         self._access.copier.close()
         self._client.close()
+        self._access.stop_mapping()
 
     # Events of the agent, on the client's thread.
 
@@ -121,6 +123,8 @@ class WorkerSide:
             self._agent_version = welcome.version
             self._may_begin_after = welcome.last_attempt
             self._lost.clear()
+        if self._is_on_host:
+            self._access.map_pages(arena)
         self._cache.on_connected()
 
     def on_disconnected(self) -> None:
@@ -128,6 +132,7 @@ class WorkerSide:
         memory for something else.
         """
         logger.warning("agent disconnected")
+        self._access.stop_mapping()
         with self._sending:
             self._may_begin_after = math.inf
             for opening in self._outgoing:

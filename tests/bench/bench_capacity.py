@@ -49,9 +49,10 @@ from capacity_files import (
     simulation_file,
     trace_of,
 )
-from e2e_systems import BY_THRESHOLD, engine, running_engines, stream
+from e2e_systems import BY_THRESHOLD, ROLES, engine, running_engines, stream
+from engine_cores import cores_of
 from load_client import Traffic
-from load_systems import HOST, ROLES, cores_of, two_clusters
+from load_systems import HOST, two_clusters
 from running_region import served_model
 from smoke import add_smoke
 
@@ -285,7 +286,7 @@ async def conversations(
 
 
 async def learnt_of(url: str) -> tuple[Mapping[str, float], float]:
-    """What the gateway at `url` has learnt of the place with the most prefills (`ServiceModel`), and
+    """What the gateway at `url` has learnt of the place with most prefills (`ServiceModel`), and
     the median time that it took to render a prompt, seconds.
     """
     async with aiohttp.ClientSession() as session:

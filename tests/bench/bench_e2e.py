@@ -3,9 +3,13 @@
 Run as root: python tests/bench/bench_e2e.py [--json FILE] [--gbps 0.2 1 5] [--rtt-ms 20]. Two
 network namespaces are the sites; the link between them has the given rates and delay (see wan.py).
 For each system in turn one prefill engine and one decode engine are started, both of the same tiny
-model, and the same prompts are sent one at a time, each of them new to every cache. The client is
-at the decode site. Ours goes through the gateway; NIXL's two legs are sent straight to the engines.
-"alone" is the prefill engine answering by itself across the link: no hand-off at all.
+model and each on cores of its own, and the same prompts are sent one at a time, each of them new to
+every cache. The client is at the decode site. Ours goes through the gateway; NIXL's two legs are
+sent straight to the engines.
+
+Each prompt is followed by another one of its length that the prefill engine answers by itself,
+asked at its own site: no link and no hand-off. The ratio of the two, less one round trip, is what a
+system adds. Goal: at most 1.15 for ours at 1 Gbit/s.
 
 With --gateway URL (and --engine URL, of its prefill engine) ours is measured alone, over a region
 that runs already and the link that it has: no root, no engines of NIXL's, no choice of rates.
@@ -20,8 +24,9 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +35,15 @@ import aiohttp
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from e2e_systems import MODEL, SYSTEMS, ask_region, engine_access, stream, url_of
+from e2e_systems import (
+    MODEL,
+    SYSTEMS,
+    Answer,
+    ask_engine,
+    ask_region,
+    engine_access,
+    url_of,
+)
 from running_region import served_model
 from smoke import add_smoke
 from wan import Wan, wan
@@ -41,14 +54,18 @@ from deploy.lab.demo.tiny_specs import MODELS
 from prfaas.engines.access import EngineAccess
 
 MAX_STARTS = 4
+OWN_RATIO_GOAL = 1.15
 
-Ask = Callable[[str], Any]
+Ask = Callable[[str], Awaitable[Answer]]
+AskOwn = Callable[[str], Awaitable[float]]
+"""The prefill engine's own TTFT of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One prompt; `gbps` 0: on a prefill engine alone. `wire_bytes` and `prefill_s` are known of
-    ours only. With an `error` there is nothing else.
+    """One prompt, and `own_s`: the prefill engine's own TTFT of the next one, 0 if not asked.
+    `wire_bytes` and all parts but the prefill are known of ours only. With an `error` there is
+    nothing else.
     """
 
     system: str
@@ -56,19 +73,11 @@ class Measured:
     num_tokens: int
     prompt: str
     ttft_s: float = 0.0
+    own_s: float = 0.0
     text: str = ""
     wire_bytes: int = 0
-    prefill_s: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Alone:
-    """The engine that answers by itself, what it calls the model, and what it demands."""
-
-    url: str
-    model: str
-    access: EngineAccess
 
 
 class Link(Protocol):
@@ -88,16 +97,17 @@ async def measure_running(
     """Ours over the region behind this gateway; alone on the engine, if one is named."""
     async with aiohttp.ClientSession() as session:
         todo = prompts(arguments.gbps, arguments.tokens, arguments.repeats, "prfaas", 0)
-        if engine_url is None:
-            todo = [item for item in todo if item.gbps]
+        headers = EngineAccess(arguments.engine_key).headers
 
-        async def ask(prompt: str) -> tuple[float, str, int, float]:
+        async def ask(prompt: str) -> Answer:
             return await ask_region(session, url, model, prompt)
 
-        if not await _warm_up("prfaas", ask, arguments.warm_ups):
+        async def ask_own(prompt: str) -> float:
+            return await ask_engine(engine_url, model, prompt, headers) if engine_url else 0.0
+
+        if not await _warm_up("prfaas", ask, ask_own, arguments.warm_ups):
             return []
-        alone = Alone(engine_url or "", model, EngineAccess(arguments.engine_key))
-        return await _measure_one(FixedLink(), "prfaas", todo, ask, alone)
+        return await _measure_one(FixedLink(), "prfaas", todo, ask, ask_own)
 
 
 async def measure(arguments: argparse.Namespace, link: Wan) -> list[Measured]:
@@ -119,17 +129,20 @@ async def measure(arguments: argparse.Namespace, link: Wan) -> list[Measured]:
                     logs = Path(arguments.logs or folder) / f"{name}-{round_number}-{starts}"
                     logs.mkdir(parents=True, exist_ok=True)
                     async with SYSTEMS[name](link, model, path, logs) as ask:
-                        if await _warm_up(name, ask, arguments.warm_ups):
-                            alone = Alone(url_of("prefill"), MODEL, engine_access(name, logs))
-                            measured += await _measure_one(link, name, todo, ask, alone)
+                        headers = engine_access(name, logs).headers
+                        url = url_of("prefill")
+                        ask_own = partial(ask_engine, url, MODEL, headers=headers, site=link.far)
+                        if await _warm_up(name, ask, ask_own, arguments.warm_ups):
+                            measured += await _measure_one(link, name, todo, ask, ask_own)
     return measured
 
 
-async def _warm_up(name: str, ask: Ask, num: int) -> bool:
+async def _warm_up(name: str, ask: Ask, ask_own: AskOwn, num: int) -> bool:
     """Prompts that are not counted; whether they were answered."""
     try:
         for attempt in range(num):
             await ask(text(2000, seed=90_000_000 + attempt))
+            await ask_own(text(2000, seed=80_000_000 + attempt))
     except (RuntimeError, aiohttp.ClientError) as error:
         _say(f"  {name}, warm-up failed: {error}")
         return False
@@ -139,11 +152,11 @@ async def _warm_up(name: str, ask: Ask, num: int) -> bool:
 def prompts(
     rates_gbps: Sequence[float], lengths: Sequence[int], repeats: int, name: str, round_number: int
 ) -> list[Measured]:
-    """What to ask, in order: over the link at each rate, then the prefill engine alone."""
+    """What to ask, in order. Lengths take turns, so that what changes with time changes all."""
     asked = []
-    for gbps in (*rates_gbps, 0.0):
-        for num_tokens in lengths:
-            for repeat in range(repeats):
+    for gbps in rates_gbps:
+        for repeat in range(repeats):
+            for num_tokens in lengths:
                 seed = num_tokens + 100_000 * repeat + 10_000_000 * round_number
                 prompt = text(num_tokens, seed=seed + int(1e9 * gbps) % 999_983)
                 asked.append(Measured(name, gbps, num_tokens, prompt))
@@ -151,34 +164,32 @@ def prompts(
 
 
 async def _measure_one(
-    link: Link, name: str, todo: list[Measured], ask: Ask, alone: Alone
+    link: Link, name: str, todo: list[Measured], ask: Ask, ask_own: AskOwn
 ) -> list[Measured]:
     """Take from `todo` until it is empty or an answer fails."""
     measured: list[Measured] = []
-    async with aiohttp.ClientSession() as session:
-        while todo:
-            item = todo.pop(0)
-            link.set_rate(item.gbps or 10.0)
-            try:
-                if item.gbps:
-                    ttft_s, words, nbytes, prefill_s = await ask(item.prompt)
-                    item = replace(
-                        item, ttft_s=ttft_s, text=words, wire_bytes=nbytes, prefill_s=prefill_s
-                    )
-                else:
-                    prompt = f"alone {item.prompt}"[: item.num_tokens]
-                    body = {"model": alone.model, "prompt": prompt}
-                    headers = alone.access.headers
-                    ttft_s, _, _ = await stream(session, alone.url, body, headers)
-                    item = replace(item, ttft_s=ttft_s)
-            except (RuntimeError, aiohttp.ClientError) as error:
-                item = replace(item, error=str(error) or repr(error))
-            measured.append(item)
-            where = f"{item.gbps:g} Gbit/s" if item.gbps else "alone"
-            took = f"failed: {item.error[:200]}" if item.error else f"{1e3 * item.ttft_s:.0f} ms"
-            _say(f"  {name}, {where}, {item.num_tokens} tokens: {took}")
-            if item.error:
-                break
+    while todo:
+        item = todo.pop(0)
+        link.set_rate(item.gbps)
+        try:
+            answer = await ask(item.prompt)
+            own_s = await ask_own(f"alone {item.prompt}"[: item.num_tokens])
+            item = replace(
+                item,
+                ttft_s=answer.ttft_s,
+                own_s=own_s,
+                text=answer.text,
+                wire_bytes=answer.wire_bytes,
+                parts=answer.parts,
+            )
+        except (RuntimeError, aiohttp.ClientError) as error:
+            item = replace(item, error=str(error) or repr(error))
+        measured.append(item)
+        took = f"{1e3 * item.ttft_s:.0f} ms, own {1e3 * item.own_s:.0f} ms"
+        told = f"failed: {item.error[:200]}" if item.error else took
+        _say(f"  {name}, {item.gbps:g} Gbit/s, {item.num_tokens} tokens: {told}")
+        if item.error:
+            break
     return measured
 
 
@@ -186,23 +197,22 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def summarise(measured: list[Measured]) -> dict[str, Any]:
-    """Medians by rate and length, their ratio, and whether both gave the same text."""
-    by_cell: dict[tuple[str, float, int], list[Measured]] = {}
-    for item in measured:
-        by_cell.setdefault((item.system, item.gbps, item.num_tokens), []).append(item)
+def summarise(measured: list[Measured], rtt_s: float) -> dict[str, Any]:
+    """Medians by rate and length, their ratios, and whether both gave the same text."""
     cells = []
-    for gbps, num_tokens in sorted({(m.gbps, m.num_tokens) for m in measured if m.gbps}):
+    for gbps, num_tokens in sorted({(m.gbps, m.num_tokens) for m in measured}):
+        here = [m for m in measured if (m.gbps, m.num_tokens) == (gbps, num_tokens)]
         cell: dict[str, Any] = {"gbps": gbps, "num_tokens": num_tokens}
         texts: dict[str, dict[str, str]] = {}
         for name in SYSTEMS:
-            tried = by_cell.get((name, gbps, num_tokens), [])
+            tried = [item for item in here if item.system == name]
             good = [item for item in tried if not item.error]
-            alone = by_cell.get((name, 0.0, num_tokens), [])
+            pairs = [item for item in good if item.own_s]
             texts[name] = {item.prompt: item.text for item in good}
             cell |= {
-                f"{name}_ttft_ms": _median_ms(good),
-                f"alone_{name}_ms": _median_ms([item for item in alone if not item.error]),
+                f"{name}_ttft_ms": _median([1e3 * item.ttft_s for item in good], 1),
+                f"own_{name}_ms": _median([1e3 * item.own_s for item in pairs], 1),
+                f"own_{name}_ratio": _median([own_ratio(item, rtt_s) for item in pairs], 3),
                 f"{name}_failed": len(tried) - len(good),
             }
         ours, theirs = cell["prfaas_ttft_ms"], cell["nixl_ttft_ms"]
@@ -211,11 +221,11 @@ def summarise(measured: list[Measured]) -> dict[str, Any]:
         equal = sum(texts["prfaas"][prompt] == texts["nixl"][prompt] for prompt in both)
         cell["same_text"] = f"{equal}/{len(both)}"
         emitted = [
-            8e-9 * item.wire_bytes / item.prefill_s
-            for item in by_cell.get(("prfaas", gbps, num_tokens), [])
-            if item.prefill_s
+            8e-9 * item.wire_bytes / item.parts["prefill_s"]
+            for item in here
+            if item.system == "prfaas" and item.parts.get("prefill_s")
         ]
-        cell["emitted_gbps"] = round(statistics.median(emitted), 3) if emitted else None
+        cell["emitted_gbps"] = _median(emitted, 3)
         cells.append(cell)
     ratios: dict[float, float] = {}
     for gbps in sorted({cell["gbps"] for cell in cells}):
@@ -225,8 +235,13 @@ def summarise(measured: list[Measured]) -> dict[str, Any]:
     return {"cells": cells, "median_ratio_by_gbps": ratios}
 
 
-def _median_ms(items: list[Measured]) -> float | None:
-    return round(1e3 * statistics.median(item.ttft_s for item in items), 1) if items else None
+def own_ratio(item: Measured, rtt_s: float) -> float:
+    """The TTFT, less the round trip that the link costs, over the prefill engine's own."""
+    return (item.ttft_s - rtt_s) / item.own_s
+
+
+def _median(values: list[float], digits: int) -> float | None:
+    return round(statistics.median(values), digits) if values else None
 
 
 def main() -> None:
@@ -242,7 +257,9 @@ def main() -> None:
     parser.add_argument("--warm-ups", type=int, default=3, help="prompts that are not counted")
     parser.add_argument("--logs", type=Path, help="keep the logs here")
     parser.add_argument("--gateway", metavar="URL", help="of a region that runs: only that one")
-    parser.add_argument("--engine", metavar="URL", help="its prefill engine, asked alone as well")
+    parser.add_argument(
+        "--engine", metavar="URL", help="its prefill engine, asked by itself as well"
+    )
     parser.add_argument("--engine-key", type=Path, metavar="FILE", help="the key of its engines")
     add_smoke(parser, gbps=[1.0], tokens=[600], repeats=1, warm_ups=1)
     parser.add_argument("--json", type=Path, help="write the result and the raw numbers here")
@@ -259,16 +276,20 @@ def main() -> None:
     else:
         with wan(rtt_s=arguments.rtt_ms / 1e3) as link:
             measured = asyncio.run(measure(arguments, link))
-    result = summarise(measured) | {
-        "rtt_ms": arguments.rtt_ms,
+    # Nobody knows here how long the link of a region is that runs already.
+    rtt_ms = 0.0 if arguments.gateway else arguments.rtt_ms
+    result = summarise(measured, rtt_ms / 1e3) | {
+        "rtt_ms": rtt_ms,
+        "own_ratio_goal": OWN_RATIO_GOAL,
         "missing": missing,
         "model": model,
         "cpus": os.cpu_count(),
         "raw": [{**asdict(item), "prompt": len(item.prompt)} for item in measured],
     }
     columns = (
-        *("gbps", "num_tokens", "prfaas_ttft_ms", "nixl_ttft_ms", "ratio", "alone_prfaas_ms"),
-        *("alone_nixl_ms", "emitted_gbps", "same_text", "prfaas_failed", "nixl_failed"),
+        *("gbps", "num_tokens", "prfaas_ttft_ms", "own_prfaas_ms", "own_prfaas_ratio"),
+        *("nixl_ttft_ms", "own_nixl_ms", "own_nixl_ratio", "ratio", "emitted_gbps", "same_text"),
+        *("prfaas_failed", "nixl_failed"),
     )
     print("  ".join(columns))
     for cell in result["cells"]:

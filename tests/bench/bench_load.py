@@ -30,8 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from e2e_systems import CHUNK_TOKENS
+from engine_cores import CannotRunError
 from load_client import Client, Run, Traffic, client, rate_runs, settings
-from load_systems import SYSTEMS, CannotRunError, Serving
+from load_systems import SYSTEMS, Serving
 from running_region import served_model
 from smoke import add_smoke
 

@@ -1,6 +1,8 @@
 """The systems that `bench_e2e.py` compares, each as engines at two sites and a way to ask them.
 
-Does not know what is asked nor what is made of the answers.
+Does not know what is asked nor what is made of the answers. Every engine is bound to its share of
+the cores, and nothing else may run on those of the prefill engine: fronts, gateway, agents, the
+link's forwarder and the client share the others with the decode engine.
 
 NIXL's settings: kv_producer and kv_consumer, the connector's default threads, UCX over TCP on the
 link's device alone, UCX's locks as mutexes, and NUMA nodes hidden from its engines. On loopback 9
@@ -16,23 +18,29 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import aiohttp
-from wan import DEVICE, FAR, NEAR, Wan
+from engine_cores import cores_of, left_alone
+from wan import DEVICE, FAR, NEAR, Inside, Wan
 
 from deploy.lab.demo.tiny_specs import TinyModel
+from deploy.region.launch.devices import cores_here
 from deploy.region.launch.launcher import RunningRegion
+from deploy.region.launch.parts import part_with
 from deploy.region.launch.plan import PlannedProcess
 from deploy.region.launch.rundir import ENGINE_KEY
 from deploy.region.spec.region import RegionSpec
+from kvmanager.agent.host_facts import CORE_VARIABLE
+from kvmanager.private_files import write_private
 from prfaas.engines.access import EngineAccess
 from prfaas.engines.client import EngineHttp
 from prfaas.engines.command import EngineSpec
 from prfaas.engines.supervision.supervisor import Supervisor, engine_process
+from transport.region_key import new_key
 
 MODEL = "mimo-v2-bench"
 CHUNK_TOKENS = 1024
@@ -41,11 +49,25 @@ START_TIMEOUT_S = 300.0
 NIXL_PORTS = {"prefill": 25600, "decode": 25700}
 ENGINE_PORTS = {"prefill": 25001, "decode": 25002, "plain": 25003}
 
+ROLES: Final = ("prefill", "decode")
+
 HIDE_NUMA = 'mount -t tmpfs none /sys/devices/system/node && exec "$@"'
 Wrap = Callable[[str, Sequence[str]], Sequence[str]]
 
 WITHOUT_NUMA = ("sh", "-c", HIDE_NUMA, "sh")
 """Runs a command that finds no NUMA nodes; `ip netns exec` gives it mounts of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a system said to one prompt. `wire_bytes` and `parts` (seconds, by the names of the
+    gateway's records) are known of ours only.
+    """
+
+    ttft_s: float
+    text: str
+    wire_bytes: int
+    parts: Mapping[str, float]
 
 
 def word_of(line: bytes, url: str) -> str:
@@ -163,16 +185,17 @@ async def nixl(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIter
         site = link.far if role == "prefill" else link.near
         return link.at_site(site, [*WITHOUT_NUMA, *argv])
 
+    shares = cores_of(len(ROLES), cores_here())
     specs = [
-        nixl_engine(role, model, path, host=host, device=DEVICE)
-        for role, host in (("prefill", FAR), ("decode", NEAR))
+        nixl_engine(role, model, path, host=host, device=DEVICE, env={CORE_VARIABLE: cores})
+        for role, host, cores in zip(ROLES, (FAR, NEAR), shares, strict=True)
     ]
     async with (
         aiohttp.ClientSession() as session,
         running_engines(specs, logs, session, at_its_site),
     ):
 
-        async def ask(prompt: str) -> tuple[float, str, int, float]:
+        async def ask(prompt: str) -> Answer:
             started_s = time.perf_counter()
             body: dict[str, Any] = {"model": MODEL, "prompt": prompt}
             asked = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -185,41 +208,47 @@ async def nixl(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIter
             prefill_s = time.perf_counter() - started_s
             second_leg = {**body, "kv_transfer_params": params}
             first_s, words, _ = await stream(session, url_of("decode"), second_leg)
-            return prefill_s + first_s, words, 0, prefill_s
+            return Answer(prefill_s + first_s, words, 0, {"prefill_s": prefill_s})
 
-        yield ask
+        with left_alone(shares[0]):
+            yield ask
 
 
-async def ask_region(
-    session: aiohttp.ClientSession, url: str, model: str, prompt: str
-) -> tuple[float, str, int, float]:
-    """TTFT, text, bytes on the wire and seconds of prefill of a prompt that a region offloads;
-    RuntimeError if it does not.
-    """
+async def ask_region(session: aiohttp.ClientSession, url: str, model: str, prompt: str) -> Answer:
+    """The answer to a prompt that a region offloads; RuntimeError if it does not."""
     first_s, words, request_id = await stream(session, url, {"model": model, "prompt": prompt})
     record = await _record(session, url, request_id)
-    return first_s, words, record["transfer_bytes"], record["parts"]["prefill_s"]
+    parts = {name: value for name, value in record["parts"].items() if value is not None}
+    return Answer(first_s, words, record["transfer_bytes"], parts)
 
 
 @asynccontextmanager
 async def prfaas(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIterator[Any]:
     """A region of a prefill cluster at the far site and a PD cluster and the gateway here."""
 
+    key = logs / ENGINE_KEY
+    write_private(key, f"{new_key()}\n".encode())
+    spec = region_spec(model, path, engine_key=key)
+    # As on two hosts, where each starts its own site: a front is beside its engines.
+    part = part_with(spec, "sites", tuple(node.name for node in spec.nodes))
+
     def at_its_site(planned: PlannedProcess) -> PlannedProcess:
-        if planned.name not in ("agent.far", "prefill"):
+        if planned.name not in ("agent.far", "front.far", "prefill"):
             return planned
         argv = link.at_site(link.far, planned.process.argv)
         return replace(planned, process=replace(planned.process, argv=argv))
 
+    cores, *_ = cores_of(len(ROLES), cores_here())  # as the region divides them itself
     async with (
         aiohttp.ClientSession() as session,
-        RunningRegion(region_spec(model, path), logs / "region", adapt=at_its_site) as region,
+        RunningRegion(spec, logs / "region", part=part, adapt=at_its_site) as region,
     ):
 
-        async def ask(prompt: str) -> tuple[float, str, int, float]:
+        async def ask(prompt: str) -> Answer:
             return await ask_region(session, region.gateway_url, MODEL, prompt)
 
-        yield ask
+        with left_alone(cores):
+            yield ask
 
 
 def is_whole(record: dict[str, Any]) -> bool:
@@ -260,8 +289,11 @@ def region_spec(
     *,
     gateway: Mapping[str, Any] = BY_THRESHOLD,
     hosts: tuple[str, str] = (FAR, NEAR),
+    engine_key: Path | None = None,
 ) -> RegionSpec:
-    """A prefill cluster of one engine and a PD cluster of another, at these two addresses."""
+    """A prefill cluster of one engine and a PD cluster of another, at these two addresses. Without
+    an `engine_key` the region makes one.
+    """
     agent = {"arena_gib": 0.5}
     far_host, near_host = hosts
     spec = {
@@ -307,14 +339,34 @@ def region_spec(
             },
         ],
         "links": [{"from": "far", "to": "near"}],
-        "security": {"trusted_network": True},
+        "security": {"trusted_network": True, "engine_key": engine_key},
     }
     return RegionSpec.model_validate(spec)
 
 
 def engine_access(system: str, logs: Path) -> EngineAccess:
     """The credentials that the engines of a system with these logs demand."""
-    return EngineAccess(logs / "region" / ENGINE_KEY if system == "prfaas" else None)
+    return EngineAccess(logs / ENGINE_KEY if system == "prfaas" else None)
+
+
+async def ask_engine(
+    url: str, model: str, prompt: str, headers: Mapping[str, str], site: str = ""
+) -> float:
+    """An engine's own TTFT of a prompt, over a new connection from `site`, a network namespace, or
+    from here. Raises RuntimeError, aiohttp.ClientError.
+    """
+
+    async def ask() -> float:
+        async with aiohttp.ClientSession() as session:
+            body = {"model": model, "prompt": prompt}
+            return (await stream(session, url, body, headers))[0]
+
+    def ask_there() -> float:
+        with Inside(site):
+            return asyncio.run(ask())
+
+    # A thread of its own: the sockets of all others stay at their site.
+    return await (asyncio.to_thread(ask_there) if site else ask())
 
 
 def url_of(role: str) -> str:

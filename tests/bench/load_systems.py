@@ -21,12 +21,14 @@ import aiohttp
 from e2e_systems import (
     BY_THRESHOLD,
     ENGINE_PORTS,
+    ROLES,
     WITHOUT_NUMA,
     engine,
     nixl_engine,
     region_spec,
     running_engines,
 )
+from engine_cores import CannotRunError, cores_of
 from free_ports import free_port
 from gateway_process import answers, child
 from router_wheel import ROUTER, router_path
@@ -39,12 +41,7 @@ from deploy.region.spec.region import RegionInstance, RegionSpec
 from kvmanager.agent.host_facts import CORE_VARIABLE
 
 HOST: Final = "127.0.0.1"
-ROLES: Final = ("prefill", "decode")
 UNSHARE: Final = "/usr/bin/unshare"
-
-
-class CannotRunError(Exception):
-    """This machine lacks what a system needs; the text says what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +59,6 @@ System = Callable[[TinyModel, Path, Path], AbstractAsyncContextManager[Serving]]
 """Starts a system from a model, the folder of its weights and a folder for logs. Raises
 `CannotRunError`.
 """
-
-
-def cores_of(num_engines: int, cores: Sequence[int]) -> list[str]:
-    """Equal shares of the cores, spelled for VLLM_CPU_OMP_THREADS_BIND; CannotRunError if an engine
-    would get none.
-    """
-    share = len(cores) // num_engines
-    if not share:
-        raise CannotRunError(f"{len(cores)} cores cannot give {num_engines} engines one each")
-    starts = range(0, share * num_engines, share)
-    return [",".join(map(str, cores[start : start + share])) for start in starts]
 
 
 def two_clusters(model: TinyModel, path: Path, gateway: Mapping[str, Any]) -> RegionSpec:

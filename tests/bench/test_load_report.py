@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from bench_load import begun, rates_of, routed, verdicts
 from e2e_systems import BY_THRESHOLD, ENGINE_PORTS
+from engine_cores import CannotRunError, cores_of
 from load_client import Run, Traffic, client, found, rate_runs, words_of, write_inputs
-from load_systems import CannotRunError, cores_of, pd_alone, two_clusters
+from load_systems import pd_alone, two_clusters
 
 from deploy.lab.demo.tiny_specs import MODELS
 

@@ -88,6 +88,32 @@ def crossover() -> dict[str, Any]:
     return {"rtt_s": 0.02, "ceiling_gbps": 20.0, "links": links, "cases": [case]}
 
 
+def lone(system: str, num_tokens: int, ttft_ms: float, ratio: float, gbps: float = 1.0) -> Any:
+    """A cell of `bench_e2e` with two pairs: what it sums up, and they."""
+    cell = {
+        "gbps": gbps,
+        "num_tokens": num_tokens,
+        f"{system}_ttft_ms": ttft_ms,
+        f"own_{system}_ms": 1000.0,
+        f"own_{system}_ratio": ratio,
+    }
+    one = {"system": system, "gbps": gbps, "num_tokens": num_tokens, "error": ""}
+    parts = ({"prefill_s": 1.0, "load_s": 0.02}, {"prefill_s": 1.2, "load_s": 0.04})
+    return cell, [one | {"parts": told} for told in parts]
+
+
+def e2e(*cells: Any) -> dict[str, Any]:
+    merged: dict[tuple[float, int], dict[str, Any]] = {}
+    for cell, _ in cells:
+        merged.setdefault((cell["gbps"], cell["num_tokens"]), {}).update(cell)
+    return {
+        "rtt_ms": 20.0,
+        "own_ratio_goal": 1.15,
+        "cells": list(merged.values()),
+        "raw": [pair for _, pairs in cells for pair in pairs],
+    }
+
+
 def load_row(system: str, request_rate: float, ttft_s: float) -> dict[str, Any]:
     return {
         "system": system,

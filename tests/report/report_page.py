@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import report_crossover
+import report_e2e
 import report_load
 import report_peers
 import report_planner
@@ -25,6 +26,7 @@ from report_raw import Raw
 OF_ONE_BENCH: Final[Mapping[str, Callable[[Sequence[Raw]], Section]]] = {
     "wan": report_wan.section,
     "crossover": report_crossover.section,
+    "e2e": report_e2e.section,
     "load": report_load.section,
     "prediction": report_prediction.section,
     "capacity": report_planner.section,

@@ -1,7 +1,18 @@
 """What is generated stands between markers; what people wrote around it stays."""
 
 import pytest
-from raw_cases import capacity, crossover, grid, load, load_row, prediction, raw, transport
+from raw_cases import (
+    capacity,
+    crossover,
+    e2e,
+    grid,
+    load,
+    load_row,
+    lone,
+    prediction,
+    raw,
+    transport,
+)
 from report_figures import Section
 from report_page import OF_ONE_BENCH, PEERS, PageError, filled, sections
 
@@ -45,6 +56,7 @@ def test_what_has_no_raw_results_is_named_and_left_out() -> None:
     assert [section.name for section in found] == ["crossover"]
     assert [line.partition(":")[0] for line in missing] == [
         "without wan",
+        "without e2e",
         "without load",
         "without prediction",
         "without capacity",
@@ -61,6 +73,7 @@ def test_every_section_says_where_its_numbers_come_from() -> None:
     raws = {
         "wan": [raw("wan", grid(), "-a"), raw("wan", {"raw": []}, "-b")],
         "crossover": [raw("crossover", crossover())],
+        "e2e": [raw("e2e", e2e(lone("prfaas", 2000, 1120.0, 1.1)))],
         "load": [raw("load", load(load_row("prfaas", 1.0, 0.3)))],
         "prediction": [raw("prediction", prediction())],
         "capacity": [raw("capacity", capacity())],

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import report_crossover
+import report_e2e
 import report_load
 import report_peers
 import report_planner
@@ -12,9 +13,11 @@ import report_wan
 from raw_cases import (
     capacity,
     crossover,
+    e2e,
     grid,
     load,
     load_row,
+    lone,
     prediction,
     raw,
     transfer,
@@ -119,6 +122,31 @@ def test_load_refuses_strange_systems_and_mixed_settings() -> None:
     other = load() | {"settings": {"model": "other"}}
     with pytest.raises(RawError, match="load, load-b were measured with other settings"):
         report_load.section([raw("load", load()), raw("load", other, "-b")])
+
+
+def test_a_lone_prompt_has_its_ratio_and_parts() -> None:
+    kept = e2e(
+        lone("nixl", 2000, 1700.0, 1.68),
+        lone("prfaas", 8000, 1220.0, 1.2),
+        lone("prfaas", 2000, 1170.0, 1.15),
+        lone("prfaas", 2000, 1900.0, 1.9, gbps=0.2),
+    )
+    section = report_e2e.section([raw("e2e", kept)])
+    assert "round trip of 20 ms" in section.text
+    assert [row[1:] for row in rows(section, "PrfaaS")] == [
+        ["-", "0.2", "2,000", "2", "1,900", "1,000", "1.9"],
+        ["met", "1", "2,000", "2", "1,170", "1,000", "1.15"],
+        ["*missed*", "1", "8,000", "2", "1,220", "1,000", "1.2"],
+    ]
+    assert rows(section, "vLLM with NixlConnector")[0][1] == "-"
+    assert rows(section, "load") == [["load", "30", "30"]]
+
+
+def test_lone_prompts_over_other_links_have_no_page_together() -> None:
+    raws = [raw("e2e", e2e(lone("prfaas", 2000, 1170.0, 1.15))), raw("e2e", e2e(), "-b")]
+    raws[1].results["rtt_ms"] = 40.0
+    with pytest.raises(RawError, match="e2e, e2e-b were measured over other links"):
+        report_e2e.section(raws)
 
 
 def test_predictions_leave_out_what_went_another_way() -> None:

@@ -249,8 +249,9 @@ def check_e2e(kept: Any) -> None:
     assert set(kept["missing"]) == {"nixl"}
     (cell,) = kept["cells"]
     assert (cell["prfaas_failed"], cell["nixl_failed"]) == (0, 0), cell
-    assert is_positive(cell["prfaas_ttft_ms"], cell["alone_prfaas_ms"], cell["emitted_gbps"]), cell
-    assert [one["error"] for one in kept["raw"]] == ["", ""], kept["raw"]
+    assert is_positive(cell["prfaas_ttft_ms"], cell["own_prfaas_ms"], cell["emitted_gbps"]), cell
+    assert is_positive(cell["own_prfaas_ratio"]), cell
+    assert [one["error"] for one in kept["raw"]] == [""], kept["raw"]
 
 
 def check_load(kept: Any) -> None:

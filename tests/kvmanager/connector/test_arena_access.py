@@ -1,5 +1,6 @@
 """A worker's arena: that of the agent to which it is connected, and no other."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from recording_client import RecordingClient
 
 from kvmanager.arena import Arena
+from kvmanager.vllm_connector import arena_access
 from kvmanager.vllm_connector.arena_access import ArenaAccess, StaleArenaError
 from kvmanager.vllm_connector.pages import CpuPageCopier
 
@@ -26,3 +28,35 @@ def test_memory_is_touched_only_in_the_connected_agents_arena(tmp_path: Path) ->
     assert access.open(new.epoch) == (new, copier)
     old.close()
     new.close()
+
+
+def test_all_pages_are_mapped_before_they_are_needed(tmp_path: Path) -> None:
+    made = Arena.create(tmp_path, 64, 65536, prefault=False)
+    arena = Arena.attach(made.path, made.nbytes, made.block_bytes, epoch=made.epoch)
+    client: Any = RecordingClient(arena)
+    access = ArenaAccess(client, CpuPageCopier())
+    access.map_pages(arena)
+    (mapping,) = (one for one in threading.enumerate() if one.name == "prfaas-map")
+    mapping.join()
+    _, *maps = Path("/proc/self/smaps").read_text().split(str(made.path))
+    mapped_kib = [int(one.partition("Rss:")[2].split()[0]) for one in maps]
+    assert sorted(mapped_kib) == [0, made.nbytes >> 10], "of the agent's mapping and of this one"
+    access.stop_mapping()
+    arena.close()
+    made.close()
+
+
+def test_mapping_ends_when_the_arena_is_not_wanted_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory could not be given back while a thread reads it."""
+    monkeypatch.setattr(arena_access, "MAP_STEP_BYTES", 1)
+    arena = Arena.create(tmp_path, 64, 65536, prefault=False)
+    client: Any = RecordingClient(arena)
+    access = ArenaAccess(client, CpuPageCopier())
+    access.map_pages(arena)
+    access.stop_mapping()
+    assert not [one for one in threading.enumerate() if one.name == "prfaas-map"]
+    access.stop_mapping()
+    arena.close()
+    assert not arena.path.exists()
