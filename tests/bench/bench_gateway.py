@@ -303,7 +303,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 f"bare {kind}": stack.enter_context(bare_proxy(kind, engine_port)) for kind in KINDS
             },
             "vllm-router": stack.enter_context(
-                router(engine_port, folder, may_install=not args.smoke)
+                router(engine_port, folder, may_install=not (args.smoke or args.only))
             ),
         }
         for number in range(args.rounds):
