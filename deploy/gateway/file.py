@@ -144,10 +144,11 @@ class GatewayFile(ApiKeysSection, SecuritySection):
             if name not in pds:
                 raise ValueError(f"home: no PD cluster is called {name!r}{suggestion(name, pds)}")
         if self.gateway.processes > 1:
-            for source in (*self.pd, *self.prefill):
-                if source.front is None:
+            sources: tuple[_Source, ...] = (*self.pd, *self.prefill)
+            for place in sources:
+                if place.front is None:
                     raise ValueError(
-                        f"gateway.processes: {source.name} has its front inside, and each process"
+                        f"gateway.processes: {place.name} has its front inside, and each process"
                         " would place work as if it were alone; run `prfaas pd` or `prfaas prefill`"
                         " and write front: HOST:PORT, or processes: 1"
                     )

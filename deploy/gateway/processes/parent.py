@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
@@ -218,7 +218,8 @@ class Parent:
         waiting = asyncio.gather(*(item.serves.wait() for item in self._processes))
         told = asyncio.ensure_future(self._stop.wait())
         try:
-            await asyncio.wait((waiting, told, *keeping), return_when=asyncio.FIRST_COMPLETED)
+            begun: list[asyncio.Future[Any]] = [waiting, told, *keeping]
+            await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
             for task in keeping:
                 if task.done():
                     task.result()  # it raises
