@@ -11,6 +11,7 @@ from kvmanager.agent.messages import TransferReport
 from kvmanager.landing import ReservedLanding
 from kvmanager.load_times import LoadTimes
 from scheduler.live.long_term.conversion import RoleChange, RoleStatus
+from transport.rpc_errors import ErrorCode
 
 
 class DecodeSlot(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +103,27 @@ class DirectRequest(msgspec.Struct, frozen=True, kw_only=True):
     exclude: tuple[str, ...] = ()
     """Instances that are chosen only if there is no other."""
     prefer_nodes: tuple[str, ...] = ()
+
+
+class PlaceRequest(msgspec.Struct, frozen=True):
+    """Several arguments of `PdCluster.direct`, and of `PdCluster.request_ended`."""
+
+    direct: tuple[DirectRequest, ...] = ()
+    ended: tuple[str, ...] = ()
+
+
+class Placed(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to one `DirectRequest`; without a target `code` and `message` are the error's."""
+
+    target: DirectTarget | None = None
+    code: ErrorCode = "REFUSED"
+    message: str = ""
+
+
+class PlaceReply(msgspec.Struct, frozen=True):
+    """The answers to a `PlaceRequest`, in its order."""
+
+    placed: tuple[Placed, ...] = ()
 
 
 class AwaitLandingRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,12 +5,12 @@ that the slots of a gateway that died run out. It does not know instances.
 """
 
 import asyncio
-import contextlib
 import logging
 from typing import Final
 
 from kvmanager.load_times import LoadTimes
 from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom, PdError, RoleRefused
+from local_pd.gathered import GatheredCalls
 from local_pd.leases import LeaseKeeper
 from local_pd.messages import (
     AwaitLandingRequest,
@@ -19,6 +19,8 @@ from local_pd.messages import (
     DirectTarget,
     InstanceOrder,
     LandingReport,
+    PlaceReply,
+    PlaceRequest,
     ReleaseReply,
     ReserveRequest,
     RoleReply,
@@ -31,7 +33,6 @@ from prfaas.engines.members import MemberOrder
 from prfaas.engines.ownership import Cleanups, cancel_requested
 from prfaas.engines.prefill_rpc import (
     Empty,
-    InstanceName,
     PrefillReply,
     from_reply,
     order_members,
@@ -71,6 +72,7 @@ class RemotePdCluster:
         self._client = RpcClient(target, SERVICE, credentials)
         self._leases = LeaseKeeper()
         self._cleanups = Cleanups()
+        self._gathered = GatheredCalls(self._place)
         self._closed = False
 
     @property
@@ -124,17 +126,12 @@ class RemotePdCluster:
         return await self._cleanups.finish(self._release(_reference(slot, reason)))
 
     def request_ended(self, instance: str) -> None:
-        self._cleanups.start(self._tell_ended(instance))
-
-    async def _tell_ended(self, instance: str) -> None:
-        call = self._client.call("Ended", InstanceName(instance), Empty, CALL_TIMEOUT_S)
-        # The front's next look at the engine's metrics corrects its count.
-        with contextlib.suppress(RpcError):
-            await call
+        # If the call fails, the front's next look at the engine's metrics corrects its count.
+        self._gathered.ended(instance)
 
     async def direct(self, request: DirectRequest) -> DirectTarget:
         try:
-            return await self._client.call("Direct", request, DirectTarget, CALL_TIMEOUT_S)
+            return await self._gathered.direct(request)
         except RpcError as error:
             raise self._explain(error) from error
 
@@ -189,7 +186,11 @@ class RemotePdCluster:
         # Clean-ups still call the front, so the connection closes last.
         await self._leases.close()
         await self._cleanups.close()
+        await self._gathered.close()
         await self._client.close()
+
+    async def _place(self, request: PlaceRequest) -> PlaceReply:
+        return await self._client.call("Place", request, PlaceReply, CALL_TIMEOUT_S)
 
     async def _renew(self, request: SlotRequest) -> None:
         await self._client.call("Renew", request, Empty, CALL_TIMEOUT_S)

@@ -21,6 +21,9 @@ from local_pd.messages import (
     DirectTarget,
     InstanceOrder,
     LandingReport,
+    Placed,
+    PlaceReply,
+    PlaceRequest,
     ReleaseReply,
     ReserveRequest,
     RoleReply,
@@ -69,6 +72,7 @@ class PdServer(RpcServer):
             "Release": Method(SlotRequest, ReleaseReply, self._release),
             "Ended": Method(InstanceName, Empty, self._request_ended),
             "Direct": Method(DirectRequest, DirectTarget, self._direct),
+            "Place": Method(PlaceRequest, PlaceReply, self._place),
             "Prefill": Method(PrefillJob, PrefillReply, self._prefill),
             "Report": Method(Empty, ClusterReport, self._report),
             "Drain": Method(InstanceOrder, Empty, self._drain),
@@ -104,6 +108,18 @@ class PdServer(RpcServer):
 
     async def _direct(self, request: DirectRequest) -> DirectTarget:
         return await _mapped(self._cluster.direct(request))
+
+    async def _place(self, request: PlaceRequest) -> PlaceReply:
+        # First what makes room.
+        for name in request.ended:
+            self._cluster.request_ended(name)
+        return PlaceReply(tuple([await self._placed(item) for item in request.direct]))
+
+    async def _placed(self, request: DirectRequest) -> Placed:
+        try:
+            return Placed(target=await self._cluster.direct(request))
+        except PdError as error:
+            return Placed(code=CODE_OF[type(error)], message=error.message)
 
     async def _prefill(self, job: PrefillJob) -> PrefillReply:
         return await to_reply(self._cluster.prefill_locally(job))

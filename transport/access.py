@@ -69,7 +69,8 @@ ACCESS: Final[Mapping[str, ServiceAccess]] = {
         callers={"Report": _SEES}
         | dict.fromkeys(
             (
-                *("Reserve", "Renew", "AwaitLanding", "Release", "Ended", "Direct", "Prefill"),
+                *("Reserve", "Renew", "AwaitLanding", "Release", "Ended", "Direct", "Place"),
+                "Prefill",
                 *("Drain", "Resume", "SetRole", "Members", "Time"),
             ),
             _GATEWAY,

@@ -18,6 +18,7 @@ Beside it:
     scheduling/             routes, thresholds, admission, roles, the long-term loop
     members/                instances that join and leave
     sharing/                what several gateways of a region share, and what one keeps in a file
+    processes/              several processes of one gateway on one port
     pages, metrics          everything else that is answered
     cli, server, web_app    a process: options and signals, the HTTP server, its applications
     config, file, own_file  its configuration

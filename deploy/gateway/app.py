@@ -95,6 +95,7 @@ class Gateway:
         run_key: str = "",
         engine_access: EngineAccess | None = None,
         shared: RegionInRedis | None = None,
+        names_key: bytes = b"",
     ) -> None:
         """`links` names each link from a prefill cluster to a PD cluster, "" for one without a
         name; without them, each is linked to each. `spill` is the rule of each PD cluster,
@@ -106,10 +107,11 @@ class Gateway:
         `exposure`, what everybody on the network may do, is shown by /health. `keys_file` is the
         source of `config.api_keys`, and is followed. `run_key` opens the pages of operators,
         `engine_access` the engines. `shared` is what the region's gateways share; None: this is the
-        only one.
+        only one. Gateways with one `names_key` call cache keys alike; left out: like no other.
         """
         self._granter = granter
         self._exposure = exposure
+        self._names_key = names_key or secrets.token_bytes(32)
         self.config = config
         self.metrics = GatewayMetrics()
         self.records: deque[RequestRecord] = deque(maxlen=config.num_records)
@@ -168,7 +170,7 @@ class Gateway:
             lambda: None if self._services is None else self._services.placement,
         )
         self.metrics.watch(lambda: self.num_in_flight, lambda: len(self._background))
-        self._pages = self._build_pages(links)
+        self.pages = self._build_pages(links)
         self._services: Services | None = None
 
     async def start(self) -> None:
@@ -261,13 +263,13 @@ class Gateway:
     def routes(self) -> Iterable[web.RouteDef]:
         """Every endpoint at `host` and `port`, for an application's router."""
         completions = (web.post(path, partial(self.complete, kind)) for kind, path in PATHS.items())
-        pages = self._pages
+        pages = self.pages
         admin = () if self.config.admin is not None else pages.for_operators()
         return [*completions, *pages.for_clients(), *pages.for_everybody(), *admin]
 
     def admin_routes(self) -> Iterable[web.RouteDef]:
         """Every endpoint at `admin`, for an application's router."""
-        return [*self._pages.for_operators(), *self._pages.for_everybody()]
+        return [*self.pages.for_operators(), *self.pages.for_everybody()]
 
     async def complete(self, kind: Kind, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions and /v1/chat/completions. Raises `ApiError` before routing."""
@@ -418,7 +420,7 @@ class Gateway:
             caches=self._caches,
             links=self._region_links,
             link_names=shown_links(links),
-            key_names=KeyNames(secrets.token_bytes(32)),
+            key_names=KeyNames(self._names_key),
             services=self._started,
             exposure=self._exposure,
             sharing=self.sharing,

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -30,12 +31,14 @@ from deploy.gateway.file import (
     load_gateway_file,
 )
 from deploy.gateway.own_file import follow_own_file, weaknesses
+from deploy.gateway.processes.siblings import Siblings
 from deploy.gateway.server import serve_gateway
 from kvmanager.config_files.followed_files import hang_up
 from kvmanager.config_files.problems import FileError, Problem
 from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.logs import set_up_logging
 from kvmanager.private_files import read_secret
+from transport import Endpoint
 from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.deploy.gateway")
@@ -59,9 +62,12 @@ def gateway_command(
     gateway = loaded.gateway.model_copy(update=changes)
     with exit_on_bad_file():
         check_listener(gateway, trusted_network=loaded.trusted_network)
+    file = loaded.model_copy(update={"gateway": gateway})
+    if gateway.processes > 1:
+        raise typer.Exit(serve_processes(config, file, log_level))
     try:
         with exit_on_bad_file():
-            uvloop.run(run(config, loaded, loaded.model_copy(update={"gateway": gateway})))
+            uvloop.run(run(config, loaded, file))
     except OSError as error:
         typer.echo(f"cannot serve on {gateway.host}:{gateway.port}: {error}", err=True)
         raise typer.Exit(1) from error
@@ -87,11 +93,35 @@ def exposure_of(file: GatewayFile) -> str | None:
     return "; ".join(found) or None
 
 
-async def run(path: Path, read: GatewayFile, file: GatewayFile) -> None:
-    """Serve until SIGTERM or SIGINT; a second one skips the drain. Prints one line when ready.
-    SIGHUP reads the file again.
+def serve_processes(config: Path, file: GatewayFile, log_level: str) -> int:
+    """Serve by several processes until a signal; the exit status."""
+    # Only gateways of several processes need the parent.
+    from deploy.gateway.processes.parent import ProcessEnded, run_processes
 
-    `read` is what `path` had, which is followed, and `file` the same with the command's options.
+    try:
+        asyncio.run(run_processes(config, file, log_level, announce))
+    except ProcessEnded as error:
+        typer.echo(str(error), err=True)
+        return error.status
+    except OSError as error:
+        at = Endpoint(file.gateway.host, file.gateway.port)
+        typer.echo(f"cannot serve on {at}: {error}", err=True)
+        return 1
+    return 0
+
+
+async def run(
+    path: Path,
+    read: GatewayFile,
+    file: GatewayFile,
+    siblings: Siblings | None = None,
+    on_ready: Callable[[str, int], None] | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT; a second one skips the drain. `on_ready` gets the address,
+    which is printed if it is left out. SIGHUP reads the file again.
+
+    `read` is what `path` had, which is followed, and `file` the same with the command's options, or
+    those of the process if the gateway has several, the `siblings`.
     """
     stop = asyncio.Event()
     serving = asyncio.current_task()
@@ -133,10 +163,11 @@ async def run(path: Path, read: GatewayFile, file: GatewayFile) -> None:
             run_key=await asyncio.to_thread(_run_key, file),
             engine_access=await asyncio.to_thread(file.engine_access),
             shared=shared,
+            names_key=b"" if siblings is None else siblings.names_key,
         )
         own_file = follow_own_file(path, read, gateway.use_live, clusters.change_members, hang_up())
         following = start_task(own_file, "the gateway's file")
-        await serve_gateway(gateway, stop, _announce)
+        await serve_gateway(gateway, stop, on_ready or announce, siblings)
     except asyncio.CancelledError:
         # Not our second signal: the cancellation comes from outside.
         if not stop.is_set():
@@ -158,7 +189,8 @@ def _run_key(file: GatewayFile) -> str:
         raise FileError("the gateway's file", [problem]) from error
 
 
-def _announce(host: str, port: int) -> None:
-    ready = {"event": "ready", "url": f"http://{host}:{port}", "pid": os.getpid()}
+def announce(host: str, port: int, **more: object) -> None:
+    """Print the line by which programs know that the gateway serves, and where."""
+    ready = {"event": "ready", "url": f"http://{host}:{port}", "pid": os.getpid()} | more
     sys.stdout.write(json.dumps(ready) + "\n")
     sys.stdout.flush()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import (
     Field,
@@ -29,9 +29,12 @@ from kvmanager.config_files.fields import (
     spelled,
 )
 from kvmanager.config_files.security import is_loopback
-from kvmanager.config_files.units import parse_rate
+from kvmanager.config_files.units import format_bytes, parse_rate
 from scheduler.live.ledger import KEEP_ENDED_S
 from transport import Endpoint
+
+LEAST_KEEP: Final = 64 << 20
+"""The least disk space of the recordings of one process, bytes."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 
@@ -133,7 +136,7 @@ class RecorderSection(Section):
 
     dir: Path
     """The directory of the files. It is created if it is missing."""
-    keep: Annotated[Bytes, Field(ge=64 << 20)] = 1 << 30
+    keep: Annotated[Bytes, Field(ge=LEAST_KEEP)] = 1 << 30
     """The most disk space that they take, a number or such as 1GiB. The oldest files are
     deleted first.
     """
@@ -146,6 +149,11 @@ class GatewaySection(Section):
     """The address that clients connect to."""
     port: Port = 8000
     """The port that clients connect to; 0: any free one."""
+    processes: Annotated[int, Field(ge=1, le=64)] = 1
+    """How many processes serve at `host` and `port`; the kernel spreads connections over them.
+    Several need `shared`, and fronts that are processes of their own. Each counts its own requests
+    and bytes for `max_in_flight`, `max_buffered_bytes` and the like.
+    """
     threshold_tokens: TokensOrZero = 1024
     """Prompts with more uncached tokens, a number or such as 8k, go to prefill clusters, until the
     long-term loop knows better.
@@ -204,6 +212,20 @@ class GatewaySection(Section):
     def _check_shared(self) -> Self:
         if self.shared is not None and not self.shared_url:
             raise ValueError("shared needs redis, the URL of a server (or directory.url)")
+        return self
+
+    @model_validator(mode="after")
+    def _check_processes(self) -> Self:
+        if self.processes == 1:
+            return self
+        if self.shared is None:
+            raise ValueError(
+                f"processes: {self.processes} processes need shared, the Redis server through"
+                " which they work together; give it, or write processes: 1"
+            )
+        if self.recorder is not None and self.recorder.keep < self.processes * LEAST_KEEP:
+            least = format_bytes(self.processes * LEAST_KEEP)
+            raise ValueError(f"recorder.keep: {self.processes} processes need at least {least}")
         return self
 
 

@@ -54,6 +54,8 @@ Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Page: TypeAlias = Callable[[web.Request], Awaitable[object]]
 """Returns a JSON-ready value."""
 
+NUM_LISTED: Final = 100
+"""The records in a list, if the request names no number."""
 _MAX_LISTED: Final = 1000
 
 
@@ -166,13 +168,13 @@ class Pages:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         """GET /metrics."""
-        self._check_operator(request)
+        self.check_operator(request)
         body = self.metrics.render()
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
     async def _requests(self, request: web.Request) -> object:
         """GET /prfaas/requests?limit=N: the latest records, newest first."""
-        return {"requests": list(islice(reversed(self.records), _limit(request, 100)))}
+        return {"requests": list(islice(reversed(self.records), _limit(request, NUM_LISTED)))}
 
     async def _request(self, request: web.Request) -> object:
         """GET /prfaas/requests/{id}: all records with this id, newest first."""
@@ -279,7 +281,7 @@ class Pages:
 
     async def _change_role(self, request: web.Request) -> web.Response:
         """POST /v1/pd_role."""
-        status, role = await self.role_pages.change(await self._ordered(request), request.query)
+        status, role = await self.role_pages.change(await self.ordered(request), request.query)
         return _json(role, status)
 
     async def _instances(self, _request: web.Request) -> object:
@@ -289,7 +291,7 @@ class Pages:
     async def _join(self, request: web.Request) -> web.Response:
         """POST /prfaas/instances."""
         self.keys.check_adding(_authorization(request))
-        return _json(await self.member_pages.join(await self._ordered(request)), 202)
+        return _json(await self.member_pages.join(await self.ordered(request)), 202)
 
     async def _leave(self, request: web.Request) -> web.Response:
         """DELETE /prfaas/instances/{name}?cluster=NAME&limit=TIME&force=1."""
@@ -297,8 +299,8 @@ class Pages:
         name = request.match_info["name"]
         return _json(await self.member_pages.leave(name, request.query), 202)
 
-    async def _ordered(self, request: web.Request) -> bytes:
-        """The body of an operator's order."""
+    async def ordered(self, request: web.Request) -> bytes:
+        """The body of an operator's order. Raises `ApiError` for another client's."""
         self._check_order(request)
         if request.content_type != JSON_TYPE:
             raise ApiError(415, "unsupported_media_type", f"Send the body as {JSON_TYPE}.")
@@ -318,7 +320,7 @@ class Pages:
         """A handler that answers with `page` if the client may see it."""
 
         async def answer(request: web.Request) -> web.Response:
-            self._check_operator(request)
+            self.check_operator(request)
             return _json(await page(request))
 
         return answer
@@ -326,7 +328,8 @@ class Pages:
     def _check_key(self, request: web.Request) -> None:
         self.keys.check(_authorization(request))
 
-    def _check_operator(self, request: web.Request) -> None:
+    def check_operator(self, request: web.Request) -> None:
+        """Raises `ApiError` 401 or 403 unless the client may see pages for operators."""
         if self.config.protect_admin:
             self.keys.check_operator(_authorization(request))
 

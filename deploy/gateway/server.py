@@ -13,6 +13,8 @@ from typing import Final
 from aiohttp import web
 
 from deploy.gateway.app import Gateway
+from deploy.gateway.processes.folder import listen
+from deploy.gateway.processes.siblings import Siblings, own_app
 from deploy.gateway.web_app import create_admin_app, create_app
 from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.systemd import served
@@ -28,17 +30,25 @@ _LINGER_S: Final = 2.0
 
 
 async def serve_gateway(
-    gateway: Gateway, stop: asyncio.Event, on_ready: Callable[[str, int], None]
+    gateway: Gateway,
+    stop: asyncio.Event,
+    on_ready: Callable[[str, int], None],
+    siblings: Siblings | None = None,
 ) -> None:
     """Serve until `stop` is set: then refuse new requests, let the others end, close.
 
     `on_ready` gets the host and the port in use. Raises `OSError` if an address is not free.
-    Cancelling skips the drain; what requests hold is given back all the same.
+    Cancelling skips the drain; what requests hold is given back all the same. With `siblings` it
+    shares its addresses with the other processes of the gateway, and answers them.
     """
-    runner = await start_server(gateway)
-    admin: web.AppRunner | None = None
+    runner = await start_server(gateway, siblings)
+    others: list[web.AppRunner] = []
     try:
-        admin = await start_admin_server(gateway)
+        if (admin := await start_admin_server(gateway, siblings)) is not None:
+            others.append(admin)
+        if siblings is not None:
+            at = siblings.folder.process(siblings.number)
+            others.append(await listen(at, own_app(gateway)))
         host, port = runner.addresses[0][:2]
         # Before the first request, which a full collection would delay.
         settle_heap()
@@ -50,31 +60,35 @@ async def serve_gateway(
             logger.info("draining %d requests", gateway.num_in_flight)
             await gateway.drain()
     finally:
-        if admin is not None:
-            await admin.cleanup()
+        for other in others:
+            await other.cleanup()
         await runner.cleanup()
 
 
-async def start_server(gateway: Gateway) -> web.AppRunner:
+async def start_server(gateway: Gateway, siblings: Siblings | None = None) -> web.AppRunner:
     """Start the gateway and bind. `addresses` of the result are its sockets, `cleanup()` ends both.
 
     Raises `OSError` if the address is not free.
     """
-    config = gateway.config
-    return await _listening(create_app(gateway), config.host, config.port)
+    config, shares = gateway.config, siblings is not None
+    app = create_app(gateway, siblings)
+    return await _listening(app, config.host, config.port, shares=shares)
 
 
-async def start_admin_server(gateway: Gateway) -> web.AppRunner | None:
+async def start_admin_server(
+    gateway: Gateway, siblings: Siblings | None = None
+) -> web.AppRunner | None:
     """The listener of the pages for operators of a gateway that has started, if it has one of its
     own. Raises `OSError` if the address is not free.
     """
     if gateway.config.admin is None:
         return None
     at = Endpoint.parse(gateway.config.admin)
-    return await _listening(create_admin_app(gateway), at.host, at.port)
+    app = create_admin_app(gateway, siblings)
+    return await _listening(app, at.host, at.port, shares=siblings is not None)
 
 
-async def _listening(app: web.Application, host: str, port: int) -> web.AppRunner:
+async def _listening(app: web.Application, host: str, port: int, *, shares: bool) -> web.AppRunner:
     runner = web.AppRunner(
         app,
         # A client that goes away must cancel its handler, which frees its engine and landing.
@@ -87,7 +101,8 @@ async def _listening(app: web.Application, host: str, port: int) -> web.AppRunne
     )
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port, backlog=1024).start()
+        site = web.TCPSite(runner, host, port, backlog=1024, reuse_port=shares or None)
+        await site.start()
     except BaseException:
         await runner.cleanup()
         raise

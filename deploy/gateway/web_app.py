@@ -15,6 +15,7 @@ from deploy.gateway.app import Gateway
 from deploy.gateway.errors import JSON_TYPE, ApiError
 from deploy.gateway.intake.accept import usable_request_id
 from deploy.gateway.pages import Handler
+from deploy.gateway.processes.siblings import Siblings
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -22,9 +23,12 @@ _INTERNAL_ERROR: Final = "The gateway failed to serve this request."
 _GATEWAY: Final = web.AppKey("gateway", Gateway)
 
 
-def create_app(gateway: Gateway) -> web.Application:
-    """The application, which starts and closes `gateway`. Serve it with handler cancellation on."""
-    app = _app(gateway, gateway.routes())
+def create_app(gateway: Gateway, siblings: Siblings | None = None) -> web.Application:
+    """The application, which starts and closes `gateway`. Serve it with handler cancellation on.
+
+    With `siblings` its pages answer for all processes of the gateway.
+    """
+    app = _app(gateway, gateway.routes(), siblings)
 
     async def life(_app: web.Application) -> AsyncIterator[None]:
         await gateway.start()
@@ -35,12 +39,16 @@ def create_app(gateway: Gateway) -> web.Application:
     return app
 
 
-def create_admin_app(gateway: Gateway) -> web.Application:
+def create_admin_app(gateway: Gateway, siblings: Siblings | None = None) -> web.Application:
     """The application of the pages for operators, for a gateway that another one starts."""
-    return _app(gateway, gateway.admin_routes())
+    return _app(gateway, gateway.admin_routes(), siblings)
 
 
-def _app(gateway: Gateway, routes: Iterable[web.RouteDef]) -> web.Application:
+def _app(
+    gateway: Gateway, routes: Iterable[web.RouteDef], siblings: Siblings | None
+) -> web.Application:
+    if siblings is not None:
+        routes = siblings.widened(gateway, routes)
     app = web.Application(
         client_max_size=gateway.config.max_body_bytes, middlewares=[_openai_errors]
     )

@@ -71,6 +71,13 @@ def answers(port: int, request: bytes) -> Callable[[], bool]:
     return ask
 
 
+def listens(port: int) -> bool:
+    """Whether somebody listens at `port` of loopback."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
 @contextmanager
 def gateway_process(config: Mapping[str, Any], folder: Path, request: bytes) -> Iterator[int]:
     """`prfaas gateway` with this configuration, once it answers `request`: its process id."""

@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -208,6 +209,32 @@ async def test_two_gateways_on_one_machine_work_together(
             assert await leader([first]) == first
     left = set(os.listdir(run_dir))
     assert {"gateway.a1.learned", "logs"} <= left
+
+
+async def test_a_gateway_of_two_processes(dummy_vllm: Path, run_dir: Path, tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as server:
+        gateway = {"port": 0, "processes": 2, "shared": {"redis": server.url}}
+        async with RunningRegion(spec(dummy_vllm, gateway=gateway), run_dir) as region:
+            fronts = [process.name for process in region.processes if process.kind == "front"]
+            assert fronts == ["front.prefill-a", "front.pd-b"]
+            state = read_state(run_dir)
+            assert state is not None
+            serving = re.compile(r"process [01] \(pid \d+\): serving for")
+            async with asyncio.timeout(60):
+                text = ""
+                # The region serves with the first of them.
+                while len(serving.findall(text)) < 2:
+                    # As the command does, on a loop of its own: looking at processes takes time.
+                    status = await asyncio.to_thread(lambda: asyncio.run(region_status(state)))
+                    shown = Console(width=200, file=io.StringIO())
+                    shown.print(render_status(status))
+                    assert isinstance(shown.file, io.StringIO)
+                    text = shown.file.getvalue()
+            pids = region.gateway.pids
+            assert len(pids) == 3  # and their parent
+        assert not [pid for pid in pids if lives(pid)]
+    # What each process has learnt is for the next run.
+    assert {"gateway.learned", "gateway.learned.1", "logs"} <= set(os.listdir(run_dir))
 
 
 async def test_what_crosses_the_link_of_a_region_with_tls_is_encrypted(

@@ -117,7 +117,7 @@ def check_crossover(kept: Any) -> None:
 
 
 def check_gateway(kept: Any) -> None:
-    always = {"engine", "gateway", "bare aiohttp", "bare sockets"}
+    always = {"engine", "gateway", "gateway x1", "gateway x2", "bare aiohttp", "bare sockets"}
     assert always <= kept.keys() <= {*always, "vllm-router"}
     for target, numbers in kept.items():
         # So few requests need not take a tick of CPU, nor a page of memory.

@@ -12,6 +12,19 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
 
 
+class ProcessNow(msgspec.Struct, frozen=True, kw_only=True):
+    """A process of a gateway that has several. `state` is "starting", "serving", "silent" (it does
+    not answer), or "ended" until it is started again.
+    """
+
+    number: int
+    state: str
+    pid: int | None
+    for_s: float
+    """Since it was started last, or ended, seconds."""
+    restarts: int
+
+
 class SharingOverview(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to GET /prfaas/gateways.
 
@@ -29,3 +42,7 @@ class SharingOverview(msgspec.Struct, frozen=True, kw_only=True):
     peers: list[Peer]
     pending: int
     """Observations that the others have not been told."""
+    processes: list[ProcessNow] = []
+    """The processes of this gateway, if it has several; `name` and the rest are those of the one
+    that answers.
+    """

@@ -128,6 +128,11 @@ def _sharing_lines(gateways: Mapping[str, SharingOverview]) -> Iterator[Text]:
             yield Text(f"{process} has shared with others ({others}) for {since}; {role}")
         else:
             yield Text(f"{process} has been alone for {since}: {seen.error}", style="yellow")
+        for item in seen.processes:
+            again = f", started again {item.restarts} times" if item.restarts else ""
+            line = f"  process {item.number} (pid {item.pid}): {item.state}"
+            style = "" if item.state == "serving" else "yellow"
+            yield Text(f"{line} for {format_age(item.for_s)}{again}", style=style)
 
 
 def _omissions(plan: PlanOverview | None) -> Iterator[str]:

@@ -114,6 +114,17 @@ def test_several_gateways_have_all_fronts_apart() -> None:
     ]
 
 
+def test_a_gateway_of_several_processes_has_all_fronts_apart() -> None:
+    region = region_of(KEYS + SEVERAL.replace("nodes: [a1, b1, b2]", "processes: 3"))
+    # Its parent starts the processes, wherever it runs.
+    assert names(region, node="b1") == ["agent.b1", "b1-d", "front.home", "gateway"]
+    assert whole(region).fronts == ("far", "home")
+    files = planner(region, part_of(region, node="b1")).files()
+    file = GatewayFile.model_validate_json(files[Path("/run/two/gateway.json")])
+    assert file.gateway.processes == 3
+    assert all(source.front for source in (*file.pd, *file.prefill))
+
+
 def test_gateways_of_one_host_have_ports_of_their_own() -> None:
     text = TWO_SITES.replace("10.1.0.2", "10.1.0.1")
     region = region_of(KEYS + SEVERAL, text)
@@ -146,6 +157,8 @@ def test_no_instance_has_the_name_of_a_gateway_process() -> None:
         ("{nodes: [a1, b1]}", "gateway.nodes", "several gateways need shared"),
         ("{nodes: [a1, b9], shared: {redis: 'rediss://r'}}", "gateway.nodes[1]", "no node is"),
         ("{nodes: [a1, a1], shared: {redis: 'rediss://r'}}", "gateway.nodes", "once"),
+        ("{processes: 2}", "gateway", "2 processes need shared, the Redis server"),
+        ("{processes: 0}", "gateway.processes", "greater than or equal to 1"),
         ("{nodes: [a1], node: b1}", "gateway.nodes", "node for one gateway or nodes"),
         ("{nodes: [a1], ports: {b1: 1}}", "gateway.ports.b1", "nodes has no 'b1'"),
     ],

@@ -1,0 +1,345 @@
+"""A gateway of two processes on one port, as real processes: with a front, Redis and an engine."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+import yaml
+from gateway_region import OpenAiEngine
+from prometheus_client.parser import text_string_to_metric_families
+from redis_server import RedisServer
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 120
+LITTLE = {"tokens_per_s": 0.001, "burst_tokens": 1}
+FRONT = "import typer; from local_pd.cli import pd_command as c; typer.run(c)"
+GATEWAY = "import typer; from deploy.gateway.cli import gateway_command as c; typer.run(c)"
+
+
+class Gateway:
+    """A gateway of several processes. Every question goes over a new connection, for which the
+    kernel chooses a process.
+    """
+
+    def __init__(
+        self,
+        parent: asyncio.subprocess.Process,
+        ready: dict[str, Any],
+        file: Path,
+        engine: OpenAiEngine,
+    ) -> None:
+        self.parent = parent
+        self.url: str = ready["url"]
+        self.pids: list[int] = ready["processes"]
+        self.file = file
+        self.engine = engine
+        connector = aiohttp.TCPConnector(force_close=True)
+        self.session = aiohttp.ClientSession(connector=connector)
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.session.get(self.url + path) as response:
+            return response.status, await response.json()
+
+    async def get_text(self, path: str) -> str:
+        async with self.session.get(self.url + path) as response:
+            return await response.text()
+
+    async def post(self, **fields: Any) -> tuple[int, str, bytes]:
+        """Status, request id and body of a completion."""
+        body = {"model": "tiny", "prompt": "x" * 60, "max_tokens": 4} | fields
+        async with self.session.post(self.url + "/v1/completions", json=body) as response:
+            answer = await response.read()
+            return response.status, response.headers.get("x-request-id", ""), answer
+
+    async def num_requests(self) -> float:
+        """The completions that ended, as a scrape shows them."""
+        async with self.session.get(self.url + "/metrics") as response:
+            assert response.status == 200
+            families = text_string_to_metric_families(await response.text())
+        return sum(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == "prfaas_gateway_requests_total"
+        )
+
+    async def processes(self) -> list[dict[str, Any]]:
+        _, page = await self.get("/prfaas/gateways")
+        found: list[dict[str, Any]] = page["processes"]
+        return found
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not await holds():
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def process(code: str, file: Path, *options: str) -> AsyncIterator[Any]:
+    """A process that is ready, and what it said then."""
+    started = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", code, "--config", str(file), *options),
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        assert started.stdout is not None
+        async with asyncio.timeout(LIMIT_S):
+            yield started, json.loads(await started.stdout.readline())
+    finally:
+        if started.returncode is None:
+            started.kill()
+        await started.communicate()
+
+
+@asynccontextmanager
+async def opened(folder: Path) -> AsyncIterator[Gateway]:
+    async with AsyncExitStack() as stack:
+        server = stack.enter_context(RedisServer(folder))
+        engine = OpenAiEngine("d0")
+        await engine.start()
+        stack.push_async_callback(engine.stop)
+        instance = {"name": "d0", "url": engine.url, "agent": "127.0.0.1:1", "model": "tiny"}
+        front = folder / "front.yaml"
+        settings = {"name": "home", "listen": "127.0.0.1:0", "instances": [instance]}
+        front.write_text(yaml.safe_dump(settings))
+        _, said = await stack.enter_async_context(process(FRONT, front))
+        file = folder / "gateway.yaml"
+        content = {
+            "gateway": {
+                "models": [{"name": "tiny"}],
+                "port": 0,
+                "processes": 2,
+                "shared": {"redis": server.url, "region": "r"},
+                "scheduling": {"calibration": {"mode": "off"}},
+                "state": str(folder / "learned"),
+            },
+            "pd": {"name": "home", "front": said["control"]},
+            "log_dir": str(folder),
+        }
+        file.write_text(yaml.safe_dump(content))
+        parent, ready = await stack.enter_async_context(process(GATEWAY, file))
+        gateway = Gateway(parent, ready, file, engine)
+        stack.push_async_callback(gateway.session.close)
+        yield gateway
+
+
+async def test_two_processes_are_one_gateway(tmp_path: Path) -> None:
+    async with opened(tmp_path) as gateway:
+        assert len(set(gateway.pids)) == 2
+        await both_answer_and_know_all(gateway)
+        await orders_find_the_leader(gateway)
+        await a_changed_file_reaches_both(gateway)
+        await ctrl_c_drains_both(gateway)
+        # What each has learnt is kept for its next start.
+        assert (tmp_path / "learned").exists()
+        assert (tmp_path / "learned.1").exists()
+
+
+async def both_answer_and_know_all(gateway: Gateway) -> None:
+    answers = [await gateway.post() for _ in range(20)]
+    assert [status for status, _, _ in answers] == [200] * 20
+    names = {(await gateway.get("/prfaas/gateways"))[1]["name"] for _ in range(40)}
+    assert names == {"gateway.0", "gateway.1"}
+    states = [(item["number"], item["state"]) for item in await gateway.processes()]
+    assert states == [(0, "serving"), (1, "serving")]
+    assert [item["pid"] for item in await gateway.processes()] == gateway.pids
+
+    # Whoever is asked, all numbers and records are there.
+    assert [await gateway.num_requests() for _ in range(8)] == [20] * 8
+    ids = [request_id for _, request_id, _ in answers]
+    for request_id in ids:
+        status, found = await gateway.get(f"/prfaas/requests/{request_id}")
+        assert (status, [item["request_id"] for item in found["requests"]]) == (200, [request_id])
+    for _ in range(8):
+        _, found = await gateway.get("/prfaas/requests?limit=5")
+        assert [item["request_id"] for item in found["requests"]] == ids[:-6:-1]
+        status, found = await gateway.get("/prfaas/requests/unknown")
+        assert (status, found["error"]["code"]) == (404, "unknown_request")
+
+
+async def orders_find_the_leader(gateway: Gateway) -> None:
+    async def is_led() -> bool:
+        pages = [(await gateway.get("/prfaas/gateways"))[1] for _ in range(4)]
+        return all(page["state"] == "joined" and page["leader"] for page in pages)
+
+    await until(is_led)
+    # The only instance that decodes keeps its role, and the leader alone can say so.
+    order = {"instance": "d0", "role": "prefill"}
+    for _ in range(12):
+        async with gateway.session.post(gateway.url + "/v1/pd_role", json=order) as response:
+            found = await response.json()
+            assert response.status == 409, found
+            assert found["error"]["code"] != "not_leader"
+    assert (await gateway.get("/v1/pd_role"))[0] == 200
+
+
+async def a_changed_file_reaches_both(gateway: Gateway) -> None:
+    content = yaml.safe_load(gateway.file.read_text())
+    content["gateway"]["scheduling"]["admission"] = {"default_tenant": LITTLE}
+    gateway.file.write_text(yaml.safe_dump(content))
+    gateway.parent.send_signal(signal.SIGHUP)
+
+    async def both_refuse() -> bool:
+        return {(await gateway.post())[0] for _ in range(12)} == {429}
+
+    await until(both_refuse)
+    del content["gateway"]["scheduling"]["admission"]
+    gateway.file.write_text(yaml.safe_dump(content))
+    gateway.parent.send_signal(signal.SIGHUP)
+
+    async def both_serve() -> bool:
+        return {(await gateway.post())[0] for _ in range(12)} == {200}
+
+    await until(both_serve)
+    assert [item["pid"] for item in await gateway.processes()] == gateway.pids
+
+
+async def ctrl_c_drains_both(gateway: Gateway) -> None:
+    gateway.engine.first_token.clear()
+    asking = [asyncio.create_task(gateway.post(stream=True)) for _ in range(8)]
+
+    async def all_wait() -> bool:
+        return gateway.engine.num_serving == 8
+
+    await until(all_wait)
+    # A terminal sends it to its whole process group.
+    os.killpg(gateway.parent.pid, signal.SIGINT)
+
+    async def both_drain() -> bool:
+        return {(await gateway.get_text("/readyz")) for _ in range(12)} == {"draining\n"}
+
+    await until(both_drain)
+    assert [(await gateway.post())[0] for _ in range(12)] == [503] * 12
+    gateway.engine.first_token.set()
+    answers = await asyncio.gather(*asking)
+    assert [status for status, _, _ in answers] == [200] * 8
+    assert all(answer.endswith(b"data: [DONE]\n\n") for _, _, answer in answers)
+    async with asyncio.timeout(LIMIT_S):
+        assert await gateway.parent.wait() == 0
+    assert not [pid for pid in gateway.pids if psutil.pid_exists(pid)]
+
+
+async def test_one_process_is_killed_and_started_again(tmp_path: Path) -> None:
+    async with opened(tmp_path) as gateway:
+        broken: list[str] = []
+        num_whole, is_over = 0, False
+
+        async def ask_on() -> None:
+            nonlocal num_whole
+            while not is_over:
+                try:
+                    status, _, answer = await gateway.post()
+                except aiohttp.ClientError as error:
+                    broken.append(repr(error))
+                    continue
+                if status == 200:
+                    num_whole += 1
+                else:
+                    broken.append(f"{status}: {answer!r}")
+
+        scraped: list[float] = []
+
+        async def scrape_on() -> None:
+            while not is_over:
+                try:
+                    scraped.append(await gateway.num_requests())
+                except aiohttp.ClientError:
+                    continue  # its connection was the killed process's
+
+        async def served_more(num: int) -> None:
+            wanted = num_whole + num
+
+            async def has() -> bool:
+                return num_whole >= wanted
+
+            await until(has)
+
+        tasks = [asyncio.create_task(ask_on()) for _ in range(4)]
+        tasks.append(asyncio.create_task(scrape_on()))
+        try:
+            await served_more(50)
+            assert broken == []
+            os.kill(gateway.pids[0], signal.SIGKILL)
+
+            async def is_gone() -> bool:
+                return not psutil.pid_exists(gateway.pids[0])
+
+            await until(is_gone)
+            await served_more(50)  # by the other one
+            broken_by_kill = list(broken)
+
+            async def is_back() -> bool:
+                first, _ = await gateway.processes()
+                return bool(first["state"] == "serving" and first["restarts"] == 1)
+
+            await until(is_back)
+            await served_more(50)
+        finally:
+            is_over = True
+            await asyncio.gather(*tasks)
+        # What the killed process had under way or waiting while the kernel closed its sockets, and
+        # nothing else. No client got an error as an answer.
+        assert broken == broken_by_kill
+        assert not [text for text in broken if text[:3].isdigit()], broken
+        assert scraped == sorted(scraped)
+        assert scraped[-1] <= num_whole + len(broken)
+        first, second = await gateway.processes()
+        assert first["pid"] != gateway.pids[0]
+        assert (second["pid"], second["restarts"]) == (gateway.pids[1], 0)
+        await they_end_with_their_parent(gateway, [first["pid"], second["pid"]])
+
+
+async def they_end_with_their_parent(gateway: Gateway, pids: list[int]) -> None:
+    gateway.parent.kill()
+
+    async def are_gone() -> bool:
+        return not [pid for pid in pids if psutil.pid_exists(pid)]
+
+    await until(are_gone)
+
+
+async def test_a_file_that_needs_another_port_or_setting_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.yaml"
+    content: dict[str, Any] = {
+        "gateway": {
+            "models": [{"name": "tiny"}],
+            "processes": 2,
+            "shared": {"redis": "unix:///nowhere", "region": "r"},
+        },
+        "pd": {"name": "home", "front": "127.0.0.1:1"},
+        "log_dir": str(tmp_path),
+    }
+
+    async def failed(content: dict[str, Any]) -> tuple[int | None, str]:
+        file.write_text(yaml.safe_dump(content))
+        ended = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", GATEWAY, "--config", str(file)),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        async with asyncio.timeout(LIMIT_S):
+            _, errors = await ended.communicate()
+        return ended.returncode, errors.decode()
+
+    async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as taken:
+        port = taken.sockets[0].getsockname()[1]
+        content["gateway"]["port"] = port
+        status, errors = await failed(content)
+        assert (status, f"cannot serve on 127.0.0.1:{port}" in errors) == (1, True), errors
+    # Wrong in a way that only a process finds when it starts.
+    content["gateway"]["port"] = 0
+    content["granting_key"] = {"file": str(tmp_path / "none"), "region": "r"}
+    status, errors = await failed(content)
+    assert status in (1, 2), errors
+    assert "of the gateway did not start: exit status" in errors
