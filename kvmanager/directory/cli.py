@@ -32,6 +32,7 @@ from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.systemd import served
 from kvmanager.loop.watch import LoopWatch, settle_heap
 from kvmanager.metrics_server import MetricsServer
+from kvmanager.process_series import ProcessSeries
 from transport import Endpoint
 from transport.errors import LocalError
 from transport.health import WhyNotReady
@@ -161,6 +162,7 @@ class _Metrics:
         self._metrics = DirectoryMetrics()
         self._server: MetricsServer | None = None
         registry, exposure = self._metrics.registry, config.exposure("directory")
+        ProcessSeries(registry, "directory", config.credentials("directory"))
         if exposure is not None:
             logger.warning("%s", exposure)
             text = "What somebody on the network may do."

@@ -25,6 +25,7 @@ from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.systemd import served
 from kvmanager.loop.watch import LoopWatch, settle_heap
 from kvmanager.metrics_server import MetricsServer
+from kvmanager.process_series import ProcessSeries
 from prfaas.engines.departures import Departures, follow_changes
 from prfaas.engines.discovery.following import follow_discovery
 from prfaas.engines.front_config import EXPECTED, FrontConfig
@@ -90,6 +91,8 @@ async def serve_front(
         logger.warning("%s", exposure)
         info = Info(f"{metrics_prefix}_exposure", "What somebody on the network may do.")
         info.info({"what": exposure})
+    component = metrics_prefix.removeprefix("prfaas_")
+    ProcessSeries(REGISTRY, component, config.credentials(config.role))
     at = Endpoint(config.metrics_host, config.metrics_port)
     exposures = () if exposure is None else (exposure,)
     metrics = MetricsServer(

@@ -12,7 +12,8 @@ from live_plan_cases import MODEL, LiveRegion, cluster, instance, near, numbered
 from prometheus_client import CollectorRegistry
 
 from deploy.gateway.scheduling.config import LongTermSection
-from deploy.gateway.scheduling.long_term import NUM_DECISIONS, LongTermService, PlanMetrics
+from deploy.gateway.scheduling.long_term import NUM_DECISIONS, LongTermService
+from deploy.gateway.scheduling.plan_metrics import PlanMetrics
 from deploy.gateway.scheduling.plan_overview import PlanDecision, PlanOverview
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
@@ -42,9 +43,10 @@ class Metrics:
     """Those of the service that was made last."""
 
     registry: CollectorRegistry
+    leads = True
 
     def value(self, name: str, **labels: str) -> float | None:
-        return self.registry.get_sample_value(f"prfaas_gateway_plan_{name}", labels)
+        return self.registry.get_sample_value(f"prfaas_plan_{name}", labels)
 
 
 @pytest.fixture
@@ -56,6 +58,8 @@ def metrics() -> Metrics:
 def make(live: LiveRegion, metrics: Metrics) -> Make:
     def service(region: LiveRegion = live, **section: object) -> Service:
         registry = metrics.registry = CollectorRegistry()
+        plan_metrics = PlanMetrics(registry)
+        plan_metrics.watch(lambda: metrics.leads, region.scheduler.reports)
         checked = LongTermSection.model_validate(section)
         settings = region.scheduler.live.settings
         region.scheduler.live.settings = replace(
@@ -66,7 +70,7 @@ def make(live: LiveRegion, metrics: Metrics) -> Make:
             checked,
             region.scheduler,
             roles,
-            PlanMetrics(registry),
+            plan_metrics,
             wall_clock=lambda: 1e9 + region.now_s,
         )
 
@@ -92,11 +96,16 @@ async def test_it_sets_t_and_converts_and_sets_t_again(
     live.roles.end()
     assert live.thresholds.base_tokens() == {"far": decision.thresholds_after["far"]}
     assert decision.thresholds_after["far"] > meanwhile  # more of them prefill at home now
-    assert metrics.value("threshold_tokens", cluster="far") == decision.thresholds_after["far"]
+    assert (
+        metrics.value("threshold_tokens", source="far", target="near")
+        == decision.thresholds_after["far"]
+    )
     wanted = decision.goal.num_prefill["near"]
-    assert metrics.value("instances", model=MODEL, cluster="near", role="prefill") == wanted
-    assert metrics.value("steps_total", model=MODEL, reason="convert") == 1
-    assert metrics.value("gain_ratio", model=MODEL) == pytest.approx(decision.numbers["gain"])
+    assert metrics.value("instances", model_name=MODEL, cluster="near", role="prefill") == wanted
+    assert metrics.value("steps_total", model_name=MODEL, reason="convert") == 1
+    assert metrics.value("gain_ratio", model_name=MODEL, cluster="near") == pytest.approx(
+        decision.numbers["gain"]
+    )
 
 
 async def test_it_goes_on_until_the_best_division_and_then_rests(

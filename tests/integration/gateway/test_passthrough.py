@@ -198,7 +198,7 @@ async def test_the_small_endpoints(region: Any) -> None:
     record = await region.record()
     async with region.session.get(region.url + "/metrics") as response:
         text = await response.text()
-    assert 'prfaas_gateway_decisions_total{reason="above_threshold"' in text
+    assert 'prfaas_gateway_decisions_total{model_name="tiny",reason="above_threshold"' in text
     assert 'part="transfer_tail"' in text
     async with region.session.get(region.url + "/prfaas/requests?limit=5") as response:
         listed = (await response.json())["requests"]
