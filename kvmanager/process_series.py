@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Info
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -21,6 +21,12 @@ from transport.versions import Versions
 from transport.wire.handshake import VERSIONS as WIRE_VERSIONS
 
 _EXPIRY: Final = "prfaas_certificate_expiry_timestamp_seconds"
+
+
+def show_exposure(registry: CollectorRegistry, prefix: str, exposure: str) -> None:
+    """Show what somebody on the network may do, as `<prefix>_exposure_info`."""
+    text = "1. What somebody on the network may do; only where something is open."
+    Info(f"{prefix}_exposure", text, registry=registry).info({"what": exposure})
 
 
 class ProcessSeries(Collector):

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -59,7 +60,9 @@ def make(live: LiveRegion, metrics: Metrics) -> Make:
     def service(region: LiveRegion = live, **section: object) -> Service:
         registry = metrics.registry = CollectorRegistry()
         plan_metrics = PlanMetrics(registry)
-        plan_metrics.watch(lambda: metrics.leads, region.scheduler.reports)
+        plan_metrics.watch(
+            lambda: metrics.leads, lambda: [item.report for item in region.scheduler.reports()]
+        )
         checked = LongTermSection.model_validate(section)
         settings = region.scheduler.live.settings
         region.scheduler.live.settings = replace(
@@ -106,6 +109,34 @@ async def test_it_sets_t_and_converts_and_sets_t_again(
     assert metrics.value("gain_ratio", model_name=MODEL, cluster="near") == pytest.approx(
         decision.numbers["gain"]
     )
+
+
+async def test_wanted_instances_follow_the_load_and_not_what_there_is(
+    live: LiveRegion, make: Make, metrics: Metrics
+) -> None:
+    service = make()
+
+    def wanted() -> dict[str, float | None]:
+        places = (("far", "prefill"), ("near", "prefill"), ("near", "decode"))
+        return {
+            f"{cluster} {role}": metrics.value(
+                "wanted_instances", cluster=cluster, role=role, model_name=MODEL
+            )
+            for cluster, role in places
+        }
+
+    before = wanted()
+    assert before["near prefill"] == 4
+    assert before["near decode"] == 4
+    decision = await service.decide()
+    assert decision.goal is not None
+    after = wanted()
+    assert after["near decode"] == max(1, math.ceil(decision.goal.needed_decode["near"]))
+    assert after["far prefill"] == max(1, math.ceil(decision.goal.needed_prefill["far"]))
+    # Its traffic needs fewer decoders than there are, which the best division cannot say.
+    assert sum(decision.goal.num_decode.values()) + sum(decision.goal.num_prefill.values()) == 8
+    metrics.leads = False
+    assert wanted() == dict.fromkeys(before)
 
 
 async def test_it_goes_on_until_the_best_division_and_then_rests(
