@@ -15,8 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from deploy.gateway.app import Gateway
 from deploy.gateway.cache.moves import MoveMetrics
-from deploy.gateway.config import GatewayConfig, ModelConfig
-from deploy.gateway.scheduling.config import RecorderSection
+from deploy.gateway.config import GatewayConfig, ModelConfig, RecorderSection
 from deploy.gateway.scheduling.recorder import Recorder
 from deploy.gateway.sharing.region_sharing import SharingMetrics
 from kvmanager.agent.messages import CacheStatus, StatusReply
@@ -60,7 +59,7 @@ _UNITS: Final = {
     "seconds": "seconds",
     "bytes": "bytes",
     "tokens": "tokens",
-    "ratio": "1 is all",
+    "ratio": "ratio",
     "info": "always 1",
 }
 _YES_OR_NO: Final = ("condition", "limited_by", "cluster_heard", "joined", "leader")
@@ -138,7 +137,6 @@ def _gateway() -> CollectorRegistry:
         [EmbeddedPdCluster("home", [], metrics=PdMetrics(CollectorRegistry()))],
         {"far": EmbeddedPrefillCluster("far", [], metrics=PrefillMetrics(CollectorRegistry()))},
     )
-    gateway.metrics.watch(int, int)
     registry = gateway.metrics.registry
     MoveMetrics(registry)
     SharingMetrics(registry)

@@ -25,7 +25,7 @@ _EXPIRY: Final = "prfaas_certificate_expiry_timestamp_seconds"
 
 def show_exposure(registry: CollectorRegistry, prefix: str, exposure: str) -> None:
     """Show what somebody on the network may do, as `<prefix>_exposure_info`."""
-    text = "1. What somebody on the network may do; only where something is open."
+    text = "What somebody on the network may do. There is none where nothing is open."
     Info(f"{prefix}_exposure", text, registry=registry).info({"what": exposure})
 
 
@@ -50,7 +50,7 @@ class ProcessSeries(Collector):
     def collect(self) -> Iterator[Metric]:
         build = GaugeMetricFamily(
             "prfaas_build_info",
-            "1. The version of the program, and those of protocols that it speaks.",
+            "The version of the program, and those of the protocols that it speaks.",
             labels=["component", "version", "wire_protocol", "engine_protocol"],
         )
         labels = (_words(WIRE_VERSIONS), _words(PROTOCOL_VERSIONS))

@@ -87,7 +87,8 @@ class GatewayMetrics:
         )
         self._cached_tokens = counter(
             "cached_tokens_total",
-            "Tokens of these that a cluster need not compute (local, prefill) or get (landing).",
+            "Tokens of looked-up prompts that a cluster need not compute (local, prefill) or get "
+            "(landing).",
             "model_name",
             "side",
             "cluster",
@@ -135,11 +136,14 @@ class GatewayMetrics:
             _ERROR_BUCKETS,
         )
         self._predicted_ttft = by_route(
-            "ttft_predicted_seconds", "The predictions of these streams.", TIME_TO_FIRST_TOKEN_S
+            "ttft_predicted_seconds",
+            "Predicted TTFT of streams that went the way they were predicted.",
+            TIME_TO_FIRST_TOKEN_S,
         )
         self._measured_ttft = by_route(
             "ttft_measured_seconds",
-            "The TTFT of these streams, without the time that their requests took to arrive.",
+            "Measured TTFT of the same streams as in ttft_predicted, without the time that their "
+            "requests took to arrive.",
             TIME_TO_FIRST_TOKEN_S,
         )
         self._adapters = _AdapterRequests(self.registry)

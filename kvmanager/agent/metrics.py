@@ -136,7 +136,7 @@ class _StatusCollector(Collector):
         )
         programs = GaugeMetricFamily(
             "prfaas_agent_engine_info",
-            "1 for each connected engine: the model that it serves, and its program.",
+            "The model and the program of each connected engine.",
             labels=["instance", "model_name", "engine"],
         )
         for engine in status.engines:
@@ -151,10 +151,12 @@ def _cache_metrics(cache: CacheStatus) -> Iterator[Metric]:
         GaugeMetricFamily(f"{prefix}_bytes", "Cached KVCache.", labels=["tier", "kind"]),
         cache.nbytes,
     )
-    yield GaugeMetricFamily(f"{prefix}_pinned_bytes", "In use, in the arena.", cache.pinned_bytes)
+    yield GaugeMetricFamily(
+        f"{prefix}_pinned_bytes", "Cached KVCache in the arena that is in use.", cache.pinned_bytes
+    )
     yield GaugeMetricFamily(
         f"{prefix}_arena_bytes",
-        "Held of the arena, in whole blocks, what is being filled included.",
+        "What the cache holds of the arena, in whole blocks, with what is being filled.",
         cache.arena_blocks_bytes,
     )
     yield GaugeMetricFamily(f"{prefix}_blocks", "Blocks of prompts.", cache.num_blocks)
@@ -170,7 +172,11 @@ def _cache_metrics(cache: CacheStatus) -> Iterator[Metric]:
     yield hits
     for name, text, value in (
         ("queries", "Prompts looked up by engines.", cache.queries),
-        ("query_tokens", "Tokens of their full blocks.", cache.query_tokens),
+        (
+            "query_tokens",
+            "Tokens of the full blocks of prompts that engines looked up.",
+            cache.query_tokens,
+        ),
         ("fills", "Times that engines were given memory to fill.", cache.fills),
         ("promotions", "Landings of which parts were kept.", cache.promotions),
         ("ssd_reads", "Parts read from SSD.", cache.ssd_reads),

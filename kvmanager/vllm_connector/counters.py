@@ -16,6 +16,6 @@ COUNTERS: Final = {
     "cache_stored_blocks": "Blocks of which parts were copied into the agent's prefix cache.",
     "cache_failed_stores": "Times that copying into the agent's prefix cache was given up.",
     "staging_waits": "Times that a step waited for staging memory of copies out of the GPU.",
-    "staging_wait_seconds": "Seconds for which steps waited for it.",
+    "staging_wait_seconds": "Seconds for which steps waited for staging memory.",
 }
 """The meaning of each counter, by its name without `vllm:prfaas_`."""

@@ -49,7 +49,7 @@ class SchedulingCollector(Collector):
         )
         yield _family(
             "threshold_base_tokens",
-            "The same by the plan, without what the link asks for.",
+            "The threshold by the plan, without what the state of the link asks for.",
             labels,
             zip(ends, (item.base_tokens for item in found), strict=True),
         )

@@ -21,7 +21,7 @@ _COUNTERS: Final = (
     ("requests", "Requests of a tenant that ended, without those that were refused."),
     ("refused_requests", "Requests of a tenant that limits or the load refused (429)."),
     ("prompt_tokens", "Prompt tokens of a tenant's requests."),
-    ("cached_tokens", "Those of them that the prefilling engine had cached."),
+    ("cached_tokens", "Prompt tokens of a tenant that the prefilling engine had cached."),
     ("generation_tokens", "Tokens that were generated for a tenant."),
 )
 
@@ -73,21 +73,21 @@ class TenantSeries(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        in_flight: dict[str, int] = {}
-        for tenant, num in self._in_flight().items():
+        now = self._in_flight()
+        if self._with_keys is not None:
+            self._counts.top.forget(set(self._counts.top) - self._with_keys - now.keys())
+        shown = self._counts.shown(self._clock())
+        in_flight = dict.fromkeys(shown, 0)
+        for tenant, num in now.items():
             label = self._counts.label(_name(tenant))
             in_flight[label] = in_flight.get(label, 0) + num
-        if self._with_keys is not None:
-            gone = set(self._counts.top) - self._with_keys - in_flight.keys()
-            self._counts.top.forget(gone)
-        shown = self._counts.shown(self._clock())
         requests = GaugeMetricFamily(
             f"{_PREFIX}in_flight_requests",
             "Requests of a tenant that were let in and are not over.",
             labels=["tenant"],
         )
-        for label in dict.fromkeys((*shown, *in_flight)):
-            requests.add_metric([label], in_flight.get(label, 0))
+        for label, num in in_flight.items():
+            requests.add_metric([label], num)
         yield requests
         for index, (name, text) in enumerate(_COUNTERS):
             family = CounterMetricFamily(_PREFIX + name, text, labels=["tenant"])
