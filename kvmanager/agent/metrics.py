@@ -44,7 +44,7 @@ class AgentMetrics:
         )
         self.wire = Counter(
             "prfaas_agent_wire_bytes",
-            "Bytes of outboxes as they were sent, coded, with those that were sent again.",
+            "Bytes of ended outboxes as they were sent, coded, with those that were sent again.",
             registry=self.registry,
         )
         self.refused_senders = Counter(
