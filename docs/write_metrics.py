@@ -88,7 +88,7 @@ class MetricShown:
 
 def shown_by(registry: CollectorRegistry) -> Iterator[MetricShown]:
     """Every metric of a registry, with or without samples, by name."""
-    found = {}
+    found: dict[str, MetricShown] = {}
     # The library has no public way to ask for metrics without samples.
     for collector in list(registry._collector_to_names):
         own_labels = getattr(collector, "_labelnames", None)
