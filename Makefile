@@ -115,6 +115,7 @@ docs: setup
 	@$(PINNED) -r requirements/docs.txt
 	@$(BIN)/python docs/write_configuration.py
 	@$(BIN)/python docs/write_support.py
+	@$(BIN)/python docs/write_metrics.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 messages: setup

@@ -38,6 +38,7 @@ from kvmanager.config_files.problems import FileError, Problem
 from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.logs import set_up_logging
 from kvmanager.private_files import read_secret
+from kvmanager.process_series import ProcessSeries
 from transport import Endpoint
 from transport.tasks import start_task
 
@@ -165,6 +166,7 @@ async def run(
             shared=shared,
             names_key=b"" if siblings is None else siblings.names_key,
         )
+        ProcessSeries(gateway.metrics.registry, "gateway", file.credentials("gateway"))
         own_file = follow_own_file(path, read, gateway.use_live, clusters.change_members, hang_up())
         following = start_task(own_file, "the gateway's file")
         await serve_gateway(gateway, stop, on_ready or announce, siblings)
