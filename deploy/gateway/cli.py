@@ -27,8 +27,10 @@ from deploy.gateway.file import (
     build_granter,
     build_links,
     build_region,
+    build_tracer,
     load_gateway_file,
 )
+from deploy.gateway.intake.traced import RequestTraces
 from deploy.gateway.own_file import follow_own_file, weaknesses
 from deploy.gateway.server import serve_gateway
 from kvmanager.config_files.followed_files import hang_up
@@ -110,10 +112,11 @@ async def run(path: Path, read: GatewayFile, file: GatewayFile) -> None:
     for weakness in weaknesses(file):
         logger.warning("%s", weakness)
     granter = build_granter(file)
+    tracer = build_tracer(file)
     # Made on the loop: the clients belong to the event loop on which they are made.
     agents = agent_clients(file, granter)
     caches = build_caches(file, agents)
-    clusters = build_clusters(file, granter)
+    clusters = build_clusters(file, granter, tracer)
     shared = build_region(file)
     following: asyncio.Task[None] | None = None
     try:
@@ -133,6 +136,7 @@ async def run(path: Path, read: GatewayFile, file: GatewayFile) -> None:
             run_key=await asyncio.to_thread(_run_key, file),
             engine_access=await asyncio.to_thread(file.engine_access),
             shared=shared,
+            traces=RequestTraces(tracer, 1.0 if file.traces is None else file.traces.sample),
         )
         own_file = follow_own_file(path, read, gateway.use_live, clusters.change_members, hang_up())
         following = start_task(own_file, "the gateway's file")
@@ -145,6 +149,8 @@ async def run(path: Path, read: GatewayFile, file: GatewayFile) -> None:
         if following is not None:
             following.cancel()
         await clusters.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
 
 def _run_key(file: GatewayFile) -> str:
