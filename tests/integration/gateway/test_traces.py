@@ -1,4 +1,4 @@
-"""A request's spans, from the gateway, both fronts and both agents, at one OpenTelemetry receiver."""
+"""A request's spans, from the gateway, both fronts and both agents, at one receiver."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -26,9 +26,7 @@ def receiver() -> Iterator[OtlpReceiver]:
 
 
 @pytest.fixture
-async def whole(
-    tmp_path: Path, lone_engine: Any, receiver: OtlpReceiver
-) -> AsyncIterator[Whole]:
+async def whole(tmp_path: Path, lone_engine: Any, receiver: OtlpReceiver) -> AsyncIterator[Whole]:
     async with whole_region(tmp_path, lone_engine, receiver.endpoint) as made:
         yield made
 
@@ -63,7 +61,6 @@ async def test_one_tree_has_all_that_was_done_for_a_request(
     assert {services[name] for name in OF_PREFILL} == {"prfaas-prefill"}
     assert {services[name] for name in OF_AGENTS} == {"prfaas-agent"}
     assert services["choose_landing"] == "prfaas-pd"
-    assert one(spans, "transfer").instance != one(spans, "landing").instance
 
 
 async def test_spans_have_the_numbers_of_the_record(whole: Whole, receiver: OtlpReceiver) -> None:
