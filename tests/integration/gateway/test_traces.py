@@ -26,7 +26,11 @@ def receiver() -> Iterator[OtlpReceiver]:
 
 
 @pytest.fixture
-async def whole(tmp_path: Path, lone_engine: Any, receiver: OtlpReceiver) -> AsyncIterator[Whole]:
+async def whole(
+    tmp_path: Path, lone_engine: Any, receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Whole]:
+    # Instead of five seconds. All processes read OpenTelemetry's own variables.
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     async with whole_region(tmp_path, lone_engine, receiver.endpoint) as made:
         yield made
 
@@ -128,7 +132,7 @@ async def test_a_clients_trace_goes_on_and_its_wish_decides(
 
 
 async def test_a_failed_prefill_shows_as_an_error(whole: Whole, receiver: OtlpReceiver) -> None:
-    whole.prefiller.status = 400
+    whole.prefiller.status, whole.share = 400, 0.5
     await ask(whole, stream=True)
     record = await whole.record()
     spans = await receiver.trace(record.trace_id, {"landing", "transfer", "decode", ROOT})
