@@ -53,7 +53,7 @@ class OtlpReceiver(TraceServiceServicer):
 
     def __enter__(self) -> Self:
         self._server = grpc.server(ThreadPoolExecutor(2))
-        add_TraceServiceServicer_to_server(self, self._server)
+        add_TraceServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         port = self._server.add_insecure_port("127.0.0.1:0")
         self._server.start()
         self.endpoint = f"http://127.0.0.1:{port}"

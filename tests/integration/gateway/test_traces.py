@@ -1,5 +1,6 @@
 """A request's spans, from the gateway, both fronts and both agents, at one receiver."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,25 @@ def one(spans: list[ReceivedSpan], name: str) -> ReceivedSpan:
     return found
 
 
+async def ask_patiently(whole: Whole, **fields: Any) -> None:
+    """Ask. The decode engine answers once the gateway has heard all of the prefill leg: what no
+    engine computes would be answered before.
+    """
+    num_before = len(whole.gateway.records)
+    whole.decoder.first_token.clear()
+    asking = asyncio.create_task(ask(whole, **fields))
+    async with asyncio.timeout(20):
+        while len(whole.gateway.records) == num_before or whole.gateway.records[-1].leg is None:
+            await asyncio.sleep(0.01)
+    whole.decoder.first_token.set()
+    await asking
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_tree_has_all_that_was_done_for_a_request(
     whole: Whole, receiver: OtlpReceiver, stream: bool
 ) -> None:
-    await ask(whole, stream=stream)
+    await ask_patiently(whole, stream=stream)
     record = await whole.record()
     spans = await receiver.trace(record.trace_id, EVERYTHING)
     root = check_tree(spans, SLACK_S)
@@ -68,7 +83,7 @@ async def test_one_tree_has_all_that_was_done_for_a_request(
 
 
 async def test_spans_have_the_numbers_of_the_record(whole: Whole, receiver: OtlpReceiver) -> None:
-    await ask(whole, stream=True)
+    await ask_patiently(whole, stream=True)
     record = await whole.record()
     spans = await receiver.trace(record.trace_id, EVERYTHING)
     (root,) = (span for span in spans if span.name == ROOT)
@@ -109,7 +124,7 @@ async def test_spans_have_the_numbers_of_the_record(whole: Whole, receiver: Otlp
 async def test_both_engines_are_told_of_the_spans_that_ask_them(
     whole: Whole, receiver: OtlpReceiver
 ) -> None:
-    await ask(whole, stream=True)
+    await ask_patiently(whole, stream=True)
     record = await whole.record()
     spans = await receiver.trace(record.trace_id, EVERYTHING)
     told = [whole.prefiller.headers[-1]["traceparent"]]
@@ -123,7 +138,7 @@ async def test_a_clients_trace_goes_on_and_its_wish_decides(
 ) -> None:
     mine, quiet = "ab" * 16, "ef" * 16
     for trace_id, flags in ((quiet, "00"), (mine, "01")):
-        await ask(whole, headers={"traceparent": f"00-{trace_id}-{'cd' * 8}-{flags}"})
+        await ask_patiently(whole, headers={"traceparent": f"00-{trace_id}-{'cd' * 8}-{flags}"})
         await whole.record()
     spans = await receiver.trace(mine, EVERYTHING)
     assert check_tree(spans, SLACK_S).parent_id == "cd" * 8
