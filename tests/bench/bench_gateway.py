@@ -6,6 +6,9 @@ engine, the gateway (`prfaas gateway`, a process of its own), two proxies that o
 the load generator is this process. They are measured in turn, several rounds; each number is the
 median over the rounds. Without the wheel (it is installed into a temporary directory, but not with
 --smoke) the rest is measured all the same.
+
+--traces measures only the gateway, without and with spans: of no request, of all, and of all with a
+receiver that is gone.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import statistics
 import sys
 import tempfile
@@ -152,7 +156,9 @@ def _cpu_s(process: psutil.Process | None) -> float:
 
 
 @contextmanager
-def gateway(engine_port: int, folder: Path) -> Iterator[tuple[int, int]]:
+def gateway(
+    engine_port: int, folder: Path, traces: dict[str, Any] | None = None
+) -> Iterator[tuple[int, int]]:
     """`prfaas gateway` in front of the engine: (port, pid)."""
     port = free_port()
     url = f"http://127.0.0.1:{engine_port}"
@@ -165,6 +171,8 @@ def gateway(engine_port: int, folder: Path) -> Iterator[tuple[int, int]]:
         },
         "log_dir": str(folder),
     }
+    if traces is not None:
+        config["traces"] = traces
     with gateway_process(config, folder, completion_request(port, "up?")) as pid:
         yield port, pid
 
@@ -203,6 +211,32 @@ def router(
         yield None
 
 
+def traced_gateways(
+    stack: contextlib.ExitStack, engine_port: int, folder: Path
+) -> dict[str, tuple[int, int | None]]:
+    """The gateway with spans of no request, of all, and of all for nobody; and without any."""
+    port, gone = free_port(), free_port()
+    argv = [sys.executable, str(Path(__file__).with_name("span_sink.py")), str(port)]
+    stack.enter_context(child(argv, lambda: _is_open(port)))
+    wanted: dict[str, dict[str, Any] | None] = {
+        "off": None,
+        "of none": {"endpoint": f"http://127.0.0.1:{port}", "sample": 0},
+        "of all": {"endpoint": f"http://127.0.0.1:{port}"},
+        "receiver gone": {"endpoint": f"http://127.0.0.1:{gone}"},
+    }
+    found: dict[str, tuple[int, int | None]] = {}
+    for name, traces in wanted.items():
+        own = folder / name.replace(" ", "-")
+        own.mkdir()
+        found[name] = stack.enter_context(gateway(engine_port, own, traces))
+    return found
+
+
+def _is_open(port: int) -> bool:
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """All rounds; medians by target."""
     samples: dict[str, list[Sample]] = {}
@@ -213,16 +247,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         stack.enter_context(
             child(engine_argv, answers(engine_port, completion_request(engine_port, "up?")))
         )
-        targets: dict[str, tuple[int, int | None] | None] = {
-            "engine": (engine_port, None),
-            "gateway": stack.enter_context(gateway(engine_port, folder)),
-            **{
+        targets: dict[str, tuple[int, int | None] | None] = {"engine": (engine_port, None)}
+        if args.traces:
+            targets |= traced_gateways(stack, engine_port, folder)
+        else:
+            targets["gateway"] = stack.enter_context(gateway(engine_port, folder))
+            targets |= {
                 f"bare {kind}": stack.enter_context(bare_proxy(kind, engine_port)) for kind in KINDS
-            },
-            "vllm-router": stack.enter_context(
+            }
+            targets["vllm-router"] = stack.enter_context(
                 router(engine_port, folder, may_install=not args.smoke)
-            ),
-        }
+            )
         for number in range(args.rounds):
             for name, target in targets.items():
                 if target is not None:
@@ -259,6 +294,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="for each rate, a round")
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--streams", type=int, default=400, help="under way, for their memory")
+    parser.add_argument("--traces", action="store_true", help="only the gateway, with spans")
     parser.add_argument("--serve-engine", type=int, help=argparse.SUPPRESS)
     add_smoke(parser, rounds=1, requests=20, seconds=0.2, concurrency=4, streams=4)
     args = parser.parse_args()
