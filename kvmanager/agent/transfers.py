@@ -85,7 +85,6 @@ class AgentTransfers:
         """`send` sends a message to an engine connection, `tracer` records transfers of traced
         requests. Raises transport.LocalError.
         """
-        self._spans = TransferSpans(tracer)
         self.bases = LandingBases(cache, kept.arena) if cache is not None else None
         """The cached prefixes that landings build on; None without a cache."""
         self.table = TransferTable(
@@ -103,6 +102,7 @@ class AgentTransfers:
             send_to=config.destinations,
             routes=config.paths,
         )
+        self._spans = TransferSpans(tracer, self.io.retransmitted_bytes)
         self._hand_offs = ArenaHandOffs(self, now_s)
         self.mover: CacheMover | None = None
         """Moves of cached prefixes; None without a cache."""
@@ -189,6 +189,7 @@ class AgentTransfers:
         space = self._arena.view(outbox.runs, spec.nbytes)
         try:
             self.io.open(wire, space)
+            self._spans.opened(outbox)
         except Exception as error:
             self.outbox_ended(spec.transfer_id, f"cannot send: {error}")
             raise

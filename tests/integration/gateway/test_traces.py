@@ -113,6 +113,7 @@ async def test_spans_have_the_numbers_of_the_record(whole: Whole, receiver: Otlp
     transfer = one(spans, "transfer").attributes
     assert transfer["prfaas.bytes"] == transfer["prfaas.acked_bytes"] == whole.nbytes
     assert transfer["prfaas.resent_bytes"] == 0
+    assert transfer["prfaas.link_retransmitted_bytes"] >= 0
     assert transfer["prfaas.sent_bytes_at_prefill_end"] <= whole.nbytes
     assert root.attributes["gen_ai.request.model"] == "tiny"
     assert root.attributes["gen_ai.usage.input_tokens"] == len(BODY["prompt"])
