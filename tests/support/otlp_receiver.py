@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -75,12 +76,13 @@ class OtlpReceiver(TraceServiceServicer):
     async def trace(
         self, trace_id: str, wanted: Iterable[str], timeout_s: float = 30.0
     ) -> list[ReceivedSpan]:
-        """The spans of a trace, once those with the names `wanted` are among them."""
-        missing = set(wanted)
+        """The spans of a trace, once those with the names `wanted` are among them. A name that is
+        there twice is wanted twice.
+        """
+        names = Counter(wanted)
         deadline_s = time.monotonic() + timeout_s
-        while missing - {span.name for span in self.of_trace(trace_id)}:
-            found = sorted(span.name for span in self.of_trace(trace_id))
-            assert time.monotonic() < deadline_s, f"{missing} are not all among {found}"
+        while missing := names - Counter(span.name for span in self.of_trace(trace_id)):
+            assert time.monotonic() < deadline_s, f"never came: {dict(missing)}"
             await asyncio.sleep(0.05)
         return self.of_trace(trace_id)
 
