@@ -83,7 +83,12 @@ class TransferSpans:
     def loaded(
         self, landing: LandingRecord, peer: EnginePeer, times: LoadTimes, now_s: float
     ) -> None:
-        """A worker of an engine has just taken its first step with the landing's KVCache."""
+        """A worker of an engine has just taken its first step with the landing's KVCache.
+
+        Nothing is recorded if another engine, or none, has owned the landing.
+        """
+        if landing.owner != peer.instance:
+            return
         attributes: Attributes = {"prfaas.instance": peer.instance, "prfaas.rank": peer.rank}
         loaded_s = now_s - times.first_step_s
         began_s = loaded_s - times.load_s

@@ -260,9 +260,8 @@ class AgentTransfers:
             case Loaded(_, wait_s, load_s, step_s):
                 times = LoadTimes(wait_s, load_s, step_s)
                 landings.loaded(conn_id, transfer_id, times)
-                landing, peer = landings.records.get(transfer_id), self.table.books.peers[conn_id]
-                if landing is not None and landing.owner == peer.instance:
-                    self._spans.loaded(landing, peer, times, now_s())
+                if (landing := landings.records.get(transfer_id)) is not None:
+                    self._spans.loaded(landing, self.table.books.peers[conn_id], times, now_s())
             case Watch():
                 effects = landings.watch(conn_id, transfer_id)
             case Release(_, 0):  # attempts begin at 1, so 0 means a landing

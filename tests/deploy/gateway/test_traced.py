@@ -1,15 +1,18 @@
 """Which requests are traced, and what the span of one says."""
 
+import sys
 from collections.abc import Iterator
 
 import pytest
 from otlp_receiver import OtlpReceiver
 from steps import at_once
 
+from deploy.gateway.file import GatewayFile, build_tracer
 from deploy.gateway.intake.inbound import InboundRequest, parsing_request
 from deploy.gateway.intake.traced import RequestTraces
 from deploy.gateway.serving.record_views import span_attributes
 from deploy.gateway.serving.records import RequestRecord
+from kvmanager.config_files.problems import FileError
 from kvmanager.config_files.traces import TracesSection, open_tracer
 from kvmanager.tracing.context import parse_traceparent
 from kvmanager.tracing.export import Tracer
@@ -64,6 +67,22 @@ def test_a_client_that_traces_decides(
     quiet = traces.begin(inbound, {"traceparent": unwanted}, unwanted, 1.0)
     assert not quiet.is_recorded
     assert quiet.traceparent == unwanted
+
+
+def test_a_gateway_without_the_extra_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = {"name": "d0", "url": "http://127.0.0.1:1", "agent": "127.0.0.1:1", "model": "m"}
+    file = GatewayFile.model_validate(
+        {
+            "gateway": {"models": [{"name": "m"}]},
+            "pd": {"name": "home", "instances": [engine]},
+            "log_dir": "/tmp",
+            "traces": {"endpoint": "http://127.0.0.1:4317"},
+        }
+    )
+    monkeypatch.delitem(sys.modules, "kvmanager.tracing.export")
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
+    with pytest.raises(FileError, match=r"traces: traces need pip install prfaas\[traces\]"):
+        build_tracer(file)
 
 
 def test_a_span_says_what_is_known_and_nothing_else() -> None:
