@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from kvmanager.config_files.traces import open_tracer
 from local_pd.embedded import EmbeddedPdCluster
 from local_pd.front_config import PdFrontConfig
 from local_pd.server import PdServer
@@ -32,11 +33,13 @@ async def serve_pd(config: PdFrontConfig, path: Path) -> None:
     instances = config.instances_config(poll_load=True)
     # The gateways that call this front keep the leases of their landings.
     cluster_config = config.cluster_config(instances, keep_leases=False)
-    cluster = EmbeddedPdCluster(config.name, config.instances, cluster_config)
+    tracer = open_tracer(config.traces, "prfaas-pd", config.name)
+    cluster = EmbeddedPdCluster(config.name, config.instances, cluster_config, tracer=tracer)
     await serve_front(
         cluster,
         PdServer(cluster, config.listen, config.credentials(config.role)),
         config,
         path,
         metrics_prefix="prfaas_pd",
+        tracer=tracer,
     )

@@ -4,16 +4,20 @@ It chooses instances (placement.py), reserves landings at their node agents (lan
 prompts prefilled on other instances (handoff.py). It does not know routing or clients.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
 from kvmanager.agent.messages import Reserve
 from kvmanager.load_times import LoadTimes
+from kvmanager.tracing.spans import begin
 from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom, RoleRefused
 from local_pd.handoff import HandOffWay, LocalHandoff
 from local_pd.landings import Landings
@@ -40,10 +44,14 @@ from prfaas.engines.instances import Instances, InstancesConfig
 from prfaas.engines.members import MemberOrder
 from prfaas.engines.prefill_run import PrefillRunner, RunnerConfig
 from prfaas.engines.timing import TimedPrefills, TimingOrder, time_prefills
+from prfaas.engines.traced_job import traced_job
 from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.live.long_term.conversion import RoleChange, RoleStatus, applied
 from scheduler.reports import ClusterReport
 from transport.rpc import RpcError
+
+if TYPE_CHECKING:  # which needs the extra `traces`
+    from kvmanager.tracing.export import Tracer
 
 logger = logging.getLogger("prfaas.local_pd")
 
@@ -84,13 +92,15 @@ class EmbeddedPdCluster:
         config: PdClusterConfig | None = None,
         *,
         metrics: PdMetrics | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self._config = config or PdClusterConfig()
         self._name = name
         self._metrics = metrics or pd_metrics()
         self._specs = tuple(instances)
         self._instances = Instances(name, instances, self._config.instances, self._instance_changed)
-        self._runner = PrefillRunner(self._config.runner)
+        self._tracer = tracer
+        self._runner = PrefillRunner(self._config.runner, tracer)
         self._landings = Landings(
             name,
             self._instances,
@@ -139,6 +149,19 @@ class EmbeddedPdCluster:
         await self._instances.wait_ready(timeout_s, progress)
 
     async def reserve(self, request: ReserveRequest) -> DecodeSlot:
+        # Its own span ends here, and what the node records of the landing does not: both are below
+        # the caller's.
+        span = begin(self._tracer, "choose_landing", request.traceparent, time.monotonic())
+        chosen = ""
+        try:
+            slot = await self._reserve(request)
+            chosen = slot.instance
+            return slot
+        finally:
+            attributes = {"prfaas.cluster": self._name, "prfaas.instance": chosen}
+            span.end(time.monotonic(), attributes, error="" if chosen else "not_reserved")
+
+    async def _reserve(self, request: ReserveRequest) -> DecodeSlot:
         wanted = Reserve(
             request.num_tokens,
             self._config.lease_s,
@@ -146,6 +169,7 @@ class EmbeddedPdCluster:
             tenant=request.tenant,
             block_keys=request.block_keys,
             grant=request.grant,
+            traceparent=request.traceparent,
         )
         affinity = self._affinity(request.prefer_nodes)
         candidates = decode_order(
@@ -232,6 +256,10 @@ class EmbeddedPdCluster:
         )
 
     async def prefill_locally(self, job: PrefillJob) -> PrefillResult:
+        with traced_job(self._tracer, self._name, job) as job:
+            return await self._prefill_locally(job)
+
+    async def _prefill_locally(self, job: PrefillJob) -> PrefillResult:
         try:
             result = await self._handoff.run(job)
         except PrefillFailed as error:

@@ -93,6 +93,8 @@ class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The fingerprints of the KVCache layouts of whoever may prefill elsewhere, if they are known.
     An instance with another layout is not asked.
     """
+    traceparent: str = ""
+    """A W3C trace context header, or ""."""
 
 
 class DirectRequest(msgspec.Struct, frozen=True, kw_only=True):

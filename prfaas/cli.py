@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from kvmanager.config_files.traces import open_tracer
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.front_process import run_front, serve_front
 from prfaas.front_config import PrefillFrontConfig
@@ -29,12 +30,14 @@ async def serve_prefill(config: PrefillFrontConfig, path: Path) -> None:
     """Serve the cluster of `config`, the content of `path`, until SIGTERM or SIGINT. RpcError:
     `listen` is not free.
     """
+    tracer = open_tracer(config.traces, "prfaas-prefill", config.name)
     cluster = EmbeddedPrefillCluster(
         config.name,
         config.instances,
         PrefillClusterConfig(
             queue=config.queue_config(config.queue.order()), instances=config.instances_config()
         ),
+        tracer=tracer,
     )
     await serve_front(
         cluster,
@@ -42,4 +45,5 @@ async def serve_prefill(config: PrefillFrontConfig, path: Path) -> None:
         config,
         path,
         metrics_prefix="prfaas_prefill",
+        tracer=tracer,
     )

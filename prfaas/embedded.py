@@ -4,13 +4,16 @@ queue.py decides, and prfaas.engines.prefill_run runs one try on one instance. T
 shell that owns the tasks between them. It does not know routing or decoding.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from kvmanager.tracing.spans import begin
 from prfaas.engines.departures import Departures
 from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.instance import Instance, InstanceSpec
@@ -23,12 +26,16 @@ from prfaas.engines.prefill_run import (
     check_job,
 )
 from prfaas.engines.timing import TimedPrefills, TimingOrder, time_prefills
+from prfaas.engines.traced_job import traced_job
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.metrics import PrefillMetrics, prefill_metrics
 from prfaas.queue import PrefillQueue
 from prfaas.queue_values import Effect, FailJob, QueueConfig, QueuedJob, QueueInstance, StartJob
 from scheduler.reports import ClusterReport
 from transport.tasks import start_task
+
+if TYPE_CHECKING:  # which needs the extra `traces`
+    from kvmanager.tracing.export import Tracer
 
 logger = logging.getLogger("prfaas.prefill")
 
@@ -50,6 +57,8 @@ class _Ticket:
 
     job: PrefillJob
     done: asyncio.Future[PrefillResult]
+    queued_s: float
+    """Since when it waits in the queue (time.monotonic)."""
     task: asyncio.Task[PrefillResult] | None = None
 
     def resolve(self, result: PrefillResult) -> None:
@@ -73,6 +82,7 @@ class EmbeddedPrefillCluster:
         config: PrefillClusterConfig | None = None,
         *,
         metrics: PrefillMetrics | None = None,
+        tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         config = config or PrefillClusterConfig()
@@ -81,7 +91,8 @@ class EmbeddedPrefillCluster:
         self._clock = clock
         self._metrics = metrics or prefill_metrics()
         self._queue = PrefillQueue(name, config.queue)
-        self._runner = PrefillRunner(config.runner)
+        self._tracer = tracer
+        self._runner = PrefillRunner(config.runner, tracer)
         self._instances = Instances(name, instances, config.instances, self._instance_changed)
         for spec in instances:
             # The queue knows all instances from the start; probes will say when each is usable.
@@ -108,6 +119,10 @@ class EmbeddedPrefillCluster:
         await self._instances.wait_ready(timeout_s, progress)
 
     async def submit(self, job: PrefillJob) -> PrefillResult:
+        with traced_job(self._tracer, self._name, job) as job:
+            return await self._counted(job)
+
+    async def _counted(self, job: PrefillJob) -> PrefillResult:
         try:
             result = await self._submit(job)
         except PrefillFailed as error:
@@ -188,7 +203,7 @@ class EmbeddedPrefillCluster:
         key = job.landing.transfer_id
         if key in self._tickets:
             raise PrefillFailed("invalid", f"transfer {key} has a job in {self._name} already")
-        ticket = _Ticket(job, asyncio.get_running_loop().create_future())
+        ticket = _Ticket(job, asyncio.get_running_loop().create_future(), time.monotonic())
         self._tickets[key] = ticket
         self._perform(self._queue.submit(_queued(job), self._clock()))
         try:
@@ -225,6 +240,8 @@ class EmbeddedPrefillCluster:
             self._metrics.retries.labels(self._name).inc()
         instance = self._instances.by_name[start.instance]
         place = instance.place()
+        waited = begin(self._tracer, "queue", ticket.job.traceparent, ticket.queued_s)
+        waited.end(time.monotonic(), {"prfaas.attempt": start.attempt})
         ticket.task = asyncio.create_task(
             self._runner.run(
                 ticket.job,
@@ -242,7 +259,7 @@ class EmbeddedPrefillCluster:
         self, ticket: _Ticket, start: StartJob, task: asyncio.Task[PrefillResult]
     ) -> None:
         """A try has ended. The queue and the submitter are each told exactly once."""
-        ticket.task = None
+        ticket.task, ticket.queued_s = None, time.monotonic()
         error = None if task.cancelled() else task.exception()
         if error is None:
             del self._tickets[start.key]

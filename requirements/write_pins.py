@@ -57,7 +57,7 @@ def main() -> None:
         options = ("--find-links", wheels) if wheels else ()
         _write(path, _compiled("--no-deps", *options, str(path)))
     target = ("--python-version", "3.11", "--python-platform", "x86_64-unknown-linux-gnu")
-    names = ("gpu", "plan", "redis", "dns", "kubernetes")
+    names = ("gpu", "plan", "redis", "dns", "kubernetes", "traces")
     extras = [word for name in names for word in ("--extra", name)]
     _write(
         HERE / f"{RESOLVED}.txt", _compiled(*target, *extras, str(HERE.parent / "pyproject.toml"))

@@ -30,6 +30,7 @@ from deploy.gateway.intake.homes import Homes
 from deploy.gateway.intake.inbound import Kind
 from deploy.gateway.intake.key_file import follow_keys
 from deploy.gateway.intake.limits import Limits
+from deploy.gateway.intake.traced import RequestTraces
 from deploy.gateway.links.region_links import RegionLinks
 from deploy.gateway.links.watcher import RegionWatcher
 from deploy.gateway.members.keeper import MemberKeeper
@@ -98,6 +99,7 @@ class Gateway:
         engine_access: EngineAccess | None = None,
         shared: RegionInRedis | None = None,
         names_key: bytes = b"",
+        traces: RequestTraces | None = None,
     ) -> None:
         """`links` names each link from a prefill cluster to a PD cluster, "" for one without a
         name; without them, each is linked to each. `spill` is the rule of each PD cluster,
@@ -110,6 +112,7 @@ class Gateway:
         source of `config.api_keys`, and is followed. `run_key` opens the pages of operators,
         `engine_access` the engines. `shared` is what the region's gateways share; None: this is the
         only one. Gateways with one `names_key` call cache keys alike; left out: like no other.
+        `traces` says which requests are traced; None: none.
         """
         self._granter = granter
         self._exposure = exposure
@@ -141,6 +144,7 @@ class Gateway:
             homes=self._homes(config),
             template_tokens=config.template_tokens,
             priority_tenants=frozenset(config.priority_tenants),
+            traces=traces or RequestTraces(),
         )
         self.scheduler = self._build_scheduler()
         self._recorder = self._build_recorder()

@@ -28,8 +28,10 @@ from deploy.gateway.file import (
     build_granter,
     build_links,
     build_region,
+    build_tracer,
     load_gateway_file,
 )
+from deploy.gateway.intake.traced import RequestTraces
 from deploy.gateway.own_file import follow_own_file, weaknesses
 from deploy.gateway.processes.siblings import Siblings
 from deploy.gateway.server import serve_gateway
@@ -141,10 +143,11 @@ async def run(
     for weakness in weaknesses(file):
         logger.warning("%s", weakness)
     granter = build_granter(file)
+    tracer = build_tracer(file)
     # Made on the loop: the clients belong to the event loop on which they are made.
     agents = agent_clients(file, granter)
     caches = build_caches(file, agents)
-    clusters = build_clusters(file, granter)
+    clusters = build_clusters(file, granter, tracer)
     shared = build_region(file)
     following: asyncio.Task[None] | None = None
     try:
@@ -165,6 +168,7 @@ async def run(
             engine_access=await asyncio.to_thread(file.engine_access),
             shared=shared,
             names_key=b"" if siblings is None else siblings.names_key,
+            traces=RequestTraces(tracer, 1.0 if file.traces is None else file.traces.sample),
         )
         ProcessSeries(gateway.metrics.registry, "gateway", file.credentials("gateway"))
         own_file = follow_own_file(path, read, gateway.use_live, clusters.change_members, hang_up())
@@ -178,6 +182,8 @@ async def run(
         if following is not None:
             following.cancel()
         await clusters.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
 
 def _run_key(file: GatewayFile) -> str:

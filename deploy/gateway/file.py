@@ -24,6 +24,7 @@ from kvmanager.agent.client import AgentClients
 from kvmanager.config_files.fields import Address, Section, filled_from
 from kvmanager.config_files.problems import FileError, Problem, suggestion
 from kvmanager.config_files.security import GrantsSection, SecuritySection, check_redis
+from kvmanager.config_files.traces import SampledTraces, open_tracer
 from kvmanager.config_files.yaml_files import read_settings
 from kvmanager.directory.embedded import EmbeddedDirectory
 from kvmanager.directory.reader import DirectoryReader
@@ -48,6 +49,7 @@ from transport.tasks import start_task
 
 if TYPE_CHECKING:
     from deploy.gateway.sharing.redis_region import RegionInRedis
+    from kvmanager.tracing.export import Tracer
 
 EXPECTED = "a gateway's file is a mapping with the keys gateway, pd and prefill"
 
@@ -119,6 +121,8 @@ class GatewayFile(ApiKeysSection, SecuritySection):
     """Signs for node agents that ask for grants (`granting_keys`). Left out: nothing is signed."""
     log_dir: Path
     engine_key_file: Path | None
+    traces: SampledTraces | None = None
+    """Where the spans of requests go (docs/tracing.md). Left out: nowhere."""
     operator_key_file: Path | None = None
     """File with one more operator's key, which `prfaas up` makes for its run. Left out: none."""
 
@@ -249,12 +253,28 @@ def build_granter(file: GatewayFile) -> Granter | None:
         raise FileError("the gateway's file", [problem]) from error
 
 
-def build_clusters(file: GatewayFile, granter: Granter | None = None) -> Clusters:
-    """The fronts `file` names, not started. Call it on the event loop that will use them."""
+def build_tracer(file: GatewayFile) -> Tracer | None:
+    """Records the gateway's spans; None if nobody wants them. Raises `FileError`."""
+    instance = "" if file.gateway.shared is None else file.gateway.shared.name
+    try:
+        return open_tracer(file.traces, "prfaas-gateway", instance or "gateway")
+    except LocalError as error:
+        problem = Problem(("traces",), error.message)
+        raise FileError("the gateway's file", [problem]) from error
+
+
+def build_clusters(
+    file: GatewayFile, granter: Granter | None = None, tracer: Tracer | None = None
+) -> Clusters:
+    """The fronts `file` names, not started. Call it on the event loop that will use them. Fronts
+    inside the gateway record their spans with `tracer`.
+    """
     return Clusters(
-        pds=[_pd(file, source) for source in file.pd],
+        pds=[_pd(file, source, tracer) for source in file.pd],
         prefill={
-            source.name: LinkedPrefillCluster(_prefill(file, source), source.endpoints, granter)
+            source.name: LinkedPrefillCluster(
+                _prefill(file, source, tracer), source.endpoints, granter
+            )
             for source in file.prefill
         },
         discover={
@@ -325,7 +345,9 @@ def _redis_directory(url: str) -> DirectoryReader:
     raise FileError("the gateway's file", [problem])
 
 
-def _pd(file: GatewayFile, source: PdSource) -> EmbeddedPdCluster | RemotePdCluster:
+def _pd(
+    file: GatewayFile, source: PdSource, tracer: Tracer | None
+) -> EmbeddedPdCluster | RemotePdCluster:
     if source.front:
         return RemotePdCluster(
             source.name,
@@ -335,11 +357,11 @@ def _pd(file: GatewayFile, source: PdSource) -> EmbeddedPdCluster | RemotePdClus
         )
     instances = file.instances_config(poll_load=True)
     config = source.cluster_config(instances, keep_leases=True)
-    return EmbeddedPdCluster(source.name, source.instances, config)
+    return EmbeddedPdCluster(source.name, source.instances, config, tracer=tracer)
 
 
 def _prefill(
-    file: GatewayFile, source: PrefillSource
+    file: GatewayFile, source: PrefillSource, tracer: Tracer | None
 ) -> EmbeddedPrefillCluster | RemotePrefillCluster:
     if source.front:
         return RemotePrefillCluster(source.name, source.front, file.credentials("gateway"))
@@ -347,7 +369,7 @@ def _prefill(
         queue=source.queue_config(file.gateway.scheduling.queue.order()),
         instances=file.instances_config(),
     )
-    return EmbeddedPrefillCluster(source.name, source.instances, config)
+    return EmbeddedPrefillCluster(source.name, source.instances, config, tracer=tracer)
 
 
 def _api_keys(file: GatewayFile, environ: Mapping[str, str]) -> tuple[ApiKey, ...]:

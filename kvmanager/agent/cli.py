@@ -26,6 +26,7 @@ from kvmanager.arena import ArenaError
 from kvmanager.config_files.followed_files import follow, hang_up
 from kvmanager.config_files.options import setting
 from kvmanager.config_files.problems import FileError
+from kvmanager.config_files.traces import open_tracer
 from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.logs import set_up_logging
 from kvmanager.loop.metrics import LoopCollector
@@ -111,7 +112,8 @@ async def serve(
         loop.add_signal_handler(number, stopping.set)
     for exposure in config.exposures:
         logger.warning("%s", exposure)
-    agent = NodeAgent(config)
+    tracer = open_tracer(config.traces, "prfaas-agent", config.control)
+    agent = NodeAgent(config, tracer)
     await agent.start()
     ProcessSeries(agent.metrics.registry, "agent", config.credentials)
     services = {SERVICE: ControlService(agent).methods()}
@@ -155,6 +157,8 @@ async def serve(
             following.cancel()
         await rpc.stop(grace_s=0.2)
         await agent.stop()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
         # Last, so that probes hear until the end that the process lives and no longer serves.
         if metrics is not None:
             await metrics.stop()

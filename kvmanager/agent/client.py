@@ -127,6 +127,7 @@ class AgentClient:
         grant: bytes = b"",
         by_transport: bool = False,
         instance: str = "",
+        traceparent: str = "",
     ) -> OpenOutboxReply:
         """Reserve memory that an engine fills and the agent sends to `landing` meanwhile. If the
         agent has the landing, the engine fills that itself, unless `by_transport`. `instance`: the
@@ -148,6 +149,7 @@ class AgentClient:
             by_transport=by_transport,
             draft=landing.draft,
             instance=instance,
+            traceparent=traceparent,
         )
         return await self._call(request, OpenOutboxReply, timeout_s)
 

@@ -35,6 +35,7 @@ from kvmanager.config_files.security import (
     credentials_of,
     exposure,
 )
+from kvmanager.config_files.traces import TracesSection
 from kvmanager.config_files.yaml_files import read_settings
 from kvmanager.pool.placement import StatePlacement
 from kvmanager.transfers.shared import TableLimits
@@ -178,6 +179,8 @@ class AgentConfig(AgentSection, MetricsSection):
     """Public keys of the gateways that grant that KVCache is sent from here and lands here. Left
     out: no grant is needed.
     """
+    traces: TracesSection | None = None
+    """Where the spans of transfers go (docs/tracing.md). Left out: nowhere."""
     trusted_network: bool = False
     """Whether every process that reaches this one's ports may call everything."""
 

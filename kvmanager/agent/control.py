@@ -138,6 +138,7 @@ class ControlService:
             tenant=request.tenant,
             cached_tokens=cached_tokens,
             window_step=window_step,
+            traceparent=request.traceparent,
         )
         landing = await agent.transfers.reserve(spec, base)
         return ReserveReply(
@@ -219,7 +220,14 @@ class ControlService:
             )
         endpoint = endpoint_of(request.host, request.port)
         transfer_id = transfer_id_of(request.transfer_id)
-        spec = OutboxSpec(transfer_id, expected, request.num_tokens, fingerprint, request.lease_s)
+        spec = OutboxSpec(
+            transfer_id,
+            expected,
+            request.num_tokens,
+            fingerprint,
+            request.lease_s,
+            request.traceparent,
+        )
         token = hex_bytes(request.token, KEY_BYTES, "token")
         wire = OutgoingSpec(
             transfer_id,

@@ -49,6 +49,8 @@ class Reserve(msgspec.Struct, frozen=True):
     tenant: str = ""
     block_keys: bytes = b""
     grant: bytes = b""
+    traceparent: str = ""
+    """A W3C trace context header, or ""."""
 
 
 class ReserveReply(msgspec.Struct, frozen=True):
@@ -136,6 +138,8 @@ class OpenOutbox(msgspec.Struct, frozen=True):
     """The drafter whose KVCache the landing has room for. That of another one is not sent."""
     instance: str = ""
     """The engine that will fill it; "": any one with this layout."""
+    traceparent: str = ""
+    """As in `Reserve`."""
 
 
 class OpenOutboxReply(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -50,6 +50,9 @@ from kvmanager.transfers.holds import Kind
 from kvmanager.transfers.records import EnginePeer
 from transport.tasks import start_task
 
+if TYPE_CHECKING:  # which needs the extra `traces`
+    from kvmanager.tracing.export import Tracer
+
 logger = logging.getLogger("prfaas.kvmanager.agent")
 
 TICK_S: Final = 0.1
@@ -63,8 +66,9 @@ ControlMethod = tuple[
 class NodeAgent:
     """Owns the arena, the engine socket and the parts that use them. Use on one event loop."""
 
-    def __init__(self, config: AgentConfig) -> None:
+    def __init__(self, config: AgentConfig, tracer: Tracer | None = None) -> None:
         self.config = config
+        self._tracer = tracer
         self.book = InstanceBook()
         self.metrics = AgentMetrics(self.status)
         self._peers: dict[int, EnginePeer] = {}
@@ -98,7 +102,7 @@ class NodeAgent:
                 self.cache = AgentCache(config, kept, self._engines.send)
                 undo.push_async_callback(self.cache.close)
             self.transfers = AgentTransfers(
-                config, kept, self.cache, self.metrics, self._engines.send
+                config, kept, self.cache, self.metrics, self._engines.send, self._tracer
             )
             undo.push_async_callback(self.transfers.io.stop)
             self.transfers.start()

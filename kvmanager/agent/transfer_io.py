@@ -202,6 +202,15 @@ class TransferIo:
             return None
         return OutboxProgress(outgoing.handle.progress(), outgoing.sent_at_prefill_end)
 
+    def retransmitted_bytes(self, transfer_id: bytes) -> int:
+        """The bytes that TCP has sent again on the connections of an outbox's link, for all of its
+        transfers. It may begin anew where connections are made anew.
+        """
+        outgoing = self._outgoing.get(transfer_id)
+        state = None if outgoing is None else self._sender.link_state(outgoing.endpoint)
+        connections = () if state is None else state.connections
+        return sum(connection.info.retransmitted_bytes for connection in connections)
+
     def forget(self, transfer_id: bytes) -> None:
         """Forget an outbox, whose report nobody will ask for any more."""
         self._outgoing.pop(transfer_id, None)

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvmanager.agent.cache.landing_bases import LandingBase, LandingBases
 from kvmanager.agent.cache.moves import CacheMover
@@ -39,6 +39,7 @@ from kvmanager.agent.metrics import AgentMetrics
 from kvmanager.agent.reports import landing_report, outbox_report
 from kvmanager.agent.sender_admission import AdmittedLanding
 from kvmanager.agent.transfer_io import TransferIo, now_s
+from kvmanager.agent.transfer_spans import TransferSpans
 from kvmanager.load_times import LoadTimes
 from kvmanager.transfers.holds import Key, Kind
 from kvmanager.transfers.records import (
@@ -61,6 +62,9 @@ from kvmanager.transfers.records import (
 from kvmanager.transfers.table import TransferTable
 from transport import Endpoint, OutgoingSpec
 
+if TYPE_CHECKING:  # which needs the extra `traces`
+    from kvmanager.tracing.export import Tracer
+
 logger = logging.getLogger("prfaas.kvmanager.agent")
 
 STOP_GRACE_S: Final = 1.0
@@ -76,8 +80,11 @@ class AgentTransfers:
         cache: AgentCache | None,
         metrics: AgentMetrics,
         send: Callable[[int, AgentMessage], None],
+        tracer: Tracer | None = None,
     ) -> None:
-        """`send` sends a message to an engine connection. Raises transport.LocalError."""
+        """`send` sends a message to an engine connection, `tracer` records transfers of traced
+        requests. Raises transport.LocalError.
+        """
         self.bases = LandingBases(cache, kept.arena) if cache is not None else None
         """The cached prefixes that landings build on; None without a cache."""
         self.table = TransferTable(
@@ -95,6 +102,7 @@ class AgentTransfers:
             send_to=config.destinations,
             routes=config.paths,
         )
+        self._spans = TransferSpans(tracer, self.io.retransmitted_bytes)
         self._hand_offs = ArenaHandOffs(self, now_s)
         self.mover: CacheMover | None = None
         """Moves of cached prefixes; None without a cache."""
@@ -181,6 +189,7 @@ class AgentTransfers:
         space = self._arena.view(outbox.runs, spec.nbytes)
         try:
             self.io.open(wire, space)
+            self._spans.opened(outbox)
         except Exception as error:
             self.outbox_ended(spec.transfer_id, f"cannot send: {error}")
             raise
@@ -249,7 +258,10 @@ class AgentTransfers:
             case AbortOutbox(_, attempt, reason):
                 effects = outboxes.abort(conn_id, transfer_id, attempt, reason, now_s())
             case Loaded(_, wait_s, load_s, step_s):
-                landings.loaded(conn_id, transfer_id, LoadTimes(wait_s, load_s, step_s))
+                times = LoadTimes(wait_s, load_s, step_s)
+                landings.loaded(conn_id, transfer_id, times)
+                if (landing := landings.records.get(transfer_id)) is not None:
+                    self._spans.loaded(landing, self.table.books.peers[conn_id], times, now_s())
             case Watch():
                 effects = landings.watch(conn_id, transfer_id)
             case Release(_, 0):  # attempts begin at 1, so 0 means a landing
@@ -334,6 +346,11 @@ class AgentTransfers:
     def _transfer_ended(self, key: Key) -> None:
         report = self.report(key)
         self._metrics.transfer_ended(report)
+        kind, transfer_id = key
+        if kind is Kind.LANDING:
+            self._spans.landed(self.table.landings.records[transfer_id], report)
+        else:
+            self._spans.sent(self.table.outboxes.records[transfer_id], report)
         log = logger.debug if report.state == "complete" else logger.warning
         log("%s %s %s: %s", report.kind, report.transfer_id, report.state, report.error)
         for waiter in self._waiters.get(key, ()):

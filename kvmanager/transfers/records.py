@@ -97,6 +97,8 @@ class LandingSpec:
     cached_tokens: int = 0
     window_step: int = 0
     nbytes_without_draft: int | None = None
+    traceparent: str = ""
+    """The trace of the request that it is for, or ""."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,8 @@ class OutboxSpec:
     num_tokens: int
     fingerprint: bytes
     lease_s: float
+    traceparent: str = ""
+    """As in `LandingSpec`."""
 
 
 @dataclass(frozen=True, slots=True)

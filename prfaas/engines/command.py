@@ -15,6 +15,7 @@ from pydantic import Field
 
 from kvmanager.agent.engines.protocol import MAX_ADAPTERS
 from kvmanager.config_files.fields import Section, TlsSection, Tokens
+from kvmanager.config_files.traces import TracesSection
 from kvmanager.vllm_connector.key_guard import KEY_FILE_VARIABLE
 from transport import Endpoint
 
@@ -124,6 +125,8 @@ class EngineSpec(EngineOptions):
     """File with the key that it demands on every path. Left out: it answers everybody."""
     tls: TlsSection | None = None
     """Serves HTTPS, and demands a certificate of the same authority. Left out: plain HTTP."""
+    traces: TracesSection | None = None
+    """Where its spans go. Left out: nowhere."""
     python: str | None = None
     """The interpreter that has vLLM. Left out: the one of the process that starts the engine."""
 
@@ -218,6 +221,8 @@ class EngineSpec(EngineOptions):
             argv += ["--kv-transfer-config", json.dumps(self.kv_transfer_config())]
         if self.kv_events is not None:
             argv += ["--kv-events-config", json.dumps(self.kv_events_config())]
+        if self.traces is not None:
+            argv += ["--otlp-traces-endpoint", self.traces.endpoint]
         return argv + self._lora_argv() + list(self.args)
 
     def _lora_argv(self) -> list[str]:
@@ -260,6 +265,14 @@ class EngineSpec(EngineOptions):
             # Threads that spin while they wait starve the other engines of a shared CPU: measured
             # with three engines on two cores, prefills took four to ten times as long.
             environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        if self.traces is not None:
+            protocol = "http/protobuf" if self.traces.is_http else "grpc"
+            environment["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = protocol
+            # vLLM gives its traces no names of a service and an instance.
+            environment.setdefault("OTEL_SERVICE_NAME", "vllm")
+            given = inherited.get("OTEL_RESOURCE_ATTRIBUTES", "")
+            own = f"service.instance.id={self.instance}"
+            environment["OTEL_RESOURCE_ATTRIBUTES"] = ",".join(filter(None, (given, own)))
         if self.enforce_eager and self._is_pipeline_on_cpu:
             environment["TORCHDYNAMO_DISABLE"] = "1"
         return environment | self.env

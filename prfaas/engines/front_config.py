@@ -20,6 +20,7 @@ from kvmanager.config_files.fields import (
     settings_of,
 )
 from kvmanager.config_files.security import MetricsSection, SecuritySection, check_listeners
+from kvmanager.config_files.traces import TracesSection
 from prfaas.engines.discovery.found import DiscoverySection
 from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instance import InstanceSpec
@@ -47,6 +48,8 @@ class FrontConfig(SecuritySection, MetricsSection):
     drained_hold_s: Seconds
     log_dir: Path
     engine_key_file: Path | None
+    traces: TracesSection | None = None
+    """Where the spans of requests go (docs/tracing.md). Left out: nowhere."""
     role: ClassVar[Role]
     """The role that a front of this kind has for other processes."""
 

@@ -4,6 +4,8 @@ Its file is followed: instances that it names anew join, and those that it names
 does not know which kind of front it runs.
 """
 
+from __future__ import annotations
+
 import asyncio
 import json
 import logging
@@ -12,7 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import typer
 from prometheus_client import REGISTRY
@@ -34,6 +36,9 @@ from transport import Endpoint
 from transport.errors import LocalError
 from transport.rpc import RpcError, RpcServer
 from transport.tasks import start_task
+
+if TYPE_CHECKING:  # which needs the extra `traces`
+    from kvmanager.tracing.export import Tracer
 
 logger = logging.getLogger("prfaas.engines")
 
@@ -77,14 +82,20 @@ def run_front(
 
 
 async def serve_front(
-    front: Front, server: RpcServer, config: FrontConfig, path: Path, *, metrics_prefix: str
+    front: Front,
+    server: RpcServer,
+    config: FrontConfig,
+    path: Path,
+    *,
+    metrics_prefix: str,
+    tracer: Tracer | None = None,
 ) -> None:
     """Start both, print a JSON line {"event": "ready", ...} to stdout, and stop on SIGTERM/SIGINT.
     `path` is the file of `config`; SIGHUP reads it again.
 
-    `metrics_prefix` begins the names of metrics of the process itself. What somebody on the network
-    may do by `config` is logged, and in the metrics. Raises whatever keeps the front or a port from
-    starting; nothing stays behind then.
+    `metrics_prefix` begins the names of metrics of the process itself. `tracer` is closed in the
+    end. What somebody on the network may do by `config` is logged, and in the metrics. Raises
+    whatever keeps the front or a port from starting; nothing stays behind then.
     """
     exposure = config.exposure(config.role)
     if exposure is not None:
@@ -132,6 +143,8 @@ async def serve_front(
             task.cancel()
         await server.stop()
         await front.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
         # Last, so that probes hear until the end that the process lives and no longer serves.
         await metrics.stop()
 

@@ -6,6 +6,8 @@ connection of the engine's request, which aborts it, and cancels the outbox. The
 the landing, and whoever waits there for the KVCache learns at once that nothing will come.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import math
@@ -13,13 +15,16 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from msgspec import structs
 
 from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import OpenOutboxReply, TransferReport
 from kvmanager.hashing import token_digest
 from kvmanager.landing import producer_params
 from kvmanager.token_ids import TokenIds
+from kvmanager.tracing.spans import Attributes, begin
 from prfaas.engines.client import EngineHttp, EnginePrefill
 from prfaas.engines.errors import (
     EngineError,
@@ -31,6 +36,9 @@ from prfaas.engines.ownership import Cleanups
 from prfaas.engines.service_time import Turn, Turns
 from prfaas.jobs import PrefillJob, PrefillResult
 from transport.rpc import RpcError
+
+if TYPE_CHECKING:  # which needs the extra `traces`
+    from kvmanager.tracing.export import Tracer
 
 logger = logging.getLogger("prfaas.engines")
 
@@ -111,8 +119,9 @@ def check_job(job: PrefillJob) -> None:
 class PrefillRunner:
     """Runs the tries of one front, and cleans up after those that failed."""
 
-    def __init__(self, config: RunnerConfig | None = None) -> None:
+    def __init__(self, config: RunnerConfig | None = None, tracer: Tracer | None = None) -> None:
         self._config = config or RunnerConfig()
+        self._tracer = tracer
         self._cleanups = Cleanups()
         self._turns = Turns()
 
@@ -141,6 +150,7 @@ class PrefillRunner:
                 grant=job.grant,
                 by_transport=by_transport,
                 instance=place.instance,
+                traceparent=job.traceparent,
             )
         )
         landed = False
@@ -156,7 +166,7 @@ class PrefillRunner:
         # The news of the end may come late here, and the agent has a clock of its own.
         took_s = min(landed_s - started_s, report.opened_to_complete_s or math.inf)
         prefill_s = max(0.0, took_s - report.prefill_end_to_complete_s)
-        return PrefillResult(
+        result = PrefillResult(
             instance=place.instance,
             queue_s=queue_s,
             prefill_s=prefill_s,
@@ -173,6 +183,8 @@ class PrefillRunner:
             reason=reason,
             hand_off=report.hand_off,
         )
+        self._trace(job, result, begun_s)
+        return result
 
     async def run_nixl(
         self, job: PrefillJob, place: PrefillPlace, *, attempt: int = 1, reason: str = ""
@@ -187,8 +199,7 @@ class PrefillRunner:
         token_ids = TokenIds(job.prompt_token_ids.packed + job.last_token.packed)
         started_s = time.monotonic()
         turn = self._turns.start(place.instance, started_s)
-        prefill = asyncio.create_task(self._prefill(job, place, token_ids, NIXL_PRODUCER))
-        prefill.add_done_callback(lambda _: self._turns.end(turn, time.monotonic()))
+        prefill = self._start_prefill(job, place, turn, token_ids, NIXL_PRODUCER)
         async with self._bounded(place, prefill):
             done = await prefill
         prefill_s = time.monotonic() - started_s
@@ -238,13 +249,7 @@ class PrefillRunner:
         # A drafter's KVCache of a token depends on the next token, and behind the prompt without
         # its last token that would be the sampled one.
         next_token = job.last_token.tolist()[0] if grant.draft and job.last_token else None
-        prefill = asyncio.create_task(
-            self._prefill(job, place, job.prompt_token_ids, params, next_token)
-        )
-        # The turn ends with the engine's answer, which follows its last forward pass at once; news
-        # of the landing comes later. A callback, because a task that is cancelled before its first
-        # step runs none of its own code.
-        prefill.add_done_callback(lambda _: self._turns.end(turn, time.monotonic()))
+        prefill = self._start_prefill(job, place, turn, job.prompt_token_ids, params, next_token)
         transfer = asyncio.create_task(self._landed(job, place, prefill))
         renewing = asyncio.create_task(self._keep_lease(job, place))
         ending = asyncio.create_task(self._outcome(prefill, transfer))
@@ -292,6 +297,50 @@ class PrefillRunner:
             transfer.result()
         done = await prefill
         return done, *(await transfer)
+
+    def _start_prefill(
+        self,
+        job: PrefillJob,
+        place: PrefillPlace,
+        turn: Turn,
+        token_ids: TokenIds,
+        params: dict[str, Any],
+        next_token: int | None = None,
+    ) -> asyncio.Task[EnginePrefill]:
+        span = begin(self._tracer, "engine", job.traceparent, time.monotonic(), "client")
+        job = structs.replace(job, traceparent=span.traceparent)
+
+        def answered(task: asyncio.Task[EnginePrefill]) -> None:
+            now_s = time.monotonic()
+            self._turns.end(turn, now_s)
+            error = None if task.cancelled() else task.exception()
+            code = error.code if isinstance(error, AttemptFailed) else "engine_failed"
+            failed = "given_up" if task.cancelled() else code if error is not None else ""
+            span.end(now_s, {"prfaas.instance": place.instance}, error=failed)
+
+        prefill = asyncio.create_task(self._prefill(job, place, token_ids, params, next_token))
+        # The turn ends with the engine's answer, which follows its last forward pass at once; news
+        # of the landing comes later. A callback, because a task that is cancelled before its first
+        # step runs none of its own code.
+        prefill.add_done_callback(answered)
+        return prefill
+
+    def _trace(self, job: PrefillJob, result: PrefillResult, begun_s: float) -> None:
+        """Record the parts of a try that began at `begun_s`, as its result has them."""
+        started_s = begun_s + result.open_s
+        computing_s = started_s + (result.engine_queue_s or 0.0)
+        ended_s = started_s + result.prefill_s
+        steps: list[tuple[str, float, float, Attributes]] = [("open", begun_s, started_s, {})]
+        if result.engine_queue_s is not None:
+            steps.append(("engine_queue", started_s, computing_s, {}))
+        computed = {
+            "gen_ai.usage.input_tokens": len(job.prompt_token_ids),
+            "prfaas.cached_tokens": result.cached_tokens,
+        }
+        steps.append(("prefill", computing_s, ended_s, computed))
+        steps.append(("transfer_tail", ended_s, ended_s + result.transfer_tail_s, {}))
+        for name, from_s, until_s, attributes in steps:
+            begin(self._tracer, name, job.traceparent, from_s).end(until_s, attributes)
 
     async def _prefill(
         self,

@@ -12,6 +12,9 @@ process of its own (`prfaas pd`) and a Redis server, for N = 1 too, so that N is
 difference. Their CPU is that of the gateway's processes; the front has a line of its own. All share
 the cores of this machine with the load generator and the engine, so N processes cannot be N times
 as fast where the machine has few cores.
+
+--traces measures only the gateway, without and with spans: of no request, of all, and of all with a
+receiver that is gone.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import statistics
 import sys
 import tempfile
@@ -197,10 +201,14 @@ def _cpu_s(processes: list[psutil.Process]) -> float:
 
 
 @contextmanager
-def gateway(engine_port: int, folder: Path) -> Iterator[Target]:
+def gateway(
+    engine_port: int, folder: Path, traces: dict[str, Any] | None = None
+) -> Iterator[Target]:
     """`prfaas gateway` in front of the engine."""
     port = free_port()
     config = _config(port, {"instances": [_instance(engine_port)]}, folder)
+    if traces is not None:
+        config["traces"] = traces
     with gateway_process(config, folder, completion_request(port, "up?")) as pid:
         yield Target(port, pid)
 
@@ -282,6 +290,32 @@ def router(engine_port: int, folder: Path, *, may_install: bool) -> Iterator[Tar
         yield None
 
 
+def traced_gateways(
+    stack: contextlib.ExitStack, engine_port: int, folder: Path
+) -> dict[str, Target]:
+    """The gateway with spans of no request, of all, and of all for nobody; and without any."""
+    port, gone = free_port(), free_port()
+    argv = [sys.executable, str(Path(__file__).with_name("span_sink.py")), str(port)]
+    stack.enter_context(child(argv, lambda: _is_open(port)))
+    wanted: dict[str, dict[str, Any] | None] = {
+        "off": None,
+        "of none": {"endpoint": f"http://127.0.0.1:{port}", "sample": 0},
+        "of all": {"endpoint": f"http://127.0.0.1:{port}"},
+        "receiver gone": {"endpoint": f"http://127.0.0.1:{gone}"},
+    }
+    found: dict[str, Target] = {}
+    for name, traces in wanted.items():
+        own = folder / name.replace(" ", "-")
+        own.mkdir()
+        found[name] = stack.enter_context(gateway(engine_port, own, traces))
+    return found
+
+
+def _is_open(port: int) -> bool:
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """All rounds; medians by target."""
     samples: dict[str, list[Sample]] = {}
@@ -292,20 +326,21 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         stack.enter_context(
             child(engine_argv, answers(engine_port, completion_request(engine_port, "up?")))
         )
-        targets: dict[str, Target | None] = {
-            "engine": Target(engine_port),
-            "gateway": stack.enter_context(gateway(engine_port, folder)),
-            **{
+        targets: dict[str, Target | None] = {"engine": Target(engine_port)}
+        if args.traces:
+            targets |= traced_gateways(stack, engine_port, folder)
+        else:
+            targets["gateway"] = stack.enter_context(gateway(engine_port, folder))
+            targets |= {
                 f"gateway x{num}": stack.enter_context(several(num, engine_port, folder))
                 for num in args.processes
-            },
-            **{
+            }
+            targets |= {
                 f"bare {kind}": stack.enter_context(bare_proxy(kind, engine_port)) for kind in KINDS
-            },
-            "vllm-router": stack.enter_context(
+            }
+            targets["vllm-router"] = stack.enter_context(
                 router(engine_port, folder, may_install=not (args.smoke or args.only))
-            ),
-        }
+            )
         for number in range(args.rounds):
             for name, target in targets.items():
                 if target is not None and name in (args.only or targets):
@@ -346,6 +381,7 @@ def main() -> None:
         "--processes", type=int, nargs="*", default=[1, 2], help="of gateways beside the first"
     )
     parser.add_argument("--only", nargs="*", help="measure these targets alone")
+    parser.add_argument("--traces", action="store_true", help="only the gateway, with spans")
     parser.add_argument("--serve-engine", type=int, help=argparse.SUPPRESS)
     add_smoke(parser, rounds=1, requests=20, seconds=0.2, concurrency=4, streams=4)
     args = parser.parse_args()

@@ -44,6 +44,7 @@ from engine_region import (
 )
 from handoff import Handoff
 from landed_items import items_of
+from otlp_receiver import OtlpReceiver, ReceivedSpan, check_tree
 
 from deploy.lab.demo.answers import Answer
 from deploy.lab.demo.reference import plain_engine
@@ -52,6 +53,7 @@ from deploy.lab.demo.tiny_specs import MODELS
 from deploy.lab.demo.verdict import MAX_TAIL_SHARE, MIN_EARLY_SHARE
 from deploy.region.launch.launcher import RunningRegion
 from kvmanager.config_files.security import is_loopback
+from kvmanager.config_files.traces import SampledTraces
 from transport import TlsFiles
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -68,6 +70,15 @@ TTFT_PARTS = {
         *("news", "load_wait", "load", "first_step", "relay", "other"),
     )
 }
+
+STEPS = {"read", "render", "look_up", "reserve", "landing_wait", "first_token"}
+"""The spans of the gateway that follow each other up to the first token."""
+IN_FRONT = {"queue", "open", "engine_queue", "prefill", "transfer_tail"}
+"""Those of a prefill job in its front."""
+SPANS = STEPS | IN_FRONT | {"prefill_leg", "prefill_job", "engine", "transfer"}
+SPANS |= {"choose_landing", "landing", "load_wait", "load", "first_step", "decode", "llm_request"}
+CLOCKS_S = 0.01
+"""How far apart several processes of one host read the same moment."""
 
 RECURRENT_CACHED = pytest.param((RECURRENT, True, False), id="recurrent-cached")
 RECURRENT_UNCACHED = pytest.param((RECURRENT, False, False), id="recurrent-uncached")
@@ -133,6 +144,8 @@ class Served:
     asked: list[DemoRequest]
     expected: dict[str, Answer]
     talk: Talk
+    receiver: OtlpReceiver
+    """Of the spans of all processes, engines included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +194,21 @@ async def served(
     )
     if has_tls:
         spec = with_tls(spec, tmp_path_factory.mktemp("tls"), own_address())
-    async with running(spec, run_dir / "region") as region:
-        plain = await _expected[name]
-        talk = Talk(name, region, plain.turns, plain.answers)
-        yield Served(name, prefix_caching, chunk_tokens, region, plain.asked, plain.expected, talk)
+    with OtlpReceiver() as receiver, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")  # instead of five seconds
+        spec = spec.model_copy(update={"traces": SampledTraces(endpoint=receiver.endpoint)})
+        async with running(spec, run_dir / "region") as region:
+            plain = await _expected[name]
+            yield Served(
+                name,
+                prefix_caching,
+                chunk_tokens,
+                region,
+                plain.asked,
+                plain.expected,
+                Talk(name, region, plain.turns, plain.answers),
+                receiver,
+            )
 
 
 @serving(*EVERY_REGION)
@@ -278,7 +302,7 @@ async def test_the_parts_of_a_ttft_add_up_to_it(served: Served) -> None:
     """Each is measured by whoever spends it. The median of three, as other processes of this
     machine may delay the gateway between two parts.
     """
-    unexplained = []
+    unexplained, traced = [], []
     for seed in range(500, 503):
         request = prompt("parts", 1500, seed, stream=True)
         answers = await ask_region(served.region, served.model, [request])
@@ -290,7 +314,42 @@ async def test_the_parts_of_a_ttft_add_up_to_it(served: Served) -> None:
         assert parts["prefill_s"] + parts["engine_queue_s"] <= record["leg"]["prefill_s"] + 1e-6
         unexplained.append(parts["other_s"] / record["ttft_s"])
         assert record["transfer_progress"][-1][1] == record["transfer_bytes"], record
+        traced.append(record)
     assert statistics.median(unexplained) <= MAX_UNEXPLAINED, unexplained
+    between = [await between_spans(served, record) for record in traced]
+    assert statistics.median(between) <= MAX_UNEXPLAINED, between
+
+
+async def between_spans(served: Served, record: dict[str, Any]) -> float:
+    """The share of the TTFT that lies between the spans of one request.
+
+    They are one tree, from the gateway over both clusters to both engines, whose spans lie inside
+    those above them.
+    """
+    root_name = f"text_completion {served.model}"
+    # Two engines have one each.
+    wanted = [*SPANS, root_name, "llm_request"]
+    spans = await served.receiver.trace(record["trace_id"], wanted)
+    root = check_tree(spans, CLOCKS_S)
+    assert root.name == root_name
+    assert {span.service for span in spans} == {"prfaas-gateway", "prfaas-agent", "vllm"}
+
+    def spans_of(*names: str) -> list[ReceivedSpan]:
+        return [span for span in spans if span.name in names]
+
+    (sent,), (landed,), (job,) = spans_of("transfer"), spans_of("landing"), spans_of("prefill_job")
+    assert sent.instance != landed.instance
+    assert sent.attributes["prfaas.bytes"] == record["transfer_bytes"]
+    names = {span.span_id: span.name for span in spans}
+    engines = {(names[span.parent_id], span.instance) for span in spans_of("llm_request")}
+    assert engines == {("engine", "a1-prefill"), ("decode", "b1-decode")}
+    (computed,) = spans_of("prefill")
+    assert sent.began_s <= computed.ended_s <= sent.ended_s + CLOCKS_S
+    assert sum(span.seconds for span in spans_of(*IN_FRONT)) <= job.seconds + CLOCKS_S
+    assert root.events["first_token"] - root.began_s == pytest.approx(record["ttft_s"], abs=1e-3)
+    steps_s = sum(span.seconds for span in spans_of(*STEPS))
+    assert steps_s <= record["ttft_s"] + CLOCKS_S
+    return 1.0 - steps_s / float(record["ttft_s"])
 
 
 @serving(RECURRENT_CACHED)

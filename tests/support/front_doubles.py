@@ -6,7 +6,7 @@ can show is tested with those.
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -288,14 +288,15 @@ class FakeEngine:
 
     With `keeps_kvcache` it has a NixlConnector. Clear `may_answer` to let requests hang; `status`
     other than 200 refuses them;
-    `before_answer` sees each body first. `requests` are the bodies seen, `running` what has not
-    been answered, `num_aborted` connections closed early. Its metrics tell of `waiting` requests,
-    `deferred` ones among them, and of KV blocks.
+    `before_answer` sees each body first. `requests` are the bodies seen, with `headers`, `running`
+    what has not been answered, `num_aborted` connections closed early. Its metrics tell of
+    `waiting` requests, `deferred` ones among them, and of KV blocks.
     """
 
     def __init__(self, agent: FakeAgent | None = None) -> None:
         self.agent = agent
         self.requests: list[dict[str, Any]] = []
+        self.headers: list[Mapping[str, str]] = []
         self.running = 0
         self.num_aborted = 0
         self.status = 200
@@ -368,6 +369,7 @@ class FakeEngine:
         body = await request.json()
         async with self.seen:
             self.requests.append(body)
+            self.headers.append(request.headers)
             self.seen.notify_all()
         self.running += 1
         try:

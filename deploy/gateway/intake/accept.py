@@ -1,8 +1,8 @@
 """From an HTTP request to an `Exchange`: whose it is, whether there is room for it, what it asks.
 
-The gateway takes part in traces (https://www.w3.org/TR/trace-context/) without recording spans: it
-hands a valid context on as it came and replaces a missing or broken one. This file does not know
-routes or what becomes of the exchange.
+Without a tracer the gateway takes part in traces (https://www.w3.org/TR/trace-context/) without
+recording spans: it hands a valid context on as it came and replaces a missing or broken one. This
+file does not know routes or what becomes of the exchange.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from deploy.gateway.intake.inbound import (
     salted,
 )
 from deploy.gateway.intake.limits import AcceptedBody, Limits
+from deploy.gateway.intake.traced import RequestTraces
 from deploy.gateway.metrics import GatewayMetrics
 from deploy.gateway.serving.exchange import Exchange
 from deploy.gateway.serving.records import RequestRecord
 from kvmanager.token_ids import in_turns
+from kvmanager.tracing.context import parse_traceparent
 
 _PRINTABLE: Final = re.compile(r"[ -~]+")
 # What vLLM reads from headers besides the request id, as far as an engine and the way to it can
 # carry it. The gateway chooses the engine, so it does not pass x-data-parallel-rank on.
 _PASSED_ON: Final = {"X-Session-ID": _PRINTABLE, "X-Vllm-Priority": re.compile(r"-?[0-9]{1,18}")}
-_TRACEPARENT: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
 
@@ -122,6 +123,7 @@ class Intake:
     template_tokens: int
     priority_tenants: frozenset[str]
     """Who may go before others, where there are tenants."""
+    traces: RequestTraces
 
     @asynccontextmanager
     async def received(
@@ -136,7 +138,7 @@ class Intake:
         with self.keys.using(authorization, partial(_cut_off, request)) as tenant:
             async with self.limits.received(request, tenant) as accepted:
                 exchange = await self._exchange(request, tenant, kind, accepted, started_s)
-                exchange.record.parts.read_s = time.monotonic() - started_s
+                exchange.read(time.monotonic() - started_s)
                 try:
                     yield exchange
                 finally:
@@ -162,8 +164,10 @@ class Intake:
         inbound = salted(inbound, self.salts.salt(tenant, inbound.cache_salt))
         accepted.body = inbound.body  # one copy of it is enough
         headers = engine_headers(request.headers, inbound)
+        span = self.traces.begin(inbound, request.headers, headers["traceparent"], started_s)
+        headers["traceparent"] = span.traceparent
         record = _new_record(inbound, headers, tenant, home)
-        return Exchange(inbound, headers, record, self.metrics, started_s)
+        return Exchange(inbound, headers, record, self.metrics, started_s, span)
 
     def _check_priority(
         self, tenant: str, inbound: InboundRequest, headers: Mapping[str, str]
@@ -205,7 +209,7 @@ def engine_headers(headers: Mapping[str, str], inbound: InboundRequest) -> dict[
     }
     traceparent = headers.get("traceparent", "")
     passed_on = _PASSED_ON
-    if is_traceparent(traceparent):
+    if parse_traceparent(traceparent) is not None:
         passed_on = _PASSED_ON | {"tracestate": _PRINTABLE}
     else:
         traceparent = f"00-{drawn[32:64]}-{drawn[64:]}-01"
@@ -215,18 +219,6 @@ def engine_headers(headers: Mapping[str, str], inbound: InboundRequest) -> dict[
         for name, usable in passed_on.items()
         if usable.fullmatch(value := headers.get(name, ""))
     }
-
-
-def is_traceparent(value: str) -> bool:
-    """Whether `value` is a valid traceparent header."""
-    match = _TRACEPARENT.fullmatch(value)
-    if match is None:
-        return False
-    version, trace_id, parent_id, rest = match.groups()
-    # Version ff is invalid, and only versions above 00 may have more fields.
-    if version == "ff" or (version == "00" and rest is not None):
-        return False
-    return bool(int(trace_id, 16) and int(parent_id, 16))
 
 
 def usable_request_id(value: str | None) -> str | None:

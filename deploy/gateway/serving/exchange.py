@@ -25,8 +25,10 @@ from deploy.gateway.scheduling.feedback import Feedback
 from deploy.gateway.scheduling.scheduler import RegionScheduler
 from deploy.gateway.serving.adapters import AdapterPlaces, adapter_places
 from deploy.gateway.serving.background import Background
+from deploy.gateway.serving.record_views import span_attributes
 from deploy.gateway.serving.records import RequestRecord
 from kvmanager.load_times import LoadTimes
+from kvmanager.tracing.spans import Span
 from local_pd.cluster import PdCluster
 from local_pd.messages import DecodeSlot
 from prfaas.cluster import PrefillCluster
@@ -95,12 +97,18 @@ class Exchange:
     record: RequestRecord
     metrics: GatewayMetrics
     started_s: float
+    span: Span
+    """The request in a trace. Each step that is a part of the TTFT becomes a span below it, with
+    the duration that `record.parts` has.
+    """
     predicted: Prediction | None = None
     """What was predicted for the route that is being taken; None if nothing usable was."""
     was_full: bool = False
     """Whether the decode instance was full when it got the request, so that it waited there."""
     transfer_ids: list[str] = field(default_factory=list)
     """The transfers of all landings that were reserved for the request."""
+    _decoding: Span | None = None
+    """The wait for an engine's answer, then the answer."""
     _num_open: int = field(default=1)
 
     @property
@@ -130,14 +138,22 @@ class Exchange:
         self.record.decided(decision, spill)
         self.metrics.decided(self.inbound.model, decision)
 
+    def read(self, read_s: float) -> None:
+        """Note how long the client took to send its body."""
+        self.record.parts.read_s = read_s
+        self.span.past("read", self.started_s, self.started_s + read_s)
+
     def counted(self, num_tokens: int, render_s: float | None = None) -> None:
         """Note the exact length of the prompt, and how long its rendering took."""
         self.record.num_prompt_tokens = num_tokens
         self.record.parts.render_s = render_s
+        if render_s is not None:
+            self._took("render", render_s)
 
     def asked_directory(self, look_up_s: float) -> None:
         """Note how long the look-up of what is cached took."""
         self.record.parts.look_up_s = look_up_s
+        self._took("look_up", look_up_s)
 
     def looked_up(self, shape: RequestShape) -> None:
         """Note what the directory says is cached of the prompt."""
@@ -147,6 +163,7 @@ class Exchange:
     def moved_cache(self, move_s: float) -> None:
         """Note how long the request waited for a cached prefix of another cluster."""
         self.record.parts.move_s = move_s
+        self._took("move", move_s)
 
     def given(self, instance: str, reason: str, *, was_full: bool) -> None:
         """Note the instance that will decode, and why the PD cluster chose it."""
@@ -158,10 +175,37 @@ class Exchange:
         self.record.parts.reserve_s = reserve_s
         self.record.reserved(slot, saved_bytes)
         self.transfer_ids.append(slot.landing.transfer_id)
+        self._took("reserve", reserve_s, instance=slot.instance)
+
+    def not_reserved(self, reserve_s: float, reason: Reason) -> None:
+        """Note that there is no landing, which took so long to find out."""
+        self._took("reserve", reserve_s, error=reason.value)
 
     def waited_for_landing(self, wait_s: float) -> None:
         """Note how long the decode request waited for the KVCache. It is posted now."""
         self.record.waited_for_landing(wait_s, self.elapsed_s())
+        self._took("landing_wait", wait_s)
+
+    def leg_begun(self) -> Span:
+        """Begin the span of a prefill leg."""
+        return self.span.child("prefill_leg", time.monotonic(), "client")
+
+    def leg_over(
+        self, span: Span, target: str, result: PrefillResult | PrefillFailed | None
+    ) -> None:
+        """End the span of the prefill leg at `target`; None: it was given up."""
+        error = "" if isinstance(result, PrefillResult) else "given_up"
+        if isinstance(result, PrefillFailed):
+            error = result.code
+        span.end(time.monotonic(), {"prfaas.target": target}, error=error)
+
+    def decoding(self) -> dict[str, str]:
+        """Note that an engine is asked for the answer. Returns the headers for it."""
+        if not self.span.is_recorded:
+            return self.headers
+        self._end_decoding("")
+        self._decoding = self.span.child("decode", time.monotonic(), "client")
+        return self.headers | {"traceparent": self._decoding.traceparent}
 
     def loaded(self, times: LoadTimes | None) -> None:
         """Note what the decode engine says of its load and its first step; None: nothing."""
@@ -182,18 +226,24 @@ class Exchange:
         """Note a second try."""
         self.record.num_retries += 1
         self.metrics.retried(reason.value)
+        self._end_decoding(reason.value)
 
     def answered(self, answer: EngineAnswer) -> None:
         """Note that an engine's answer has begun."""
         self.record.status = answer.status
         self.record.decode_instance = answer.instance
-        self.record.first_byte(self.elapsed_s(), is_stream=answer.is_stream)
+        ttft_s = self.elapsed_s()
+        self.record.first_byte(ttft_s, is_stream=answer.is_stream)
+        if self._decoding is not None:
+            ended_s = self.started_s + ttft_s
+            self._decoding.past("first_token", self._decoding.began_s, ended_s)
 
     def over(self, num_prompt_tokens: int) -> None:
         """Note that the answer is over. The legs may still run: `hold` keeps the record open
         for them. `num_prompt_tokens` is the best that is known of the prompt's length.
         """
         self.record.total_s = self.elapsed_s()
+        self._end_decoding("" if self.record.outcome == "ok" else self.record.outcome)
         self.metrics.ended(self.record, num_prompt_tokens)
         self.release()
 
@@ -207,3 +257,32 @@ class Exchange:
         if self._num_open == 0:
             self.record.is_settled = True
             self.metrics.settled(self.record)
+            self._end_span()
+
+    def _took(self, name: str, seconds: float, *, error: str = "", **attributes: str) -> None:
+        """Record a step that is over now."""
+        if self.span.is_recorded:
+            now_s = time.monotonic()
+            found = {f"prfaas.{name}": value for name, value in attributes.items()}
+            self.span.child(name, now_s - seconds).end(now_s, found, error=error)
+
+    def _end_decoding(self, error: str) -> None:
+        if self._decoding is not None:
+            self._decoding.end(
+                time.monotonic(), {"prfaas.instance": self.record.decode_instance}, error=error
+            )
+            self._decoding = None
+
+    def _end_span(self) -> None:
+        # Settled, so that it has the numbers of both legs, which may follow the answer.
+        if not self.span.is_recorded:
+            return
+        record = self.record
+        error = "" if record.outcome == "ok" else record.outcome
+        first = None if record.ttft_s is None else self.started_s + record.ttft_s
+        self.span.end(
+            self.started_s + (record.total_s or 0.0),
+            span_attributes(record),
+            error=error,
+            events=() if first is None else (("first_token", first),),
+        )

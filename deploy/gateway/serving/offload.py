@@ -160,6 +160,7 @@ class Offload:
             hands_off=self._routed.target == HAND_OFF,
             adapter=adapter,
             layouts=self._services.scheduler.layouts_at(self._routed.target, self._inbound.model),
+            traceparent=self._exchange.span.traceparent,
         )
         try:
             async with asyncio.timeout(self._timeouts.cluster_s):
@@ -168,6 +169,7 @@ class Offload:
             is_full = isinstance(error, NoLandingRoom)
             reason = Reason.NO_LANDING_ROOM if is_full else Reason.RESERVE_FAILED
             logger.info("%s: no landing: %s", self._exchange.request_id, error)
+            self._exchange.not_reserved(self._exchange.elapsed_s() - started_s, reason)
             raise NotOffloaded(reason, str(error) or "no answer in time") from error
         reserve_s = self._exchange.elapsed_s() - started_s
         was_full = self._feedback.given(slot.instance)
@@ -186,13 +188,21 @@ class Offload:
             priority=self._inbound.priority,
             pd=self._routed.pd,
         )
+        span = self._exchange.leg_begun()
         leg = self._services.background.spawn(
-            self._prefill(slot), f"prefill leg {self._exchange.request_id}"
+            self._prefill(slot, span.traceparent), f"prefill leg {self._exchange.request_id}"
         )
-        leg.add_done_callback(lambda _: self._feedback.leg_over(slot.landing))
+
+        def over(leg: _Leg) -> None:
+            self._feedback.leg_over(slot.landing)
+            is_given_up = leg.cancelled() or leg.exception() is not None
+            result = None if is_given_up else leg.result()
+            self._exchange.leg_over(span, self._routed.target, result)
+
+        leg.add_done_callback(over)
         return leg
 
-    async def _prefill(self, slot: DecodeSlot) -> PrefillResult | PrefillFailed:
+    async def _prefill(self, slot: DecodeSlot, traceparent: str) -> PrefillResult | PrefillFailed:
         """Run the prefill leg. Returns failures, since the decode leg goes on without it."""
         target = self._routed.target
         job = PrefillJob(
@@ -202,7 +212,7 @@ class Offload:
             cache_salt=self._inbound.cache_salt,
             tenant=self._exchange.record.tenant,
             priority=self._inbound.priority,
-            traceparent=self._exchange.headers["traceparent"],
+            traceparent=traceparent,
             model=self._inbound.model,
             adapter=self._inbound.adapter,
             cached_tokens=self._cached.computing_tokens(target),
@@ -308,7 +318,7 @@ class Offload:
 
     async def _decode(self, slot: DecodeSlot, body: bytes) -> EngineAnswer:
         return await self._services.engines.open(
-            slot.instance, slot.engine_url, self._exchange.path, body, self._exchange.headers
+            slot.instance, slot.engine_url, self._exchange.path, body, self._exchange.decoding()
         )
 
     async def _decode_beside(

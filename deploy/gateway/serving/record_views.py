@@ -1,10 +1,14 @@
-"""A request's record as response headers for its client, and as a line of the log."""
+"""A request's record as response headers for its client, as a line of the log, and as attributes of
+its span.
+"""
 
 from __future__ import annotations
 
 import logging
 
+from deploy.gateway.intake.traced import OPERATIONS
 from deploy.gateway.serving.records import RequestRecord
+from kvmanager.tracing.spans import Attributes
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -33,6 +37,51 @@ def response_headers(record: RequestRecord) -> dict[str, str]:
         parts = record.parts.known().items()
         headers["x-prfaas-ttft"] = ", ".join(f"{name}={value:.6f}" for name, value in parts)
     return headers
+
+
+def span_attributes(record: RequestRecord) -> Attributes:
+    """The attributes of the request's span, by OpenTelemetry's conventions for generative AI where
+    they have a name, without the prompt and the answer. `prfaas.ttft.*` are the parts of the TTFT
+    that `prfaas explain` shows, each measured by one process's clock, in seconds.
+    """
+    parts = {f"prfaas.ttft.{name}": seconds for name, seconds in record.parts.known().items()}
+    known = {
+        "gen_ai.usage.input_tokens": record.num_prompt_tokens,
+        # What is not streamed has no first chunk before its last one.
+        "gen_ai.response.time_to_first_chunk": record.ttft_s if record.is_stream else None,
+        "prfaas.cached_tokens": record.cached_tokens,
+        "prfaas.transfer_bytes": record.transfer_bytes,
+        "prfaas.saved_bytes": record.saved_bytes,
+        "prfaas.predicted_ttft": record.predicted_ttft_s,
+        "prfaas.ttft": record.ttft_s,
+        **parts,
+    }
+    words = {
+        "gen_ai.output.type": "text",
+        "prfaas.route": record.route,
+        "prfaas.reason": record.reason,
+        "prfaas.target": record.target,
+        "prfaas.cluster": record.cluster,
+        "prfaas.spill": record.spill,
+        "prfaas.instance": record.decode_instance,
+        "prfaas.prefill_instance": record.prefill_instance,
+        "prfaas.hand_off": record.hand_off,
+        "prfaas.adapter": record.adapter,
+        "prfaas.tenant": record.tenant,
+        "prfaas.outcome": record.outcome,
+    }
+    return {
+        "gen_ai.operation.name": OPERATIONS[record.endpoint],
+        "gen_ai.provider.name": "vllm",
+        "gen_ai.request.model": record.model,
+        "gen_ai.request.stream": record.is_stream,
+        "gen_ai.usage.output_tokens": record.output_tokens,
+        "http.response.status_code": record.status,
+        "prfaas.request_id": record.request_id,
+        "prfaas.num_retries": record.num_retries,
+        **{name: value for name, value in known.items() if value is not None},
+        **{name: value for name, value in words.items() if value},
+    }
 
 
 def log_record(record: RequestRecord) -> None:

@@ -220,7 +220,7 @@ class Serving:
                 target.engine_url,
                 exchange.path,
                 self._inbound.body,
-                exchange.headers,
+                exchange.decoding(),
             )
             self._check_first_answer(answer)
         except BaseException:

@@ -175,6 +175,9 @@ class Planner:
         grants = checks_grants(self.resolved.region, self.directory.granting_keys)
         if grants is not None:
             settings["granting_keys"] = grants.model_dump(mode="json")
+        receiver = self.resolved.region.receiver
+        if receiver is not None:
+            settings["traces"] = receiver.model_dump(mode="json")
         if security.tls is not None:
             settings |= {f"tls_{key}": str(path) for key, path in security.tls}
         return settings
@@ -295,4 +298,5 @@ def engine_spec(
         enable_prefix_caching=model.prefix_caching,
         agent_socket=None if agent_socket is None else str(agent_socket),
         kv_events=kv_events,
+        traces=region.receiver,
     )

@@ -83,6 +83,7 @@ def gateway_file(resolved: ResolvedRegion, directory: RunDirectory, node: str = 
         region_key=region_key_of(region, directory.region_key, "gateway"),
         granting_key=signs_grants(region, directory.granting_key),
         trusted_network=security.trusted_network,
+        traces=region.traces,
     )
 
 
@@ -99,6 +100,7 @@ def front_file(
         "tls": region.security.tls,
         "region_key": region_key_of(region, directory.region_key, cluster.name),
         "trusted_network": region.security.trusted_network,
+        "traces": region.receiver,
     }
     if cluster.kind == "prefill":
         return PrefillFrontConfig.of(**settings, queue=region.gateway.scheduling.queue)

@@ -16,6 +16,7 @@ from deploy.gateway.config import GatewaySection, SharedUplink
 from kvmanager.agent.config import AgentSection
 from kvmanager.config_files.fields import Address, Addresses, Port, Section, TlsSection, Tokens
 from kvmanager.config_files.security import is_loopback
+from kvmanager.config_files.traces import SampledTraces, TracesSection
 from kvmanager.config_files.units import parse_duration, parse_rate
 from local_pd.handoff import HandOffWay
 from prfaas.engines.command import EngineOptions
@@ -272,6 +273,10 @@ class RegionSpec(Section):
     """
     security: SecuritySpec = SecuritySpec()
     """How the processes of the region trust each other."""
+    traces: SampledTraces | None = None
+    """Where gateways, fronts, agents and engines send the spans of requests (docs/tracing.md). Left
+    out: nowhere.
+    """
 
     @property
     def pd_clusters(self) -> tuple[ClusterSpec, ...]:
@@ -362,6 +367,11 @@ class RegionSpec(Section):
             "control_port": node.bound_host,
             "metrics_port": self.metrics_host(node),
         }
+
+    @property
+    def receiver(self) -> TracesSection | None:
+        """Where processes send spans that do not decide which requests are traced."""
+        return None if self.traces is None else TracesSection(endpoint=self.traces.endpoint)
 
     def caches(self, node: NodeSpec) -> bool:
         """Whether the node has a prefix cache: a model there wants one, and there is room for

@@ -218,6 +218,26 @@ def test_agents_are_told_what_they_understand(region: RegionSpec) -> None:
     assert config.cache_gib is None
 
 
+def test_the_receiver_of_spans_is_told_to_all(region: RegionSpec) -> None:
+    traces = {"endpoint": "http://collector:4317", "sample": 0.1}
+    text = EXAMPLE.read_text() + f"\ntraces: {json.dumps(traces)}\n"
+    made = planner(parse_region(text, {"MODEL": "/models/tiny"}))
+    files = {path.name: yaml.safe_load(text) for path, text in made.files().items()}
+    assert files["gateway.json"]["traces"] == traces
+    agents = [name for name in files if name.startswith("agent.")]
+    assert agents
+    for name in agents:
+        # Only gateways decide what is traced.
+        assert AgentConfig.model_validate(files[name]).traces is not None
+        assert files[name]["traces"] == {"endpoint": traces["endpoint"]}
+    for process in made.processes():
+        if process.kind == "engine":
+            argv = list(process.process.argv)
+            assert argv[argv.index("--otlp-traces-endpoint") + 1] == traces["endpoint"]
+    quiet = planner(region)
+    assert not any("otlp" in word for item in quiet.processes() for word in item.process.argv)
+
+
 def test_how_processes_know_each_other_is_told_to_all() -> None:
     key = Path("/etc/prfaas/key")
     for security, section in (

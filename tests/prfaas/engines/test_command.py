@@ -167,6 +167,23 @@ def test_the_hub_is_off_for_a_local_model_only(tmp_path: Path) -> None:
     assert "HF_HUB_OFFLINE" not in spec(model=str(tmp_path), adapters=adapters).environment({})
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "protocol"),
+    [("http://c:4317", "grpc"), ("http://c:4318/v1/traces", "http/protobuf")],
+)
+def test_an_engine_sends_its_spans_to_the_same_receiver(endpoint: str, protocol: str) -> None:
+    made = spec(traces={"endpoint": endpoint})
+    argv = made.argv()
+    assert argv[argv.index("--otlp-traces-endpoint") + 1] == endpoint
+    env = made.environment({"OTEL_RESOURCE_ATTRIBUTES": "deployment.environment.name=lab"})
+    assert env["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == protocol
+    assert env["OTEL_SERVICE_NAME"] == "vllm"
+    named = f"deployment.environment.name=lab,service.instance.id={made.instance}"
+    assert env["OTEL_RESOURCE_ATTRIBUTES"] == named
+    assert "--otlp-traces-endpoint" not in spec().argv()
+    assert not any(name.startswith("OTEL") for name in spec().environment({}))
+
+
 def test_the_specs_own_environment_wins() -> None:
     env = spec(kv_space_gib=1, env={"VLLM_CPU_OMP_THREADS_BIND": "0-1"}).environment({})
     assert env["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
