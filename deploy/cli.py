@@ -57,6 +57,9 @@ _COMMANDS: dict[str, _Entry] = {
         "deploy.ops.explain", "explain_command", "Say why a request went where it did."
     ),
     "link": _Entry("deploy.ops.link", "link_app", "Show what links carry, live."),
+    "health": _Entry(
+        "deploy.ops.health", "health_command", "Ask one process whether it lives, for probes."
+    ),
     "role": _Entry("deploy.ops.role", "role_app", "Show or change which instances prefill."),
     "instance": _Entry(
         "deploy.ops.instance", "instance_app", "Show, add or remove instances of a region."
@@ -114,7 +117,13 @@ class _LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
         entry = _COMMANDS.get(name or "")
-        return name, command if entry is None else _load(name or "", entry), rest
+        if entry is None:
+            return name, command, rest
+        try:
+            return name, _load(name or "", entry), rest
+        except ModuleNotFoundError as error:
+            _name_extra(name, error)
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         try:

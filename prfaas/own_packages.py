@@ -30,7 +30,7 @@ MAX_SHOWN = 3
 
 
 class Findings(NamedTuple):
-    """Sentences about packages that are somebody else's, and about files that two have installed."""
+    """Sentences about packages that are somebody else's, and about files that two installed."""
 
     problems: list[str]
     """The project cannot run; the last sentence says how to mend that."""
@@ -95,8 +95,8 @@ def foreign_packages(root: Path) -> Findings:
             others |= owners.keys()
     if missing:
         problems.append(
-            f"Files of {PROJECT} are missing from {root}: {_shown(missing)}. The removal of another "
-            "distribution that had installed them as well takes them away."
+            f"Files of {PROJECT} are missing from {root}: {_shown(missing)}. The removal of "
+            "another distribution that had installed them as well takes them away."
         )
     if problems:
         return Findings([*problems, _remedy(others, record)], [])
@@ -183,8 +183,8 @@ def _shared(root: Path, record: _Record) -> list[str]:
     if found <= known:
         return []
     return [
-        f"{PROJECT} has overwritten files of {other}: {_shown(sorted(owned))}. Removing or upgrading "
-        f"it breaks {PROJECT}, and it may not work itself. {_remedy([other], record)}"
+        f"{PROJECT} has overwritten files of {other}: {_shown(sorted(owned))}. Removing or "
+        f"upgrading it breaks {PROJECT}, and it may not work itself. {_remedy([other], record)}"
         for other, owned in _owners(root, record.files).items()
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shutil
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -118,11 +119,14 @@ def _named(requirements: list[str]) -> set[str]:
     return {_normal(Requirement(line).name) for line in requirements}
 
 
+_distributions = cache(packages_distributions)
+
+
 def _distribution(module: str) -> str:
     """The name by which pip knows a module of somebody else."""
     if module == "vllm":  # here it is a build for CPUs, of another name
         return "vllm"
-    return _normal(packages_distributions()[module][0])
+    return _normal(_distributions()[module][0])
 
 
 def _closure(extra: str) -> set[str]:
@@ -199,7 +203,7 @@ def test_with_an_extra_alone_all_modules_of_its_processes_can_be_imported(
     closure = _closure(extra)
     allowed = [
         module
-        for module, names in packages_distributions().items()
+        for module, names in _distributions().items()
         if any(_normal(name) in closure for name in names)
     ]
     if extra not in ("engine", ""):
@@ -218,7 +222,7 @@ def test_with_an_extra_alone_all_modules_of_its_processes_can_be_imported(
         (("gateway", "--help"), "httptools", "gateway"),
         (("directory", "--help"), "uvloop", "gateway"),
         (("agent", "--help"), "zmq", "agent"),
-        (("plan", "case-study", "--plot", "x.png"), "matplotlib", "plan"),
+        (("plan", "solve", "case.yaml", "--plot", "x.png"), "matplotlib", "plan"),
     ],
 )
 def test_a_command_without_its_extra_says_what_to_install(
@@ -226,6 +230,7 @@ def test_a_command_without_its_extra_says_what_to_install(
 ) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; from prfaas.own_packages import main;"
     code += f"sys.argv = ['prfaas', *{command!r}]; main()"
+    shutil.copy(ROOT / "deploy/plan/examples/case-study.yaml", tmp_path / "case.yaml")
     done = run("env", "-C", tmp_path, environment.python, "-P", "-c", code)
     assert done.returncode == 1
     assert done.stderr == (f"prfaas {command[0]} needs {missing}: pip install 'prfaas[{extra}]'\n")
