@@ -73,9 +73,7 @@ def main() -> None:
     # vLLM's image has what vLLM needs, in versions of its own.
     base = _compiled(*same, project)
     brought = {_normal(name) for name, *_ in _PIN.findall(_compiled(*same, _engine_file()))}
-    added = [
-        pin for pin in _pins_with_hashes(base) if _normal(pin.partition("==")[0]) not in brought
-    ]
+    added = (p for p in _pins_with_hashes(base) if _normal(p.partition("==")[0]) not in brought)
     _write(HERE / "image-vllm.txt", "".join(added))
     names_of_files = (*PINNED, RESOLVED, "image", "image-vllm")
     found = {name: pins_of(HERE / f"{name}.txt") for name in names_of_files}

@@ -69,5 +69,5 @@ def test_a_tag_has_the_notes_as_its_message(tree: Path, monkeypatch: pytest.Monk
 
 
 def test_the_changelog_of_this_tree_has_sections_that_can_be_read() -> None:
-    with pytest.raises(ReleaseError, match="pyproject.toml has version"):
+    with pytest.raises(ReleaseError, match=r"pyproject\.toml has version"):
         notes(ROOT, "0.0.0")

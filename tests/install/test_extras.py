@@ -39,8 +39,9 @@ PROCESSES = {
 OPTIONAL = {
     "dns": "prfaas.engines.discovery.dns",
     "kubernetes": "prfaas.engines.discovery.kubernetes",
-    "redis": "deploy.gateway.sharing.redis_region kvmanager.directory.redis_sink"
-    " kvmanager.directory.redis_store",
+    "redis": "deploy.gateway.sharing.budgets deploy.gateway.sharing.redis_region"
+    " deploy.gateway.sharing.region_sharing kvmanager.directory.redis_client"
+    " kvmanager.directory.redis_sink kvmanager.directory.redis_store",
 }
 """Modules that others import inside a function, and that only their extra has to be able to."""
 PART_OF = {
@@ -154,11 +155,10 @@ def test_every_extra_is_tested_or_an_alias() -> None:
 
 _IMPORT = """
 import importlib, json, sys
-allowed, modules, ours = json.load(sys.stdin)
+refused, modules = json.load(sys.stdin)
 class Refused:
     def find_spec(self, name, path=None, target=None):
-        top = name.partition(".")[0]
-        if top not in sys.stdlib_module_names and top not in allowed and top not in ours:
+        if name.partition(".")[0] in refused:
             raise ModuleNotFoundError(f"{name} is not installed", name=name)
 sys.meta_path.insert(0, Refused())
 for module in modules:
@@ -175,16 +175,12 @@ def test_with_an_extra_alone_all_modules_of_its_processes_can_be_imported(
     """
     ours, _ = _reached(extra)
     brought = closure([*PROJECT["dependencies"], *EXTRAS.get(extra, [])])
-    allowed = [
+    refused = [
         module
         for module, names in _distributions().items()
-        if any(normal(name) in brought for name in names)
+        if module not in PACKAGES and not any(normal(name) in brought for name in names)
     ]
-    if extra not in ("engine", ""):
-        modules = [name for name in ours if not name.startswith("kvmanager.vllm_connector.")]
-    else:
-        modules = ours
-    document = json.dumps([allowed, modules, PACKAGES])
+    document = json.dumps([refused, ours])
     code = f"import io, sys; sys.stdin = io.StringIO({document!r})\n{_IMPORT}"
     done = run(environment.python, "-P", "-W", "ignore", "-c", code)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -22,9 +23,8 @@ from prfaas.own_packages import PACKAGES
 IMAGES = ("prfaas", "prfaas-vllm")
 USER = "10001:10001"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-HADOLINT = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which(
-    "hadolint"
-)
+_PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+HADOLINT = shutil.which("hadolint", path=_PATH)
 
 
 def instructions(image: str) -> list[tuple[str, str]]:
@@ -70,11 +70,8 @@ def test_what_is_copied_exists_and_is_in_the_build_context(image: str) -> None:
                 copied.add(source.rstrip("/"))
     # All that a wheel is built from.
     assert {*PACKAGES, "pyproject.toml", "README.md", "LICENSE"} <= copied
-    named = {
-        path
-        for _, rest in instructions(image)
-        for path in re.findall(r"requirements/\S+\.txt", rest)
-    }
+    text = "\n".join(rest for _, rest in instructions(image))
+    named = set(re.findall(r"requirements/\S+\.txt", text))
     assert {path for path in copied if path.startswith("requirements/")} == named
 
 
