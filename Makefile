@@ -25,6 +25,8 @@
 # make stats STATS_ARGS="9e15150 HEAD"  how much code, and how divided, at some git revisions
 
 PYTHON ?= python3
+# An index or a folder with torch for CPUs, where neither that of pip nor that of PyTorch has it.
+export TORCH_INDEX
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
