@@ -10,11 +10,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from built_wheel import ROOT, Installed, run
+from built_wheel import ROOT, VERSION, Installed, run
 
 from prfaas.own_packages import foreign_packages
 
-VERSION = "0.1.0"
 AGAIN = f"pip install --no-deps --force-reinstall prfaas=={VERSION}"
 APART = "Install prfaas into a virtual environment of its own"
 SHARED = ("scheduler/__init__.py", "scheduler/job.py")
@@ -103,7 +102,8 @@ def test_every_process_warns_of_a_distribution_whose_files_prfaas_has_overwritte
     empty: Installed, wheel: Path, tmp_path: Path
 ) -> None:
     empty.install(colliding_wheel(tmp_path / "other", *SHARED), wheel)
-    for program, *words in ENTRIES[:-1]:
+    # Each of these starts reads the records of all distributions: one of each way to start.
+    for program, *words in (ENTRIES[0], ENTRIES[-2]):
         done = run(empty.directory / program, *words)
         assert done.returncode == 0, (words, done.stderr)
         assert done.stderr == (

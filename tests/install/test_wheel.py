@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import tarfile
-import tomllib
 import zipfile
 from pathlib import Path
 
-from built_wheel import ROOT, Installed, build, copy_of_sources
+from built_wheel import ROOT, VERSION, Installed, build, copy_of_sources
 
 from prfaas.own_packages import PACKAGES
 
@@ -29,7 +28,7 @@ def test_the_wheel_has_every_file_of_the_packages_that_git_has(wheel: Path) -> N
     assert missing == [], "add their endings to package-data in pyproject.toml"
     changed = [name for name in tracked if packed[name] != (ROOT / name).read_bytes()]
     assert changed == []
-    assert {name.partition("/")[0] for name in packed} == {*PACKAGES, "prfaas-0.1.0.dist-info"}
+    assert {name.partition("/")[0] for name in packed} == {*PACKAGES, f"prfaas-{VERSION}.dist-info"}
     assert {f"{name}/py.typed" for name in PACKAGES} <= packed.keys()
 
 
@@ -47,10 +46,9 @@ def test_the_source_distribution_builds_the_same_wheel(wheel: Path, tmp_path: Pa
 
 
 def test_the_version_is_the_one_of_pyproject(environment: Installed, wheel: Path) -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert wheel.name == f"prfaas-{version}-py3-none-any.whl"
+    assert wheel.name == f"prfaas-{VERSION}-py3-none-any.whl"
     for words in (["version"], ["--version"]):
-        assert environment.prfaas(*words).stdout == f"{version}\n"
+        assert environment.prfaas(*words).stdout == f"{VERSION}\n"
 
 
 def test_installed_commands_find_the_files_that_they_read(environment: Installed) -> None:

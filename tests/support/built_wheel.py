@@ -11,12 +11,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 from prfaas.own_packages import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
+VERSION = str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])
 
 
 def run(*argv: object, **environment: str) -> subprocess.CompletedProcess[str]:
