@@ -105,7 +105,8 @@ def foreign_packages(root: Path) -> Findings:
 
 def _hidden(root: Path) -> tuple[list[str], set[str]]:
     """A sentence for each package that Python does not import from `root`; whose they are."""
-    problems, others = [], set()
+    problems: list[str] = []
+    others: set[str] = set()
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:
