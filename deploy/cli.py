@@ -17,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from deploy.command_line import CommandFailed, fail
-from prfaas.own_packages import refuse_foreign_packages
+from prfaas.own_packages import PACKAGES, refuse_foreign_packages
 
 _HELP = """Prefill-as-a-Service for vLLM: prefill in one datacenter, decode in another.
 
@@ -34,11 +34,15 @@ prfaas down                        stop it
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """The module of a subcommand, and its function or typer app there."""
+    """The module of a subcommand, and its function or typer app there.
+
+    `extra` names what `pip install` must have added for it.
+    """
 
     module: str
     attribute: str
     summary: str
+    extra: str = ""
 
 
 _COMMANDS: dict[str, _Entry] = {
@@ -53,6 +57,9 @@ _COMMANDS: dict[str, _Entry] = {
         "deploy.ops.explain", "explain_command", "Say why a request went where it did."
     ),
     "link": _Entry("deploy.ops.link", "link_app", "Show what links carry, live."),
+    "health": _Entry(
+        "deploy.ops.health", "health_command", "Ask one process whether it lives, for probes."
+    ),
     "role": _Entry("deploy.ops.role", "role_app", "Show or change which instances prefill."),
     "instance": _Entry(
         "deploy.ops.instance", "instance_app", "Show, add or remove instances of a region."
@@ -63,16 +70,26 @@ _COMMANDS: dict[str, _Entry] = {
     "certs": _Entry(
         "deploy.region.certs_cli", "certs_app", "Make the keys and certificates of a region."
     ),
-    "gateway": _Entry("deploy.gateway.cli", "gateway_command", "Serve the OpenAI API."),
+    "gateway": _Entry("deploy.gateway.cli", "gateway_command", "Serve the OpenAI API.", "gateway"),
     "prefill": _Entry("prfaas.cli", "prefill_command", "Run the front of a prefill cluster."),
     "pd": _Entry("local_pd.cli", "pd_command", "Run the front of a local PD cluster."),
-    "agent": _Entry("kvmanager.agent.cli", "agent_command", "Run the node agent of this host."),
-    "directory": _Entry(
-        "kvmanager.directory.cli", "directory_command", "Keep track of what agents have cached."
+    "agent": _Entry(
+        "kvmanager.agent.cli", "agent_command", "Run the node agent of this host.", "agent"
     ),
-    "plan": _Entry("deploy.plan.cli", "plan_app", "Plan threshold, instances, link and cost."),
+    "directory": _Entry(
+        "kvmanager.directory.cli",
+        "directory_command",
+        "Keep track of what agents have cached.",
+        "gateway",
+    ),
+    "plan": _Entry(
+        "deploy.plan.cli", "plan_app", "Plan threshold, instances, link and cost.", "plan"
+    ),
     "simulate": _Entry(
-        "deploy.plan.simulate.cli", "simulate_app", "Play traffic through a region in virtual time."
+        "deploy.plan.simulate.cli",
+        "simulate_app",
+        "Play traffic through a region in virtual time.",
+        "plan",
     ),
     "emulate": _Entry(
         "deploy.lab.emulator.cli", "emulate_app", "Emulate a long link and its faults."
@@ -100,13 +117,22 @@ class _LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
         entry = _COMMANDS.get(name or "")
-        return name, command if entry is None else _load(name or "", entry), rest
+        if entry is None:
+            return name, command, rest
+        try:
+            return name, _load(name or "", entry), rest
+        except ModuleNotFoundError as error:
+            _name_extra(name, error)
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except CommandFailed as error:
             fail(str(error), error.exit_status)
+        except ModuleNotFoundError as error:
+            _name_extra(ctx.invoked_subcommand, error)
+            raise
 
 
 app = typer.Typer(cls=_LazyGroup, help=_HELP, no_args_is_help=True, rich_markup_mode=None)
@@ -133,6 +159,14 @@ def version_command() -> None:
         typer.echo(version("prfaas"))
     except PackageNotFoundError:
         typer.echo("unknown: prfaas is not installed")
+
+
+def _name_extra(command: str | None, error: ModuleNotFoundError) -> None:
+    """Exit with status 1 and what to install, if the command has an extra for what is missing."""
+    entry = _COMMANDS.get(command or "")
+    missing = (error.name or "").partition(".")[0]
+    if entry is not None and entry.extra and missing not in PACKAGES:
+        fail(f"prfaas {command} needs {missing}: pip install 'prfaas[{entry.extra}]'", 1)
 
 
 def _load(name: str, entry: _Entry) -> Any:

@@ -1,7 +1,7 @@
 """Writes the SHA-256 of what may be installed behind every pin, and docs/licences.md.
 
 `make pins` runs it after a version in one of the files was changed, or a range in pyproject.toml,
-from which gpu.txt is resolved anew. uv asks the package index for the
+from which gpu.txt and what images hold are resolved anew. uv asks the package index for the
 hashes of all files of a release, for every Python and machine; pip for licences.
 """
 
@@ -13,14 +13,17 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 HERE: Final = Path(__file__).parent
 LICENCES: Final = HERE.parent / "docs" / "licences.md"
-PINNED: Final = ("cpu", "dev", "docs", "bench", "fuzz", "pins")
+PINNED: Final = ("cpu", "dev", "docs", "bench", "fuzz", "pins", "build")
 RESOLVED: Final = "gpu"
+IMAGE: Final = ("gateway", "agent", "redis", "dns", "kubernetes")
+"""The extras that the image `prfaas` has."""
 
 _PIN: Final = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)(.*)$", re.MULTILINE)
 _SPDX: Final = re.compile(r"[A-Za-z0-9 .()+-]{1,60}")
@@ -62,8 +65,32 @@ def main() -> None:
     _write(
         HERE / f"{RESOLVED}.txt", _compiled(*target, *extras, str(HERE.parent / "pyproject.toml"))
     )
-    found = {name: pins_of(HERE / f"{name}.txt") for name in (*PINNED, RESOLVED)}
+    # The images have the same versions as hosts without them.
+    same = (*target, "--constraint", str(HERE / f"{RESOLVED}.txt"))
+    project = str(HERE.parent / "pyproject.toml")
+    extras = [word for name in IMAGE for word in ("--extra", name)]
+    _write(HERE / "image.txt", _compiled(*same, *extras, project))
+    # vLLM's image has what vLLM needs, in versions of its own.
+    base = _compiled(*same, project)
+    brought = {_normal(name) for name, *_ in _PIN.findall(_compiled(*same, _engine_file()))}
+    added = (p for p in _pins_with_hashes(base) if _normal(p.partition("==")[0]) not in brought)
+    _write(HERE / "image-vllm.txt", "".join(added))
+    names_of_files = (*PINNED, RESOLVED, "image", "image-vllm")
+    found = {name: pins_of(HERE / f"{name}.txt") for name in names_of_files}
     LICENCES.write_text(_page(found), encoding="utf-8")
+
+
+def _engine_file() -> str:
+    """A file that requires what the extra `engine` does, and nothing else."""
+    project = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
+    path = Path(tempfile.mkdtemp(), "engine.in")
+    path.write_text("\n".join(project["optional-dependencies"]["engine"]))
+    return str(path)
+
+
+def _pins_with_hashes(text: str) -> list[str]:
+    """Each pin with the lines of its hashes, which are indented."""
+    return re.findall(r"^\S+==.*\n(?:[ ]+--hash=.*\n)*", text, re.MULTILINE)
 
 
 def _compiled(*arguments: str) -> str:

@@ -105,7 +105,7 @@ class AgentProcess:
         path = self.write_settings()
         with (self.directory / "agent.log").open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvmanager.agent", "--config", str(path)],
+                [sys.executable, "-m", "deploy.cli", "agent", "--config", str(path)],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
