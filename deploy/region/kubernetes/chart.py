@@ -117,7 +117,10 @@ def chosen_values(region: RegionSpec, site: str | None, file: FilePath | None) -
         document = _merged(document, site_values(region, site))
     if file is None:
         return ChartValues.model_validate(document)
-    given = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    try:
+        given = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise FileError(str(file), [Problem((), f"no YAML: {error}")]) from error
     text = _yaml(_merged(document, given))
     try:
         found = parse_yaml(text, ChartValues, source=str(file), expected="values are a mapping")
@@ -139,8 +142,9 @@ def chosen_values(region: RegionSpec, site: str | None, file: FilePath | None) -
 def _merged(below: object, above: object) -> Any:
     if not (isinstance(below, dict) and isinstance(above, dict)):
         return above
-    both = {key: _merged(below[key], above[key]) for key in above if key in below}
-    return below | above | both
+    both = {key: _merged(below.get(key), item) for key, item in above.items()}
+    # As Helm does: `null` takes away what is below.
+    return {key: item for key, item in (below | both).items() if above.get(key, item) is not None}
 
 
 def chart(region: RegionSpec) -> dict[str, str]:
