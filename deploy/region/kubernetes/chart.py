@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from itertools import chain
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
-from deploy.region.kubernetes.manifests import Manifest, Object, Path, Value
+from deploy.region.kubernetes.manifests import Keys, Manifest, Object, Value
 from deploy.region.kubernetes.network import policies, services
 from deploy.region.kubernetes.operators import certificates, monitors, scalers
 from deploy.region.kubernetes.pods import Pod, object_name, pods_of
@@ -107,7 +107,7 @@ def kustomization(region: RegionSpec, values: ChartValues) -> dict[str, str]:
     return texts | {"kustomization.yaml": _yaml(listed)}
 
 
-def chosen_values(region: RegionSpec, site: str | None, file: FilePath | None) -> ChartValues:
+def chosen_values(region: RegionSpec, site: str | None, file: Path | None) -> ChartValues:
     """The default values, with those of a site and of a file over them, as Helm merges them.
     FileError, OSError.
     """
@@ -206,7 +206,7 @@ def _filled(line: str) -> str:
     return f"{match['head']}{{{{ {_index(path)} | toJson }}}}\n"
 
 
-def _either(paths: Sequence[Path]) -> str:
+def _either(paths: Sequence[Keys]) -> str:
     return _joined("or", list(dict.fromkeys(map(_index, paths))))
 
 
@@ -214,7 +214,7 @@ def _joined(word: str, terms: Sequence[str]) -> str:
     return terms[0] if len(terms) == 1 else " ".join([word, *(f"({term})" for term in terms)])
 
 
-def _index(path: Path) -> str:
+def _index(path: Keys) -> str:
     return f"index .Values {' '.join(map(json.dumps, path))}"
 
 

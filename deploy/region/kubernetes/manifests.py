@@ -13,7 +13,7 @@ from deploy.region.kubernetes.pods import Pod, object_name
 from deploy.region.spec.region import RegionSpec
 
 Object: TypeAlias = dict[str, Any]
-Path: TypeAlias = tuple[str, ...]
+Keys: TypeAlias = tuple[str, ...]
 """A value of the chart by its keys."""
 Value: TypeAlias = Callable[..., Any]
 """Gives a value of the chart by its keys: the value itself, or what stands for it in a template."""
@@ -31,10 +31,10 @@ class Manifest:
 
     template: str
     body: Object
-    when: tuple[tuple[Path, ...], ...] = ()
+    when: tuple[tuple[Keys, ...], ...] = ()
 
 
-def enabled(host: str) -> tuple[Path, ...]:
+def enabled(host: str) -> tuple[Keys, ...]:
     """The condition that this Kubernetes cluster runs the host."""
     return (("hosts", host, "enabled"),)
 
@@ -45,7 +45,7 @@ def made(
     name: str,
     labels: dict[str, str],
     rest: Object,
-    *when: tuple[Path, ...],
+    *when: tuple[Keys, ...],
     annotations: Any = None,
 ) -> Manifest:
     """An object of a (version, kind); `rest` is what comes behind its metadata."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Container, Iterator, Sequence
 from typing import Final
 
-from deploy.region.certs import Host
+from deploy.region.certs import Host, is_address
 from deploy.region.kubernetes.manifests import (
+    Keys,
     Manifest,
     Object,
-    Path,
     Value,
     enabled,
     host_labels,
@@ -24,7 +25,7 @@ from deploy.region.spec.region import RegionSpec
 METRICS_LABEL: Final = "prfaas/metrics"
 _SERVICE: Final = ("v1", "Service")
 _POLICY: Final = ("networking.k8s.io/v1", "NetworkPolicy")
-_ENABLED: Final[tuple[Path, ...]] = (("networkPolicies", "enabled"),)
+_ENABLED: Final[tuple[Keys, ...]] = (("networkPolicies", "enabled"),)
 _CALLERS: Final[dict[tuple[str, str], tuple[str, ...]]] = {
     ("agent", "data"): ("agent",),
     ("agent", "control"): ("gateway", "front"),
@@ -65,7 +66,7 @@ def services(region: RegionSpec, pods: Sequence[Pod], value: Value) -> Iterator[
             "ports": [_port(port) for port in shown],
             "publishNotReadyAddresses": True,
         }
-        name = object_name(region.name, host.folder, "metrics")
+        name = metrics_service(region, host)
         yield made(
             "services.yaml", _SERVICE, name, labels | {METRICS_LABEL: "true"}, {"spec": spec}, when
         )
@@ -84,7 +85,7 @@ def _gateway_service(region: RegionSpec, pods: Sequence[Pod], value: Value) -> M
 
 
 def _service(
-    name: str, labels: dict[str, str], spec: Object, value: Value, at: Path, when: tuple[Path, ...]
+    name: str, labels: dict[str, str], spec: Object, value: Value, at: Keys, when: tuple[Keys, ...]
 ) -> Manifest:
     told = {
         "type": value(*at, "type"),
@@ -93,6 +94,11 @@ def _service(
     annotations = value(*at, "annotations")
     rest = {"spec": told | spec}
     return made("services.yaml", _SERVICE, name, labels, rest, when, annotations=annotations)
+
+
+def metrics_service(region: RegionSpec, host: Host) -> str:
+    """The name of the Service without an address that lists the pods of a host."""
+    return object_name(region.name, host.folder, "metrics")
 
 
 def _service_name(region: RegionSpec, host: Host) -> str:
@@ -120,8 +126,8 @@ def policies(region: RegionSpec, pods: Sequence[Pod], value: Value) -> Iterator[
             continue
         when = (*_ENABLED,), enabled(pod.host.folder)
         inside = [
-            {"from": [_peer(region, kind) for kind in callers], "ports": [_tcp(pod.ports[use])]}
-            for (kind_of, use), callers in _CALLERS.items()
+            {"from": _peers(region, pods, kinds), "ports": [_tcp(pod.ports[use])]}
+            for (kind_of, use), kinds in _CALLERS.items()
             if kind_of == pod.kind and use in pod.ports
         ]
         if pod.kind == "gateway":
@@ -148,7 +154,7 @@ def _extra(
 
 
 def _policy(
-    region: RegionSpec, pod: Pod, word: str, ingress: list[Object], *when: tuple[Path, ...]
+    region: RegionSpec, pod: Pod, word: str, ingress: list[Object], *when: tuple[Keys, ...]
 ) -> Manifest:
     labels = process_labels(region, pod)
     spec = {
@@ -160,8 +166,16 @@ def _policy(
     return made("networkpolicies.yaml", _POLICY, name, labels, {"spec": spec}, *when)
 
 
-def _peer(region: RegionSpec, kind: str) -> Object:
-    return {"podSelector": {"matchLabels": region_labels(region, kind)}}
+def _peers(region: RegionSpec, pods: Sequence[Pod], kinds: Sequence[str]) -> list[Object]:
+    peers: list[Object] = [
+        {"podSelector": {"matchLabels": region_labels(region, kind)}} for kind in kinds
+    ]
+    # Processes on a machine's own network come from its address, and no labels are seen.
+    addresses = dict.fromkeys(
+        pod.host.addresses[0] for pod in pods if pod.on_host_network and pod.kind in kinds
+    )
+    blocks = [str(ipaddress.ip_network(text)) for text in addresses if is_address(text)]
+    return [*peers, *({"ipBlock": {"cidr": block}} for block in blocks)]
 
 
 def _tcp(port: int) -> Object:

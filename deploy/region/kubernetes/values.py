@@ -5,14 +5,13 @@ It also makes the defaults for a region, those of a site, and the schema by whic
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-from deploy.region.certs import Host, hosts_of, is_address
+from deploy.region.certs import Host, hosts_of
 from deploy.region.kubernetes.manifests import region_labels
 from deploy.region.kubernetes.pods import Pod, object_name
 from deploy.region.spec.region import RegionSpec
@@ -164,9 +163,11 @@ class NetworkPolicyValues(_Values):
     monitoring: tuple[_Free, ...] = ()
     """Peers that may read metrics; empty: nobody."""
     agents_elsewhere: tuple[_Free, ...] = ()
-    """Peers in other Kubernetes clusters that send KVCache here; empty: none."""
+    """Peers in other Kubernetes clusters that send KVCache here; machines on whose own network
+    agents are need no mention.
+    """
     gateways_elsewhere: tuple[_Free, ...] = ()
-    """Peers there that may ask agents, fronts and engines; empty: none."""
+    """Peers there, gateways, that may ask agents, fronts and engines; empty: none."""
 
 
 class MonitorValues(_Values):
@@ -268,18 +269,14 @@ def default_values(region: RegionSpec, pods: Sequence[Pod]) -> ChartValues:
 
 
 def site_values(region: RegionSpec, cluster: str) -> dict[str, object]:
-    """What a values file for the Kubernetes cluster of one cluster of the region says: the hosts
-    that are elsewhere, and the addresses from which these call.
+    """What a values file for the Kubernetes cluster of one cluster of the region says: which hosts
+    are there.
     """
     here = {node.name for node in region.cluster(cluster).nodes}
-    hosts = hosts_of(region)
-    elsewhere = [host for host in hosts if here.isdisjoint(host.nodes)]
-    peers = [{"ipBlock": {"cidr": cidr}} for host in elsewhere if (cidr := _cidr(host))]
-    callers = [host for host in elsewhere if host.has_gateway or _has_front(host)]
-    asking = [{"ipBlock": {"cidr": cidr}} for host in callers if (cidr := _cidr(host))]
     return {
-        "hosts": {host.folder: {"enabled": host not in elsewhere} for host in hosts},
-        "networkPolicies": {"agentsElsewhere": peers, "gatewaysElsewhere": asking},
+        "hosts": {
+            host.folder: {"enabled": not here.isdisjoint(host.nodes)} for host in hosts_of(region)
+        }
     }
 
 
@@ -302,16 +299,6 @@ def chart_schema(values: ChartValues) -> dict[str, Any]:
 def _host(region: RegionSpec, host: Host) -> HostValues:
     name = object_name(region.name, host.folder)
     return HostValues(node_selector={"prfaas/host": name}, tls_secret=f"{name}-tls")
-
-
-def _has_front(host: Host) -> bool:
-    return any(one.role.endswith("-front") for one in host.identities)
-
-
-def _cidr(host: Host) -> str | None:
-    """The host's address as a network of one; None for a name."""
-    address = host.addresses[0]
-    return str(ipaddress.ip_network(address)) if is_address(address) else None
 
 
 def _resources(pod: Pod) -> dict[str, Any]:

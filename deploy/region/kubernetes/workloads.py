@@ -19,6 +19,7 @@ from deploy.region.kubernetes.manifests import (
     process_labels,
     region_labels,
 )
+from deploy.region.kubernetes.network import metrics_service
 from deploy.region.kubernetes.operators import scaled_engines
 from deploy.region.kubernetes.pods import (
     ARENA,
@@ -66,7 +67,7 @@ def workloads(region: RegionSpec, pods: Sequence[Pod], value: Value) -> Iterator
         if pod.kind != "agent" and pod.process not in scaled:
             spec["replicas"] = 1
         if pod.kind in ("engine", "front"):
-            spec["serviceName"] = object_name(region.name, pod.host.folder)
+            spec["serviceName"] = metrics_service(region, pod.host)
         if pod.kind == "gateway":
             # A second one would have the same name for the others, and the same file of state.
             spec["strategy"] = {"type": "Recreate"}

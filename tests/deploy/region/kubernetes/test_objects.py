@@ -268,7 +268,7 @@ def test_policies_let_in_whom_the_plan_makes_call(region: RegionSpec) -> None:
             for port in rule["ports"]
         }
 
-    assert callers("two-agent-a1") == {7100: ["agent"], 7101: ["gateway", "front"]}
+    assert callers("two-agent-a1") == {7100: ["agent", "10.1.0.1/32"], 7101: ["gateway", "front"]}
     assert callers("two-engine-p") == {7400: ["gateway", "front"]}
     assert callers("two-front-far") == {7200: ["gateway"]}
     assert callers("two-gateway") == {8000: []}  # everybody
@@ -353,15 +353,13 @@ def test_several_gateways_are_deployments_with_one_budget() -> None:
     assert set(named(objects, "Secret")) == {"demo-gateway-b1", "demo-gateway-b2"}
 
 
-def test_a_site_has_its_hosts_and_lets_the_others_in(region: RegionSpec) -> None:
+def test_a_site_has_its_hosts(region: RegionSpec) -> None:
     told = site_values(region, "far")
     assert told["hosts"] == {
         "a1": {"enabled": True},
         "a2": {"enabled": True},
         "b1": {"enabled": False},
     }
-    peers = [{"ipBlock": {"cidr": "10.1.0.1/32"}}]
-    assert told["networkPolicies"] == {"agentsElsewhere": peers, "gatewaysElsewhere": peers}
     far, home = (rendered(region, chosen_values(region, site, None)) for site in ("far", "home"))
     assert set(pod_specs(far)) | set(pod_specs(home)) == set(pod_specs(rendered(region)))
     assert not set(pod_specs(far)) & set(pod_specs(home))
