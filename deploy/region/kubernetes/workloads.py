@@ -206,7 +206,7 @@ def _mounts(region: RegionSpec, pod: Pod, value: Value) -> list[tuple[Object, Ob
     security, pairs = region.security, list[tuple[Object, Object]]()
     if pod.files:
         kind, _ = _files(region, pod)
-        source = {"configMap": {"name": pod.name}}
+        source: Object = {"configMap": {"name": pod.name}}
         if kind == "Secret":
             source = {"secret": {"secretName": pod.name, "defaultMode": _SECRET_MODE}}
         pairs.append(_mount("config", source, str(CONFIG)))

@@ -133,7 +133,11 @@ def test_helm_refuses_wrong_values(tools: Path, folder: Path, setting: str, said
 def test_kubectl_reads_the_objects(tools: Path, folder: Path, region: RegionSpec) -> None:
     said = told(tools / "kubectl", "kustomize", folder / "objects")
     assert said.returncode == 0, said.stderr
-    assert objects_in(said.stdout) == sorted(rendered(region), key=_key)
+    expected = rendered(region)
+    for item in expected:
+        if not item["metadata"].get("annotations", True):
+            del item["metadata"]["annotations"]  # kustomize leaves out empty ones
+    assert objects_in(said.stdout) == sorted(expected, key=_key)
 
 
 @pytest.mark.parametrize("version", ["1.30", "1.37"])

@@ -383,8 +383,8 @@ def test_a_site_has_its_hosts(region: RegionSpec) -> None:
         ("  host: 0.0.0.0\n  api", "  api", "gateway.host: nobody reaches loopback"),
         ("gateway:\n", "gateway:\n  admin: 127.0.0.1:1\n", "gateway.admin: nobody reaches"),
         (
-            "a2.far.example, listen: 0.0.0.0",
-            "a2.far.example, listen: 10.0.0.9",
+            "a2.far.example\n        listen: 0.0.0.0",
+            "a2.far.example\n        listen: 10.0.0.9",
             "nodes[1].listen: a pod's address",
         ),
         (
