@@ -231,11 +231,19 @@ def _names(host: Host) -> list[x509.GeneralName]:
     return [*map(_address, host.addresses), *uris]
 
 
-def _address(text: str) -> x509.GeneralName:
+def is_address(text: str) -> bool:
+    """Whether a host is named by an IP address, and not by a DNS name."""
     try:
-        return x509.IPAddress(ipaddress.ip_address(text))
+        ipaddress.ip_address(text)
     except ValueError:
-        return x509.DNSName(text)
+        return False
+    return True
+
+
+def _address(text: str) -> x509.GeneralName:
+    if is_address(text):
+        return x509.IPAddress(ipaddress.ip_address(text))
+    return x509.DNSName(text)
 
 
 def _name(text: str) -> x509.Name:

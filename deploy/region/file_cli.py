@@ -19,7 +19,7 @@ from deploy.region.spec.region import RegionSpec, region_schema
 from kvmanager.config_files.problems import FileError
 from kvmanager.private_files import make_new_directory, make_private_directory, write_private
 
-region_app = command_group("Region files: check, compare, reload, make systemd units; schema.")
+region_app = command_group("Region files: check, compare, reload, render; schema.")
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="region file, YAML")]
 SetOption = Annotated[
@@ -149,7 +149,12 @@ def diff_command(
 @region_app.command("render")
 def render_command(
     file: FileArgument,
-    systemd: Annotated[Path, typer.Option(metavar="DIR", help="write systemd units below DIR")],
+    systemd: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="write systemd units below DIR")
+    ] = None,
+    kubernetes: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="write a Helm chart and objects below DIR")
+    ] = None,
     variables: SetOption = None,
     site: SiteOption = None,
     node: NodeOption = None,
@@ -158,19 +163,38 @@ def render_command(
     ] = None,
     user: Annotated[str, typer.Option(help="user of the services")] = "prfaas",
     python: Annotated[str, typer.Option(help="the interpreter on the hosts")] = sys.executable,
+    values: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="values of the chart, for the objects")
+    ] = None,
 ) -> None:
-    """Write systemd units for every host of a region: one service for each process.
+    """Write what runs a region instead of `prfaas up`: systemd units, or a Helm chart.
 
-    DIR, which must be empty or missing, gets a folder for each host with its units and the files
-    that the processes read. Keys, certificates and models are used where the region file says; as
-    relative paths start at the file, write whole paths where hosts keep them elsewhere. Variables
-    for all services, such as API keys, may be in the file `environment` beside the others.
+    DIR must be empty or missing. With --systemd it gets a folder for each host with a unit for each
+    process and the files that they read. Keys, certificates and models are used where the region
+    file says; as relative paths start at the file, write whole paths where hosts keep them
+    elsewhere. Variables for all services, such as API keys, may be in the file `environment` beside
+    the others.
+
+    With --kubernetes it gets the folder `chart`, a Helm chart of the region with a file of values
+    for each cluster, and the folder `objects`, the same objects for `kubectl apply -k`; these are
+    those of --site CLUSTER, with the values of --values FILE.
 
     \b
     prfaas region render region.yaml --systemd units
     prfaas region render region.yaml --systemd units --node a1 --user vllm
+    prfaas region render region.yaml --kubernetes out --site pd-b
     """
+    if (systemd is None) == (kubernetes is None):
+        fail("give --systemd DIR or --kubernetes DIR", 2)
     region = load_or_exit(file, variables or [])
+    if kubernetes is not None:
+        from deploy.region.kubernetes.cli import write_chart
+
+        if node is not None:
+            fail("--kubernetes has objects of a whole cluster: give --site instead of --node", 2)
+        write_chart(region, kubernetes, site=site, values=values)
+        return
+    assert systemd is not None
     from deploy.region.certs import hosts_of
     from deploy.region.launch.parts import part_of, spread_problems
     from deploy.region.launch.systemd_units import HostPaths, rendered, target_name

@@ -1,0 +1,1 @@
+"""A region as Kubernetes objects and as a Helm chart."""
