@@ -39,6 +39,7 @@ AGENT_DATA_PORT: Final = 7100
 AGENT_CONTROL_PORT: Final = 7101
 AGENT_METRICS_PORT: Final = 7102
 FRONT_PORT: Final = 7200
+FRONT_METRICS_PORT: Final = 7210
 ENGINE_PORT: Final = 7400
 NIXL_PORT: Final = 7600
 RELAY_PORT: Final = 7900
@@ -195,10 +196,14 @@ def _with_front_ports(region: RegionSpec, choose: _Choose) -> RegionSpec:
     apart = fronts_apart(region)
     clusters = []
     for cluster in region.clusters:
-        host = cluster.nodes[0].host
-        if cluster in apart and not cluster.front_port:
-            port = choose(host, host, FRONT_PORT)
-            cluster = cluster.model_copy(update={"front_port": port})
+        if cluster in apart:
+            first = cluster.nodes[0]
+            told = {
+                "front_port": cluster.front_port or choose(first.host, first.host, FRONT_PORT),
+                "front_metrics_port": cluster.front_metrics_port
+                or choose(first.host, region.metrics_host(first), FRONT_METRICS_PORT),
+            }
+            cluster = cluster.model_copy(update=told)
         clusters.append(cluster)
     return region.model_copy(update={"clusters": tuple(clusters)})
 

@@ -90,10 +90,13 @@ def front_file(
     resolved: ResolvedRegion, directory: RunDirectory, cluster: ClusterSpec
 ) -> PrefillFrontConfig | PdFrontConfig:
     """The file of a front that is a process of its own."""
-    region = resolved.region
+    region, first = resolved.region, cluster.nodes[0]
     settings = {
         "name": cluster.name,
-        "listen": str(Endpoint(cluster.nodes[0].bound_host, cluster.front_port)),
+        "listen": str(Endpoint(first.bound_host, cluster.front_port)),
+        "metrics_port": cluster.front_metrics_port,
+        "metrics_host": region.metrics_host(first),
+        "metrics_key_file": region.security.metrics_key,
         "instances": _instances(region, cluster),
         "engine_key_file": engine_key_file(region, directory),
         "tls": region.security.tls,

@@ -375,6 +375,8 @@ def fixed_ports(region: RegionSpec) -> Iterator[FixedPort]:
         first = cluster.nodes[0]
         path: KeyPath = ("clusters", c, "front_port")
         yield FixedPort(path, cluster.name, first.host, first.bound_host, cluster.front_port)
+        path, port = ("clusters", c, "front_metrics_port"), cluster.front_metrics_port
+        yield FixedPort(path, cluster.name, first.host, region.metrics_host(first), port)
     for path, cluster, node in _nodes(region):
         for key, bound in region.agent_hosts(node).items():
             port = getattr(node.agent, key)

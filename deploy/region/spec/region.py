@@ -165,6 +165,10 @@ class ClusterSpec(Section):
     """The gRPC port of its front on its first node, where the gateway runs in another cluster and
     every host starts its own part; 0: 7200, or the next free one.
     """
+    front_metrics_port: Port = 0
+    """The Prometheus port of that front, at the address of its first node's agent's metrics; 0:
+    7210, or the next free one.
+    """
     hand_off: HandOffWay = "auto"
     """How KVCache gets from a prefill to a decode instance of a PD cluster. auto: within a node
     through the arena that both share, between nodes through prfaas' transport. transport: through
