@@ -24,8 +24,8 @@ SECTIONS: Final = ("## Symptom", "## What it means", "## What to do")
 _INTRODUCTION: Final = """\
 # Runbook
 
-A page for each link condition, each route reason and each alert: what one sees, what it means, what
-to do. The page [Monitoring](../monitoring.md) says how to set up the alerts. `make docs` writes this
+A page for each link condition, each route reason and each alert: what one sees, what it means, and
+what to do. [Monitoring](../monitoring.md) says how to set up the alerts. `make docs` writes this
 list.
 
 Three commands answer most questions: `prfaas status` on a host says what runs there, `prfaas link

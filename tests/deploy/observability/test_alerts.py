@@ -151,7 +151,7 @@ CASES = {
     ),
     "PrfaasLinkCongested": Case(
         {condition("congested"): "1x20"},
-        {condition("congested"): "1x3 0x4 1x3 0x20"},
+        {condition("congested"): "0x20 1x4 0x20"},
         *("90s", ON_LINK, "100%", "30s"),
     ),
     "PrfaasLinkRising": Case(
