@@ -11,10 +11,12 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from region_hosts import RegionHost, prfaas, told, wait_for
+from standin_engine import install
 from two_hosts import two_hosts
 
 LIMIT = 3
@@ -24,11 +26,12 @@ LONG, SHORT = list(range(200)), list(range(50))
 
 @dataclass
 class DrillRegion:
-    """The hosts, the gateway's URL, and the folder that Prometheus reads."""
+    """The hosts, the gateway's URL, what Prometheus reads, and the folder of engines' modules."""
 
     hosts: dict[str, RegionHost]
     gateway: str
     rendered: Path
+    engines: Path
 
     def run(self, host: str, *words: str) -> str:
         """A `prfaas` command on a host."""
@@ -42,9 +45,9 @@ class DrillRegion:
         assert pid is not None, f"{process} does not run"
         return pid
 
-    def freeze(self, host: str, process: str) -> None:
-        """Let a process hang: it keeps its connections and does nothing."""
-        os.killpg(self.pid(host, process), signal.SIGSTOP)
+    def module(self, host: str) -> Path:
+        """What the engine of a host is started from."""
+        return self.engines / host / "vllm" / "entrypoints" / "openai" / "api_server.py"
 
     def kill(self, host: str, process: str) -> None:
         """`kill -9 PID`."""
@@ -112,7 +115,12 @@ class Clients:
             ask(self._gateway, SHORT)
 
 
-def _adapt(region: dict[str, Any]) -> None:
+def _adapt(region: dict[str, Any], engines: Path) -> None:
+    # Each host has an engine module of its own, which can be taken away there.
+    for cluster in region["clusters"]:
+        (node,) = cluster["nodes"]
+        python_path = install(engines / node["name"])
+        node["instances"][0]["env"] = {"PYTHONPATH": python_path}
     region["links"][0]["emulate"] = {"rate": "1Gbit", "rtt": "20ms"}
     admission = {"default_tenant": {"max_requests": LIMIT}}
     region["gateway"]["scheduling"]["admission"] = admission
@@ -121,7 +129,8 @@ def _adapt(region: dict[str, Any]) -> None:
 @contextmanager
 def drill_region(folder: Path) -> Iterator[DrillRegion]:
     """The region, running, with one client that asks now and then."""
-    hosts = two_hosts(folder, _adapt)
+    engines = folder / "engines"
+    hosts = two_hosts(folder, partial(_adapt, engines=engines))
     with ExitStack() as stack:
         for host in hosts.values():
             stack.callback(_end, host)
@@ -136,7 +145,7 @@ def drill_region(folder: Path) -> Iterator[DrillRegion]:
         clients = Clients(gateway)
         stack.callback(clients.stop)
         clients.add(1, 0.5)
-        yield DrillRegion(hosts, gateway, out)
+        yield DrillRegion(hosts, gateway, out, engines)
 
 
 def _end(host: RegionHost) -> None:

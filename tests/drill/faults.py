@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from drill_region import LIMIT, LONG, DrillRegion, ask
 
@@ -40,20 +41,25 @@ def _all_are_answered(region: DrillRegion) -> bool:
     return not {"429", ""} & set(answers)
 
 
-def _freeze_prefill(region: DrillRegion) -> None:
-    region.freeze("a1", "a1-engine")
+def _break(host: str) -> Callable[[DrillRegion], None]:
+    """The engine of a host ends, and what it is started from is gone."""
+
+    def cause(region: DrillRegion) -> None:
+        region.module(host).rename(region.module(host).with_suffix(".gone"))
+        region.kill(host, f"{host}-engine")
+
+    return cause
 
 
-def _kill_prefill(region: DrillRegion) -> None:
-    region.kill("a1", "a1-engine")
+def _repair(host: str) -> Callable[[DrillRegion], None]:
+    """Read in the log why the engine does not start, and mend that."""
 
+    def mend(region: DrillRegion) -> None:
+        log = Path(region.hosts[host].run_dir, "logs", f"{host}-engine.log").read_text()
+        assert "No module named" in log.splitlines()[-1], log
+        region.module(host).with_suffix(".gone").rename(region.module(host))
 
-def _freeze_decode(region: DrillRegion) -> None:
-    region.freeze("b1", "b1-engine")
-
-
-def _kill_decode(region: DrillRegion) -> None:
-    region.kill("b1", "b1-engine")
+    return mend
 
 
 def _stop_host(region: DrillRegion) -> None:
@@ -110,11 +116,11 @@ _crowd = _Crowd()
 
 FAULTS = (
     Fault(
-        "a prefill engine hangs",
+        "a prefill engine does not start",
         "PrfaasNoPrefillInstance",
-        "kill -9 PID",
-        _freeze_prefill,
-        _kill_prefill,
+        "`logs/NAME.log`",
+        _break("a1"),
+        _repair("a1"),
         _is_sent,
     ),
     Fault(
@@ -134,11 +140,11 @@ FAULTS = (
         _is_sent,
     ),
     Fault(
-        "the only decode engine hangs",
+        "the only decode engine does not start",
         "PrfaasNoDecodeInstance",
-        "kill -9 PID",
-        _freeze_decode,
-        _kill_decode,
+        "`logs/NAME.log`",
+        _break("b1"),
+        _repair("b1"),
         _is_answered,
     ),
     Fault(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from dashboard_panels import BOARDS
-from dashboard_queries import missing
+from dashboard_queries import CACHES, ENGINES, missing
 from prometheus_server import Prometheus, needs_prometheus, running_prometheus
 from region_hosts import PATIENCE_S, RegionHost, prfaas, told, wait_for
 from two_hosts import two_hosts
@@ -22,9 +22,6 @@ from two_hosts import two_hosts
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), needs_prometheus]
 
 EVERY_S = 1.0
-VLLM = "vllm:"
-CACHES = "prfaas_agent_cache_"
-"""What only engines with prefix caches have."""
 
 
 @pytest.fixture
@@ -88,7 +85,7 @@ def test_every_panel_of_a_region_finds_data(hosts: dict[str, RegionHost], tmp_pa
         of_fronts_and_agents = [board for board in BOARDS if board.name != "engine"]
         assert missing(of_fronts_and_agents, server, "two", but=CACHES) == []
         engine = [board for board in BOARDS if board.name == "engine"]
-        assert missing(engine, server, "two", but=VLLM) == []
+        assert missing(engine, server, "two", but=ENGINES) == []
         assert set(server.firing()) <= {"PrfaasProcessDown"}, server.firing()
     home.down()
     prefill.down()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
-from dashboard_panels import Board, Query
-from prometheus_server import Prometheus
+from dashboard_panels import BOARDS, Board, Query
+from prometheus_server import Prometheus, running_prometheus
+from region_hosts import prfaas, told
 
 PATIENCE_S = 60.0
+ENGINES, CACHES = "vllm:", "prfaas_agent_cache_"
+"""What engines that compute nothing do not have."""
 _METRIC = re.compile(r"\b(?:prfaas_|vllm:)[a-z0-9_]+")
 _OF_HISTOGRAMS_AND_COUNTERS = re.compile(r"_(total|bucket|sum|count)$")
 
@@ -37,6 +42,21 @@ def missing(
         if not wanted or time.monotonic() > deadline_s:
             return list(wanted)
         time.sleep(1.0)
+
+
+def missing_of_engines(run_dir: Path, folder: Path) -> list[str]:
+    """The queries about engines and caches that find nothing in a Prometheus server, with its files
+    in `folder`, that scrapes the region that runs in `run_dir`.
+    """
+    file, out = run_dir / "region.json", folder / "watch"
+    words = ("region", "render", str(file), "--prometheus", str(out), "--run-dir", str(run_dir))
+    said = told(prfaas(*words))
+    assert said.returncode == 0, said.stderr
+    name = json.loads(file.read_text())["name"]
+    with running_prometheus(out, folder / "data", 1.0) as server:
+        return [
+            one for word in (ENGINES, CACHES) for one in missing(BOARDS, server, name, only=word)
+        ]
 
 
 def _found(query: Query, server: Prometheus, region: str) -> bool:
