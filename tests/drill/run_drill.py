@@ -1,7 +1,7 @@
 """Five faults in a region of two hosts with a real Prometheus server: `make drill`.
 
     make drill                                  everything, about ten minutes
-    make drill DRILL_ARGS="--only link"         faults whose name has this word
+    make drill DRILL_ARGS="--only link"         faults with one of these words
 
 The hosts are two addresses of this machine, and engines compute nothing. Prometheus has the
 configuration and the rules that `prfaas region render` writes, as they are. For each fault it waits
@@ -93,7 +93,7 @@ def seconds(value: float | None) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make drill", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="faults whose name has this word")
+    parser.add_argument("--only", nargs="*", default=[""], help="faults with one of these words")
     parser.add_argument("--json", type=Path, help="write the outcomes to this file")
     arguments = parser.parse_args()
     if shutil.which("prometheus") is None:
@@ -101,7 +101,7 @@ def main() -> int:
         return 2
     console = Console()
     outcomes: list[Outcome] = []
-    chosen = [fault for fault in FAULTS if arguments.only in fault.name]
+    chosen = [fault for fault in FAULTS if any(word in fault.name for word in arguments.only)]
     with (
         tempfile.TemporaryDirectory(prefix="drill-") as folder,
         drill_region(Path(folder)) as region,
