@@ -19,7 +19,7 @@ from deploy.region.spec.region import RegionSpec, region_schema
 from kvmanager.config_files.problems import FileError
 from kvmanager.private_files import make_new_directory, make_private_directory, write_private
 
-region_app = command_group("Region files: check, compare, reload, render for others, schema.")
+region_app = command_group("Region files: check, compare, reload, render; schema.")
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="region file, YAML")]
 SetOption = Annotated[
@@ -189,95 +189,42 @@ def render_command(
     if (systemd is None) == (prometheus is None):
         fail("give --systemd DIR or --prometheus DIR", 2)
     region = load_or_exit(file, variables or [])
-    if systemd is not None:
-        paths = (config or Path("/etc/prfaas") / region.name).absolute()
-        _render_systemd(file, region, systemd, (site, node), (paths, user, python))
     if prometheus is not None:
-        _render_prometheus(file, region, prometheus, (site, node), (run_dir, gateway_key, docs))
+        from deploy.region.launch.watching import watched_region
 
-
-def _render_systemd(
-    file: Path,
-    region: RegionSpec,
-    folder: Path,
-    part: tuple[str | None, str | None],
-    where: tuple[Path, str, str],
-) -> None:
+        try:
+            watched = watched_region(region, site=site, node=node, run_dir=run_dir)
+            files = watched.files(gateway_key, docs)
+            make_new_directory(prometheus)
+            _write(prometheus, files)
+        except FileError as error:
+            fail(str(FileError(str(file), error.problems)), 2)
+        except OSError as error:
+            fail(str(error), 1)
+        typer.echo(f"start: prometheus --config.file={prometheus}/prometheus.yml")
+        typer.echo(f"Grafana: import the files of {prometheus}/dashboards")
+        return
+    assert systemd is not None
     from deploy.region.certs import hosts_of
     from deploy.region.launch.parts import part_of, spread_problems
     from deploy.region.launch.systemd_units import HostPaths, rendered, target_name
 
     if problems := spread_problems(region):
         fail(str(FileError(str(file), problems)), 2)
-    wanted = part_of(region, site=part[0], node=part[1]).nodes
-    paths = HostPaths(*where)
+    wanted = part_of(region, site=site, node=node).nodes
+    paths = HostPaths((config or Path("/etc/prfaas") / region.name).absolute(), user, python)
     try:
-        make_new_directory(folder)
+        make_new_directory(systemd)
         for host in hosts_of(region):
             if nodes := tuple(name for name in host.nodes if name in wanted):
-                _write(folder / nodes[0], rendered(region, nodes, paths))
+                _write(systemd / nodes[0], rendered(region, nodes, paths))
                 typer.echo(
-                    f"host {host.addresses[0]}: copy {folder / nodes[0]}/config/. to "
-                    f"{paths.config}, {folder / nodes[0]}/systemd/. to /etc/systemd/system"
+                    f"host {host.addresses[0]}: copy {systemd / nodes[0]}/config/. to "
+                    f"{paths.config}, {systemd / nodes[0]}/systemd/. to /etc/systemd/system"
                 )
     except OSError as error:
         fail(str(error), 1)
     typer.echo(f"then: systemctl daemon-reload && systemctl enable --now {target_name(region)}")
-
-
-def _render_prometheus(
-    file: Path,
-    region: RegionSpec,
-    folder: Path,
-    part: tuple[str | None, str | None],
-    given: tuple[Path | None, Path | None, str],
-) -> None:
-    from deploy.region.launch.parts import part_of, part_with, spread_problems, whole
-    from deploy.region.launch.ports import resolve_part
-    from deploy.region.launch.prometheus import (
-        ScrapeKeys,
-        hidden_targets,
-        needs_gateway_key,
-        rendered,
-    )
-    from deploy.region.launch.rundir import RunDirectory, find_run
-    from deploy.region.launch.trust import engine_key_file
-
-    run_dir, gateway_key, docs = given
-    root = Path()
-    chosen = part_of(region, site=part[0], node=part[1])
-    if run_dir is not None or spread_problems(region):
-        # Ports and keys that the file does not name are those of a run on this machine.
-        root, state = find_run(run_dir, region.name if run_dir is None else None)
-        region = load_or_exit(root / "region.json", [])
-        names = {item.name: item for item in region.nodes}
-        if state.part:
-            nodes = (
-                (state.part,)
-                if state.part in names
-                else tuple(item.name for item in region.cluster(state.part).nodes)
-            )
-            chosen = part_with(region, state.part, nodes)
-        else:
-            chosen = whole(region)
-    else:
-        chosen = part_with(region, chosen.name or region.name, chosen.nodes)
-        region = resolve_part(region, chosen).region
-    if problems := hidden_targets(region, chosen):
-        fail(str(FileError(str(file), problems)), 2)
-    if gateway_key is None and needs_gateway_key(region, chosen):
-        fail("the gateway shows its metrics to operators: give --gateway-key FILE", 2)
-    keys = ScrapeKeys(
-        engine=engine_key_file(region, RunDirectory(root, root)),
-        gateway=None if gateway_key is None else gateway_key.absolute(),
-    )
-    try:
-        make_new_directory(folder)
-        _write(folder, rendered(region, chosen, keys, docs_url=docs))
-    except OSError as error:
-        fail(str(error), 1)
-    typer.echo(f"start: prometheus --config.file={folder}/prometheus.yml")
-    typer.echo(f"Grafana: import the files of {folder}/dashboards")
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:

@@ -130,10 +130,8 @@ class TestCommandLine:
         file.write_text(REGION + SECURITY + METRICS_KEY)
         words = (str(file), "--prometheus", str(out))
         status, _, refused = self.told(*words)
-        assert (status, refused) == (
-            2,
-            "the gateway shows its metrics to operators: give --gateway-key FILE\n",
-        )
+        assert status == 2
+        assert "gateway: it shows its metrics to operators only; give --gateway-key" in refused
         status, said, _ = self.told(
             *words, "--gateway-key", "/k/op", "--docs", "https://docs.example.org"
         )
