@@ -48,7 +48,7 @@ class Outcome:
     """Other alerts that fired meanwhile."""
     step: str
     well_after_s: float | None
-    """From doing what the page says until the region serves as before."""
+    """From the beginning of what the page says to do until the region serves as before."""
     over_after_s: float | None
     """From then until the alert is over."""
 
@@ -80,8 +80,10 @@ def drill(fault: Fault, region: DrillRegion, server: Prometheus) -> Outcome:
         page = firing[fault.alert]["annotations"]["runbook_url"]
         if fault.step not in (ROOT / page).read_text(encoding="utf-8"):
             raise AssertionError(f"{page} does not say {fault.step!r}")
+    began_s = time.monotonic()
     fault.mend(region)
-    well_s = waited(lambda: fault.is_well(region), PATIENCE_S)
+    is_well = waited(lambda: fault.is_well(region), PATIENCE_S) is not None
+    well_s = time.monotonic() - began_s if is_well else None
     over_s = waited(lambda: fault.alert not in server.firing(), OVER_S)
     others = tuple(sorted(set(firing) - {fault.alert}))
     return Outcome(fault.name, fault.alert, fired_s, page, others, fault.step, well_s, over_s)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from dashboard_panels import BOARDS
 from dashboard_queries import CACHES, ENGINES, missing
-from prometheus_server import Prometheus, needs_prometheus, running_prometheus
+from prometheus_server import needs_prometheus, running_prometheus
 from region_hosts import PATIENCE_S, RegionHost, prfaas, told, wait_for
 from two_hosts import two_hosts
 
