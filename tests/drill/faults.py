@@ -87,11 +87,12 @@ class _Crowd:
 
     def come(self, region: DrillRegion) -> None:
         def keep_asking() -> None:
-            while not self._over.wait(0.05):
+            # Without a pause: all of them always have a request in flight.
+            while not self._over.is_set():
                 ask(region.gateway, LONG)
 
         self._over.clear()
-        self._threads = [threading.Thread(target=keep_asking) for _ in range(MANY)]
+        self._threads = [threading.Thread(target=keep_asking, daemon=True) for _ in range(MANY)]
         for thread in self._threads:
             thread.start()
 
