@@ -1,6 +1,6 @@
 """Every panel's query against a real Prometheus server that scrapes a region of two hosts.
 
-Its engines compute nothing, so panels of vLLM's own metrics are in tests/engine/test_exact.py.
+Its engines compute nothing: tests/engine/test_exact.py has the panels of their metrics and caches.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from dashboard_panels import BOARDS
-from dashboard_queries import CACHES, ENGINES, missing
+from dashboard_queries import missing, queries
 from prometheus_server import needs_prometheus, running_prometheus
 from region_hosts import PATIENCE_S, RegionHost, prfaas, told, wait_for
 from two_hosts import two_hosts
@@ -84,10 +83,7 @@ def test_every_panel_of_a_region_finds_data(hosts: dict[str, RegionHost], tmp_pa
     rendered = scraped(home, tmp_path)
     with running_prometheus(rendered, tmp_path / "data", EVERY_S) as server, asking(gateway):
         wait_for(lambda: list(server.values("up").values()) == [1.0] * NUM_PROCESSES, "all are up")
-        of_fronts_and_agents = [board for board in BOARDS if board.name != "engine"]
-        assert missing(of_fronts_and_agents, server, "two", but=CACHES) == []
-        engine = [board for board in BOARDS if board.name == "engine"]
-        assert missing(engine, server, "two", but=ENGINES) == []
+        assert missing(queries(of_engines=False), server, "two") == []
         assert server.firing() == {}
     home.down()
     prefill.down()

@@ -5,42 +5,42 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from dashboard_panels import BOARDS, Board, Query
+from dashboard_panels import BOARDS, Query
 from prometheus_server import Prometheus, running_prometheus
 from region_hosts import prfaas, told
 
 PATIENCE_S = 60.0
-ENGINES, CACHES = "vllm:", "prfaas_agent_cache_"
-"""What engines that compute nothing do not have."""
+_OF_ENGINES = ("vllm:", "prfaas_agent_cache_", "ttft_predicted")
+"""Parts of queries that find nothing where engines compute nothing."""
 _METRIC = re.compile(r"\b(?:prfaas_|vllm:)[a-z0-9_]+")
 _OF_HISTOGRAMS_AND_COUNTERS = re.compile(r"_(total|bucket|sum|count)$")
 
 
-def missing(
-    boards: Sequence[Board], server: Prometheus, region: str, *, but: str = "", only: str = ""
-) -> list[str]:
-    """The queries that find nothing, each with its panel, after time for them to find something.
-
-    Those that say why they may be empty are missing only if no target declares their metric.
-    Queries with the text `but` are left out; of `only`, where it is given, all others.
-    """
-    wanted = {
+def queries(*, of_engines: bool) -> dict[str, Query]:
+    """All queries that need engines that compute, or all others, each by its panel and text."""
+    return {
         f"{board.name}: {panel.title}: {query.expr}": query
-        for board in boards
+        for board in BOARDS
         for panel in board.panels
         for query in panel.queries
-        if only in query.expr and not (but and but in query.expr)
+        if any(part in query.expr for part in _OF_ENGINES) == of_engines
     }
+
+
+def missing(wanted: Mapping[str, Query], server: Prometheus, region: str) -> list[str]:
+    """The queries that find nothing, after time for them to find something.
+
+    Those that say why they may be empty are missing only if no target declares their metric.
+    """
+    left = dict(wanted)
     deadline_s = time.monotonic() + PATIENCE_S
     while True:
-        wanted = {
-            name: query for name, query in wanted.items() if not _found(query, server, region)
-        }
-        if not wanted or time.monotonic() > deadline_s:
-            return list(wanted)
+        left = {name: query for name, query in left.items() if not _found(query, server, region)}
+        if not left or time.monotonic() > deadline_s:
+            return list(left)
         time.sleep(1.0)
 
 
@@ -54,9 +54,7 @@ def missing_of_engines(run_dir: Path, folder: Path) -> list[str]:
     assert said.returncode == 0, said.stderr
     name = json.loads(file.read_text())["name"]
     with running_prometheus(out, folder / "data", 1.0) as server:
-        return [
-            one for word in (ENGINES, CACHES) for one in missing(BOARDS, server, name, only=word)
-        ]
+        return missing(queries(of_engines=True), server, name)
 
 
 def _found(query: Query, server: Prometheus, region: str) -> bool:
