@@ -118,6 +118,7 @@ docs: setup
 	@$(BIN)/python docs/write_support.py
 	@$(BIN)/python docs/write_runbook.py
 	@$(BIN)/python docs/write_dashboards.py
+	@$(BIN)/python docs/write_metrics.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 messages: setup

@@ -7,7 +7,7 @@ prompts prefilled on other instances (handoff.py). It does not know routing or c
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from msgspec import structs
@@ -32,6 +32,7 @@ from local_pd.placement import (
     choose_direct,
     decode_order,
 )
+from prfaas.engines.client import EngineLoad
 from prfaas.engines.departures import Departures
 from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.instance import Instance, InstanceSpec
@@ -106,6 +107,12 @@ class EmbeddedPdCluster:
             way=self._config.hand_off,
         )
         self.departures = Departures(self._instances, idle=self._until_idle, forget=self._forget)
+        self._metrics.watch(
+            name,
+            waiting_requests=lambda: sum(item.num_waiting for item in self._loads()),
+            running_requests=lambda: sum(item.num_running for item in self._loads()),
+            held_slots=lambda: len(self._landings.slots),
+        )
         self._leader = 0
         """The highest number of a leading gateway that gave an order."""
         self._closed = False
@@ -371,6 +378,11 @@ class EmbeddedPdCluster:
 
     def _instance_changed(self, _instance: Instance) -> None:
         self._count_usable()
+
+    def _loads(self) -> Iterator[EngineLoad]:
+        """What the engines whose metrics are read last said."""
+        found = (item.engine_load for item in self._instances.by_name.values())
+        return (load for load in found if load is not None)
 
     def _count_usable(self) -> None:
         usable = sum(item.serves and not item.draining for item in self._instances.by_name.values())

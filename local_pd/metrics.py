@@ -3,6 +3,8 @@
 It does not know how they are served.
 """
 
+from collections.abc import Callable
+
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 
@@ -13,6 +15,14 @@ class PdMetrics:
         self.healthy_instances = Gauge(
             "prfaas_pd_healthy_instances", "Usable instances.", ["cluster"], registry=registry
         )
+        self._in_engines = {
+            name: Gauge(f"prfaas_pd_{name}", text, ["cluster"], registry=registry)
+            for name, text in (
+                ("waiting_requests", "Requests that wait in engines for room in a batch."),
+                ("running_requests", "Requests in the batches of engines."),
+                ("held_slots", "Landings that are held for requests."),
+            )
+        }
         self.reservations = Counter(
             "prfaas_pd_reservations",
             "Landings asked for, by outcome.",
@@ -31,6 +41,13 @@ class PdMetrics:
             ["cluster", "hand_off"],
             registry=registry,
         )
+
+    def watch(self, cluster: str, **values: Callable[[], float]) -> None:
+        """Ask these at each scrape for the gauges of their names (`waiting_requests`,
+        `running_requests`, `held_slots`).
+        """
+        for name, value in values.items():
+            self._in_engines[name].labels(cluster).set_function(value)
 
 
 _known: dict[CollectorRegistry, PdMetrics] = {}

@@ -214,7 +214,8 @@ class EmbeddedPrefillCluster:
                 ticket.refuse(PrefillFailed(effect.code, effect.message))
             else:
                 self._start(self._tickets[effect.key], effect)
-        self._metrics.queue_depth.labels(self._name).set(self._queue.depth)
+        self._metrics.waiting.labels(self._name).set(self._queue.depth)
+        self._metrics.waiting_tokens.labels(self._name).set(self._queue.queued_tokens)
         self._metrics.running.labels(self._name).set(self._queue.num_running)
         self._changed.set()
         self._changed = asyncio.Event()

@@ -14,11 +14,17 @@ class PrefillMetrics:
     """One per registry; every cluster of the process shares it."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.queue_depth = Gauge(
-            "prfaas_prefill_queue_depth", "Jobs that wait.", ["cluster"], registry=registry
+        self.waiting = Gauge(
+            "prfaas_prefill_waiting_jobs", "Jobs that wait.", ["cluster"], registry=registry
+        )
+        self.waiting_tokens = Gauge(
+            "prfaas_prefill_waiting_tokens",
+            "Uncached prompt tokens of jobs that wait.",
+            ["cluster"],
+            registry=registry,
         )
         self.running = Gauge(
-            "prfaas_prefill_running", "Jobs on instances.", ["cluster"], registry=registry
+            "prfaas_prefill_running_jobs", "Jobs on instances.", ["cluster"], registry=registry
         )
         self.healthy_instances = Gauge(
             "prfaas_prefill_healthy_instances", "Usable instances.", ["cluster"], registry=registry

@@ -43,7 +43,8 @@ from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.calibration import Calibration
 from deploy.gateway.scheduling.collector import SchedulingCollector
 from deploy.gateway.scheduling.leadership import Leadership
-from deploy.gateway.scheduling.long_term import LongTermService, PlanMetrics
+from deploy.gateway.scheduling.long_term import LongTermService
+from deploy.gateway.scheduling.plan_metrics import PlanMetrics
 from deploy.gateway.scheduling.recorder import Recorder
 from deploy.gateway.scheduling.role_pages import RegionRolePages, RolePages
 from deploy.gateway.scheduling.roles import RoleKeeper, RoleMetrics
@@ -52,6 +53,7 @@ from deploy.gateway.scheduling.scheduler import (
     live_settings,
     pd_settings,
 )
+from deploy.gateway.series.clusters import ClusterSeries
 from deploy.gateway.serving.background import Background
 from deploy.gateway.serving.exchange import PATHS, Services
 from deploy.gateway.serving.records import RequestRecord
@@ -145,16 +147,21 @@ class Gateway:
             self.metrics.registry,
             # A request is judged right after its route was asked for, on the same reports.
             self.scheduler.tell,
+            self.metrics.tenants,
             hide=str if self._recorder is None else self._recorder.hide,
         )
         self.leadership = Leadership(is_shared=shared is not None)
         self.sharing = None if shared is None else self._build_sharing(shared)
         self.roles = self._build_roles()
+        watcher, registry = self._watcher, self.metrics.registry
+        plan_metrics = PlanMetrics(registry, (model.name for model in config.models))
+        plan_metrics.watch(self._leads, watcher.reports)
+        ClusterSeries(registry, watcher.by_name, self._leads)
         self.long_term = LongTermService(
             config.scheduling.long_term,
             self.scheduler,
             self.roles,
-            PlanMetrics(self.metrics.registry, names_pds=len(pds) > 1),
+            plan_metrics,
         )
         self._state = self._build_state()
         self._calibration = Calibration(
@@ -289,6 +296,9 @@ class Gateway:
     def _replace_keys(self, keys: tuple[ApiKey, ...]) -> None:
         self._keys.replace(keys)
         self.admission.keep_series(key.tenant for key in keys)
+
+    def _leads(self) -> bool:
+        return self.leadership.leads(self.scheduler.clock())
 
     def _started(self) -> Services:
         if self._services is None:

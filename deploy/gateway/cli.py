@@ -36,6 +36,7 @@ from kvmanager.config_files.problems import FileError, Problem
 from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.logs import set_up_logging
 from kvmanager.private_files import read_secret
+from kvmanager.process_series import ProcessSeries
 from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.deploy.gateway")
@@ -134,6 +135,7 @@ async def run(path: Path, read: GatewayFile, file: GatewayFile) -> None:
             engine_access=await asyncio.to_thread(file.engine_access),
             shared=shared,
         )
+        ProcessSeries(gateway.metrics.registry, "gateway", file.credentials("gateway"))
         own_file = follow_own_file(path, read, gateway.use_live, clusters.change_members, hang_up())
         following = start_task(own_file, "the gateway's file")
         await serve_gateway(gateway, stop, _announce)

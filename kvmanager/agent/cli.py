@@ -33,6 +33,7 @@ from kvmanager.loop.systemd import served
 from kvmanager.loop.watch import LoopWatch, settle_heap
 from kvmanager.metrics_server import MetricsServer
 from kvmanager.pool.ssd import SsdError
+from kvmanager.process_series import ProcessSeries
 from transport import Endpoint, TransportError
 from transport.errors import LocalError
 from transport.rpc import RpcError, RpcServer
@@ -112,6 +113,7 @@ async def serve(
         logger.warning("%s", exposure)
     agent = NodeAgent(config)
     await agent.start()
+    ProcessSeries(agent.metrics.registry, "agent", config.credentials)
     services = {SERVICE: ControlService(agent).methods()}
     rpc = RpcServer(config.control, services, config.credentials, why_not_ready=agent.why_not_ready)
     metrics: MetricsServer | None = None

@@ -42,6 +42,11 @@ class AgentMetrics:
             "Bytes sent again after a lost connection.",
             registry=self.registry,
         )
+        self.wire = Counter(
+            "prfaas_agent_wire_bytes",
+            "Bytes of ended outboxes as they were sent, coded, with those that were sent again.",
+            registry=self.registry,
+        )
         self.refused_senders = Counter(
             "prfaas_agent_refused_senders",
             "Transfers turned away at the receiver, by reason.",
@@ -72,6 +77,7 @@ class AgentMetrics:
         self.transfers.labels(report.kind, report.state, report.hand_off).inc()
         if report.kind == "outbox":
             self.resent.inc(report.resent_bytes)
+            self.wire.inc(report.wire_bytes)
         if report.state != "complete":
             return
         self.transferred.labels(report.kind, report.hand_off).inc(report.nbytes)
@@ -95,6 +101,12 @@ class _StatusCollector(Collector):
             ("arena_free_bytes", "Free for transfers, or evictable.", status.free_bytes),
             ("landing_bytes", "Blocks held by landings.", status.landing_bytes),
             ("outbox_bytes", "Blocks held by outboxes.", status.outbox_bytes),
+            ("landing_limit_bytes", "What landings may hold at most.", status.landing_cap_bytes),
+            (
+                "landing_room_bytes",
+                "The largest landing that there is room for.",
+                status.landing_room_bytes or 0,
+            ),
             (
                 "received_connections",
                 "Data connections from senders.",
@@ -122,9 +134,15 @@ class _StatusCollector(Collector):
         engines = GaugeMetricFamily(
             "prfaas_agent_engine_connections", "Engine connections.", labels=["instance"]
         )
+        programs = GaugeMetricFamily(
+            "prfaas_agent_engine_info",
+            "The model and the program of each connected engine.",
+            labels=["instance", "model_name", "engine"],
+        )
         for engine in status.engines:
             engines.add_metric([engine.instance], engine.num_connections)
-        yield engines
+            programs.add_metric([engine.instance, engine.model, engine.engine], 1)
+        yield from (engines, programs)
 
 
 def _cache_metrics(cache: CacheStatus) -> Iterator[Metric]:
@@ -133,10 +151,12 @@ def _cache_metrics(cache: CacheStatus) -> Iterator[Metric]:
         GaugeMetricFamily(f"{prefix}_bytes", "Cached KVCache.", labels=["tier", "kind"]),
         cache.nbytes,
     )
-    yield GaugeMetricFamily(f"{prefix}_pinned_bytes", "In use, in the arena.", cache.pinned_bytes)
+    yield GaugeMetricFamily(
+        f"{prefix}_pinned_bytes", "Cached KVCache in the arena that is in use.", cache.pinned_bytes
+    )
     yield GaugeMetricFamily(
         f"{prefix}_arena_bytes",
-        "Held of the arena, in whole blocks, what is being filled included.",
+        "What the cache holds of the arena, in whole blocks, with what is being filled.",
         cache.arena_blocks_bytes,
     )
     yield GaugeMetricFamily(f"{prefix}_blocks", "Blocks of prompts.", cache.num_blocks)
@@ -152,7 +172,11 @@ def _cache_metrics(cache: CacheStatus) -> Iterator[Metric]:
     yield hits
     for name, text, value in (
         ("queries", "Prompts looked up by engines.", cache.queries),
-        ("query_tokens", "Tokens of their full blocks.", cache.query_tokens),
+        (
+            "query_tokens",
+            "Tokens of the full blocks of prompts that engines looked up.",
+            cache.query_tokens,
+        ),
         ("fills", "Times that engines were given memory to fill.", cache.fills),
         ("promotions", "Landings of which parts were kept.", cache.promotions),
         ("ssd_reads", "Parts read from SSD.", cache.ssd_reads),

@@ -15,7 +15,6 @@ from typing import Annotated, Final
 
 import typer
 import uvloop
-from prometheus_client import Info
 
 from kvmanager.agent.client import AgentClients
 from kvmanager.config_files.options import setting
@@ -32,6 +31,7 @@ from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.systemd import served
 from kvmanager.loop.watch import LoopWatch, settle_heap
 from kvmanager.metrics_server import MetricsServer
+from kvmanager.process_series import ProcessSeries, show_exposure
 from transport import Endpoint
 from transport.errors import LocalError
 from transport.health import WhyNotReady
@@ -161,10 +161,10 @@ class _Metrics:
         self._metrics = DirectoryMetrics()
         self._server: MetricsServer | None = None
         registry, exposure = self._metrics.registry, config.exposure("directory")
+        ProcessSeries(registry, "directory", config.credentials("directory"))
         if exposure is not None:
             logger.warning("%s", exposure)
-            text = "What somebody on the network may do."
-            Info("prfaas_directory_exposure", text, registry=registry).info({"what": exposure})
+            show_exposure(registry, "prfaas_directory", exposure)
         if config.metrics_port:
             at = Endpoint(config.metrics_host, config.metrics_port)
             exposures = () if exposure is None else (exposure,)

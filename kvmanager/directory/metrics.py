@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from kvmanager.directory.feed_client import FollowCounts
 from kvmanager.directory.messages import NodeState
 
 
-class DirectoryMetrics:
+class DirectoryMetrics(Collector):
     """Has a registry of its own unless told to use another one."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
@@ -37,12 +39,8 @@ class DirectoryMetrics:
         self._bytes = Gauge(
             "prfaas_directory_memory_bytes", "Memory of the table.", registry=self.registry
         )
-        self._counts = Gauge(
-            "prfaas_directory_followed",
-            "Since the start: events, snapshots, gaps, bad feeds, failed questions.",
-            ["what"],
-            registry=self.registry,
-        )
+        self._counts = FollowCounts()
+        self.registry.register(self)
 
     def update(self, nodes: Sequence[NodeState], counts: FollowCounts, nbytes: int) -> None:
         """Show this from now on. Nodes that are no longer known disappear."""
@@ -55,5 +53,17 @@ class DirectoryMetrics:
             self._age.labels(*labels).set(state.age_s)
             self._lag.labels(*labels).set(state.lag_s)
         self._bytes.set(nbytes)
+        self._counts = counts
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        counter = CounterMetricFamily(
+            "prfaas_directory_followed",
+            "What came of nodes: events, snapshots, gaps, bad feeds, failed questions (failures).",
+            labels=["what"],
+        )
         for what in ("events", "snapshots", "gaps", "bad_feeds", "failures"):
-            self._counts.labels(what).set(getattr(counts, what))
+            counter.add_metric([what], getattr(self._counts, what))
+        yield counter

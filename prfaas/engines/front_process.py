@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import typer
-from prometheus_client import REGISTRY, Info
+from prometheus_client import REGISTRY
 
 from kvmanager.config_files.followed_files import follow, hang_up
 from kvmanager.config_files.problems import FileError
@@ -25,6 +25,7 @@ from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.systemd import served
 from kvmanager.loop.watch import LoopWatch, settle_heap
 from kvmanager.metrics_server import MetricsServer
+from kvmanager.process_series import ProcessSeries, show_exposure
 from prfaas.engines.departures import Departures, follow_changes
 from prfaas.engines.discovery.following import follow_discovery
 from prfaas.engines.front_config import EXPECTED, FrontConfig
@@ -88,8 +89,9 @@ async def serve_front(
     exposure = config.exposure(config.role)
     if exposure is not None:
         logger.warning("%s", exposure)
-        info = Info(f"{metrics_prefix}_exposure", "What somebody on the network may do.")
-        info.info({"what": exposure})
+        show_exposure(REGISTRY, metrics_prefix, exposure)
+    component = metrics_prefix.removeprefix("prfaas_")
+    ProcessSeries(REGISTRY, component, config.credentials(config.role))
     at = Endpoint(config.metrics_host, config.metrics_port)
     exposures = () if exposure is None else (exposure,)
     metrics = MetricsServer(

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
+from documented_metrics import undocumented
 
 from kvmanager.agent.messages import Cancel, CancelReply, Renew, RenewReply, ReserveReply
 from kvmanager.load_times import LoadTimes
@@ -102,6 +103,7 @@ def test_bytes_arrive_and_all_memory_comes_back(pair: Pair) -> None:
     labels = '{hand_off="transport",kind="landing",outcome="complete"}'
     assert f"prfaas_agent_transfers_total{labels}" in text
     assert "prfaas_agent_landing_bytes 0.0" in text
+    assert undocumented(text) == []
 
 
 def test_wrong_token_fails_the_sender_and_leaves_the_landing_to_the_right_one(

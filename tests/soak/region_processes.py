@@ -62,8 +62,8 @@ _SIZES = {
     "prfaas_directory_node_blocks": "blocks",
     "prfaas_gateway_in_flight_requests": "in flight",
     "prfaas_gateway_settling_requests": "settling",
-    "prfaas_prefill_queue_depth": "queued",
-    "prfaas_prefill_running": "running",
+    "prfaas_prefill_waiting_jobs": "queued",
+    "prfaas_prefill_running_jobs": "running",
 }
 """Metrics that are sizes of tables, and their names here. Labels are summed."""
 

@@ -52,7 +52,10 @@ class MoveMetrics:
             registry=registry,
         )
         self.bytes = Counter(
-            prefix + "moved_bytes_total", "What they moved.", ("kind",), registry=registry
+            prefix + "moved_bytes_total",
+            "Bytes that moves of cached prefixes carried.",
+            ("kind",),
+            registry=registry,
         )
         self.decisions = Counter(
             prefix + "move_decisions_total",

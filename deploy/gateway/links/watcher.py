@@ -94,7 +94,11 @@ class RegionWatcher:
 
     def reports(self) -> list[ClusterReport | None]:
         """The last report of every cluster."""
-        return [*self.pd_reports().values(), *self.prefill_reports().values()]
+        return list(self.by_name().values())
+
+    def by_name(self) -> dict[str, ClusterReport | None]:
+        """The same by the name of the cluster."""
+        return self.pd_reports() | self.prefill_reports()
 
     def is_healthy(self) -> bool:
         """Whether a PD cluster can serve requests."""

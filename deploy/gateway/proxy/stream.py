@@ -7,7 +7,9 @@ then a broken connection instead of the end of the body. This file does not know
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -15,11 +17,13 @@ import aiohttp
 from aiohttp import web
 
 from deploy.gateway.errors import ApiError
+from deploy.gateway.intake.inbound import Kind
 from deploy.gateway.proxy.engine import EngineAnswer
 from deploy.gateway.proxy.engine_connection import AnswerBroken
 from deploy.gateway.proxy.slow_client import ClientPatience, SlowClientWatch
 from deploy.gateway.proxy.sse import EventGate, error_event
 from deploy.gateway.proxy.usage import Correction, in_events
+from deploy.gateway.series.histograms import Observations
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -55,6 +59,30 @@ class StreamEnd:
     last_data: bytes = b""
 
 
+class TokenPace:
+    """Observes the time between two pieces of one stream. Make it when the first piece is there."""
+
+    __slots__ = ("_clock", "_intervals", "_last_s")
+
+    def __init__(
+        self,
+        intervals: Observations,
+        kind: Kind,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._intervals, self._clock = intervals, clock
+        # The first event of a chat names the role. The first token follows at once in the second.
+        self._last_s = math.nan if kind == "chat" else clock()
+
+    def piece(self) -> None:
+        """Note that the next piece is there."""
+        now_s = self._clock()
+        interval_s = now_s - self._last_s
+        self._last_s = now_s
+        if interval_s >= 0:  # not so for nan
+            self._intervals.observe(interval_s)
+
+
 class ClientGone(Exception):
     """The client closed its connection or stopped reading."""
 
@@ -69,6 +97,7 @@ async def relay_stream(
     request: web.Request,
     client: web.StreamResponse,
     patience: ClientPatience,
+    pace: TokenPace,
 ) -> StreamEnd:
     """Forward `answer` until it ends; `client` must be prepared. Always closes `answer`.
 
@@ -79,7 +108,7 @@ async def relay_stream(
     if gate is None or engine is None:
         raise ValueError("not a stream")
     watch = SlowClientWatch(request, patience)
-    relay = _Relay(gate, request, client, watch, answer.correction)
+    relay = _Relay(gate, request, client, watch, answer.correction, pace)
     relay.held, error = answer.begun, ""
     try:
         # The first piece goes out with the head; later ones come here only if they have to wait.
@@ -119,6 +148,7 @@ class _Relay:
         client: web.StreamResponse,
         watch: SlowClientWatch,
         correction: Correction | None,
+        pace: TokenPace,
     ) -> None:
         self.held = b""
         """Whole events that must wait: for a slow client, or for a number in them."""
@@ -129,6 +159,7 @@ class _Relay:
         self._client = client
         self._watch = watch
         self._correction = correction
+        self._pace = pace
         self._is_chunked = client.headers.get("Transfer-Encoding") == "chunked"
 
     def take(self, piece: bytes) -> bool:
@@ -136,6 +167,9 @@ class _Relay:
         events = self._gate.feed(piece)
         if not events:
             return True
+        # The end mark is no token, and often comes by itself.
+        if not self._gate.is_done:
+            self._pace.piece()
         transport = self._request.transport
         if (
             transport is None

@@ -14,11 +14,11 @@ from functools import partial
 from typing import Final, NoReturn, Protocol, TypeVar
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from deploy.gateway.api_keys import is_named
 from deploy.gateway.errors import ApiError
 from deploy.gateway.scheduling.config import AdmissionSection
+from deploy.gateway.series.tenants import TenantSeries
 from scheduler.live.admission import AdmissionReason, Verdict
 from scheduler.live.core import Event
 from scheduler.live.events import AdmissionOver, AdmitAsked, TenantAsked, TenantsLimited
@@ -26,9 +26,6 @@ from scheduler.live.tenants import TenantLimit, TenantRefusal, divided
 from scheduler.routing.prediction import Prediction
 
 R = TypeVar("R")
-
-UNNAMED: Final = "(unnamed)"
-"""The label of all tenants without a name together. No tenant can have this name."""
 
 _LOAD_BUCKETS: Final = (0.1, 0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 
@@ -105,10 +102,13 @@ class Admission:
         config: AdmissionSection,
         registry: CollectorRegistry,
         decide: Decides,
+        tenants: TenantSeries,
         *,
         hide: Callable[[str], str] = str,
     ) -> None:
-        """`hide` gives the name by which the live scheduler knows a tenant."""
+        """`tenants` shows what each tenant does, and `hide` gives the name by which the live
+        scheduler knows one.
+        """
         self._hide = hide
         self._policy = config.policy
         self._default, self._tenants = config.default_tenant, config.tenants
@@ -118,16 +118,16 @@ class Admission:
         self._budgets: Budgets | None = None
         self._num_asked = 0
         self._in_flight: dict[str, TenantNow] = {}
-        self._with_keys: frozenset[str] | None = None
-        """None: what tenants there are is not known."""
         self._num_admitted = 0
         self._refused: Tally[str] = Tally()
-        self._metrics = _Metrics(registry, config)
+        self._metrics = _Metrics(registry)
+        self._series = tenants
+        tenants.watch(lambda: {name: now.requests for name, now in self._in_flight.items()})
+        tenants.show(config.tenants)
 
     def keep_series(self, tenants: Iterable[str]) -> None:
         """From now on only these tenants have keys. The others' series go with their requests."""
-        self._with_keys = frozenset(tenants)
-        self._metrics.keep_series({*self._with_keys, *self._in_flight})
+        self._series.keep(tenants)
 
     def share(self, budgets: Budgets) -> None:
         """From now on tenants' limits hold over all gateways that `budgets` asks."""
@@ -152,7 +152,7 @@ class Admission:
         self._config = config
         self._default, self._tenants = config.default_tenant, config.tenants
         self._tell_limits()
-        self._metrics.show(config)
+        self._series.show(config.tenants)
 
     def check_tenant(
         self, tenant: str, model: str, work_tokens: int, *, home: str = ""
@@ -222,6 +222,7 @@ class Admission:
             self._refuse(tenant, verdict, judged.decode_load)
         self._metrics.judged(verdict, judged.decode_load)
         self._num_admitted += 1
+        self._series.came(tenant)
         self._count(tenant, +1, work_tokens)
         return AdmittedRequest(number, partial(self._ended, number, tenant, work_tokens, reserved))
 
@@ -236,6 +237,7 @@ class Admission:
 
     def _refuse(self, tenant: str, verdict: Verdict, load: float | None) -> NoReturn:
         self._metrics.judged(verdict, load)
+        self._series.refused(tenant)
         self._refused[verdict.reason.value] += 1
         raise _error(tenant, verdict)
 
@@ -265,9 +267,6 @@ class Admission:
         now = TenantNow(before.requests + requests, before.tokens + tokens)
         if now.requests:
             self._in_flight[tenant] = now
-        self._metrics.in_flight(tenant, requests)
-        if not now.requests and self._with_keys is not None and tenant not in self._with_keys:
-            self._metrics.keep_series({*self._with_keys, *self._in_flight})
 
 
 class AdmittedRequest:
@@ -288,11 +287,9 @@ class AdmittedRequest:
 
 
 class _Metrics:
-    """Every series exists from the start, except those of named tenants without limits of
-    their own.
-    """
+    """Every series exists from the start."""
 
-    def __init__(self, registry: CollectorRegistry, config: AdmissionSection) -> None:
+    def __init__(self, registry: CollectorRegistry) -> None:
         prefix = "prfaas_gateway_"
         self._verdicts = Counter(
             prefix + "admission_total",
@@ -301,13 +298,10 @@ class _Metrics:
             registry=registry,
         )
         self._load = Histogram(
-            prefix + "predicted_decode_load",
+            prefix + "predicted_decode_load_ratio",
             "Requests over decode slots when a request would begin to decode, itself included.",
             buckets=_LOAD_BUCKETS,
             registry=registry,
-        )
-        self._in_flight = Gauge(
-            prefix + "tenant_in_flight", "Requests let in.", ("tenant",), registry=registry
         )
         # Every request needs one of these, and looking it up by labels costs more than counting.
         self._by_reason = {
@@ -315,15 +309,6 @@ class _Metrics:
             for word, reasons in (("admitted", _LET_IN), ("refused", _MESSAGES))
             for reason in reasons
         }
-        self._of_tenants: dict[str, Gauge] = {}
-        """The series of `_in_flight` that were needed lately, by label."""
-        self.show(config)
-
-    def show(self, config: AdmissionSection) -> None:
-        """Begin the series of tenants with limits, which stay."""
-        self._always = {UNNAMED, *map(_label, config.tenants)}
-        for label in self._always:
-            self._in_flight.labels(label)
 
     def judged(self, verdict: Verdict, load: float | None) -> None:
         """Count one request, and the load that it would meet if that is known."""
@@ -331,29 +316,6 @@ class _Metrics:
         self._by_reason[word, verdict.reason].inc()
         if load is not None:
             self._load.observe(load)
-
-    def in_flight(self, tenant: str, change: int) -> None:
-        """Add `change` to a tenant's requests in flight."""
-        label = _label(tenant)
-        gauge = self._of_tenants.get(label)
-        if gauge is None:
-            gauge = self._of_tenants[label] = self._in_flight.labels(label)
-        gauge.inc(change)
-
-    def keep_series(self, tenants: Iterable[str]) -> None:
-        """Remove the series of all other tenants, except those with limits."""
-        kept = {*self._always, *map(_label, tenants)}
-        # What is removed below must not be counted on.
-        self._of_tenants.clear()
-        (metric,) = self._in_flight.collect()
-        for sample in metric.samples:
-            if sample.labels["tenant"] not in kept:
-                self._in_flight.remove(sample.labels["tenant"])
-
-
-def _label(tenant: str) -> str:
-    # Unnamed keys may be many, and their digests tell operators nothing.
-    return tenant if is_named(tenant) else UNNAMED
 
 
 def _error(tenant: str, verdict: Verdict) -> ApiError:

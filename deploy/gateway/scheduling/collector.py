@@ -30,7 +30,6 @@ class SchedulingCollector(Collector):
     ) -> None:
         self._scheduler = scheduler
         self._links = links or (lambda: ())
-        self._num_labels = 2 if len(scheduler.live.settings.pd_clusters) > 1 else 1
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """All series with their present values."""
@@ -40,18 +39,17 @@ class SchedulingCollector(Collector):
 
     def _thresholds(self) -> Iterator[GaugeMetricFamily]:
         found = self._scheduler.thresholds_now()
-        # The series of a region with one PD cluster need not name it.
-        labels = ("cluster", "pd")[: self._num_labels]
-        ends = [(item.cluster, item.pd)[: self._num_labels] for item in found]
+        labels = ("source", "target")
+        ends = [(item.cluster, item.pd) for item in found]
         yield _family(
             "threshold_tokens",
-            "Prompts with more uncached tokens are meant for the cluster.",
+            "Prompts with more uncached tokens are meant for the prefill cluster (source).",
             labels,
             zip(ends, (item.tokens for item in found), strict=True),
         )
         yield _family(
             "threshold_base_tokens",
-            "The same by the plan, without what the link asks for.",
+            "The threshold by the plan, without what the state of the link asks for.",
             labels,
             zip(ends, (item.base_tokens for item in found), strict=True),
         )
@@ -62,7 +60,7 @@ class SchedulingCollector(Collector):
             for model, known in self._scheduler.models().items()
             for place in known.places
         ]
-        labels, now_s = ("model", "place"), self._scheduler.clock()
+        labels, now_s = ("model_name", "place"), self._scheduler.clock()
         yield _family(
             "learned_prefills",
             "Prefills that the profile of a place rests on.",
@@ -103,6 +101,7 @@ class SchedulingCollector(Collector):
                 lambda link: link.available_bytes_per_s,
             ),
             ("rtt_seconds", "Round trip of the worst path.", lambda link: link.rtt_s or None),
+            ("loss_ratio", "Retransmitted share of what is sent.", lambda link: link.loss),
             ("backlog_bytes", "What waits at the senders.", lambda link: link.backlog_bytes),
             ("age_seconds", "Since anything was heard of the link.", lambda link: link.age_s),
         )

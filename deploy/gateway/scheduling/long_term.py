@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from deploy.gateway.scheduling.config import LongTermSection
+from deploy.gateway.scheduling.plan_metrics import PlanMetrics
 from deploy.gateway.scheduling.plan_overview import (
     ModelPlanNow,
     PlanDecision,
@@ -57,49 +57,6 @@ logger = logging.getLogger("prfaas.deploy.gateway")
 
 NUM_DECISIONS: Final = 50
 ERROR: Final = "error"
-
-
-class PlanMetrics:
-    """Metrics `prfaas_gateway_plan_*`."""
-
-    def __init__(self, registry: CollectorRegistry, *, names_pds: bool = False) -> None:
-        """With `names_pds` thresholds and gains have the PD cluster as another label."""
-        prefix = "prfaas_gateway_plan_"
-        self._names_pds = names_pds
-        self.steps = Counter(
-            prefix + "steps_total",
-            "Steps of the long-term loop.",
-            ["model", "reason"],
-            registry=registry,
-        )
-        self._threshold = Gauge(
-            prefix + "threshold_tokens",
-            "t of the plan.",
-            ["cluster", "pd"] if names_pds else ["cluster"],
-            registry=registry,
-        )
-        self.instances = Gauge(
-            prefix + "instances",
-            "Instances by role that the best plan has.",
-            ["model", "cluster", "role"],
-            registry=registry,
-        )
-        self._gain = Gauge(
-            prefix + "gain_ratio",
-            "Throughput of the best plan over that of the present division, less 1.",
-            ["model", "pd"] if names_pds else ["model"],
-            registry=registry,
-        )
-
-    def show_gain(self, model: str, pd: str, gain: float) -> None:
-        """What a model's best plan for a PD cluster gains."""
-        labels = (model, pd) if self._names_pds else (model,)
-        self._gain.labels(*labels).set(gain)
-
-    def show_threshold(self, cluster: str, pd: str, tokens: float) -> None:
-        """The plan's t of the link from a prefill cluster to a PD cluster."""
-        labels = (cluster, pd) if self._names_pds else (cluster,)
-        self._threshold.labels(*labels).set(tokens)
 
 
 class LongTermService:
@@ -332,16 +289,7 @@ class LongTermService:
 
     def _remember(self, found: PlanDecision) -> None:
         self._decisions.append(found)
-        self._metrics.steps.labels(found.model, found.reason).inc()
-        if (gain := found.numbers.get("gain")) is not None:
-            self._metrics.show_gain(found.model, found.pd, gain)
-        if found.goal is not None:
-            for role, wanted in (
-                ("prefill", found.goal.num_prefill),
-                ("decode", found.goal.num_decode),
-            ):
-                for cluster, num in wanted.items():
-                    self._metrics.instances.labels(found.model, cluster, role).set(num)
+        self._metrics.decided(found)
 
 
 def _in_words(changes: Iterable[ThresholdChange]) -> list[str]:

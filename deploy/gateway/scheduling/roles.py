@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter
 
 from deploy.gateway.scheduling.leadership import Leadership
 from local_pd.cluster import PdCluster
@@ -62,7 +62,6 @@ order is late for the next conversion.
 CLOSE_S: Final = 3.0
 """How long giving an instance back may take when the gateway ends, seconds."""
 
-_ROLES: Final = ("prefill", "decode", "both")
 _REFUSALS: Final = (RoleRefused, UnknownInstance)
 _FAILURES: Final = (PdError, UnknownInstance, RpcError, OSError, TimeoutError)
 
@@ -75,12 +74,6 @@ class RoleMetrics:
             "prfaas_gateway_role_changes_total",
             "Conversions of instances that ended.",
             ["cluster", "to", "outcome"],
-            registry=registry,
-        )
-        self.instances = Gauge(
-            "prfaas_gateway_instances",
-            "Instances of a PD cluster by the role they have.",
-            ["cluster", "role"],
             registry=registry,
         )
 
@@ -212,8 +205,6 @@ class RoleKeeper:
     async def step(self) -> None:
         """Take in what happened since the last step, and perform what follows."""
         report = self._report()
-        if report is not None:
-            self._count(report)
         self._effects.extend(self._drain_ended(report))
         self._effects.extend(self._converter.tick(self._clock()))
         await self._perform()
@@ -319,11 +310,6 @@ class RoleKeeper:
                 listener(ended)
             except Exception:
                 logger.exception("a listener to conversions failed")
-
-    def _count(self, report: ClusterReport) -> None:
-        for role in _ROLES:
-            num = sum(item.role == role for item in report.instances)
-            self._metrics.instances.labels(report.name, role).set(num)
 
 
 def drained_by_others(report: ClusterReport, wanted: str = "") -> str:

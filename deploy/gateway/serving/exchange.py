@@ -128,7 +128,7 @@ class Exchange:
         if isinstance(decision, RouteDecision) and is_counted and not self.record.first_route:
             self.predicted = decision.predicted
         self.record.decided(decision, spill)
-        self.metrics.decided(decision)
+        self.metrics.decided(self.inbound.model, decision)
 
     def counted(self, num_tokens: int, render_s: float | None = None) -> None:
         """Note the exact length of the prompt, and how long its rendering took."""
@@ -142,7 +142,7 @@ class Exchange:
     def looked_up(self, shape: RequestShape) -> None:
         """Note what the directory says is cached of the prompt."""
         self.record.looked_up(shape)
-        self.metrics.looked_up(self.record.home, shape)
+        self.metrics.looked_up(self.inbound.model, self.record.home, shape)
 
     def moved_cache(self, move_s: float) -> None:
         """Note how long the request waited for a cached prefix of another cluster."""
@@ -189,12 +189,12 @@ class Exchange:
         self.record.decode_instance = answer.instance
         self.record.first_byte(self.elapsed_s(), is_stream=answer.is_stream)
 
-    def over(self) -> None:
+    def over(self, num_prompt_tokens: int) -> None:
         """Note that the answer is over. The legs may still run: `hold` keeps the record open
-        for them.
+        for them. `num_prompt_tokens` is the best that is known of the prompt's length.
         """
         self.record.total_s = self.elapsed_s()
-        self.metrics.ended(self.record)
+        self.metrics.ended(self.record, num_prompt_tokens)
         self.release()
 
     def hold(self) -> None:

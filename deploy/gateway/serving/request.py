@@ -26,7 +26,7 @@ from deploy.gateway.errors import (
 )
 from deploy.gateway.proxy.engine import EngineAnswer
 from deploy.gateway.proxy.sse import EventGate
-from deploy.gateway.proxy.stream import forwarded_headers, relay_stream
+from deploy.gateway.proxy.stream import TokenPace, forwarded_headers, relay_stream
 from deploy.gateway.proxy.usage import in_answer
 from deploy.gateway.scheduling.admission import AdmittedRequest
 from deploy.gateway.scheduling.feedback import Usage, usage_of
@@ -276,7 +276,7 @@ class Serving:
             was_full=exchange.was_full,
             pd=record.cluster,
         )
-        exchange.metrics.predicted(record.route, predicted.ttft_s, ttft_s)
+        exchange.metrics.predicted(record.model, record.route, predicted.ttft_s, ttft_s)
 
     def _teach_length(self, usage: Usage) -> None:
         """Learn the length of a prompt that was not counted from the usage of its answer."""
@@ -325,7 +325,8 @@ class Serving:
             record.ended("client_gone", error=str(error))
             return response
         try:
-            end = await relay_stream(answer, request, response, self._services.patience)
+            pace = TokenPace(self._exchange.metrics.intervals(record), self._inbound.kind)
+            end = await relay_stream(answer, request, response, self._services.patience, pace)
         except Exception as error:
             # The answer has begun, so an error response must not follow it on this connection.
             logger.exception("%s: relaying failed", self._exchange.request_id)
@@ -362,7 +363,7 @@ class Serving:
             self._feedback.answer_over(transfer_id)
         if self._end_admission is not None:
             self._end_admission(self._used_tokens(answer))
-        exchange.over()
+        exchange.over(self._num_prompt_tokens)
         self._feedback.ended(self._inbound.model, exchange.record)
         log_record(exchange.record)
 

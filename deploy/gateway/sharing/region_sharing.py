@@ -75,9 +75,6 @@ class SharingMetrics:
             prefix + "joined", "1 while Redis answers, 0 while it goes on alone.", registry=registry
         )
         self.peers = Gauge(prefix + "peers", "Other gateways of the region.", registry=registry)
-        self.leads = Gauge(
-            prefix + "leads", "1 while this gateway acts on the long term.", registry=registry
-        )
         self.heard = Counter(
             prefix + "observations", "Observations heard of other gateways.", registry=registry
         )
@@ -373,4 +370,3 @@ class RegionSharing:
     def _show(self) -> None:
         self._metrics.joined.set(self._is_joined)
         self._metrics.peers.set(len(self._peers) if self._is_joined else 0)
-        self._metrics.leads.set(self._leadership.leads(self._scheduler.clock()))

@@ -195,7 +195,11 @@ def _step(live: LiveScheduler, model: str, plan: ModelPlan) -> PlanStep:
         thresholds=dict(decision.thresholds),
         thresholds_after=dict(decision.thresholds_after),
         conversions=decision.conversions,
-        goal=None if decision.plan is None else plan_goal(decision.plan),
+        goal=(
+            None
+            if decision.plan is None
+            else plan_goal(decision.plan, decision.numbers.get("rate_rps", 0.0))
+        ),
         changes=tuple(changes),
         waits_for=waits_for,
         notes=plan.notes,

@@ -22,20 +22,25 @@ from scheduler.planning.joint import JointRegion
 from scheduler.planning.plan import Plan
 from scheduler.planning.region_model import Region
 from scheduler.planning.throughput import Mode
+from scheduler.planning.wanted import needed_instances
 
 
 class PlanGoal(msgspec.Struct, frozen=True, kw_only=True):
-    """The best plan that was found, towards which steps are taken. Rates are requests/s."""
+    """The best plan that was found, towards which steps are taken. Rates are requests/s. `needed_*`
+    are the instances by cluster that the measured rate needs, be there more or fewer.
+    """
 
     num_prefill: dict[str, int]
     num_decode: dict[str, int]
     thresholds: dict[str, float]
     max_rps: float
     bottlenecks: list[str]
+    needed_prefill: dict[str, float] = {}
+    needed_decode: dict[str, float] = {}
 
 
-def plan_goal(plan: Plan) -> PlanGoal:
-    """The goal that a plan describes."""
+def plan_goal(plan: Plan, rate_rps: float) -> PlanGoal:
+    """The goal that a plan describes, for measured traffic of this rate."""
     num_prefill = {name: round(num) for name, num in plan.num_prefill.items()}
     return PlanGoal(
         num_prefill=num_prefill,
@@ -46,6 +51,8 @@ def plan_goal(plan: Plan) -> PlanGoal:
         thresholds=thresholds_of(plan),
         max_rps=plan.system_rps(Mode.EXACT),
         bottlenecks=[f"{part.kind} of {part.name}" for part in plan.bottlenecks(Mode.EXACT)],
+        needed_prefill=dict(needed_instances(plan, rate_rps, "prefill")),
+        needed_decode=dict(needed_instances(plan, rate_rps, "decode")),
     )
 
 

@@ -10,9 +10,10 @@ from prometheus_client import CollectorRegistry
 
 from deploy.gateway.config import GatewayConfig, ModelConfig
 from deploy.gateway.errors import ApiError
-from deploy.gateway.scheduling.admission import UNNAMED, Admission, TenantNow
+from deploy.gateway.scheduling.admission import Admission, TenantNow
 from deploy.gateway.scheduling.config import AdmissionSection, SchedulingConfig
 from deploy.gateway.scheduling.scheduler import live_settings
+from deploy.gateway.series.tenants import UNNAMED, TenantSeries
 from scheduler.live.core import LiveScheduler
 from scheduler.live.learning.knowledge import ModelKnowledge
 from scheduler.live.settings import PdSettings
@@ -54,7 +55,11 @@ class Door:
         config = AdmissionSection.model_validate(section)
         self.live = FixedLoad(config)
         self.admission = Admission(
-            config, self.registry, lambda event: self.live.take(event, self.now_s), hide=hide
+            config,
+            self.registry,
+            lambda event: self.live.take(event, self.now_s),
+            TenantSeries(self.registry),
+            hide=hide,
         )
 
     def admit(
@@ -198,25 +203,25 @@ def test_verdicts_and_loads_are_counted() -> None:
     door.refused(decode=FULL)
     assert door.value("admission_total", verdict="admitted", reason="admitted") == 1
     assert door.value("admission_total", verdict="refused", reason="decode_load") == 1
-    assert door.value("predicted_decode_load_count") == 2
-    assert door.value("predicted_decode_load_sum") == pytest.approx(1 / 4 + 5 / 4)
+    assert door.value("predicted_decode_load_ratio_count") == 2
+    assert door.value("predicted_decode_load_ratio_sum") == pytest.approx(1 / 4 + 5 / 4)
     door.admit(prediction=Prediction(tail_s=math.inf))
-    assert door.value("predicted_decode_load_count") == 2
+    assert door.value("predicted_decode_load_ratio_count") == 2
 
 
 def test_only_named_tenants_have_a_series_of_their_own() -> None:
     door = Door(tenants={"acme": {"max_requests": 9}})
     handles = [door.admit(name) for name in ("", "acme", "acme", "other")]
     handles += [door.admit(f"key-{number:08x}") for number in range(50)]
-    assert door.value("tenant_in_flight", tenant="acme") == 2
-    assert door.value("tenant_in_flight", tenant="other") == 1
-    assert door.value("tenant_in_flight", tenant=UNNAMED) == 51
-    assert door.value("tenant_in_flight", tenant="key-00000001") is None
+    assert door.value("tenant_in_flight_requests", tenant="acme") == 2
+    assert door.value("tenant_in_flight_requests", tenant="other") == 1
+    assert door.value("tenant_in_flight_requests", tenant=UNNAMED) == 51
+    assert door.value("tenant_in_flight_requests", tenant="key-00000001") is None
     for handle in handles:
         handle()
         handle()
     for tenant in ("acme", "other", UNNAMED):
-        assert door.value("tenant_in_flight", tenant=tenant) == 0
+        assert door.value("tenant_in_flight_requests", tenant=tenant) == 0
 
 
 def test_the_series_of_a_tenant_goes_with_its_last_key_and_its_last_request() -> None:
@@ -226,13 +231,13 @@ def test_the_series_of_a_tenant_goes_with_its_last_key_and_its_last_request() ->
     handles["idle"]()
     door.admission.keep_series(["stays"])
     for name, shown in {"limited": 1, "stays": 1, "idle": None, "busy": 1, UNNAMED: 1}.items():
-        assert door.value("tenant_in_flight", tenant=name) == shown, name
+        assert door.value("tenant_in_flight_requests", tenant=name) == shown, name
     for handle in handles.values():
         handle()
     for name, shown in {"limited": 0, "stays": 0, "idle": None, "busy": None, UNNAMED: 0}.items():
-        assert door.value("tenant_in_flight", tenant=name) == shown, name
+        assert door.value("tenant_in_flight_requests", tenant=name) == shown, name
     door.admit("busy")
-    assert door.value("tenant_in_flight", tenant="busy") == 1
+    assert door.value("tenant_in_flight_requests", tenant="busy") == 1
 
 
 def test_operators_see_who_has_what() -> None:
@@ -268,4 +273,4 @@ def test_other_limits_count_what_is_in_flight(hide: Callable[[str], str]) -> Non
     assert door.admission.overview().tenants["acme"] == TenantNow(2, 200)
     door.admission.use(AdmissionSection())
     door.admit("acme")
-    assert door.value("tenant_in_flight", tenant="acme") == 3
+    assert door.value("tenant_in_flight_requests", tenant="acme") == 3

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,8 @@ from live_plan_cases import MODEL, LiveRegion, cluster, instance, near, numbered
 from prometheus_client import CollectorRegistry
 
 from deploy.gateway.scheduling.config import LongTermSection
-from deploy.gateway.scheduling.long_term import NUM_DECISIONS, LongTermService, PlanMetrics
+from deploy.gateway.scheduling.long_term import NUM_DECISIONS, LongTermService
+from deploy.gateway.scheduling.plan_metrics import PlanMetrics
 from deploy.gateway.scheduling.plan_overview import PlanDecision, PlanOverview
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
@@ -42,9 +44,10 @@ class Metrics:
     """Those of the service that was made last."""
 
     registry: CollectorRegistry
+    leads = True
 
     def value(self, name: str, **labels: str) -> float | None:
-        return self.registry.get_sample_value(f"prfaas_gateway_plan_{name}", labels)
+        return self.registry.get_sample_value(f"prfaas_plan_{name}", labels)
 
 
 @pytest.fixture
@@ -56,6 +59,10 @@ def metrics() -> Metrics:
 def make(live: LiveRegion, metrics: Metrics) -> Make:
     def service(region: LiveRegion = live, **section: object) -> Service:
         registry = metrics.registry = CollectorRegistry()
+        plan_metrics = PlanMetrics(registry)
+        plan_metrics.watch(
+            lambda: metrics.leads, lambda: [item.report for item in region.scheduler.reports()]
+        )
         checked = LongTermSection.model_validate(section)
         settings = region.scheduler.live.settings
         region.scheduler.live.settings = replace(
@@ -66,7 +73,7 @@ def make(live: LiveRegion, metrics: Metrics) -> Make:
             checked,
             region.scheduler,
             roles,
-            PlanMetrics(registry),
+            plan_metrics,
             wall_clock=lambda: 1e9 + region.now_s,
         )
 
@@ -92,11 +99,44 @@ async def test_it_sets_t_and_converts_and_sets_t_again(
     live.roles.end()
     assert live.thresholds.base_tokens() == {"far": decision.thresholds_after["far"]}
     assert decision.thresholds_after["far"] > meanwhile  # more of them prefill at home now
-    assert metrics.value("threshold_tokens", cluster="far") == decision.thresholds_after["far"]
+    assert (
+        metrics.value("threshold_tokens", source="far", target="near")
+        == decision.thresholds_after["far"]
+    )
     wanted = decision.goal.num_prefill["near"]
-    assert metrics.value("instances", model=MODEL, cluster="near", role="prefill") == wanted
-    assert metrics.value("steps_total", model=MODEL, reason="convert") == 1
-    assert metrics.value("gain_ratio", model=MODEL) == pytest.approx(decision.numbers["gain"])
+    assert metrics.value("instances", model_name=MODEL, cluster="near", role="prefill") == wanted
+    assert metrics.value("steps_total", model_name=MODEL, reason="convert") == 1
+    assert metrics.value("gain_ratio", model_name=MODEL, cluster="near") == pytest.approx(
+        decision.numbers["gain"]
+    )
+
+
+async def test_wanted_instances_follow_the_load_and_not_what_there_is(
+    live: LiveRegion, make: Make, metrics: Metrics
+) -> None:
+    service = make()
+
+    def wanted() -> dict[str, float | None]:
+        places = (("far", "prefill"), ("near", "prefill"), ("near", "decode"))
+        return {
+            f"{cluster} {role}": metrics.value(
+                "wanted_instances", cluster=cluster, role=role, model_name=MODEL
+            )
+            for cluster, role in places
+        }
+
+    before = wanted()
+    assert before["near prefill"] == 4
+    assert before["near decode"] == 4
+    decision = await service.decide()
+    assert decision.goal is not None
+    after = wanted()
+    assert after["near decode"] == max(1, math.ceil(decision.goal.needed_decode["near"]))
+    assert after["far prefill"] == max(1, math.ceil(decision.goal.needed_prefill["far"]))
+    # Its traffic needs fewer decoders than there are, which the best division cannot say.
+    assert sum(decision.goal.num_decode.values()) + sum(decision.goal.num_prefill.values()) == 8
+    metrics.leads = False
+    assert wanted() == dict.fromkeys(before)
 
 
 async def test_it_goes_on_until_the_best_division_and_then_rests(

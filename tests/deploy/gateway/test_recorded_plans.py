@@ -18,7 +18,8 @@ from prometheus_client import CollectorRegistry
 from deploy.gateway.config import RecorderSection
 from deploy.gateway.scheduling import recorder as module
 from deploy.gateway.scheduling.config import LongTermSection
-from deploy.gateway.scheduling.long_term import LongTermService, PlanMetrics
+from deploy.gateway.scheduling.long_term import LongTermService
+from deploy.gateway.scheduling.plan_metrics import PlanMetrics
 from deploy.gateway.scheduling.recorder import Recorder
 from deploy.plan.simulate.recording import document_of, play_recordings
 from scheduler.live.feedback import AnswerDecoded, RequestArrived

@@ -12,7 +12,7 @@ from scheduler.routing.decision import Decision, Reason
 
 
 def record(request_id: str = "r") -> RequestRecord:
-    return RequestRecord(request_id=request_id, started_s=0.0, endpoint="completion")
+    return RequestRecord(request_id=request_id, started_s=0.0, endpoint="completion", model="m")
 
 
 def result(**fields: Any) -> PrefillResult:
@@ -72,13 +72,13 @@ def test_metrics_know_every_ending() -> None:
     ended.first_byte(2.0, is_stream=True)
     ended.total_s, ended.outcome, ended.status, ended.num_prompt_tokens = 3.0, "ok", 200, 50
     metrics.watch(lambda: 3, lambda: 1)
-    metrics.ended(ended)
+    metrics.ended(ended, 50)
     metrics.settled(ended)
     metrics.rejected("x")
     text = metrics.render().decode()
     assert "prfaas_gateway_in_flight_requests 3.0" in text
     assert 'outcome="ok",route="prefill_cluster",status="200"} 1.0' in text
-    assert 'prfaas_gateway_ttft_part_seconds_count{part="queue"' in text
+    assert 'prfaas_gateway_ttft_part_seconds_count{model_name="m",part="queue"' in text
 
 
 def test_both_engines_words_divide_the_times_of_the_gateway() -> None:

@@ -45,17 +45,17 @@ def series(region: Region, links: list[LinkNow] | None = None, scheduler: Any = 
 def test_thresholds_are_as_of_the_scrape() -> None:
     region = Region()
     value = series(region)
-    assert value("threshold_tokens", cluster="far") == 1000
+    assert value("threshold_tokens", source="far", target="home") == 1000
     region.links["far", "home"] = LinkView(state=LinkCondition.CONGESTED)
-    assert value("threshold_tokens", cluster="far") == 1500
-    assert value("threshold_base_tokens", cluster="far") == 1000
+    assert value("threshold_tokens", source="far", target="home") == 1500
+    assert value("threshold_base_tokens", source="far", target="home") == 1000
 
 
 def test_what_is_learnt_is_shown_once_there_is_something() -> None:
     region = Region()
     scheduler = region.scheduler()
     value = series(region, scheduler=scheduler)
-    labels = {"model": MODEL, "place": "far"}
+    labels = {"model_name": MODEL, "place": "far"}
     assert value("learned_prefills", **labels) is None
     teach(scheduler, "far", 1e-3)
     assert value("learned_prefills", **labels) == 8
@@ -91,10 +91,13 @@ def test_a_gateway_that_follows_no_links_has_no_series_of_any() -> None:
 
 def test_errors_of_predictions_are_counted_by_route() -> None:
     metrics = GatewayMetrics()
-    metrics.predicted("local", 1.2, 1.0)
-    metrics.predicted("local", 1.0, 0.0)
-    metrics.predicted("local", float("inf"), 1.0)
-    name, labels = "prfaas_gateway_ttft_prediction_error_ratio", {"route": "local"}
+    metrics.predicted("m", "local", 1.2, 1.0)
+    metrics.predicted("m", "local", 1.0, 0.0)
+    metrics.predicted("m", "local", float("inf"), 1.0)
+    name, labels = (
+        "prfaas_gateway_ttft_prediction_error_ratio",
+        {"model_name": "m", "route": "local"},
+    )
     assert metrics.registry.get_sample_value(name + "_count", labels) == 1
     assert metrics.registry.get_sample_value(name + "_sum", labels) == pytest.approx(0.2)
 

@@ -107,8 +107,11 @@ async def test_what_is_cached_at_home_keeps_a_long_prompt_there(
         assert record.local_cached_tokens == 256
         async with region.session.get(region.url + "/metrics") as response:
             text = await response.text()
-    assert "prfaas_gateway_cache_query_tokens_total 300.0" in text
-    assert 'prfaas_gateway_cached_tokens_total{cluster="home",side="local"} 256.0' in text
+    assert 'prfaas_gateway_cache_query_tokens_total{model_name="tiny"} 300.0' in text
+    assert (
+        'prfaas_gateway_cached_tokens_total{cluster="home",model_name="tiny",side="local"} 256.0'
+        in text
+    )
     assert directory.is_closed
 
 

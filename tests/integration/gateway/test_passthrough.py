@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from documented_metrics import undocumented
 
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"model": "tiny", "prompt": "short", "max_tokens": 4}),
@@ -198,8 +199,9 @@ async def test_the_small_endpoints(region: Any) -> None:
     record = await region.record()
     async with region.session.get(region.url + "/metrics") as response:
         text = await response.text()
-    assert 'prfaas_gateway_decisions_total{reason="above_threshold"' in text
+    assert 'prfaas_gateway_decisions_total{model_name="tiny",reason="above_threshold"' in text
     assert 'part="transfer_tail"' in text
+    assert undocumented(text) == []
     async with region.session.get(region.url + "/prfaas/requests?limit=5") as response:
         listed = (await response.json())["requests"]
     assert listed[0]["request_id"] == record.request_id

@@ -25,7 +25,9 @@ async def test_the_plan_of_a_running_gateway(open_region: Any) -> None:
         assert shown.exit_code == 0
         assert "t of far, tokens" in shown.output
         async with region.session.get(region.url + "/metrics") as response:
-            assert 'prfaas_gateway_plan_threshold_tokens{cluster="far"}' in await response.text()
+            assert (
+                'prfaas_plan_threshold_tokens{source="far",target="home"}' in await response.text()
+            )
 
 
 async def test_the_plan_is_protected_where_there_are_keys(open_region: Any) -> None:

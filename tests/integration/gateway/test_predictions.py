@@ -98,10 +98,11 @@ async def test_answers_teach_predictions(region: Any) -> None:
     assert model["model"] == "tiny"
     assert [place["place"] for place in model["places"] if place["num_seen"]] == ["far"]
     values = await series(region)
-    assert values['prfaas_gateway_learned_prefills{model="tiny",place="far"}'] == 12
-    assert values['prfaas_gateway_threshold_tokens{cluster="far"}'] == 100
-    route = 'prfaas_gateway_ttft_prediction_error_ratio_count{route="prefill_cluster"}'
-    assert values[route] == 12
+    assert values['prfaas_gateway_learned_prefills{model_name="tiny",place="far"}'] == 12
+    assert values['prfaas_gateway_threshold_tokens{source="far",target="home"}'] == 100
+    route = 'model_name="tiny",route="prefill_cluster"'
+    for name in ("prediction_error_ratio", "predicted_seconds", "measured_seconds"):
+        assert values[f"prfaas_gateway_ttft_{name}_count{{{route}}}"] == 12
 
 
 async def test_a_client_that_names_no_model_teaches_the_only_one(region: Any) -> None:

@@ -254,7 +254,7 @@ def test_metrics_show_what_they_were_told_last() -> None:
     labels = {"cluster": "c", "node": "n1"}
     assert value("prfaas_directory_node_blocks", labels) == 3
     assert value("prfaas_directory_node_age_seconds", labels) == 2
-    assert value("prfaas_directory_followed", {"what": "gaps"}) == 0
+    assert value("prfaas_directory_followed_total", {"what": "gaps"}) == 0
     directory.forget(OTHER)
     metrics.update(directory.nodes(3.0), follower.counts, directory.nbytes)
     assert value("prfaas_directory_node_blocks", labels) is None
