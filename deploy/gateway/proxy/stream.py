@@ -44,6 +44,8 @@ _NOT_FORWARDED: Final = frozenset(
 )
 """Hop-by-hop headers (RFC 9110, 7.6.1) and those the gateway sets itself."""
 
+_END_MARK_BYTES: Final = len(b"data: [DONE]\r\n\r\n")
+
 StreamOutcome = Literal["ok", "engine_lost", "client_gone"]
 
 
@@ -168,7 +170,7 @@ class _Relay:
         if not events:
             return True
         # The end mark is no token, and often comes by itself.
-        if not self._gate.is_done:
+        if len(events) > _END_MARK_BYTES or not self._gate.is_done:
             self._pace.piece()
         transport = self._request.transport
         if (

@@ -29,6 +29,29 @@ async def series(region: Any) -> dict[str, float]:
     return {name: float(value) for name, _, value in pairs}
 
 
+async def test_tokens_and_the_time_between_them_are_measured(region: Any) -> None:
+    region.engine.next_token.clear()
+    body = {"model": "tiny", "prompt": "short", "max_tokens": 8} | STREAM
+    body["stream_options"] = {"include_usage": True}
+    async with region.session.post(region.url + "/v1/completions", json=body) as response:
+        # So that the events do not reach the gateway in one piece.
+        first = await response.content.readuntil(b"\n\n")
+        region.engine.next_token.set()
+        rest = await response.read()
+    assert rest.endswith(b"data: [DONE]\n\n")
+    assert json.loads(first.removeprefix(b"data: "))["choices"]
+    usage = json.loads(rest.split(b"data: ")[-2])["usage"]
+    values = await series(region)
+    route = '{model_name="tiny",route="local"}'
+    assert values[f"prfaas_gateway_inter_token_latency_seconds_count{route}"] >= 1
+    for name in ("time_to_first_token_seconds", "request_time_per_output_token_seconds"):
+        assert values[f"prfaas_gateway_{name}_count{route}"] == 1
+    model = '{model_name="tiny"}'
+    assert values[f"prfaas_gateway_prompt_tokens_total{model}"] == usage["prompt_tokens"]
+    assert values[f"prfaas_gateway_generation_tokens_total{model}"] == usage["completion_tokens"]
+    assert values['prfaas_gateway_tenant_requests_total{tenant="(unnamed)"}'] == 1
+
+
 async def test_a_counted_prompt_has_predictions_in_its_record(region: Any) -> None:
     await region.post(region.long_body(**STREAM), headers={"X-Request-Id": "one"})
     record = await region.record()
