@@ -10,13 +10,14 @@
 # make bench BENCH_ARGS=--smoke   the same at their smallest size, to see that they run
 # make report write docs/performance.md and its curves from stored results of benches
 # make report REPORT_ARGS="--take NAME"   the same with a result of `make bench` more
-# make docs   write the configuration reference and build the documentation's site into site/
+# make docs   write the configuration reference, the runbook's index and dashboards, and build the site into site/
 # make test-upgrade before a release: a region of the release before, upgraded and taken back under load
 # make messages     after a release: note its messages, with which those of the next one must agree
 # make soak   minutes of faults between a sender and a receiver, every byte verified
 # make soak SOAK_ARGS=--tls   the same over mutual TLS
 # make soak-region  minutes of coming and going in a region of processes, what they hold measured
 # make sites  a region on six hosts in network namespaces, and what happens to it (needs root)
+# make drill  five faults in a region of two hosts: which alert fires, and whether its page helps
 # make fuzz   random and mutated bytes against the wire format, guided by coverage
 # make mutants FILES="scheduler/routing/short_term.py"  which small faults in a file its unit tests miss
 # make pins   hashes of what the requirements pin, and docs/licences.md, after a pin was changed
@@ -44,7 +45,7 @@ PARALLEL := -n $(WORKERS) --dist worksteal
 PREVIOUS := $(shell cat tests/upgrade/PREVIOUS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo test test-fast test-engine test-kinds test-upgrade test-long messages lint format docs bench report soak soak-region sites fuzz mutants pins dist release-notes release-tag stats clean
+.PHONY: help setup system demo test test-fast test-engine test-kinds test-upgrade test-long messages lint format docs bench report soak soak-region sites drill fuzz mutants pins dist release-notes release-tag stats clean
 
 help:
 	@sed -n 's/^# make/  make/p' Makefile
@@ -122,6 +123,8 @@ docs: setup
 	@$(PINNED) -r requirements/docs.txt
 	@$(BIN)/python docs/write_configuration.py
 	@$(BIN)/python docs/write_support.py
+	@$(BIN)/python docs/write_runbook.py
+	@$(BIN)/python docs/write_dashboards.py
 	@$(BIN)/python docs/write_metrics.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
@@ -136,6 +139,9 @@ soak-region: setup
 
 sites: setup
 	@$(BIN)/python tests/sites/run_sites.py $(SITES_ARGS)
+
+drill: setup
+	@$(BIN)/python tests/drill/run_drill.py $(DRILL_ARGS)
 
 fuzz: setup
 	@$(PINNED) -r requirements/fuzz.txt

@@ -155,6 +155,9 @@ def render_command(
     kubernetes: Annotated[
         Path | None, typer.Option(metavar="DIR", help="write a Helm chart and objects below DIR")
     ] = None,
+    prometheus: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="write what Prometheus and Grafana read")
+    ] = None,
     variables: SetOption = None,
     site: SiteOption = None,
     node: NodeOption = None,
@@ -166,8 +169,14 @@ def render_command(
     values: Annotated[
         Path | None, typer.Option(metavar="FILE", help="values of the chart, for the objects")
     ] = None,
+    run_dir: RunDirOption = None,
+    gateway_key: Annotated[
+        Path | None, typer.Option(help="file with an operator's API key, for Prometheus")
+    ] = None,
+    docs: Annotated[str, typer.Option(help="URL of the documentation, for alerts")] = "",
 ) -> None:
-    """Write what runs a region instead of `prfaas up`: systemd units, or a Helm chart.
+    """Write what runs a region instead of `prfaas up`, systemd units or a Helm chart, or what
+    Prometheus needs to watch it.
 
     DIR must be empty or missing. With --systemd it gets a folder for each host with a unit for each
     process and the files that they read. Keys, certificates and models are used where the region
@@ -179,13 +188,18 @@ def render_command(
     for each cluster, and the folder `objects`, the same objects for `kubectl apply -k`; these are
     those of --site CLUSTER, with the values of --values FILE.
 
+    With --prometheus it gets prometheus.yml, the alert rules, and Grafana's dashboards. A region
+    that runs on one machine must be up, since its run chooses ports and keys. Prometheus reads the
+    keys and certificates that prometheus.yml names.
+
     \b
     prfaas region render region.yaml --systemd units
     prfaas region render region.yaml --systemd units --node a1 --user vllm
     prfaas region render region.yaml --kubernetes out --site pd-b
+    prfaas region render region.yaml --prometheus watch --gateway-key /etc/prfaas/operator.key
     """
-    if (systemd is None) == (kubernetes is None):
-        fail("give --systemd DIR or --kubernetes DIR", 2)
+    if sum(wanted is not None for wanted in (systemd, kubernetes, prometheus)) != 1:
+        fail("give --systemd DIR, --kubernetes DIR or --prometheus DIR", 2)
     region = load_or_exit(file, variables or [])
     if kubernetes is not None:
         from deploy.region.kubernetes.cli import write_chart
@@ -193,6 +207,21 @@ def render_command(
         if node is not None:
             fail("--kubernetes has objects of a whole cluster: give --site instead of --node", 2)
         write_chart(region, kubernetes, site=site, values=values)
+        return
+    if prometheus is not None:
+        from deploy.region.launch.watching import watched_region
+
+        try:
+            watched = watched_region(region, site=site, node=node, run_dir=run_dir)
+            files = watched.files(gateway_key, docs)
+            make_new_directory(prometheus)
+            _write(prometheus, files)
+        except FileError as error:
+            fail(str(FileError(str(file), error.problems)), 2)
+        except OSError as error:
+            fail(str(error), 1)
+        typer.echo(f"start: prometheus --config.file={prometheus}/prometheus.yml")
+        typer.echo(f"Grafana: import the files of {prometheus}/dashboards")
         return
     assert systemd is not None
     from deploy.region.certs import hosts_of

@@ -23,6 +23,7 @@ import pytest
 import pytest_asyncio
 from bench_smoke import run_smoke
 from conversation import TURNS, Talk, expected_turns, kill
+from dashboard_queries import missing_of_engines
 from data_port import is_welcome, tls_context
 from engine_region import (
     LOOPBACK,
@@ -45,6 +46,7 @@ from engine_region import (
 from handoff import Handoff
 from landed_items import items_of
 from otlp_receiver import OtlpReceiver, ReceivedSpan, check_tree
+from prometheus_server import needs_prometheus
 
 from deploy.lab.demo.answers import Answer
 from deploy.lab.demo.reference import plain_engine
@@ -281,6 +283,23 @@ async def test_engines_serve_the_region_over_https(served: Served) -> None:
                 nameless = tls_context(files, with_certificate=False)
                 with pytest.raises(aiohttp.ClientError):
                     await session.get(url, ssl=nameless, headers=access.headers)
+
+
+@needs_prometheus
+@serving(WINDOW_CACHED_TLS)
+async def test_dashboards_find_what_engines_moved(served: Served, tmp_path: Path) -> None:
+    """Panels of vLLM's metrics and of prefix caches, in a real Prometheus server."""
+    region = served.region
+    # The loop must go on, since it runs the region.
+    found = asyncio.create_task(
+        asyncio.to_thread(missing_of_engines, region.directory.root, tmp_path)
+    )
+    number = 0
+    while not found.done():
+        number += 1
+        new = prompt(f"seen {number}", 600, 5000 + number, stream=True)
+        await ask_region(region, served.model, [new, replace(new, name=f"{new.name}{AGAIN}")])
+    assert await found == []
 
 
 @serving(*IN_CHUNKS)

@@ -179,6 +179,9 @@ def _front_ports(view: Viewpoint) -> Iterator[RegionPort]:
         role: Role = "prefill-front" if cluster.kind == "prefill" else "pd-front"
         needed = _has_front(view, cluster) or view.has_gateway
         yield RegionPort(f"front {cluster.name}", "front", at, first.host, here, needed, role)
+        host, name = region.metrics_host(first), f"front {cluster.name}, metrics"
+        at = Endpoint(first.host if host == first.bound_host else host, cluster.front_metrics_port)
+        yield RegionPort(name, "metrics", at, first.host, here, _has_front(view, cluster))
 
 
 def _gateway_ports(view: Viewpoint) -> Iterator[RegionPort]:

@@ -55,7 +55,8 @@ def test_each_host_needs_other_ports(tmp_path: Path, monkeypatch: pytest.MonkeyP
     agents = {f"agent {node}, {word}" for node in nodes for word in words}
     from_a1 = ports(tmp_path, "a1")
     assert needed(from_a1) == agents | {
-        "agent a1, metrics", "engine p", "front far", "link far-to-home to b2",
+        "agent a1, metrics", "engine p", "front far", "front far, metrics",
+        "link far-to-home to b2",
     }  # fmt: skip
     assert from_a1["front far"].at == Endpoint("10.0.0.1", 7200)
     # Metrics without a key are on loopback of their host.
