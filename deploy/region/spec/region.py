@@ -17,6 +17,7 @@ from kvmanager.agent.config import AgentSection
 from kvmanager.config_files.fields import Address, Addresses, Port, Section, TlsSection, Tokens
 from kvmanager.config_files.security import is_loopback
 from kvmanager.config_files.units import parse_duration, parse_rate
+from kvmanager.logs import LogFormat, LogLevel
 from local_pd.handoff import HandOffWay
 from prfaas.engines.command import EngineOptions
 from prfaas.engines.instance import DEFAULT_DECODE_SLOTS, DEFAULT_MAX_CONCURRENT
@@ -253,6 +254,15 @@ class SecuritySpec(Section):
     """true: neither; every process that reaches the ports of another may call everything."""
 
 
+class LogsSpec(Section):
+    """How the processes of the region log; engines too."""
+
+    format: LogFormat = "text"
+    """Lines for people (`text`), or a JSON object each (`json`)."""
+    level: LogLevel = "info"
+    """The least level of a line."""
+
+
 class RegionSpec(Section):
     """A region: the gateway, the models, the clusters and the links between them."""
 
@@ -272,6 +282,8 @@ class RegionSpec(Section):
     """
     security: SecuritySpec = SecuritySpec()
     """How the processes of the region trust each other."""
+    logs: LogsSpec = LogsSpec()
+    """How they log."""
 
     @property
     def pd_clusters(self) -> tuple[ClusterSpec, ...]:
