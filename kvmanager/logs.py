@@ -1,4 +1,5 @@
-"""How our processes log: one format, and no message that fills a disk by repeating itself.
+"""How our processes log: as text or as JSON, a line each, with the request that a line is about,
+and no message that fills a disk by repeating itself. No line holds text of a prompt or an answer.
 
 A peer that sends garbage, or an agent that is down, sets off the same message again and again. The
 first ones of a minute are worth reading, the rest only their number.
@@ -11,14 +12,41 @@ go.
 from __future__ import annotations
 
 import atexit
+import copy
 import logging
 import queue
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from logging.handlers import QueueHandler
-from typing import Final
+from typing import Annotated, Final, Literal
+
+import typer
+from pythonjsonlogger.json import JsonFormatter
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+LEVEL_VARIABLE: Final = "PRFAAS_LOG_LEVEL"
+FORMAT_VARIABLE: Final = "PRFAAS_LOG_FORMAT"
+LevelOption = Annotated[
+    LogLevel,
+    typer.Option(
+        help="Least level of the lines of this process's log.",
+        envvar=LEVEL_VARIABLE,
+        case_sensitive=False,
+    ),
+]
+FormatOption = Annotated[
+    LogFormat,
+    typer.Option(
+        help="Lines for people, or a JSON object each for what collects logs.",
+        envvar=FORMAT_VARIABLE,
+        case_sensitive=False,
+    ),
+]
 
 PERIOD_S: Final = 60.0
 MAX_A_PERIOD: Final = 100
@@ -27,6 +55,22 @@ MAX_TEXTS: Final = 1000
 """Texts whose number is kept; a program has a few hundred of them."""
 MAX_WAITING: Final = 10_000
 """Lines that wait to be written. While so many do, further ones are lost."""
+
+
+_REQUEST_FIELDS: Final = ("request_id", "trace_id")
+_REQUEST: ContextVar[tuple[str, str]] = ContextVar("request", default=("", ""))
+
+
+@contextmanager
+def about_request(request_id: str, trace_id: str = "") -> Iterator[None]:
+    """Lines that this task, and tasks that it starts, log meanwhile name the request and its W3C
+    trace (32 hexadecimal digits).
+    """
+    token = _REQUEST.set((request_id, trace_id))
+    try:
+        yield
+    finally:
+        _REQUEST.reset(token)
 
 
 @dataclass(slots=True)
@@ -86,9 +130,22 @@ class _Waiting(QueueHandler):
 
     def __init__(self, lines: queue.Queue[logging.LogRecord | None]) -> None:
         super().__init__(lines)
-        # Only the text and the traceback; the handler that writes adds time, level and logger.
-        self.setFormatter(logging.Formatter("%(message)s"))
+        self.format_traceback = logging.Formatter().formatException
         self._num_lost = 0
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        prepared = copy.copy(record)
+        # Here, because what the arguments stand for may change before the line is written.
+        prepared.message = prepared.msg = record.getMessage()
+        prepared.args = None
+        if record.exc_info:
+            prepared.exc_text = self.format_traceback(record.exc_info)
+            prepared.exc_info = None
+        # The thread that writes is in no request.
+        for name, value in zip(_REQUEST_FIELDS, _REQUEST.get(), strict=True):
+            if value:
+                setattr(prepared, name, value)
+        return prepared
 
     def enqueue(self, record: logging.LogRecord) -> None:
         if self._num_lost:
@@ -123,16 +180,44 @@ class LogWriter:
             self._handler.handle(line)
 
 
-def set_up_logging(level: str = "info", handler: logging.Handler | None = None) -> None:
+class _Text(logging.Formatter):
+    """Lines for people, which end with the request that they are about."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        known = [
+            f"{name}={value}" for name in _REQUEST_FIELDS if (value := getattr(record, name, ""))
+        ]
+        return super().formatMessage(record) + (f" [{' '.join(known)}]" if known else "")
+
+
+def json_formatter() -> logging.Formatter:
+    """What makes a line a JSON object; see `set_up_logging`."""
+    # Attributes that are no standard ones, such as request_id, are fields by themselves.
+    return JsonFormatter(
+        ["levelname", "name", "process", "message"],
+        rename_fields={"levelname": "level", "name": "logger", "process": "pid"},
+        timestamp="time",
+        json_ensure_ascii=False,
+    )
+
+
+def set_up_logging(
+    level: LogLevel = "info", form: LogFormat = "text", handler: logging.Handler | None = None
+) -> None:
     """Log from now on, to stderr unless there is a handler, without endless repeats and without
-    waiting for the writes. The last lines are written when the process ends.
+    waiting for the writes. The last lines are written when the process ends. In JSON a line has
+    `time` (RFC 3339, UTC), `level`, `logger`, `pid`, `message`, and where there are any
+    `request_id`, `trace_id` and `exc_info`, a traceback.
 
     Does nothing in a process that logs already.
     """
     if logging.getLogger().handlers:
         return
     handler = handler or logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(json_formatter() if form == "json" else _Text())
     writer = LogWriter(handler)
     writer.front.addFilter(RepeatsFilter())
     logging.basicConfig(level=level.upper(), handlers=[writer.front])

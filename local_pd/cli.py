@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvmanager.config_files.traces import open_tracer
+from kvmanager.logs import FormatOption, LevelOption
 from local_pd.embedded import EmbeddedPdCluster
 from local_pd.front_config import PdFrontConfig
 from local_pd.server import PdServer
@@ -20,10 +21,12 @@ def pd_command(
     listen: Annotated[
         str | None, typer.Option(help="host:port for gRPC; overrides the file.")
     ] = None,
-    log_level: Annotated[str, typer.Option(help="Level of this process's log.")] = "INFO",
+    log_level: LevelOption = "info",
+    log_format: FormatOption = "text",
 ) -> None:
     """Run the front of a local PD cluster: its instances, landings, engines if told to."""
-    run_front(config, PdFrontConfig, serve_pd, listen=listen, log_level=log_level)
+    logs = log_level, log_format
+    run_front(config, PdFrontConfig, serve_pd, listen=listen, logs=logs)
 
 
 async def serve_pd(config: PdFrontConfig, path: Path) -> None:

@@ -17,6 +17,7 @@ from msgspec import structs
 
 from kvmanager.agent.messages import Reserve
 from kvmanager.load_times import LoadTimes
+from kvmanager.logs import about_request
 from kvmanager.tracing.spans import begin
 from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom, RoleRefused
 from local_pd.handoff import HandOffWay, LocalHandoff
@@ -194,9 +195,8 @@ class EmbeddedPdCluster:
             try:
                 slot = await self._landings.reserve(instance, wanted, request.adapter)
             except RpcError as error:
-                logger.warning(
-                    "%s: %s: no landing at %s: %s", request.request_id, self._name, name, error
-                )
+                with about_request(request.request_id):
+                    logger.warning("%s: no landing at %s: %s", self._name, name, error)
                 if error.code in ("UNAVAILABLE", "TIMEOUT"):
                     # Placement must not choose the node again before a probe reaches it.
                     self._instances.agent_lost(name, error.message)
@@ -246,9 +246,8 @@ class EmbeddedPdCluster:
             choice = choose_direct(views, request.model, affinity)
         if choice.name is None:
             raise NoInstance(f"{self._name}: {choice.reason}")
-        logger.debug(
-            "%s: %s serves %s: %s", self._name, choice.name, request.request_id, choice.reason
-        )
+        with about_request(request.request_id):
+            logger.debug("%s: %s serves: %s", self._name, choice.name, choice.reason)
         instance = self._instances.by_name[choice.name]
         instance.load.given()
         return DirectTarget(

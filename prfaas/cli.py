@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvmanager.config_files.traces import open_tracer
+from kvmanager.logs import FormatOption, LevelOption
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.front_process import run_front, serve_front
 from prfaas.front_config import PrefillFrontConfig
@@ -20,10 +21,13 @@ def prefill_command(
     listen: Annotated[
         str | None, typer.Option(help="host:port for gRPC; overrides the file.")
     ] = None,
-    log_level: Annotated[str, typer.Option(help="Level of this process's log.")] = "INFO",
+    log_level: LevelOption = "info",
+    log_format: FormatOption = "text",
 ) -> None:
     """Run the front of a prefill cluster: its queue, its instances, its engines if told to."""
-    run_front(config, PrefillFrontConfig, serve_prefill, listen=listen, log_level=log_level)
+    run_front(
+        config, PrefillFrontConfig, serve_prefill, listen=listen, logs=(log_level, log_format)
+    )
 
 
 async def serve_prefill(config: PrefillFrontConfig, path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from kvmanager.logs import about_request
 from kvmanager.tracing.spans import begin
 from prfaas.engines.departures import Departures
 from prfaas.engines.errors import PrefillFailed
@@ -242,16 +243,18 @@ class EmbeddedPrefillCluster:
         place = instance.place()
         waited = begin(self._tracer, "queue", ticket.job.traceparent, ticket.queued_s)
         waited.end(time.monotonic(), {"prfaas.attempt": start.attempt})
-        ticket.task = asyncio.create_task(
-            self._runner.run(
-                ticket.job,
-                place,
-                queue_s=start.queue_s,
-                attempt=start.attempt,
-                reason=start.reason,
-            ),
-            name=f"prefill {start.key}",
-        )
+        job = ticket.job
+        with about_request(job.request_id, job.traceparent[3:35]):
+            ticket.task = asyncio.create_task(
+                self._runner.run(
+                    job,
+                    place,
+                    queue_s=start.queue_s,
+                    attempt=start.attempt,
+                    reason=start.reason,
+                ),
+                name=f"prefill {start.key}",
+            )
         # A callback, because a task cancelled before its first step runs no code of its own.
         ticket.task.add_done_callback(lambda task: self._try_over(ticket, start, task))
 
@@ -267,10 +270,11 @@ class EmbeddedPrefillCluster:
                 ticket.resolve(task.result())
             self._perform(self._queue.finished(start.key, self._clock()))
             return
-        if not isinstance(error, AttemptFailed):
-            logger.error("%s: prefill %s", self._name, start.key, exc_info=error)
-            error = AttemptFailed("engine_failed", f"{type(error).__name__}: {error}")
-        logger.warning("%s: prefill %s on %s: %s", self._name, start.key, start.instance, error)
+        with about_request(ticket.job.request_id, ticket.job.traceparent[3:35]):
+            if not isinstance(error, AttemptFailed):
+                logger.error("%s: prefill %s", self._name, start.key, exc_info=error)
+                error = AttemptFailed("engine_failed", f"{type(error).__name__}: {error}")
+            logger.warning("%s: prefill %s on %s: %s", self._name, start.key, start.instance, error)
         self._instances.attempt_failed(start.instance, error)
         retryable, now_s = error.retryable, self._clock()
         self._perform(

@@ -60,6 +60,7 @@ from deploy.gateway.serving.exchange import PATHS, Services
 from deploy.gateway.serving.records import RequestRecord
 from deploy.gateway.serving.request import Serving
 from deploy.gateway.sharing.state_file import StateFile
+from kvmanager.logs import about_request
 from kvmanager.program_version import program_version
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
@@ -286,10 +287,12 @@ class Gateway:
         """POST /v1/completions and /v1/chat/completions. Raises `ApiError` before routing."""
         services = self._started()
         async with self._intake.received(request, kind) as exchange:
-            self.records.append(exchange.record)
-            response = await Serving(services, exchange).answer(request)
-            # Here, so that it counts towards the limits until the client has taken it.
-            await send_whole(request, response, services.patience)
+            record = exchange.record
+            self.records.append(record)
+            with about_request(record.request_id, record.trace_id):
+                response = await Serving(services, exchange).answer(request)
+                # Here, so that it counts towards the limits until the client has taken it.
+                await send_whole(request, response, services.patience)
             return response
 
     async def _note_nodes(self, report: ClusterReport) -> None:

@@ -38,7 +38,7 @@ from deploy.gateway.server import serve_gateway
 from kvmanager.config_files.followed_files import hang_up
 from kvmanager.config_files.problems import FileError, Problem
 from kvmanager.config_files.yaml_files import exit_on_bad_file
-from kvmanager.logs import set_up_logging
+from kvmanager.logs import FormatOption, LevelOption, set_up_logging
 from kvmanager.private_files import read_secret
 from kvmanager.process_series import ProcessSeries
 from transport import Endpoint
@@ -51,10 +51,11 @@ def gateway_command(
     config: Annotated[Path, typer.Option(help="YAML file: limits, models, clusters.")],
     host: Annotated[str, typer.Option(help="Address to listen on; overrides the file.")] = "",
     port: Annotated[int, typer.Option(help="Port to listen on; overrides the file.")] = -1,
-    log_level: Annotated[str, typer.Option(help="Level of this process's log.")] = "INFO",
+    log_level: LevelOption = "info",
+    log_format: FormatOption = "text",
 ) -> None:
     """Serve the OpenAI API for a region and route each request to one of its clusters."""
-    set_up_logging(log_level)
+    set_up_logging(log_level, log_format)
     with exit_on_bad_file():
         loaded = load_gateway_file(config)
     changes: dict[str, object] = {}

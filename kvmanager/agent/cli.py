@@ -28,7 +28,7 @@ from kvmanager.config_files.options import setting
 from kvmanager.config_files.problems import FileError
 from kvmanager.config_files.traces import open_tracer
 from kvmanager.config_files.yaml_files import exit_on_bad_file
-from kvmanager.logs import set_up_logging
+from kvmanager.logs import FormatOption, LevelOption, set_up_logging
 from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.systemd import served
 from kvmanager.loop.watch import LoopWatch, settle_heap
@@ -76,13 +76,14 @@ def agent_command(
     tls_key: Annotated[Path | None, setting(AgentConfig, "tls_key")] = None,
     tls_ca: Annotated[Path | None, setting(AgentConfig, "tls_ca")] = None,
     trusted_network: Annotated[bool | None, setting(AgentConfig, "trusted_network")] = None,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_level: LevelOption = "info",
+    log_format: FormatOption = "text",
 ) -> None:
     """Run this host's node agent, which owns KVCache memory, moves it and serves the engines."""
     options = {name: value for name, value in locals().items() if name in AgentConfig.model_fields}
     if placement is not None:
         options["placement"] = yaml.safe_load(placement)
-    set_up_logging(log_level)
+    set_up_logging(log_level, log_format)
     with exit_on_bad_file():
         settings = load(config, options)
     try:

@@ -26,7 +26,7 @@ from kvmanager.directory.feed_client import DirectoryFollower
 from kvmanager.directory.messages import SERVICE, NodeState
 from kvmanager.directory.metrics import DirectoryMetrics
 from kvmanager.directory.service import DirectoryService
-from kvmanager.logs import set_up_logging
+from kvmanager.logs import FormatOption, LevelOption, set_up_logging
 from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.systemd import served
 from kvmanager.loop.watch import LoopWatch, settle_heap
@@ -55,10 +55,11 @@ def directory_command(
     metrics_port: Annotated[int | None, setting(DirectoryConfig, "metrics_port")] = None,
     metrics_host: Annotated[str | None, setting(DirectoryConfig, "metrics_host")] = None,
     metrics_key_file: Annotated[Path | None, setting(DirectoryConfig, "metrics_key_file")] = None,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_level: LevelOption = "info",
+    log_format: FormatOption = "text",
 ) -> None:
     """Run a directory, which follows node agents and knows what each node has cached."""
-    set_up_logging(log_level)
+    set_up_logging(log_level, log_format)
     agents = dict(item.partition("=")[::2] for item in agent) if agent else None
     options = {
         name: value for name, value in locals().items() if name in DirectoryConfig.model_fields

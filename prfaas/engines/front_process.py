@@ -22,7 +22,7 @@ from prometheus_client import REGISTRY
 from kvmanager.config_files.followed_files import follow, hang_up
 from kvmanager.config_files.problems import FileError
 from kvmanager.config_files.yaml_files import exit_on_bad_file, read_settings
-from kvmanager.logs import set_up_logging
+from kvmanager.logs import LogFormat, LogLevel, set_up_logging
 from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.systemd import served
 from kvmanager.loop.watch import LoopWatch, settle_heap
@@ -64,14 +64,15 @@ def run_front(
     serve: Callable[[ConfigT, Path], Coroutine[Any, Any, None]],
     *,
     listen: str | None,
-    log_level: str,
+    logs: tuple[LogLevel, LogFormat],
 ) -> None:
     """Serve the front that the file at `path` describes; `listen` overrides the file's address.
+    `logs` are the level and the form of its log.
 
     Exits 2 when the file is wrong, 1 when an address is not free or a file that it names cannot be
     used; stderr says why.
     """
-    set_up_logging(log_level)
+    set_up_logging(*logs)
     with exit_on_bad_file():
         config = read_settings(path, kind, expected=EXPECTED, options={"listen": listen})
     try:

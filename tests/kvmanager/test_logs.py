@@ -1,5 +1,6 @@
 """Messages that repeat are left out of the log, and counted; no caller waits for a write."""
 
+import json
 import logging
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from kvmanager.logs import (
     MAX_A_PERIOD,
     MAX_TEXTS,
     PERIOD_S,
+    LogFormat,
     LogWriter,
     Repeats,
     RepeatsFilter,
@@ -134,6 +136,7 @@ def test_lines_that_find_no_room_are_lost_and_counted(
 @pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "raise ValueError('wrong')"])
 def test_what_was_logged_last_is_written_before_the_process_ends(end: str) -> None:
     code = f"""
+import json
 import logging
 from kvmanager.logs import set_up_logging
 set_up_logging()
@@ -156,3 +159,51 @@ def test_a_process_that_logs_already_is_left_alone() -> None:
     before = threading.active_count(), list(logging.getLogger().handlers)
     set_up_logging()
     assert (threading.active_count(), logging.getLogger().handlers) == before
+
+
+def logged(form: LogFormat) -> list[str]:
+    """What a process logs of a request, of none and of an exception."""
+    code = f"""
+import asyncio, logging
+from kvmanager.logs import about_request, set_up_logging
+set_up_logging("debug", {form!r})
+logger = logging.getLogger("prfaas.test")
+async def work():
+    logger.info("of %d", 1)
+async def main():
+    with about_request("r-1", "ab" * 16):
+        task = asyncio.create_task(work())
+    await task
+    logger.debug("of\\nnone")
+    try:
+        raise ValueError("wrong")
+    except ValueError:
+        logger.exception("failed")
+asyncio.run(main(), debug=False)
+"""
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, env=CHILD_ENV, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stderr.splitlines() if "selector" not in line]
+
+
+def test_lines_for_people_end_with_their_request() -> None:
+    first, second, *_ = logged("text")
+    assert first.endswith(f"INFO prfaas.test: of 1 [request_id=r-1 trace_id={'ab' * 16}]")
+    assert second.endswith("DEBUG prfaas.test: of")
+
+
+def test_every_line_is_a_json_object_if_asked_for() -> None:
+    first, second, third = map(json.loads, logged("json"))
+    time.strptime(first.pop("time")[:19], "%Y-%m-%dT%H:%M:%S")
+    assert first.pop("pid") > 0
+    assert first == {
+        "level": "INFO",
+        "logger": "prfaas.test",
+        "message": "of 1",
+        "request_id": "r-1",
+        "trace_id": "ab" * 16,
+    }
+    assert second["message"] == "of\nnone"
+    assert "request_id" not in second
+    assert third["exc_info"].endswith("ValueError: wrong")

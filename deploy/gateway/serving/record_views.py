@@ -90,8 +90,7 @@ def log_record(record: RequestRecord) -> None:
     if logger.isEnabledFor(level):
         logger.log(
             level,
-            "%s %s route=%s target=%s reason=%s status=%d outcome=%s ttft_s=%s total_s=%.3f %s",
-            record.request_id,
+            "%s route=%s target=%s reason=%s status=%d outcome=%s ttft_s=%s total_s=%.3f %s",
             record.endpoint,
             record.route,
             record.target,

@@ -149,7 +149,7 @@ class Serving:
             except EngineLost as error:
                 if self._tries_left <= 0:
                     raise
-                logger.warning("%s: trying elsewhere: %s", self._exchange.request_id, error)
+                logger.warning("trying elsewhere: %s", error)
                 self._lost_instances.add(error.instance)
                 decision = fall_back(decision, Reason.DECODE_FAILED)
                 self._retried(Reason.DECODE_FAILED)
@@ -338,7 +338,7 @@ class Serving:
             end = await relay_stream(answer, request, response, self._services.patience, pace)
         except Exception as error:
             # The answer has begun, so an error response must not follow it on this connection.
-            logger.exception("%s: relaying failed", self._exchange.request_id)
+            logger.exception("relaying failed")
             record.ended("failed", error=repr(error))
             if request.transport is not None:
                 request.transport.abort()
@@ -356,7 +356,7 @@ class Serving:
     def _failed(self, error: Exception) -> web.Response:
         answer, record = api_error_for(error), self._exchange.record
         if answer.status == 500:
-            logger.error("%s failed", record.request_id, exc_info=error)
+            logger.error("failed", exc_info=error)
         outcome: Outcome = "refused" if answer.status == 429 else "failed"
         record.ended(outcome, status=answer.status, error=str(error) or type(error).__name__)
         headers = {"Content-Type": JSON_TYPE, **answer.headers, **response_headers(record)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ from rich.console import Console
 
 from deploy.command_line import JsonOption
 from deploy.lab.demo.run import DEFAULT_MODELS, DemoOptions, run_demo
+from kvmanager.logs import set_up_logging
 
 
 def demo_command(
@@ -31,7 +31,7 @@ def demo_command(
     left behind. Exit status 0: every check held. With --json the report is on stdout, progress on
     stderr.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    set_up_logging("warning")
     names = tuple(model or DEFAULT_MODELS)
     unknown = sorted(set(names) - set(DEFAULT_MODELS))
     if unknown:

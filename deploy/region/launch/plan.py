@@ -45,6 +45,7 @@ from deploy.region.spec.region import (
     gateway_process,
 )
 from kvmanager.agent.config import AgentSection
+from kvmanager.logs import FORMAT_VARIABLE, LEVEL_VARIABLE, LogLevel
 from prfaas.engines.command import EngineOptions, EngineSpec
 from prfaas.engines.supervision.process import KILL_S, ProcessSpec
 from transport import Endpoint
@@ -123,7 +124,22 @@ class Planner:
             files[self._front_file(name)] = front.model_dump_json(indent=1)
         for node in self._nodes():
             files[self._agent_file(node)] = json.dumps(self._agent_settings(node), indent=1)
+        if region.logs.format == "json":
+            files[self._engine_logs] = json.dumps(engine_logging(region.logs.level), indent=1)
         return files
+
+    @property
+    def _engine_logs(self) -> Path:
+        return self.directory.root / "engine-logs.json"
+
+    def _log_variables(self, kind: Kind) -> dict[str, str]:
+        logs = self.resolved.region.logs
+        if kind != "engine":
+            return {LEVEL_VARIABLE: logs.level, FORMAT_VARIABLE: logs.format}
+        variables = {"VLLM_LOGGING_LEVEL": logs.level.upper()}
+        if logs.format == "json":
+            variables["VLLM_LOGGING_CONFIG_PATH"] = str(self._engine_logs)
+        return variables
 
     def _front_file(self, cluster: str) -> Path:
         return self.directory.root / f"front.{cluster}.json"
@@ -241,7 +257,7 @@ class Planner:
             name=instance.name,
             argv=spec.argv(),
             log_path=self.directory.logs / f"{instance.name}.log",
-            env=spec.environment(self.environment),
+            env=spec.environment(dict(self.environment) | self._log_variables("engine")),
             term_grace_s=grace_s("engine", self.resolved.region.gateway.timeouts),
         )
         url = engine_url(self.resolved.region, node, instance)
@@ -254,11 +270,26 @@ class Planner:
         return self._planned(name, "gateway", gateway_url(region, node), argv)
 
     def _planned(self, name: str, kind: Kind, address: str, argv: list[str]) -> PlannedProcess:
-        env = module_environment(self.environment)
+        env = module_environment(self.environment) | self._log_variables(kind)
         log_path = self.directory.logs / f"{name}.log"
         patience_s = grace_s(kind, self.resolved.region.gateway.timeouts)
         process = ProcessSpec(name, argv, log_path, env, term_grace_s=patience_s)
         return PlannedProcess(name, kind, address, process)
+
+
+def engine_logging(level: LogLevel) -> dict[str, object]:
+    """A configuration for `logging.config` with which an engine, its HTTP server and our connector
+    log as the other processes do (vLLM reads its file by VLLM_LOGGING_CONFIG_PATH).
+    """
+    logger = {"handlers": ["stderr"], "level": level.upper(), "propagate": False}
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"json": {"()": "kvmanager.logs.json_formatter"}},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json"}},
+        "loggers": dict.fromkeys(("vllm", "uvicorn", "prfaas"), logger),
+        "root": {"handlers": ["stderr"], "level": "WARNING"},
+    }
 
 
 def engine_spec(

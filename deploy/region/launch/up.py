@@ -67,7 +67,8 @@ async def keep_up(
             running.kill_all()
         stop.set()
 
-    set_up_logging(handler=OwnLog(root / "logs" / "launcher.log"))
+    logs = region.logs
+    set_up_logging(logs.level, logs.format, OwnLog(root / "logs" / "launcher.log"))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)

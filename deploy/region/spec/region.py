@@ -18,6 +18,7 @@ from kvmanager.config_files.fields import Address, Addresses, Port, Section, Tls
 from kvmanager.config_files.security import is_loopback
 from kvmanager.config_files.traces import SampledTraces, TracesSection
 from kvmanager.config_files.units import parse_duration, parse_rate
+from kvmanager.logs import LogFormat, LogLevel
 from local_pd.handoff import HandOffWay
 from prfaas.engines.command import EngineOptions
 from prfaas.engines.instance import DEFAULT_DECODE_SLOTS, DEFAULT_MAX_CONCURRENT
@@ -258,6 +259,15 @@ class SecuritySpec(Section):
     """true: neither; every process that reaches the ports of another may call everything."""
 
 
+class LogsSpec(Section):
+    """How the processes of the region log; engines too."""
+
+    format: LogFormat = "text"
+    """Lines for people (`text`), or a JSON object each (`json`)."""
+    level: LogLevel = "info"
+    """The least level of a line."""
+
+
 class RegionSpec(Section):
     """A region: the gateway, the models, the clusters and the links between them."""
 
@@ -281,6 +291,8 @@ class RegionSpec(Section):
     """Where gateways, fronts, agents and engines send the spans of requests (docs/tracing.md). Left
     out: nowhere.
     """
+    logs: LogsSpec = LogsSpec()
+    """How they log."""
 
     @property
     def pd_clusters(self) -> tuple[ClusterSpec, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging.config
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from deploy.region.launch.process_files import gateway_file
 from deploy.region.launch.rundir import RunDirectory
 from deploy.region.spec.checks import fixed_ports
 from deploy.region.spec.loading import parse_region
-from deploy.region.spec.region import RegionSpec
+from deploy.region.spec.region import LogsSpec, RegionSpec
 from kvmanager.agent.config import AgentConfig
 from kvmanager.config_files.security import GrantsSection, RegionKeySection
 
@@ -341,3 +342,20 @@ def test_a_gateway_may_drain_as_long_as_the_file_says(region: RegionSpec) -> Non
 def test_wildcard_gateways_are_reached_on_loopback(region: RegionSpec) -> None:
     gateway = region.gateway.model_copy(update={"host": "::"})
     assert gateway_url(region.model_copy(update={"gateway": gateway})) == "http://[::1]:8000"
+
+
+def test_every_process_logs_as_the_region_says(region: RegionSpec) -> None:
+    logs = LogsSpec(format="json", level="warning")
+    planned = planner(region.model_copy(update={"logs": logs}))
+    path = Path("/run/demo/engine-logs.json")
+    for process in planned.processes():
+        env = process.process.env
+        if process.kind == "engine":
+            assert env["VLLM_LOGGING_LEVEL"] == "WARNING"
+            assert env["VLLM_LOGGING_CONFIG_PATH"] == str(path)
+        else:
+            assert (env["PRFAAS_LOG_LEVEL"], env["PRFAAS_LOG_FORMAT"]) == ("warning", "json")
+    config = json.loads(planned.files()[path])
+    assert config["loggers"]["prfaas"]["level"] == "WARNING"
+    logging.config.DictConfigurator(config).configure_formatter(config["formatters"]["json"])
+    assert path not in planner(region).files()
