@@ -1,7 +1,7 @@
 """Sends spans to an OpenTelemetry receiver (OTLP). Needs the extra `traces`.
 
 Spans are complete when they come here, with ids that were drawn when they began. So they are made
-as the SDK's processors and exporters get them, without the SDK's own tracers, which take 14 times
+as the SDK's processors and exporters get them, without the SDK's own tracers, which take 8 times
 as long for each. The variables of OpenTelemetry's specification apply: `OTEL_BSP_MAX_QUEUE_SIZE`
 bounds the queue, `OTEL_EXPORTER_OTLP_*` give headers, time limits and certificates, and
 `OTEL_RESOURCE_ATTRIBUTES` more attributes of this process.
