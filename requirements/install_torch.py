@@ -20,7 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-INDEX = "https://download.pytorch.org/whl/cpu"
+NAMED = "the URL of PyTorch's index for CPUs, or a folder with its wheel"
 _PIN = re.compile(r"^torch==(\S+) \\\n(?:    --hash=\S+(?: \\)?\n?)+", re.MULTILINE)
 _CHECK = "import torch; torch.zeros(1); print(torch.version.cuda or '')"
 
@@ -41,27 +41,28 @@ def install(path: Path) -> None:
     found = _PIN.search(path.read_text(encoding="utf-8"))
     if found is None:
         raise SystemExit(f"{path} does not pin torch with hashes")
-    index = os.environ.get("TORCH_INDEX") or INDEX
-    named = ("--index-url", index) if "://" in index else ("--no-index", "--find-links", index)
+    places: list[tuple[str, ...]] = [()]
+    if index := os.environ.get("TORCH_INDEX", ""):
+        is_url = "://" in index
+        places.append(("--index-url", index) if is_url else ("--no-index", "--find-links", index))
     with tempfile.TemporaryDirectory() as directory:
         pin = Path(directory, "torch.txt")
         pin.write_text(found.group(0), encoding="utf-8")
-        for options in ((), named):
+        for options in places:
             done = _pip("install", "--no-deps", "--require-hashes", *options, "-r", str(pin))
             if done.returncode == 0:
                 return
     lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
     why = lines[-1].removeprefix("ERROR: ") if lines else f"pip exits with {done.returncode}"
     raise SystemExit(
-        f"pip cannot install torch {found.group(1)} ({why}): set TORCH_INDEX to an index or a "
-        f"folder that has it, as {INDEX} does"
+        f"pip cannot install torch {found.group(1)} ({why}): set TORCH_INDEX to {NAMED}"
     )
 
 
 def check() -> None:
     """SystemExit if torch cannot be imported, or is a build for GPUs."""
     done = subprocess.run([sys.executable, "-c", _CHECK], capture_output=True, text=True)
-    remedy = f"remove the environment and set TORCH_INDEX={INDEX}"
+    remedy = f"remove the environment and set TORCH_INDEX to {NAMED}"
     if done.returncode != 0:
         why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
         raise SystemExit(f"torch does not work here ({why}): {remedy}")

@@ -96,8 +96,7 @@ def test_one_line_says_what_to_set_where_no_index_has_it(machine: Machine) -> No
     assert done.returncode == 1
     assert done.stderr == (
         "pip cannot install torch 9.0+cpu (No matching distribution found for torch==9.0+cpu): set "
-        "TORCH_INDEX to an index or a folder that has it, as "
-        "https://download.pytorch.org/whl/cpu does\n"
+        "TORCH_INDEX to the URL of PyTorch's index for CPUs, or a folder with its wheel\n"
     )
 
 
@@ -107,7 +106,7 @@ def test_a_torch_of_another_hash_is_not_installed(machine: Machine) -> None:
     done = machine.script("install", machine.pin("0" * 64), index=index)
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
-    assert "set TORCH_INDEX to an index" in done.stderr
+    assert "set TORCH_INDEX to the URL" in done.stderr
     assert "THESE PACKAGES DO NOT MATCH THE HASHES" in done.stderr
 
 
@@ -132,7 +131,8 @@ def test_one_line_says_what_to_set_where_torch_is_of_no_use(
     done = machine.script("check", index=machine.directory)
     assert done.returncode == 1
     assert done.stderr == (
-        f"{why}: remove the environment and set TORCH_INDEX=https://download.pytorch.org/whl/cpu\n"
+        f"{why}: remove the environment and set TORCH_INDEX to the URL of PyTorch's index for CPUs, "
+        "or a folder with its wheel\n"
     )
 
 
