@@ -38,7 +38,7 @@ from deploy.gateway.server import serve_gateway
 from kvmanager.config_files.followed_files import hang_up
 from kvmanager.config_files.problems import FileError, Problem
 from kvmanager.config_files.yaml_files import exit_on_bad_file
-from kvmanager.logs import FormatOption, LevelOption, set_up_logging
+from kvmanager.logs import FormatOption, LevelOption, LogFormat, LogLevel, set_up_logging
 from kvmanager.private_files import read_secret
 from kvmanager.process_series import ProcessSeries
 from transport import Endpoint
@@ -68,7 +68,7 @@ def gateway_command(
         check_listener(gateway, trusted_network=loaded.trusted_network)
     file = loaded.model_copy(update={"gateway": gateway})
     if gateway.processes > 1:
-        raise typer.Exit(serve_processes(config, file, log_level))
+        raise typer.Exit(serve_processes(config, file, (log_level, log_format)))
     try:
         with exit_on_bad_file():
             uvloop.run(run(config, loaded, file))
@@ -97,13 +97,13 @@ def exposure_of(file: GatewayFile) -> str | None:
     return "; ".join(found) or None
 
 
-def serve_processes(config: Path, file: GatewayFile, log_level: str) -> int:
+def serve_processes(config: Path, file: GatewayFile, logs: tuple[LogLevel, LogFormat]) -> int:
     """Serve by several processes until a signal; the exit status."""
     # Only gateways of several processes need the parent.
     from deploy.gateway.processes.parent import ProcessEnded, run_processes
 
     try:
-        asyncio.run(run_processes(config, file, log_level, announce))
+        asyncio.run(run_processes(config, file, logs, announce))
     except ProcessEnded as error:
         typer.echo(str(error), err=True)
         return error.status

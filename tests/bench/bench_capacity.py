@@ -193,7 +193,9 @@ def replayed(
     lines = trace_of(arrivals, turns, output_tokens=talks.output_tokens, block_tokens=BLOCK_TOKENS)
     trace, file = profile.with_name("trace.jsonl"), profile.with_name("simulation.yaml")
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    simulation = simulation_file(CONVERSED, profile, trace, BLOCK_TOKENS, tokens_per_s, service)
+    simulation = simulation_file(
+        CONVERSED, profile, trace, BLOCK_TOKENS, tokens_per_s, service, render_s
+    )
     file.write_text(yaml.safe_dump(simulation))
     (found,) = prfaas("simulate", str(file))["policies"].values()
     return [ttft_row(turns, percent, found[f"ttft_p{percent}_s"]) for percent in (50, 90)]

@@ -131,8 +131,8 @@ def test_one_line_says_what_to_set_where_torch_is_of_no_use(
     done = machine.script("check", index=machine.directory)
     assert done.returncode == 1
     assert done.stderr == (
-        f"{why}: remove the environment and set TORCH_INDEX to the URL of PyTorch's index for CPUs, "
-        "or a folder with its wheel\n"
+        f"{why}: remove the environment and set TORCH_INDEX to the URL of PyTorch's index "
+        "for CPUs, or a folder with its wheel\n"
     )
 
 

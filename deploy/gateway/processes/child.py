@@ -19,7 +19,7 @@ from deploy.gateway.processes.siblings import Siblings
 from deploy.processes import exit_with_parent, module_argv
 from kvmanager.config_files.problems import FileError, Problem
 from kvmanager.config_files.yaml_files import exit_on_bad_file
-from kvmanager.logs import set_up_logging
+from kvmanager.logs import LogFormat, LogLevel, set_up_logging
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     admin: str
-    log_level: str
+    logs: tuple[LogLevel, LogFormat]
 
     def argv(self) -> list[str]:
         """The command line of the process."""
@@ -45,7 +45,7 @@ def main(text: str) -> None:
     """Serve as ordered until SIGTERM. Exits with 2 for a file that cannot be used."""
     exit_with_parent()
     orders = msgspec.json.decode(text, type=Orders)
-    set_up_logging(orders.log_level)
+    set_up_logging(*orders.logs)
     config = Path(orders.config)
     with exit_on_bad_file():
         read = load_gateway_file(config)

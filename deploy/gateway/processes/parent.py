@@ -37,6 +37,7 @@ from deploy.gateway.processes.merged_metrics import MergedMetrics
 from deploy.gateway.processes.ports import HeldAddress, hold
 from deploy.gateway.sharing.overview import ProcessNow
 from deploy.processes import module_environment
+from kvmanager.logs import LogFormat, LogLevel
 from kvmanager.loop.systemd import served
 from kvmanager.private_files import write_private
 from prfaas.engines.supervision.restart import RestartPolicy
@@ -69,7 +70,7 @@ class ProcessEnded(Exception):
 async def run_processes(
     config: Path,
     file: GatewayFile,
-    log_level: str,
+    logs: tuple[LogLevel, LogFormat],
     on_ready: Callable[..., None],
 ) -> None:
     """Serve by `processes` of `file` until SIGTERM or SIGINT.
@@ -85,7 +86,7 @@ async def run_processes(
         if gateway.admin is not None:
             held.append(hold(Endpoint.parse(gateway.admin)))
         write_private(folder.secret, secrets.token_bytes(32))
-        parent = Parent(config, file, folder, held, log_level)
+        parent = Parent(config, file, folder, held, logs)
         await parent.serve(on_ready)
     finally:
         shutil.rmtree(folder.path, ignore_errors=True)
@@ -134,7 +135,7 @@ class Parent:
         file: GatewayFile,
         folder: Folder,
         held: list[HeldAddress],
-        log_level: str,
+        logs: tuple[LogLevel, LogFormat],
     ) -> None:
         """`held` are the address of the gateway and, if it has one, that of pages for operators."""
         gateway, timeouts = file.gateway, file.gateway.timeouts
@@ -154,7 +155,7 @@ class Parent:
                     host=self._at.host,
                     port=self._at.port,
                     admin=admin,
-                    log_level=log_level,
+                    logs=logs,
                 ).argv(),
                 folder.process(number),
             )
