@@ -7,11 +7,11 @@ import hashlib
 import re
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import pip
 import pytest
 from built_wheel import ROOT, Installed, run
 
@@ -74,8 +74,9 @@ def machine(tmp_path: Path) -> Machine:
     environment = Installed(tmp_path / "environment")
     done = run(sys.executable, "-m", "venv", "--without-pip", environment.directory)
     assert done.returncode == 0, done.stderr
-    # A copy of its own takes venv many seconds.
-    (environment.site_packages / "pip").symlink_to(Path(pip.__file__).parent)
+    # A copy of its own takes venv many seconds. To import pip would end setuptools' shim for
+    # distutils in this process.
+    (environment.site_packages / "pip").symlink_to(Path(sysconfig.get_path("purelib"), "pip"))
     torch_wheel(tmp_path / "plain", "9.0", FOR_GPUS)
     return Machine(environment, tmp_path)
 
