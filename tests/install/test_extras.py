@@ -34,6 +34,7 @@ PROCESSES = {
               "kvmanager.directory.redis_store"),
     "dns": ("prfaas.engines.discovery.dns",),
     "kubernetes": ("prfaas.engines.discovery.kubernetes",),
+    "traces": ("kvmanager.tracing.export",),
 }  # fmt: skip
 """The modules that begin what each extra is for; without one, for what `pip install prfaas` has."""
 OPTIONAL = {
@@ -42,6 +43,7 @@ OPTIONAL = {
     "redis": "deploy.gateway.sharing.budgets deploy.gateway.sharing.redis_region"
     " deploy.gateway.sharing.region_sharing kvmanager.directory.redis_client"
     " kvmanager.directory.redis_sink kvmanager.directory.redis_store",
+    "traces": "kvmanager.tracing.export",
 }
 """Modules that others import inside a function, and that only their extra has to be able to."""
 PART_OF = {

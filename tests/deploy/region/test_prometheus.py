@@ -167,7 +167,7 @@ class TestCommandLine:
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
         file, out = tmp_path / "region.yaml", str(tmp_path / "watch")
         file.write_text(REGION + SECURITY)
-        assert "give --systemd DIR or --prometheus DIR" in self.told(str(file))[2]
+        assert "give --systemd DIR, --kubernetes DIR or --prometheus DIR" in self.told(str(file))[2]
         assert "show their metrics on loopback" in self.told(str(file), "--prometheus", out)[2]
         # Without keys in the file it is a region of one machine, which must run.
         file.write_text(REGION)

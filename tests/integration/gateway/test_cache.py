@@ -276,7 +276,7 @@ async def test_the_command_line_shows_all_three(
         code, text = await run("top", "--gateway", region.url, "--order", "size")
         assert code == 0, text
         assert "…" not in text
-        assert region.gateway._pages.key_names.name(b"\xab" * 16)[:12] in text
+        assert region.gateway.pages.key_names.name(b"\xab" * 16)[:12] in text
         assert "abababababab" not in text, "the key itself is not shown"
         assert "home/d0" in text
         code, text = await run("explain", str(prompt), "--gateway", region.url)

@@ -55,7 +55,7 @@ def test_the_file_of_the_installed_version_is_current(capsys: pytest.CaptureFixt
 
 def test_pip_installs_a_version_that_the_connector_was_written_for() -> None:
     project = tomllib.loads((OWN_ROOT / "pyproject.toml").read_text())["project"]
-    (extra,) = project["optional-dependencies"]["gpu"]
+    (extra,) = project["optional-dependencies"]["engine"]
     with pytest.raises(UnsupportedVllmError, match=f"install {extra}, or"):
         verdict("1.0", KNOWN, Differences(("B.do is gone",)))
 

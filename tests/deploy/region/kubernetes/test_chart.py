@@ -221,7 +221,7 @@ class TestCommandLine:
 
     def test_wrong_words(self, tmp_path: Path) -> None:
         out = tmp_path / "out"
-        assert self.told() == (2, "give --systemd DIR or --kubernetes DIR\n")
+        assert self.told() == (2, "give --systemd DIR, --kubernetes DIR or --prometheus DIR\n")
         assert self.told("--systemd", out, "--kubernetes", out)[0] == 2
         assert "--site instead of --node" in self.told("--kubernetes", out, "--node", "a1")[1]
         assert "no cluster is called" in self.told("--kubernetes", out, "--site", "pd-c")[1]
