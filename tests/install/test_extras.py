@@ -55,6 +55,12 @@ PART_OF = {
     "yarl": "aiohttp",
 }
 """Modules that belong to the interface of a package which therefore brings them."""
+SHARED = {
+    "opentelemetry.exporter.otlp.proto.grpc": "opentelemetry-exporter-otlp-proto-grpc",
+    "opentelemetry.exporter.otlp.proto.http": "opentelemetry-exporter-otlp-proto-http",
+    "opentelemetry": "opentelemetry-sdk",
+}
+"""Distributions whose modules share a name at the top, the longest module first."""
 DEFERRED = ("scipy", "matplotlib")
 """Imported inside functions that only the extras `gateway` and `plan` reach: solvers, pictures."""
 
@@ -104,7 +110,8 @@ def _reached(extra: str) -> tuple[list[str], set[str]]:
         top = name.partition(".")[0]
         if top not in PACKAGES:
             if top not in sys.stdlib_module_names:
-                others.add(PART_OF.get(top, top))
+                shared = (found for module, found in SHARED.items() if name.startswith(module))
+                others.add(next(shared, PART_OF.get(top, top)))
             continue
         parent = name.rpartition(".")[0]
         todo += [parent] if parent and parent not in ours else []
@@ -123,8 +130,9 @@ _distributions = cache(packages_distributions)
 
 def _distribution(module: str) -> str:
     """The name by which pip knows a module of somebody else."""
-    if module == "vllm":  # here it is a build for CPUs, of another name
-        return "vllm"
+    # vLLM is a build for CPUs here, of another name.
+    if module == "vllm" or module in SHARED.values():
+        return module
     return normal(_distributions()[module][0])
 
 
