@@ -296,7 +296,8 @@ async def learnt_of(url: str) -> tuple[Mapping[str, float], float]:
             models = (await response.json())["models"]
         async with session.get(f"{url}/prfaas/requests") as response:
             records = (await response.json())["requests"]
-    render_s = statistics.median(record["parts"]["render_s"] for record in records)
+    # A record leaves out the parts that its request did not have.
+    render_s = statistics.median(record["parts"].get("render_s") or 0.0 for record in records)
     places = [place for model in models for place in model["places"]]
     numbers = max(places, key=lambda place: place["num_seen"])["service"]
     return dict(zip(ServiceModel._fields, numbers, strict=True)), render_s
