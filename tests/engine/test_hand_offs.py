@@ -22,11 +22,14 @@ from engine_region import (
     region_spec,
     running,
     settled_record,
+    until,
 )
 from hand_off_ways import WAYS, gateway, two_nodes
 
+from deploy.gateway.members.pages import InstancesOverview
 from deploy.lab.demo.answers import Answer, ask_all
 from deploy.lab.demo.scenario import DemoRequest
+from deploy.region.client import asked as asked_page
 from deploy.region.launch.launcher import RunningRegion
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -85,14 +88,26 @@ async def test_tokens_are_those_of_one_engine(served: Served, name: str) -> None
 
 
 async def test_the_regions_own_gateway_takes_the_arena_where_it_can(served: Served) -> None:
-    """It knows both prefill engines; the one beside the decode engine comes first."""
-    answers = await ask_all(
-        served.region.gateway_url, WINDOW, served.asked[:3], lambda request, answer: None
-    )
-    for asked, answer in answers.items():
-        assert answer.token_ids == served.expected[asked].token_ids, (asked, answer.error)
+    """It knows both prefill engines; of idle ones that beside the decode engine comes first."""
+    for asked in served.asked[:3]:
+        await no_request_is_known_of(served.region)
+        answers = await ask_all(
+            served.region.gateway_url, WINDOW, [asked], lambda request, answer: None
+        )
+        answer = answers[asked.name]
+        assert answer.token_ids == served.expected[asked.name].token_ids, (asked, answer.error)
         record = await settled_record(served.region, answer.request_id)
         assert (record["hand_off"], record["prefill_instance"]) == ("arena", "b2-prefill"), record
+
+
+async def no_request_is_known_of(region: RunningRegion) -> None:
+    """What the gateway last heard of every engine is that it has no request."""
+
+    async def is_so() -> bool:
+        found = await asked_page(region.gateway_url, "/prfaas/instances", InstancesOverview)
+        return not any(item.requests for item in found.instances)
+
+    await until(is_so, "the gateway knows of no request")
 
 
 async def test_the_bench_of_hand_offs_runs_on_this_region(served: Served, tmp_path: Path) -> None:

@@ -288,5 +288,7 @@ class EngineConnections:
                 self._idle[address] = kept
             else:
                 del self._idle[address]
-        if self._idle:
-            self._sweeping = loop.call_later(self._keep_alive_s, self._sweep)
+        # Each list is in the order of release, so that its first has been idle longest.
+        next_s = min((idle[0].idle_since_s for idle in self._idle.values()), default=None)
+        if next_s is not None:
+            self._sweeping = loop.call_at(next_s + self._keep_alive_s, self._sweep)

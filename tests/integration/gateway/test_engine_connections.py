@@ -132,6 +132,24 @@ async def test_a_connection_that_was_idle_for_long_is_not_used() -> None:
         assert await connections.take(address) is not first
 
 
+async def test_idle_connections_are_closed_in_time_one_by_one() -> None:
+    """Not at the next round of all: the second to be idle waits no second `keep_alive_s`."""
+    keep_alive_s, apart_s = 1.0, 0.1
+    async with region(answering(HELLO), keep_alive_s=keep_alive_s) as (_, connections, address):
+        loop = asyncio.get_running_loop()
+        early, late = [await connections.take(address) for _ in range(2)]
+        for connection in (early, late):
+            await whole(connection)
+        early.release()
+        await asyncio.sleep(apart_s)
+        late.release()
+        released_s = loop.time()
+        while late.is_usable:
+            await asyncio.sleep(0.01)
+        # Looked after every `keep_alive_s` only, it would be idle for 1.9 s.
+        assert loop.time() - released_s < 1.6
+
+
 async def test_an_answer_that_is_given_up_ends_its_connection() -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(CHUNKED + b"5\r\nhello\r\n")
