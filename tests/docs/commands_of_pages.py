@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SHELLS = ("bash", "console")
 NOT_RUN = "Not run by a test"
-"""The sentence behind a block whose commands no test runs begins with this, and gives the reason."""
+"""So begins the sentence behind a block whose commands no test runs; it gives the reason."""
 
 _BLOCK = re.compile(
     r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```[ ]*\n"
