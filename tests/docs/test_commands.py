@@ -173,7 +173,7 @@ def _shell(script: str, folder: Path, **environment: str) -> subprocess.Complete
     )
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="`make system` installs openssl")
 @pytest.mark.parametrize("page", RUN_HERE)
 def test_blocks_that_run_here(page: str, tmp_path: Path) -> None:
     chosen = [b for b in SHELL_BLOCKS if b.page == page and not b.mark and _is_run_here(b)]
@@ -186,7 +186,7 @@ def test_blocks_that_run_here(page: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+@pytest.mark.skipif(shutil.which("curl") is None, reason="`make system` installs curl")
 async def test_curl_lines_get_an_answer(region: Any, tmp_path: Path) -> None:
     chosen = [block for block in SHELL_BLOCKS if _is_curl_of_the_api(block)]
     assert len(chosen) >= 2
