@@ -26,7 +26,7 @@ from deploy.gateway.errors import ApiError
 from deploy.gateway.intake.accept import Intake, ServedModels
 from deploy.gateway.intake.auth import KeyRing
 from deploy.gateway.intake.cache_salts import CacheSalts
-from deploy.gateway.intake.endpoints import ENDPOINTS, Kind
+from deploy.gateway.intake.endpoints import KINDS, Kind
 from deploy.gateway.intake.homes import Homes
 from deploy.gateway.intake.key_file import follow_keys
 from deploy.gateway.intake.limits import Limits
@@ -274,11 +274,7 @@ class Gateway:
 
     def routes(self) -> Iterable[web.RouteDef]:
         """Every endpoint at `host` and `port`, for an application's router."""
-        forwarded = (
-            web.post(path, partial(self.complete, kind))
-            for kind, endpoint in ENDPOINTS.items()
-            for path in endpoint.paths
-        )
+        forwarded = (web.post(path, partial(self.complete, kind)) for path, kind in KINDS.items())
         pages = self.pages
         admin = () if self.config.admin is not None else pages.for_operators()
         return [*forwarded, *pages.for_clients(), *pages.for_everybody(), *admin]
@@ -288,7 +284,7 @@ class Gateway:
         return [*self.pages.for_operators(), *self.pages.for_everybody()]
 
     async def complete(self, kind: Kind, request: web.Request) -> web.StreamResponse:
-        """POST to one of `ENDPOINTS`. Raises `ApiError` before routing."""
+        """POST to one of `KINDS`. Raises `ApiError` before routing."""
         services = self._started()
         async with self._intake.received(request, kind) as exchange:
             record = exchange.record

@@ -128,6 +128,11 @@ ENDPOINTS: Final[dict[Kind, Endpoint]] = {
     ),
 }
 
+KINDS: Final[dict[str, Kind]] = {
+    path: kind for kind, endpoint in ENDPOINTS.items() for path in endpoint.paths
+}
+"""The endpoint at each path of the gateway."""
+
 
 def errors_at(path: str) -> ErrorShape:
     """The shape in which errors are told at a path of the gateway."""

@@ -113,7 +113,10 @@ def prompt_content(
             text_bytes = num_bytes(fields.prompt)
     else:
         turns = turns_of(kind, fields)
-        media, media_bytes = _media_parts(turns)
+        media_bytes = 0
+        # The input of a response may be a text; messages that are one are refused by engines.
+        if kind != "responses" or not starts_with(turns, b'"'):
+            media, media_bytes = _media_parts(turns)
         prompt = (turns, fields.tools, fields.documents, fields.instructions, fields.system)
         text_bytes = sum(map(num_bytes, prompt)) - media_bytes
     if is_set(fields.prompt_embeds):
@@ -127,8 +130,6 @@ def prompt_content(
 def _media_parts(turns: Raw | UnsetType) -> tuple[Counter[Media], int]:
     """The media in turns, and how many bytes they take. What may be media counts as an image."""
     found: Counter[Media] = Counter()
-    if starts_with(turns, b'"'):
-        return found, 0
     media_bytes = 0
     try:
         decoded = _messages_decoder.decode(turns) if isinstance(turns, Raw) else []

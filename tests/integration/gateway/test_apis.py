@@ -130,7 +130,9 @@ async def test_responses_with_a_memory_are_refused(region: Any) -> None:
     "sent", [b"[]", b"{", b'{"model":"nobody"}', b'{"kv_transfer_params":{},"model":"tiny"}']
 )
 async def test_anthropic_gets_errors_in_its_own_shape(region: Any, sent: bytes) -> None:
-    async with region.session.post(region.url + "/v1/messages", data=sent) as response:
+    async with region.session.post(
+        region.url + "/v1/messages", data=sent, headers={"Content-Type": "application/json"}
+    ) as response:
         told = await response.json()
     assert response.status in (400, 404)
     assert told["type"] == "error"
