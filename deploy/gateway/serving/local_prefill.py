@@ -14,7 +14,6 @@ from scheduler.routing.short_term import RouteDecision
 
 _NOT_POSSIBLE: Final = frozenset(
     {
-        Reason.NO_PREFILL_CLUSTER,
         Reason.PREFILL_UNHEALTHY,
         Reason.KVCACHE_UNUSABLE,
         Reason.PREFILL_QUEUE_FULL,
@@ -27,7 +26,15 @@ _NOT_POSSIBLE: Final = frozenset(
     }
 )
 """Why a prompt above the threshold cannot go to a prefill cluster."""
-_FAILED: Final = frozenset({Reason.RESERVE_FAILED, Reason.PREFILL_FAILED, Reason.DECODE_FAILED})
+_FAILED: Final = frozenset(
+    {
+        # Without a prefill cluster no prompt is meant for one, unless an earlier route led there.
+        Reason.NO_PREFILL_CLUSTER,
+        Reason.RESERVE_FAILED,
+        Reason.PREFILL_FAILED,
+        Reason.DECODE_FAILED,
+    }
+)
 """Why a route to a prefill cluster came to nothing."""
 
 

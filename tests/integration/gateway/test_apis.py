@@ -10,6 +10,7 @@ from aiohttp import web
 from deploy.gateway.api_keys import ApiKey
 from deploy.gateway.intake.endpoints import ENDPOINTS
 from deploy.gateway.scheduling.config import RoutingSection, SchedulingConfig
+from prfaas.engines.errors import PrefillFailed
 
 LONG: dict[str, dict[str, Any]] = {
     "/v1/responses": {"model": "tiny", "input": "x" * 300, "future_field": 1},
@@ -183,7 +184,7 @@ async def test_a_model_without_the_task_answers_itself(region: Any) -> None:
 
 
 async def test_a_key_in_anthropics_header(open_region: Any) -> None:
-    async with open_region(api_keys=(ApiKey(key="secret", tenant="one"),)) as region:
+    async with open_region(api_keys=(ApiKey(key="secret", name="one"),)) as region:
         body = LONG["/v1/messages"]
         status, _, answer = await region.post(body, "/v1/messages", headers={"X-Api-Key": "wrong"})
         assert (status, json.loads(answer)["error"]["type"]) == (401, "authentication_error")
@@ -194,12 +195,13 @@ async def test_a_key_in_anthropics_header(open_region: Any) -> None:
 
 async def test_local_prefill_is_refused_on_request(open_region: Any) -> None:
     routing = RoutingSection(local_prefill="refuse")
-    async with open_region(prefill=(), scheduling=SchedulingConfig(routing=routing)) as region:
+    async with open_region(scheduling=SchedulingConfig(routing=routing)) as region:
+        region.far.error = PrefillFailed("engine_failed", "dead")
         status, headers, answer = await region.post(region.long_body())
         assert (status, headers["retry-after"]) == (503, "1")
         error = json.loads(answer)["error"]
         assert error["code"] == "prefill_unavailable"
-        assert "no_prefill_cluster" in error["message"]
+        assert "prefill_failed" in error["message"]
         assert region.engine.bodies() == []
         status, _, _ = await region.post({"model": "tiny", "prompt": "short"})
         assert status == 200
