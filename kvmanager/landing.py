@@ -85,8 +85,10 @@ def consumer_params(
     arena_epoch: str,
     runs: Sequence[tuple[int, int]],
     cached_runs: Sequence[Sequence[tuple[int, int]]] = (),
+    num_requests: int = 1,
 ) -> dict[str, Any]:
-    """The `kv_transfer_params` that make an engine load the landing at `runs` of its agent.
+    """The `kv_transfer_params` that make `num_requests` of an engine load the landing at `runs` of
+    its agent.
 
     `cached_runs`: the place in the agent's prefix cache of each block of the first `cached_tokens`.
     """
@@ -101,6 +103,7 @@ def consumer_params(
             "layout_fingerprint": landing.layout_fingerprint,
             "cached_tokens": landing.cached_tokens,
             "window_step": landing.window_step,
+            "num_requests": num_requests,
             "is_lossy": landing.is_lossy,
             "adapter": landing.adapter,
             "draft": landing.draft,

@@ -166,8 +166,10 @@ class LocalHandoff:
         self, job: PrefillJob, name: str, choice: InstanceChoice, node: str, *, attempt: int
     ) -> PrefillResult:
         instance = self._instances.by_name[name]
-        # NixlConnector would not notice that two engines have different adapters of one name.
-        by_nixl = self._way == "nixl" and instance.spec.agent != node and not job.adapter
+        # NixlConnector would not notice that two engines have different adapters of one name, and
+        # its sender forgets the KVCache once one request has read it.
+        by_nixl = not job.adapter and job.num_choices == 1
+        by_nixl = by_nixl and self._way == "nixl" and instance.spec.agent != node
         place = instance.place()
         given, mine = self.given(name), _Try(job, choice.uncached_tokens, self._clock())
         given.tries.append(mine)

@@ -41,8 +41,12 @@ class Landings:
         self.slots = HeldSlots()
         self._cleanups = Cleanups()
 
-    async def reserve(self, instance: Instance, wanted: Reserve, adapter: str) -> DecodeSlot:
-        """A landing at the instance's node. Raises RpcError."""
+    async def reserve(
+        self, instance: Instance, wanted: Reserve, adapter: str, num_choices: int
+    ) -> DecodeSlot:
+        """A landing at the instance's node, which the engine loads for so many choices. Raises
+        RpcError.
+        """
 
         async def undo(reply: ReserveReply) -> None:
             await self._cancel(instance, reply.transfer_id, "the caller went away")
@@ -69,6 +73,8 @@ class Landings:
                 arena_epoch=reply.arena_epoch,
                 runs=reply.runs,
                 cached_runs=reply.cached_runs,
+                # vLLM makes a request of its own of each choice.
+                num_requests=num_choices,
             ),
             lease_s=self._lease_s,
         )

@@ -87,6 +87,8 @@ class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
     """It lets a node reserve the landing; see `kvmanager.agent.grants`."""
     hands_off: bool = False
     """Whether an instance of this cluster is to prefill for the one that decodes."""
+    num_choices: int = 1
+    """The answers that are decoded with the KVCache."""
     adapter: str = ""
     """The identity of the LoRA adapter that the KVCache is computed with; "": none."""
     layouts: tuple[str, ...] = ()

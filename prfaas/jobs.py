@@ -25,7 +25,7 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     `pd` is the PD cluster that decodes: PD clusters share a prefill cluster fairly.
     `last_token` is what `prompt_token_ids` leaves out, for vLLM's own connectors, which prefill
     whole prompts, and for drafters, whose last KVCache depends on it; it may be left empty for a
-    cluster without them.
+    cluster without them. `num_choices` answers are decoded with the KVCache.
     """
 
     request_id: str
@@ -41,6 +41,7 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     pd: str = ""
     last_token: TokenIds = TokenIds()
     adapter: str = ""
+    num_choices: int = 1
 
     @property
     def uncached_tokens(self) -> int:

@@ -66,7 +66,7 @@ REASONS: Final[dict[Reason, str]] = {
         "the threshold sends it away, but the PD cluster is predicted to be clearly sooner"
     ),
     Reason.SEVERAL_PROMPTS: _WHOLE + "it has several prompts",
-    Reason.SEVERAL_CHOICES: _WHOLE + "it asks for several choices",
+    Reason.SEVERAL_CHOICES: _WHOLE + "its `n` is for the engine to judge",
     Reason.PROMPT_LOGPROBS: _WHOLE + "it asks for log probabilities of the prompt",
     Reason.ECHO: _WHOLE + "it asks for the prompt back",
     Reason.BEAM_SEARCH: _WHOLE + "it asks for beam search",

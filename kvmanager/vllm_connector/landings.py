@@ -4,6 +4,10 @@ A request waits without any engine block until the agent says that its landing i
 gets its blocks and is loaded. The landing may leave out KV that the agent's prefix cache has, which
 is loaded from there. If a landing fails or is late, the engine computes the prompt.
 
+Several requests may load one landing: vLLM makes one of each choice that a client asks for. The
+first of them loads alone, so that the others find its whole blocks in the engine's own prefix cache
+and load the rest.
+
 Agent events arrive on the client's thread and only set a state under `_lock`; everything else runs
 on the scheduler's thread. Does not know what else the engine sends, finds or stores.
 """
@@ -13,7 +17,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvmanager.agent.engines.client import EngineClient
@@ -42,17 +46,52 @@ class LandingState(Enum):
 
 
 @dataclass(slots=True)
-class Consumer:
-    """A request whose KVCache comes from a landing.
+class Landing:
+    """A landing, and who loads it.
 
     cached_runs: for each block of the first `ref.cached_tokens`, the arena blocks of its KV part.
+    state: what a request finds that arrives: WAITING, LANDED or OVER.
+    num_to_come: requests that have not arrived yet. They are not waited for once one has finished.
+    first: the request that loads first, "" before.
+    is_owed: whether it must still be given back.
     """
 
     ref: TransferRef
     cached_runs: tuple[Runs, ...]
+    num_to_come: int
+    consumers: dict[str, "Consumer"] = field(default_factory=dict)
+    state: LandingState = LandingState.WAITING
+    first: str = ""
+    is_owed: bool = True
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a request loads it or may still do so."""
+        return self.num_to_come > 0 or any(
+            consumer.state is not LandingState.OVER for consumer in self.consumers.values()
+        )
+
+    def move(self, state: LandingState) -> None:
+        """It has come to this state, and with it the requests that do not load it yet. A load under
+        way goes on: the worker checks at its end whether the agent kept the memory.
+        """
+        changed: tuple[Landing | Consumer, ...] = (self, *self.consumers.values())
+        for one in changed:
+            if one.state in (LandingState.WAITING, LandingState.LANDED):
+                one.state = state
+        is_read = any(one.state is LandingState.LOADING for one in self.consumers.values())
+        if self.state is LandingState.OVER and not is_read:
+            self.is_owed = False
+
+
+@dataclass(slots=True)
+class Consumer:
+    """A request whose KVCache comes from `landing`."""
+
+    landing: Landing
     arrived_s: float
     deadline_s: float
-    state: LandingState = LandingState.WAITING
+    state: LandingState
     request_ended: bool = False
 
 
@@ -74,7 +113,7 @@ class Landings:
         self._client = client
         self._lock = threading.Lock()
         self._consumers: dict[str, Consumer] = {}
-        self._request_of: dict[bytes, str] = {}
+        self._landings: dict[bytes, Landing] = {}
 
     # Events of the agent, on the client's thread.
 
@@ -86,20 +125,13 @@ class Landings:
 
     def on_disconnected(self) -> None:
         with self._lock:
-            for consumer in self._consumers.values():
-                # A load under way goes on: the worker checks at its end whether the agent kept the
-                # memory.
-                if consumer.state in (LandingState.WAITING, LandingState.LANDED):
-                    consumer.state = LandingState.OVER
+            for landing in self._landings.values():
+                landing.move(LandingState.OVER)
 
     def _change(self, transfer_id: bytes, state: LandingState) -> None:
         with self._lock:
-            consumer = self._consumers.get(self._request_of.get(transfer_id, ""))
-            if consumer is not None and consumer.state in (
-                LandingState.WAITING,
-                LandingState.LANDED,
-            ):
-                consumer.state = state
+            if (landing := self._landings.get(transfer_id)) is not None:
+                landing.move(state)
 
     # vLLM's scheduler, in the order of a request's life.
 
@@ -107,11 +139,16 @@ class Landings:
         """Wait for this landing. The engine owns it once it is complete."""
         ref = TransferRef.of(params)
         now_s = time.monotonic()
-        consumer = Consumer(ref, params.cached_runs, now_s, now_s + self._timeout_s)
         with self._lock:
-            self._consumers[request_id] = consumer
-            self._request_of[ref.transfer_id] = request_id
-        if not self._client.watch(ref.transfer_id):
+            landing = self._landings.get(ref.transfer_id)
+            is_first = landing is None
+            if landing is None:
+                landing = Landing(ref, params.cached_runs, params.num_requests)
+                self._landings[ref.transfer_id] = landing
+            landing.num_to_come = max(0, landing.num_to_come - 1)
+            consumer = Consumer(landing, now_s, now_s + self._timeout_s, landing.state)
+            landing.consumers[request_id] = self._consumers[request_id] = consumer
+        if is_first and not self._client.watch(ref.transfer_id):
             logger.warning("request %s: no agent; computing it here", request_id)
             self._change(ref.transfer_id, LandingState.OVER)
 
@@ -142,9 +179,11 @@ class Landings:
                 request_id,
                 self._timeout_s,
             )
-        num_new = consumer.ref.num_tokens - num_computed_tokens
+        num_new = consumer.landing.ref.num_tokens - num_computed_tokens
         if state is LandingState.LANDED and num_new > 0:
-            return num_new
+            first = self._consumers.get(consumer.landing.first)
+            is_loading = first is not None and first.state is LandingState.LOADING
+            return None if is_loading else num_new
         self._release(consumer)
         return 0
 
@@ -162,12 +201,14 @@ class Landings:
                 return None
             if consumer.state is LandingState.LANDED:
                 consumer.state = LandingState.LOADING
-        ref = consumer.ref
+        landing = consumer.landing
+        landing.first = landing.first or request_id
+        ref = landing.ref
         first_token = ref.num_tokens - num_tokens
         blocks = tuple(
             self._blocks(index, table, ref, first_token) for index, table in enumerate(tables)
         )
-        base = self._base(consumer, tables, first_token)
+        base = self._base(landing, tables, first_token)
         return LoadStep(request_id, time.monotonic(), ref, blocks, base)
 
     def _blocks(
@@ -186,11 +227,11 @@ class Landings:
         first_page = max(pages.start, own.start, first_token // group.tokens_per_block)
         return table[first_page : pages.stop]
 
-    def _base(self, consumer: Consumer, tables: Tables, first_token: int) -> CachedParts | None:
+    def _base(self, landing: Landing, tables: Tables, first_token: int) -> CachedParts | None:
         """The cached KV that the landing leaves out and the engine's own cache lacks."""
-        ref = consumer.ref
+        ref = landing.ref
         parts = []
-        for block, runs in enumerate(consumer.cached_runs):
+        for block, runs in enumerate(landing.cached_runs):
             if (block + 1) * self._block_tokens > first_token:
                 pages = self._pages.to_load(
                     block, 0, tables, num_tokens=ref.num_tokens, local_tokens=first_token
@@ -209,12 +250,13 @@ class Landings:
 
     def first_step(self, request_id: str) -> FirstStep | None:
         """What workers are told when the request is computed for the first time; None: it had no
-        landing.
+        landing, or is not the first that loads it.
         """
         consumer = self._consumers.get(request_id)
-        if consumer is None:
+        if consumer is None or consumer.landing.first not in ("", request_id):
             return None
-        ref = consumer.ref
+        consumer.landing.first = request_id
+        ref = consumer.landing.ref
         return FirstStep(request_id, ref.transfer_id, ref.arena_epoch, consumer.arrived_s)
 
     def finished(self, request_id: str) -> None:
@@ -223,18 +265,27 @@ class Landings:
         if consumer is None:
             return
         consumer.request_ended = True
+        consumer.landing.num_to_come = 0
         if consumer.state is not LandingState.LOADING:
             self._release(consumer)
             self._forget(request_id, consumer)
 
     def _release(self, consumer: Consumer) -> None:
-        """Give the landing back, once. The request stays known until it has finished."""
+        """The request does not need its landing any more, and stays known until it has finished.
+        The last one gives the landing back, once.
+        """
+        landing = consumer.landing
         with self._lock:
-            was, consumer.state = consumer.state, LandingState.OVER
-        if was is not LandingState.OVER:
-            self._client.release(consumer.ref.transfer_id)
+            consumer.state = LandingState.OVER
+            if landing.is_needed or not landing.is_owed:
+                return
+            landing.state, landing.is_owed = LandingState.OVER, False
+        self._client.release(landing.ref.transfer_id)
 
     def _forget(self, request_id: str, consumer: Consumer) -> None:
+        landing = consumer.landing
         with self._lock:
             self._consumers.pop(request_id, None)
-            self._request_of.pop(consumer.ref.transfer_id, None)
+            landing.consumers.pop(request_id, None)
+            if not landing.consumers:
+                self._landings.pop(landing.ref.transfer_id, None)

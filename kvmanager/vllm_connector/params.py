@@ -11,8 +11,9 @@ weights of the LoRA adapter, "" for the base model (`kvmanager.vllm_connector.we
 drafter whose KVCache is at the end of the transfer, "" without one (`KVLayout.draft_fingerprint`).
 A producer's `attempt` is the opening of the outbox. A consumer's parameters have the digest of the
 n tokens whose KVCache will land, and for each cached block the runs of arena blocks with its KV
-part. With `is_lossy` the KVCache that lands may have lost precision, so that no other request may
-use it. Knows no engine objects.
+part. `num_requests` load it, one for each choice that the client asks for. With `is_lossy` the
+KVCache that lands may have lost precision, so that no other request may use it. Knows no engine
+objects.
 """
 
 from typing import Annotated, Any
@@ -56,6 +57,7 @@ class ConsumerParams(TransferParams, frozen=True, tag="consumer"):
     """This engine decodes after loading `num_tokens` tokens from a landing of its agent."""
 
     token_digest: str
+    num_requests: Annotated[int, msgspec.Meta(ge=1)] = 1
     is_lossy: bool = False
     cached_runs: tuple[tuple[tuple[int, int], ...], ...] = ()
 

@@ -251,7 +251,7 @@ def one_engine_reason(shape: RequestShape) -> Reason | None:
         return Reason.MULTIMODAL
     if shape.num_prompts != 1:
         return Reason.SEVERAL_PROMPTS
-    if shape.num_choices != 1:
+    if shape.num_choices < 1:
         return Reason.SEVERAL_CHOICES
     if shape.has_beam_search:
         return Reason.BEAM_SEARCH

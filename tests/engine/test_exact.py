@@ -22,7 +22,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from bench_smoke import run_smoke
-from client_answers import LOCAL_CALLS, client_answers
+from client_answers import LOCAL_CALLS, NUM_CHOICES, client_answers
 from conversation import TURNS, Talk, expected_turns, kill
 from dashboard_queries import missing_of_engines
 from data_port import is_welcome, tls_context
@@ -32,6 +32,7 @@ from engine_region import (
     WINDOW,
     agent_status,
     ask_region,
+    engine_metrics,
     everything_is_given_back,
     listening_hosts,
     model_dir,
@@ -250,7 +251,7 @@ async def test_tokens_equal_a_plain_engines(served: Served) -> None:
 async def test_official_clients_get_a_plain_engines_answers(served: Served) -> None:
     """Through every routed endpoint, with a long prompt that a prefill cluster prefills."""
     region = served.region
-    before = await records(region)
+    before, computed = await records(region), await computed_tokens(region, "b1-decode")
     answers = await client_answers(region.gateway_url, served.model)
     assert answers == served.by_clients
     routes = [
@@ -258,7 +259,16 @@ async def test_official_clients_get_a_plain_engines_answers(served: Served) -> N
     ]
     expected = ["direct" if name in LOCAL_CALLS else "prefill_cluster" for name in answers]
     assert routes == expected
+    # The last token of each prompt, for each choice.
+    num_requests = len(answers) - len(LOCAL_CALLS) + NUM_CHOICES - 1
+    assert await computed_tokens(region, "b1-decode") - computed == num_requests
     await everything_is_given_back(region)
+
+
+async def computed_tokens(region: RunningRegion, instance: str) -> float:
+    """The prompt tokens that the engine has computed itself."""
+    metrics = await engine_metrics(region, instance)
+    return metrics["vllm:prompt_tokens_total"] - metrics["vllm:prompt_tokens_cached_total"]
 
 
 @serving(WINDOW_CACHED_TLS)

@@ -10,6 +10,7 @@ from deploy.lab.demo.scenario import text
 
 NUM_PROMPT_BYTES = 900
 MAX_TOKENS = 12
+NUM_CHOICES = 3
 GREEDY = {"temperature": 0}
 _TIMEOUT_S = 120.0
 
@@ -54,7 +55,7 @@ async def _choices(
         model=model,
         messages=_said(prompt),
         max_tokens=MAX_TOKENS,
-        n=2,
+        n=NUM_CHOICES,
         extra_body={"top_k": 1},
     )
     return [choice.message.content or "" for choice in answer.choices]
@@ -143,5 +144,5 @@ _CALLS: Mapping[str, Ask] = {
     "messages_stream": _messages_stream,
     "count_tokens": _count_tokens,
 }
-LOCAL_CALLS = frozenset({"choices", "count_tokens"})
-"""Those that one engine of the PD cluster answers whole."""
+LOCAL_CALLS = frozenset({"count_tokens"})
+"""Those that one engine of the PD cluster answers."""

@@ -274,7 +274,9 @@ class FakePd:
             landing=landing,
             instance=engine.name,
             engine_url=engine.url,
-            kv_transfer_params=consumer_params(landing, arena_epoch="e1", runs=[(0, 4)]),
+            kv_transfer_params=consumer_params(
+                landing, arena_epoch="e1", runs=[(0, 4)], num_requests=request.num_choices
+            ),
             lease_s=30.0,
         )
 

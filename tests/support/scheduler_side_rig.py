@@ -171,8 +171,8 @@ def step(side: SchedulerSide, scheduled: dict[str, tuple[int, int]], *new: str) 
     return side.build_connector_meta(output)
 
 
-def finish_load(side: SchedulerSide) -> None:
-    output: Any = SimpleNamespace(finished_recving={"r1"})
+def finish_load(side: SchedulerSide, request_id: str = "r1") -> None:
+    output: Any = SimpleNamespace(finished_recving={request_id})
     side.update_connector_output(output)
 
 

@@ -217,8 +217,7 @@ def _shape(
         is_exact=token_ids is not None,
         bound_tokens=at_most if token_ids is None else None,
         num_prompts=num_prompts,
-        # Any other spelling of n, also a wrong one, goes to one engine, which judges it.
-        num_choices=1 if is_one_of(fields.n, b"1", b"null") else 2,
+        num_choices=_num_choices(kind, fields),
         has_prompt_logprobs=is_set(fields.prompt_logprobs)
         or (has_echo and is_set(fields.logprobs)),
         # The text of a prompt takes no prefill, but other spellings are for one engine to judge.
@@ -242,6 +241,15 @@ def _is_unusual(kind: Kind, fields: Body) -> bool:
     # With a tool of its own an engine computes several prompts for one request.
     tools = optional(_tools_decoder, fields.tools) if is_set(fields.tools) else ()
     return tools is None or any(tool.type != "function" for tool in tools)
+
+
+def _num_choices(kind: Kind, fields: Body) -> int:
+    """The answers that an engine will decode, each as a request of its own; 0 where only the engine
+    can judge the field.
+    """
+    if kind not in ("completion", "chat") or not is_set(fields.n):
+        return 1
+    return _number(fields.n, 0) if _is_plain_number(fields.n) else 0
 
 
 def _truncated(fields: Body, bound: int) -> int:

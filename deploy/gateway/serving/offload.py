@@ -159,6 +159,7 @@ class Offload:
             tenant=self._exchange.record.tenant,
             grant=reservation_grant(granter, len(self._prefix), digest, block_keys),
             hands_off=self._routed.target == HAND_OFF,
+            num_choices=self._shape.num_choices,
             adapter=adapter,
             layouts=self._services.scheduler.layouts_at(self._routed.target, self._inbound.model),
             traceparent=self._exchange.span.traceparent,
@@ -219,6 +220,7 @@ class Offload:
             cached_tokens=self._cached.computing_tokens(target),
             pd=self._routed.pd,
             last_token=self._last_token,
+            num_choices=self._shape.num_choices,
         )
         try:
             if target == HAND_OFF:

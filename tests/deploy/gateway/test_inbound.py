@@ -14,6 +14,7 @@ from deploy.gateway.intake.endpoints import Kind
 from deploy.gateway.intake.inbound import parsing_request, with_kv_transfer_params
 from kvmanager.token_ids import TokenIds
 from scheduler.live.learning.prompt_length import Media, PromptContent
+from scheduler.routing.decision import Reason, one_engine_reason
 
 PARAMS = {"prfaas": {"role": "consumer", "runs": [[0, 4]]}}
 
@@ -81,8 +82,6 @@ def test_prompts_are_counted(prompt: Any, num_prompts: int, is_unusual: bool) ->
 @pytest.mark.parametrize(
     ("fields", "flag"),
     [
-        ({"n": 2}, "num_choices"),
-        ({"n": "1"}, "num_choices"),
         ({"echo": True, "logprobs": 1}, "has_prompt_logprobs"),
         ({"echo": "true"}, "has_echo"),
         ({"prompt_logprobs": 0}, "has_prompt_logprobs"),
@@ -93,7 +92,22 @@ def test_prompts_are_counted(prompt: Any, num_prompts: int, is_unusual: bool) ->
 def test_fields_that_keep_a_request_on_one_engine(fields: dict[str, Any], flag: str) -> None:
     plain = getattr(parse({"prompt": "x"}).shape, flag)
     odd = getattr(parse({"prompt": "x"} | fields).shape, flag)
-    assert (plain, odd) in ((False, True), (1, 2))
+    assert (plain, odd) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("n", "num_choices"), [(None, 1), (1, 1), (3, 3), ("3", 0), (2.0, 0), (-1, 0), (0, 0), ([], 0)]
+)
+def test_choices_are_counted_where_their_number_is_plain(n: Any, num_choices: int) -> None:
+    assert parse({"prompt": "x", "n": n}).shape.num_choices == num_choices
+    assert one_engine_reason(parse({"prompt": [1, 2, 3], "n": n}).shape) is (
+        None if num_choices else Reason.SEVERAL_CHOICES
+    )
+
+
+def test_only_completions_and_chats_have_choices() -> None:
+    asked = {"model": "m", "n": 3, "input": "x"}
+    assert parse(asked, "responses").shape.num_choices == 1
 
 
 def test_null_fields_are_absent_fields() -> None:

@@ -147,10 +147,19 @@ async def test_a_request_id_in_the_body_is_kept(region: Any) -> None:
     assert headers["x-request-id"] == "mine"
 
 
+async def test_several_choices_are_prefilled_once(region: Any) -> None:
+    _, headers, _ = await region.post(region.long_body(n=3))
+    assert headers["x-prfaas-route"] == "prefill_cluster"
+    assert [job.num_choices for job in region.far.jobs] == [3]
+    asked = json.loads(region.engine.bodies("/v1/completions")[0])
+    assert asked["kv_transfer_params"]["prfaas"]["num_requests"] == 3
+    await region.assert_nothing_held()
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"n": 2}, "several_choices"),
+        ({"n": "2"}, "several_choices"),
         ({"echo": 1}, "echo"),
         ({"echo": True, "logprobs": 0}, "prompt_logprobs"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),

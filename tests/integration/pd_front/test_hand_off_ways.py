@@ -66,6 +66,14 @@ async def test_kvcache_of_an_adapter_does_not_go_by_nixl() -> None:
         assert asked["kv_transfer_params"]["prfaas"]["adapter"] == "files:1"
 
 
+async def test_kvcache_of_several_choices_does_not_go_by_nixl() -> None:
+    """Each choice is a request that loads, and NixlConnector serves the first that reads."""
+    async with make_rig("remote", replace(CONFIG, hand_off="nixl")) as rig:
+        _, far = await near_and_far(rig)
+        job = msgspec.structs.replace(whole_prompt(rig, far), num_choices=2)
+        assert (await rig.front.prefill_locally(job)).hand_off == "transport"
+
+
 @pytest.mark.parametrize(("adapter", "identity"), [("poet", ""), ("", "files:1")])
 async def test_a_job_and_its_landing_agree_on_the_adapter(adapter: str, identity: str) -> None:
     async with make_rig("embedded") as rig:

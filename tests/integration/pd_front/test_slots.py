@@ -22,7 +22,7 @@ from scheduler.live.long_term.conversion import RoleChange
 
 
 async def test_a_slot_names_engine_landing_and_what_the_engine_must_be_told(rig: PdRig) -> None:
-    slot = await rig.reserve()
+    slot = await rig.reserve(num_choices=2)
     assert slot.instance == "d0"
     assert slot.engine_url == rig.engines["d0"].url
     assert slot.reason == "2 usable, least loaded first"
@@ -40,6 +40,7 @@ async def test_a_slot_names_engine_landing_and_what_the_engine_must_be_told(rig:
             "window_step": 0,
             "draft": "",
             "cached_runs": [],
+            "num_requests": 2,
             "is_lossy": False,
             "adapter": "",
         }

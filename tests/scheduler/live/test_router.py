@@ -51,7 +51,7 @@ def known(region: Region, **routing: Any) -> RegionScheduler:
     [
         (bound(1000), True),
         (bound(1001), False),
-        (bound(9000, num_choices=2), True),
+        (bound(9000, num_choices=0), True),
         (bound(1), True),
     ],
 )

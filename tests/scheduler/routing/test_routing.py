@@ -18,7 +18,7 @@ from scheduler.routing.decision import (
     [
         ({"num_prompts": 2}, Reason.SEVERAL_PROMPTS),
         ({"num_prompts": 0}, Reason.SEVERAL_PROMPTS),
-        ({"num_choices": 3}, Reason.SEVERAL_CHOICES),
+        ({"num_choices": 0}, Reason.SEVERAL_CHOICES),
         ({"has_prompt_logprobs": True}, Reason.PROMPT_LOGPROBS),
         ({"has_echo": True}, Reason.ECHO),
         ({"has_beam_search": True}, Reason.BEAM_SEARCH),
@@ -39,6 +39,10 @@ def test_what_one_engine_must_serve_whole(fields: dict[str, bool], reason: Reaso
 def test_one_token_leaves_nothing_to_hand_over(num_tokens: int) -> None:
     shape = RequestShape(num_prompt_tokens=num_tokens)
     assert one_engine_reason(shape) is Reason.NOTHING_TO_HAND_OVER
+
+
+def test_several_choices_of_one_prompt_may_be_handed_over() -> None:
+    assert one_engine_reason(RequestShape(num_prompt_tokens=9000, num_choices=4)) is None
 
 
 def test_two_tokens_may_be_handed_over() -> None:
