@@ -260,7 +260,7 @@ def _truncated(fields: Body, bound: int) -> int:
 
 def _client_token_ids(kind: Kind, fields: Body) -> Steps[TokenIds | None]:
     """The ids of a prompt given as one flat list, unless the engine would still cut it."""
-    if kind == "chat" or is_set(fields.truncate_prompt_tokens):
+    if kind != "completion" or is_set(fields.truncate_prompt_tokens):
         return None
     if not (isinstance(fields.prompt, Raw) and starts_with(fields.prompt, b"[")):
         return None

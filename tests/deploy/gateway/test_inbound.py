@@ -105,6 +105,12 @@ def test_choices_are_counted_where_their_number_is_plain(n: Any, num_choices: in
     )
 
 
+@pytest.mark.parametrize("kind", ["chat", "responses", "messages", "tokenize"])
+def test_only_completions_have_a_prompt_of_ids(kind: Kind) -> None:
+    asked = {"prompt": [5, 6, 7], "messages": [], "input": "x"}
+    assert parse(asked, kind).token_ids is None
+
+
 def test_only_completions_and_chats_have_choices() -> None:
     asked = {"model": "m", "n": 3, "input": "x"}
     assert parse(asked, "responses").shape.num_choices == 1
