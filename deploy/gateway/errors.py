@@ -23,6 +23,23 @@ from transport.rpc import RpcError
 JSON_TYPE: Final = "application/json"
 
 
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """What went wrong. `code` is a stable word for programs; engines put their status there.
+    `param` is the request field at fault.
+    """
+
+    message: str
+    type: str
+    param: str | None
+    code: str | int | None
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True):
+    """An OpenAI error object."""
+
+    error: ErrorDetail
+
+
 class ApiError(Exception):
     """An HTTP answer that is an OpenAI error object.
 
@@ -56,13 +73,13 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """The OpenAI error object as JSON."""
-        error = {
-            "message": self.message,
-            "type": _TYPE_OF_STATUS.get(self.status, _default_type(self.status)),
-            "param": self.param,
-            "code": self.code,
-        }
-        return msgspec.json.encode({"error": error})
+        error = ErrorDetail(
+            message=self.message,
+            type=_TYPE_OF_STATUS.get(self.status, _default_type(self.status)),
+            param=self.param,
+            code=self.code,
+        )
+        return msgspec.json.encode(ErrorAnswer(error))
 
 
 class EngineLost(Exception):

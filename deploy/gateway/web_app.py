@@ -14,6 +14,7 @@ from aiohttp import web
 from deploy.gateway.app import Gateway
 from deploy.gateway.errors import JSON_TYPE, ApiError
 from deploy.gateway.intake.accept import usable_request_id
+from deploy.gateway.openapi.document import documented
 from deploy.gateway.pages import Handler
 from deploy.gateway.processes.siblings import Siblings
 
@@ -53,7 +54,7 @@ def _app(
         client_max_size=gateway.config.max_body_bytes, middlewares=[_openai_errors]
     )
     app[_GATEWAY] = gateway
-    app.add_routes(routes)
+    app.add_routes(documented(routes))
     return app
 
 
