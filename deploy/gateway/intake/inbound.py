@@ -71,6 +71,8 @@ class _Message(msgspec.Struct):
     content: Raw | UnsetType = UNSET
 
 
+READ_FIELDS: Final = _Body.__struct_fields__
+"""The names of the fields that the gateway reads."""
 _body_decoder: Final = msgspec.json.Decoder(_Body)
 _items_decoder: Final = msgspec.json.Decoder(list[Raw])
 _messages_decoder: Final = msgspec.json.Decoder(list[_Message])
