@@ -1,6 +1,12 @@
-"""OpenAI's own client takes the gateway's answers."""
+"""OpenAI's own client takes the gateway's answers, and schemathesis finds none that contradicts
+/openapi.json.
+"""
 
+import asyncio
+import importlib.util
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import contract_engine
@@ -8,6 +14,19 @@ import openai
 import pytest
 from gateway_region import Region
 
+NUM_EXAMPLES = 8
+LIMIT_S = 90.0
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+    "unsupported_method",
+)
+"""Engines judge the types of fields, and take some that the document does not name. So the checks
+that wrong data is refused are left out.
+"""
 LONG = "x" * 300
 """Above the threshold of 100 tokens, so that another cluster prefills it."""
 
@@ -71,3 +90,27 @@ async def test_the_openai_client_lists_models_and_knows_errors(client: openai.As
     wrong: Any = 7
     with pytest.raises(openai.BadRequestError):
         await client.chat.completions.create(model="tiny", messages=wrong)
+
+
+async def test_schemathesis_finds_no_answer_that_contradicts_the_document(
+    speaking: Region, tmp_path: Path
+) -> None:
+    assert importlib.util.find_spec("schemathesis"), "install requirements/dev.txt"
+    argv = ["run", f"{speaking.url}/openapi.json", "--checks", ",".join(CHECKS)]
+    argv += ["--phases", "examples,coverage,fuzzing", "--max-examples", str(NUM_EXAMPLES)]
+    argv += ["--seed", "1", "--generation-deterministic", "--generation-database", "none"]
+    argv += ["--request-timeout", "10", "--no-color"]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "schemathesis.cli", *argv),
+        cwd=tmp_path,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            told, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, told.decode(errors="replace")[-20000:]
