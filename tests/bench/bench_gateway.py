@@ -343,7 +343,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             )
         for number in range(args.rounds):
             for name, target in targets.items():
-                if target is not None and name in (args.only or targets):
+                if target is not None and (not args.only or name in ("engine", *args.only)):
                     print(f"round {number + 1}/{args.rounds}: {name}", file=sys.stderr)
                     sample = uvloop.run(_measure(target, args))
                     samples.setdefault(name, []).append(sample)
@@ -380,7 +380,7 @@ def main() -> None:
     parser.add_argument(
         "--processes", type=int, nargs="*", default=[1, 2], help="of gateways beside the first"
     )
-    parser.add_argument("--only", nargs="*", help="measure these targets alone")
+    parser.add_argument("--only", nargs="*", help="measure these targets and the engine alone")
     parser.add_argument("--traces", action="store_true", help="only the gateway, with spans")
     parser.add_argument("--serve-engine", type=int, help=argparse.SUPPRESS)
     add_smoke(parser, rounds=1, requests=20, seconds=0.2, concurrency=4, streams=4)
