@@ -62,7 +62,7 @@ def _whole(body: dict[str, Any], num_prompt_tokens: int, is_chat: bool) -> dict[
         "id": "answer-1",
         "object": "chat.completion" if is_chat else "text_completion",
         "created": 1,
-        "model": body.get("model"),
+        "model": body.get("model") or "tiny",
         "choices": [choice],
         "usage": {
             "prompt_tokens": num_prompt_tokens,
@@ -77,7 +77,7 @@ def _chunks(body: dict[str, Any], is_chat: bool) -> list[dict[str, Any]]:
         "id": "answer-1",
         "object": "chat.completion.chunk" if is_chat else "text_completion",
         "created": 1,
-        "model": body.get("model"),
+        "model": body.get("model") or "tiny",
     }
     return [
         head

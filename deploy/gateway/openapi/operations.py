@@ -148,7 +148,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("POST", "/v1/completions"): Operation(
         summary="Complete a prompt (OpenAI's API).",
         tag="openai",
-        answers={200: {JSON_TYPE: answer_schema("completion"), _EVENTS: {"type": "string"}}},
+        answers={200: {JSON_TYPE: answer_schema("completion"), _EVENTS: {}}},
         key="client",
         errors=_ENGINE_ERRORS,
         engine_errors=True,
@@ -157,7 +157,7 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
     ("POST", "/v1/chat/completions"): Operation(
         summary="Answer a conversation (OpenAI's API).",
         tag="openai",
-        answers={200: {JSON_TYPE: answer_schema("chat"), _EVENTS: {"type": "string"}}},
+        answers={200: {JSON_TYPE: answer_schema("chat"), _EVENTS: {}}},
         key="client",
         errors=_ENGINE_ERRORS,
         engine_errors=True,
