@@ -36,7 +36,7 @@ PAGE: Final = Path(__file__).with_name("metrics.md")
 _INTRODUCTION: Final = """\
 # Metrics
 
-`make docs` writes this page from the code that has the metrics. [Operations](operations.md) says at
+`make docs` writes this page from the code that has the metrics. [Monitoring](monitoring.md) says at
 which port a process shows them.
 
 Names, labels and buckets are vLLM's where a metric means the same: `model_name` is the served name,

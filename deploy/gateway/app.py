@@ -26,8 +26,8 @@ from deploy.gateway.errors import ApiError
 from deploy.gateway.intake.accept import Intake, ServedModels
 from deploy.gateway.intake.auth import KeyRing
 from deploy.gateway.intake.cache_salts import CacheSalts
+from deploy.gateway.intake.endpoints import KINDS, Kind
 from deploy.gateway.intake.homes import Homes
-from deploy.gateway.intake.inbound import Kind
 from deploy.gateway.intake.key_file import follow_keys
 from deploy.gateway.intake.limits import Limits
 from deploy.gateway.intake.traced import RequestTraces
@@ -56,7 +56,7 @@ from deploy.gateway.scheduling.scheduler import (
 )
 from deploy.gateway.series.clusters import ClusterSeries
 from deploy.gateway.serving.background import Background
-from deploy.gateway.serving.exchange import PATHS, Services
+from deploy.gateway.serving.exchange import Services
 from deploy.gateway.serving.records import RequestRecord
 from deploy.gateway.serving.request import Serving
 from deploy.gateway.sharing.state_file import StateFile
@@ -274,17 +274,17 @@ class Gateway:
 
     def routes(self) -> Iterable[web.RouteDef]:
         """Every endpoint at `host` and `port`, for an application's router."""
-        completions = (web.post(path, partial(self.complete, kind)) for kind, path in PATHS.items())
+        forwarded = (web.post(path, partial(self.complete, kind)) for path, kind in KINDS.items())
         pages = self.pages
         admin = () if self.config.admin is not None else pages.for_operators()
-        return [*completions, *pages.for_clients(), *pages.for_everybody(), *admin]
+        return [*forwarded, *pages.for_clients(), *pages.for_everybody(), *admin]
 
     def admin_routes(self) -> Iterable[web.RouteDef]:
         """Every endpoint at `admin`, for an application's router."""
         return [*self.pages.for_operators(), *self.pages.for_everybody()]
 
     async def complete(self, kind: Kind, request: web.Request) -> web.StreamResponse:
-        """POST /v1/completions and /v1/chat/completions. Raises `ApiError` before routing."""
+        """POST to one of `KINDS`. Raises `ApiError` before routing."""
         services = self._started()
         async with self._intake.received(request, kind) as exchange:
             record = exchange.record
@@ -401,6 +401,7 @@ class Gateway:
             caches=caches,
             placement=None if caches is None else self._build_placement(caches),
             granter=self._granter,
+            refuses_local_prefill=config.scheduling.routing.local_prefill == "refuse",
         )
 
     def _build_placement(self, caches: RegionCaches) -> PrefixPlacement:

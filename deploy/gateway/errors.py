@@ -1,4 +1,4 @@
-"""What goes wrong at the gateway, as OpenAI error objects, and the one table that maps errors.
+"""What goes wrong at the gateway, as error objects of the APIs, and the one table that maps errors.
 
     ApiError            an answer for the client: status, type, code, message
     EngineLost          an engine broke off before its answer began; another engine may answer
@@ -11,7 +11,7 @@ This file does not know which request an error belongs to.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import aiohttp
 import msgspec
@@ -21,6 +21,9 @@ from prfaas.engines.errors import EngineError, EngineRefused, PrefillFailed
 from transport.rpc import RpcError
 
 JSON_TYPE: Final = "application/json"
+
+ErrorShape = Literal["openai", "anthropic"]
+"""How an API words errors: {"error": {...}} or {"type": "error", "error": {...}}."""
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +44,7 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 
 
 class ApiError(Exception):
-    """An HTTP answer that is an OpenAI error object.
+    """An HTTP answer that is an error object of OpenAI's or Anthropic's API.
 
     `code` is a stable word for programs, `param` the request field at fault, and `retry_after_s`
     becomes the Retry-After header.
@@ -71,8 +74,10 @@ class ApiError(Exception):
             headers["WWW-Authenticate"] = "Bearer"
         return headers
 
-    def body(self) -> bytes:
-        """The OpenAI error object as JSON."""
+    def body(self, shape: ErrorShape = "openai") -> bytes:
+        """The error object as JSON. Anthropic's has no place for `code` and `param`."""
+        if shape == "anthropic":
+            return _anthropic_body(self.status, self.message)
         error = ErrorDetail(
             message=self.message,
             type=_TYPE_OF_STATUS.get(self.status, _default_type(self.status)),
@@ -106,6 +111,23 @@ _TYPE_OF_STATUS: Final = {
 
 def _default_type(status: int) -> str:
     return "invalid_request_error" if status < 500 else "server_error"
+
+
+# The types of Anthropic's API (https://platform.claude.com/docs/en/api/errors).
+_ANTHROPIC_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def _anthropic_body(status: int, message: str) -> bytes:
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
 
 
 class _Row(NamedTuple):
@@ -154,18 +176,22 @@ def api_error_for(error: BaseException) -> ApiError:
     return ApiError(500, "internal_error", "The gateway failed to serve this request.")
 
 
-def is_openai_error(body: bytes) -> bool:
-    """Whether `body` is a JSON object with an `error` object that has a message."""
+def in_shape(status: int, body: bytes, shape: ErrorShape) -> bytes | None:
+    """An engine's error as the API words errors; None if it is no error object of either API."""
     try:
-        msgspec.json.decode(body, type=_OpenAiError)
+        found = msgspec.json.decode(body, type=_EngineErrorBody)
     except (msgspec.MsgspecError, RecursionError):
-        return False
-    return True
+        return None
+    # Engines word what they refuse before they look at the path as OpenAI does.
+    if shape == "anthropic" and found.type != "error":
+        return _anthropic_body(status, found.error.message)
+    return body
 
 
 class _ErrorBody(msgspec.Struct):
     message: str
 
 
-class _OpenAiError(msgspec.Struct):
+class _EngineErrorBody(msgspec.Struct):
     error: _ErrorBody
+    type: str | None = None

@@ -28,7 +28,7 @@ from deploy.gateway.cache.region_caches import Order, RegionCaches
 from deploy.gateway.config import GatewayConfig
 from deploy.gateway.errors import JSON_TYPE, ApiError
 from deploy.gateway.intake.accept import Intake, ServedModels
-from deploy.gateway.intake.auth import KeyRing
+from deploy.gateway.intake.auth import KeyRing, authorization_of
 from deploy.gateway.intake.limits import Limits
 from deploy.gateway.links.region_links import RegionLinks
 from deploy.gateway.links.watcher import RegionWatcher
@@ -290,7 +290,7 @@ class Pages:
 
     async def _join(self, request: web.Request) -> web.Response:
         """POST /prfaas/instances."""
-        self.keys.check_adding(_authorization(request))
+        self.keys.check_adding(authorization_of(request.headers))
         return _json(await self.member_pages.join(await self.ordered(request)), 202)
 
     async def _leave(self, request: web.Request) -> web.Response:
@@ -307,12 +307,12 @@ class Pages:
         self.limits.check_accepting()
         body = await self.limits.read_small(request)
         # The key may have been revoked while the body arrived.
-        self.keys.check_operator(_authorization(request))
+        self.keys.check_operator(authorization_of(request.headers))
         return body
 
     def _check_order(self, request: web.Request) -> None:
         # An order always needs an operator's key if there are keys, not only with `protect_admin`.
-        self.keys.check_operator(_authorization(request))
+        self.keys.check_operator(authorization_of(request.headers))
         if not self.keys.has_keys:
             _check_no_browser(request)
 
@@ -326,12 +326,12 @@ class Pages:
         return answer
 
     def _check_key(self, request: web.Request) -> None:
-        self.keys.check(_authorization(request))
+        self.keys.check(authorization_of(request.headers))
 
     def check_operator(self, request: web.Request) -> None:
         """Raises `ApiError` 401 or 403 unless the client may see pages for operators."""
         if self.config.protect_admin:
-            self.keys.check_operator(_authorization(request))
+            self.keys.check_operator(authorization_of(request.headers))
 
 
 def shown_links(links: Mapping[LinkPair, str]) -> dict[str, str]:
@@ -369,10 +369,6 @@ def _order(request: web.Request) -> Order:
             return order
     message = f"order must be one of {', '.join(orders)}."
     raise ApiError(400, "invalid_order", message, param="order")
-
-
-def _authorization(request: web.Request) -> str | None:
-    return request.headers.get("Authorization")
 
 
 def _json(value: object, status: int = 200) -> web.Response:

@@ -1,4 +1,4 @@
-"""A gateway as aiohttp applications, whose errors are OpenAI error objects.
+"""A gateway as aiohttp applications, whose errors are those of the API that is asked.
 
 They know a gateway's routes and when to start and close it, and nothing of requests.
 """
@@ -14,6 +14,7 @@ from aiohttp import web
 from deploy.gateway.app import Gateway
 from deploy.gateway.errors import JSON_TYPE, ApiError
 from deploy.gateway.intake.accept import usable_request_id
+from deploy.gateway.intake.endpoints import errors_at
 from deploy.gateway.openapi.document import documented
 from deploy.gateway.pages import Handler
 from deploy.gateway.processes.siblings import Siblings
@@ -50,17 +51,15 @@ def _app(
 ) -> web.Application:
     if siblings is not None:
         routes = siblings.widened(gateway, routes)
-    app = web.Application(
-        client_max_size=gateway.config.max_body_bytes, middlewares=[_openai_errors]
-    )
+    app = web.Application(client_max_size=gateway.config.max_body_bytes, middlewares=[_api_errors])
     app[_GATEWAY] = gateway
     app.add_routes(documented(routes))
     return app
 
 
 @web.middleware
-async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn every error into an OpenAI error object."""
+async def _api_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn every error into an error object of the API."""
     try:
         return await handler(request)
     except ApiError as error:
@@ -84,7 +83,7 @@ def _error_response(request: web.Request, error: ApiError) -> web.Response:
     gateway.metrics.rejected(error.code)
     response = web.Response(
         status=error.status,
-        body=error.body(),
+        body=error.body(errors_at(request.path)),
         headers={"Content-Type": JSON_TYPE, **error.headers},
     )
     if request_id := usable_request_id(request.headers.get("X-Request-Id")):

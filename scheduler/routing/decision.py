@@ -47,6 +47,8 @@ class Reason(StrEnum):
     PROMPT_EMBEDS = "prompt_embeds"
     NOTHING_TO_HAND_OVER = "nothing_to_hand_over"
     UNUSUAL_BODY = "unusual_body"
+    # Its endpoint generates no text (embeddings, tokens of a text), so nothing is prefilled.
+    FORWARDED = "forwarded"
     RENDER_REFUSED = "render_refused"
     RENDER_UNAVAILABLE = "render_unavailable"
     # Above the threshold, but not possible at this moment.

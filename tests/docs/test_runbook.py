@@ -28,7 +28,8 @@ def test_the_index_is_current() -> None:
 
 def test_the_site_has_all_pages() -> None:
     nav = yaml.safe_load((write_runbook.ROOT / "mkdocs.yml").read_text())["nav"]
-    (runbook,) = [item["Runbook"] for item in nav if isinstance(item, dict) and "Runbook" in item]
+    (run,) = [item["Run"] for item in nav if isinstance(item, dict) and "Run" in item]
+    (runbook,) = [item["Runbook"] for item in run if isinstance(item, dict) and "Runbook" in item]
     assert runbook == write_runbook.nav()
 
 

@@ -22,6 +22,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from bench_smoke import run_smoke
+from client_answers import LOCAL_CALLS, client_answers
 from conversation import TURNS, Talk, expected_turns, kill
 from dashboard_queries import missing_of_engines
 from data_port import is_welcome, tls_context
@@ -146,6 +147,7 @@ class Served:
     asked: list[DemoRequest]
     expected: dict[str, Answer]
     talk: Talk
+    by_clients: dict[str, list[str]]
     receiver: OtlpReceiver
     """Of the spans of all processes, engines included."""
 
@@ -158,13 +160,16 @@ class Plain:
     expected: dict[str, Answer]
     turns: list[DemoRequest]
     answers: list[Answer]
+    by_clients: dict[str, list[str]]
 
 
 async def plain_answers(path: Path, name: str, log_dir: Path) -> Plain:
     async with plain_engine(MODELS[name], path, log_dir) as url:
         asked, expected = await reference_answers(url, name, requests())
         turns, answers = await expected_turns(url, name, TURNS, seed=9000)
-        return Plain(asked, expected, turns, answers)
+        # Texts of the official clients are not drawn until the recurrent model is sure of them.
+        by_clients = await client_answers(url, name) if name == WINDOW else {}
+        return Plain(asked, expected, turns, answers, by_clients)
 
 
 _expected: dict[str, asyncio.Task[Plain]] = {}
@@ -209,6 +214,7 @@ async def served(
                 plain.asked,
                 plain.expected,
                 Talk(name, region, plain.turns, plain.answers),
+                plain.by_clients,
                 receiver,
             )
 
@@ -237,6 +243,21 @@ async def test_tokens_equal_a_plain_engines(served: Served) -> None:
         if answers[request.name].num_prompt_tokens - cached_tokens > THRESHOLD_TOKENS:
             assert record["route"] == "prefill_cluster", record
         assert record.get("prefill_error", "") == "", record
+    await everything_is_given_back(region)
+
+
+@serving(WINDOW_CACHED_TLS)
+async def test_official_clients_get_a_plain_engines_answers(served: Served) -> None:
+    """Through every routed endpoint, with a long prompt that a prefill cluster prefills."""
+    region = served.region
+    before = await records(region)
+    answers = await client_answers(region.gateway_url, served.model)
+    assert answers == served.by_clients
+    routes = [
+        record["route"] for key, record in (await records(region)).items() if key not in before
+    ]
+    expected = ["direct" if name in LOCAL_CALLS else "prefill_cluster" for name in answers]
+    assert routes == expected
     await everything_is_given_back(region)
 
 

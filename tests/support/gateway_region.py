@@ -17,6 +17,7 @@ from msgspec import structs
 from deploy.gateway.app import Gateway
 from deploy.gateway.cache.region_caches import RegionCaches
 from deploy.gateway.config import GatewayConfig, ModelConfig, TimeoutConfig
+from deploy.gateway.intake.endpoints import ENDPOINTS
 from deploy.gateway.server import start_admin_server, start_server
 from kvmanager.agent.grants import reservation
 from kvmanager.agent.messages import CacheModel
@@ -64,9 +65,10 @@ class OpenAiEngine:
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
         app = web.Application(client_max_size=1 << 28)
-        for path in ("/v1/completions", "/v1/chat/completions"):
-            app.router.add_post(path, self._serve)
-            app.router.add_post(path + "/render", self._render)
+        for endpoint in ENDPOINTS.values():
+            app.router.add_post(endpoint.path, self._serve)
+            if endpoint.is_routed:
+                app.router.add_post(endpoint.path + "/render", self._render)
         for path in ("/health", "/metrics"):
             app.router.add_get(path, self._healthy)
         self._runner = web.AppRunner(
@@ -94,8 +96,8 @@ class OpenAiEngine:
             return await self.render_reply(request, body)
         ids = token_ids(body)
         rendered = {"token_ids": ids, "features": None, "sampling_params": {"n": 1}}
-        is_chat = request.path.startswith("/v1/chat")
-        return web.json_response(rendered if is_chat else [rendered])
+        is_list = request.path.startswith("/v1/completions")
+        return web.json_response([rendered] if is_list else rendered)
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         body = await self._note(request)
@@ -164,6 +166,8 @@ def token_ids(body: dict[str, Any]) -> list[int]:
     if "prompt" in body:
         prompt = body["prompt"]
         return list(prompt) if isinstance(prompt, list) else list(prompt.encode())
+    if isinstance(body.get("input"), str):
+        return [1, *body["input"].encode(), 2]
     text = "".join(str(message.get("content")) for message in body["messages"])
     return [1, *text.encode(), 2]
 

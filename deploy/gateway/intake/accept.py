@@ -21,12 +21,12 @@ from aiohttp import web
 
 from deploy.gateway.config import ModelConfig
 from deploy.gateway.errors import JSON_TYPE, ApiError
-from deploy.gateway.intake.auth import KeyRing
+from deploy.gateway.intake.auth import KeyRing, authorization_of
 from deploy.gateway.intake.cache_salts import CacheSalts
+from deploy.gateway.intake.endpoints import Kind
 from deploy.gateway.intake.homes import HOME_HEADER, Homes
 from deploy.gateway.intake.inbound import (
     InboundRequest,
-    Kind,
     kind_of,
     parsing_request,
     salted,
@@ -134,7 +134,7 @@ class Intake:
         With `kind` None the body tells the endpoint. Raises `ApiError`.
         """
         started_s = time.monotonic()
-        authorization = request.headers.get("Authorization")
+        authorization = authorization_of(request.headers)
         with self.keys.using(authorization, partial(_cut_off, request)) as tenant:
             async with self.limits.received(request, tenant) as accepted:
                 exchange = await self._exchange(request, tenant, kind, accepted, started_s)

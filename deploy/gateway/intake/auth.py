@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -22,6 +22,12 @@ logger = logging.getLogger("prfaas.deploy.gateway")
 
 _Owned: TypeAlias = tuple[bytes, str]
 """The digest of a key, and the tenant whose it is."""
+
+
+def authorization_of(headers: Mapping[str, str]) -> str | None:
+    """The Authorization header, or what it would be for a key in Anthropic's header X-Api-Key."""
+    authorization, key = headers.get("Authorization"), headers.get("X-Api-Key")
+    return f"Bearer {key}" if authorization is None and key else authorization
 
 
 class KeyRing:

@@ -11,72 +11,33 @@ This file does not know routes, tokenizers or HTTP.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import Raw, UnsetType
 from pydantic import TypeAdapter, ValidationError
 
 from deploy.gateway.errors import ApiError
+from deploy.gateway.intake.endpoints import Kind
 from deploy.gateway.intake.media_names import with_own_names
+from deploy.gateway.intake.prompt_content import Body, prompt_content, turns_of
+from deploy.gateway.intake.raw_fields import is_one_of, is_set, optional, starts_with
 from kvmanager.token_ids import Steps, TokenIds, parsing
 from scheduler.live.learning.prompt_length import LengthEstimator, Media, PromptContent
 from scheduler.routing.decision import RequestShape
 
-Kind = Literal["completion", "chat"]
+
+class _Tool(msgspec.Struct):
+    type: str = ""
+
 
 _WHITESPACE: Final = b" \t\r\n"
 _POSITION: Final = re.compile(r"\(byte (\d+)\)")
-_TEXT_PARTS: Final = frozenset(
-    {"text", "refusal", "thinking", "input_text", "output_text", "tool_reference"}
-)
-_ESCAPE: Final = rb"\u"
-_ESCAPED_MORE_BYTES: Final = 3
-"""An escape takes six bytes; most of the escaped characters take three in UTF-8."""
-
-
-class _Body(msgspec.Struct):
-    """The top-level fields of both endpoints that routing needs, undecoded."""
-
-    model: Raw | UnsetType = UNSET
-    prompt: Raw | UnsetType = UNSET
-    messages: Raw | UnsetType = UNSET
-    tools: Raw | UnsetType = UNSET
-    documents: Raw | UnsetType = UNSET
-    n: Raw | UnsetType = UNSET
-    best_of: Raw | UnsetType = UNSET
-    max_tokens: Raw | UnsetType = UNSET
-    max_completion_tokens: Raw | UnsetType = UNSET
-    min_tokens: Raw | UnsetType = UNSET
-    stream_interval: Raw | UnsetType = UNSET
-    echo: Raw | UnsetType = UNSET
-    prompt_logprobs: Raw | UnsetType = UNSET
-    prompt_embeds: Raw | UnsetType = UNSET
-    use_beam_search: Raw | UnsetType = UNSET
-    truncate_prompt_tokens: Raw | UnsetType = UNSET
-    kv_transfer_params: Raw | UnsetType = UNSET
-    ec_transfer_params: Raw | UnsetType = UNSET
-    vllm_xargs: Raw | UnsetType = UNSET
-    cache_salt: Raw | UnsetType = UNSET
-    priority: Raw | UnsetType = UNSET
-    request_id: Raw | UnsetType = UNSET
-
-
-class _Part(msgspec.Struct):
-    type: str | None = None
-
-
-class _Message(msgspec.Struct):
-    content: Raw | UnsetType = UNSET
-
-
-READ_FIELDS: Final = _Body.__struct_fields__
+READ_FIELDS: Final = Body.__struct_fields__
 """The names of the fields that the gateway reads."""
-_body_decoder: Final = msgspec.json.Decoder(_Body)
+_body_decoder: Final = msgspec.json.Decoder(Body)
 _items_decoder: Final = msgspec.json.Decoder(list[Raw])
-_messages_decoder: Final = msgspec.json.Decoder(list[_Message])
-_part_decoder: Final = msgspec.json.Decoder(_Part)
+_tools_decoder: Final = msgspec.json.Decoder(list[_Tool])
 _str_decoder: Final = msgspec.json.Decoder(str)
 _int64_decoder: Final = msgspec.json.Decoder(
     Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -85,7 +46,8 @@ _engines_int: Final = TypeAdapter(int)
 """Engines read numbers with pydantic, which takes "1_000" and true for numbers, too."""
 _names_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
 _TRANSFER_PARAMS: Final = frozenset({"kv_transfer_params", "ec_transfer_params"})
-_IDS: Final = re.compile(rb"[\s\[]*\d")
+_STATEFUL: Final = ("previous_response_id", "background", "conversation")
+"""Fields of responses that need what one engine remembers."""
 _PLAIN_NUMBER: Final = re.compile(rb"\d{1,18}")
 _LEAST_OUTPUT_TOKENS: Final = 16
 """The tokens of a completion, in vLLM, that does not say how many it wants."""
@@ -147,8 +109,10 @@ def parsing_request(kind: Kind, body: bytes, *, template_tokens: int) -> Steps[I
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise _invalid_json(body, error) from None
     _check_transfer_params(fields)
+    if kind == "responses":
+        _check_stateless(fields)
     token_ids = yield from _client_token_ids(kind, fields)
-    content = _content(kind, body, fields, token_ids)
+    content = prompt_content(kind, body, fields, token_ids)
     return InboundRequest(
         kind=kind,
         body=body,
@@ -157,29 +121,33 @@ def parsing_request(kind: Kind, body: bytes, *, template_tokens: int) -> Steps[I
         content=content,
         token_ids=token_ids,
         cache_salt=_string("cache_salt", fields.cache_salt),
-        priority=_optional(_int64_decoder, fields.priority) or 0,
-        may_go_first=_is_set(fields.priority) and not _is_plain_number(fields.priority),
+        priority=optional(_int64_decoder, fields.priority) or 0,
+        may_go_first=is_set(fields.priority) and not _is_plain_number(fields.priority),
         num_choices=max(_number(fields.n, 1), _number(fields.best_of, 1)),
         max_output_tokens=max(
             # Engines that know both take the second; counting the larger one suits all.
             _number(fields.max_tokens, _LEAST_OUTPUT_TOKENS),
             _number(fields.max_completion_tokens, 0),
+            _number(fields.max_output_tokens, 0),
             _number(fields.min_tokens, 0),
         ),
-        has_long_events=_is_set(fields.stream_interval),
-        request_id=_optional(_str_decoder, fields.request_id),
+        has_long_events=is_set(fields.stream_interval),
+        request_id=optional(_str_decoder, fields.request_id),
     )
 
 
 def kind_of(body: bytes) -> Kind:
-    """The endpoint that `body` is for: a chat has messages. `parsing_request` refuses a body that
-    is no JSON object.
+    """The endpoint that `body` is for: a chat has messages, a response an input.
+
+    `parsing_request` refuses a body that is no JSON object.
     """
     try:
         fields = _body_decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return "completion"
-    return "chat" if _is_set(fields.messages) else "completion"
+    if is_set(fields.input):
+        return "responses"
+    return "chat" if is_set(fields.messages) else "completion"
 
 
 def with_kv_transfer_params(body: bytes, params: dict[str, Any]) -> bytes:
@@ -194,7 +162,7 @@ def salted(request: InboundRequest, cache_salt: str | None) -> InboundRequest:
     if cache_salt == request.cache_salt:
         return request
     body = _with_field(request.body, b"cache_salt", cache_salt)
-    if request.kind == "chat" and cache_salt is not None:
+    if cache_salt is not None:
         body = with_own_names(body, cache_salt)
     return msgspec.structs.replace(request, body=body, cache_salt=cache_salt)
 
@@ -206,20 +174,34 @@ def _with_field(body: bytes, name: bytes, value: object) -> bytes:
     return b"".join((head, comma, b'"', name, b'":', msgspec.json.encode(value), b"}"))
 
 
-def _check_transfer_params(fields: _Body) -> None:
+def _check_transfer_params(fields: Body) -> None:
     """These parameters name memory on the region's nodes, so no client may send them: raises
     `ApiError`. An engine takes those in vllm_xargs as it takes its own.
     """
-    sent = {name for name in _TRANSFER_PARAMS if _is_set(getattr(fields, name))}
-    sent |= _TRANSFER_PARAMS & (_optional(_names_decoder, fields.vllm_xargs) or {}).keys()
+    sent = {name for name in _TRANSFER_PARAMS if is_set(getattr(fields, name))}
+    sent |= _TRANSFER_PARAMS & (optional(_names_decoder, fields.vllm_xargs) or {}).keys()
     for name in sorted(sent):
         message = f"{name} is set by the gateway and cannot be sent by a client."
         raise ApiError(400, "unsupported_parameter", message, param=name)
 
 
+def _check_stateless(fields: Body) -> None:
+    """Responses that one engine would remember are refused, as the next request may come to another
+    engine: raises `ApiError`.
+    """
+    for name in _STATEFUL:
+        value = getattr(fields, name)
+        if is_set(value) and not is_one_of(value, b"false"):
+            message = (
+                f"{name} is not supported here: no engine keeps responses for others. Send the "
+                "whole conversation as input, and leave this field out."
+            )
+            raise ApiError(400, "unsupported_parameter", message, param=name)
+
+
 def _shape(
     kind: Kind,
-    fields: _Body,
+    fields: Body,
     token_ids: TokenIds | None,
     content: PromptContent,
     *,
@@ -227,6 +209,8 @@ def _shape(
 ) -> RequestShape:
     """`bound` limits the tokens if all is text: a byte never becomes more than one token."""
     at_most = None if content.media else _truncated(fields, bound)
+    # In chat the field only shapes the template, which rendering sees.
+    has_echo = kind == "completion" and not is_one_of(fields.echo, b"false", b"null")
     num_prompts, is_unusual = 1, False
     if kind == "completion" and token_ids is None:
         num_prompts, is_unusual = _count_prompts(fields.prompt)
@@ -236,52 +220,43 @@ def _shape(
         bound_tokens=at_most if token_ids is None else None,
         num_prompts=num_prompts,
         # Any other spelling of n, also a wrong one, goes to one engine, which judges it.
-        num_choices=1 if _is_one_of(fields.n, b"1", b"null") else 2,
-        has_prompt_logprobs=_is_set(fields.prompt_logprobs),
-        # In chat the field only shapes the template, which rendering sees.
-        has_echo=kind == "completion" and not _is_one_of(fields.echo, b"false", b"null"),
-        has_beam_search=not _is_one_of(fields.use_beam_search, b"false", b"null"),
-        has_prompt_embeds=_is_set(fields.prompt_embeds),
+        num_choices=1 if is_one_of(fields.n, b"1", b"null") else 2,
+        has_prompt_logprobs=is_set(fields.prompt_logprobs)
+        or (has_echo and is_set(fields.logprobs)),
+        # The text of a prompt takes no prefill, but other spellings are for one engine to judge.
+        has_echo=has_echo and not is_one_of(fields.echo, b"true"),
+        has_beam_search=not is_one_of(fields.use_beam_search, b"false", b"null"),
+        has_prompt_embeds=is_set(fields.prompt_embeds),
         is_multimodal=any(media is not Media.EMBEDS for media in content.media),
-        is_unusual=is_unusual or (kind == "chat" and not _starts_with(fields.messages, b"[")),
+        is_unusual=is_unusual or _is_unusual(kind, fields),
     )
 
 
-def _truncated(fields: _Body, bound: int) -> int:
+def _is_unusual(kind: Kind, fields: Body) -> bool:
+    """Whether a conversation is something that one engine must serve or judge."""
+    turns = turns_of(kind, fields)
+    if kind != "responses":
+        return kind != "completion" and not starts_with(turns, b"[")
+    if is_set(fields.previous_input_messages):
+        return True
+    if not (starts_with(turns, b"[") or starts_with(turns, b'"')):
+        return True
+    # With a tool of its own an engine computes several prompts for one request.
+    tools = optional(_tools_decoder, fields.tools) if is_set(fields.tools) else ()
+    return tools is None or any(tool.type != "function" for tool in tools)
+
+
+def _truncated(fields: Body, bound: int) -> int:
     """The length to which the client lets the engine cut the prompt, at most `bound`."""
-    most: int = _optional(_int64_decoder, fields.truncate_prompt_tokens) or 0
+    most: int = optional(_int64_decoder, fields.truncate_prompt_tokens) or 0
     return min(bound, most) if most > 0 else bound
 
 
-def _content(kind: Kind, body: bytes, fields: _Body, token_ids: TokenIds | None) -> PromptContent:
-    """What the prompt is made of; the bytes of media do not count as text."""
-    if token_ids is not None:
-        return PromptContent(num_ids=len(token_ids))
-    media: Counter[Media] = Counter()
-    text_bytes = num_ids = 0
-    if kind == "completion":
-        if isinstance(fields.prompt, Raw) and _IDS.match(memoryview(fields.prompt)):
-            # Several prompts of ids, or ids that the engine will cut or refuse: count the commas.
-            num_ids = bytes(fields.prompt).count(b",") + 1
-        else:
-            text_bytes = _num_bytes(fields.prompt)
-    else:
-        media, media_bytes = _media_parts(fields.messages)
-        prompt = (fields.messages, fields.tools, fields.documents)
-        text_bytes = sum(map(_num_bytes, prompt)) - media_bytes
-    if _is_set(fields.prompt_embeds):
-        media[Media.EMBEDS] = _num_bytes(fields.prompt_embeds)
-    # Megabytes of media would have to be searched for the escapes of the text beside them.
-    num_escapes = 0 if media else body.count(_ESCAPE)
-    text_bytes = max(text_bytes // 2, text_bytes - _ESCAPED_MORE_BYTES * num_escapes)
-    return PromptContent(text_bytes, num_ids, media)
-
-
-def _client_token_ids(kind: Kind, fields: _Body) -> Steps[TokenIds | None]:
+def _client_token_ids(kind: Kind, fields: Body) -> Steps[TokenIds | None]:
     """The ids of a prompt given as one flat list, unless the engine would still cut it."""
-    if kind == "chat" or _is_set(fields.truncate_prompt_tokens):
+    if kind == "chat" or is_set(fields.truncate_prompt_tokens):
         return None
-    if not (isinstance(fields.prompt, Raw) and _starts_with(fields.prompt, b"[")):
+    if not (isinstance(fields.prompt, Raw) and starts_with(fields.prompt, b"[")):
         return None
     try:
         return (yield from parsing(bytes(fields.prompt))) or None
@@ -291,46 +266,13 @@ def _client_token_ids(kind: Kind, fields: _Body) -> Steps[TokenIds | None]:
 
 def _count_prompts(prompt: Raw | UnsetType) -> tuple[int, bool]:
     """The number of prompts, and whether the field is something that only the engine can judge."""
-    if _starts_with(prompt, b'"'):
+    if starts_with(prompt, b'"'):
         return 1, False
-    items = _optional(_items_decoder, prompt)
+    items = optional(_items_decoder, prompt)
     if not items:
         return 1, True
     first = bytes(items[0])[:1]
     return len(items), first not in (b'"', b"[")
-
-
-def _media_parts(messages: Raw | UnsetType) -> tuple[Counter[Media], int]:
-    """The media in messages, and how many bytes they take. What may be media counts as an image."""
-    found: Counter[Media] = Counter()
-    num_bytes = 0
-    try:
-        decoded = _messages_decoder.decode(messages) if isinstance(messages, Raw) else []
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return Counter({Media.IMAGE: 1}), _num_bytes(messages)
-    for message in decoded:
-        content = message.content
-        if not _is_set(content) or _starts_with(content, b'"'):
-            continue
-        parts = _optional(_items_decoder, content)
-        # Content that is neither a string nor a list counts as one part of unknown kind.
-        for part in [content] if parts is None else parts:
-            kind = Media.IMAGE if parts is None else _media_kind(part)
-            if kind is not None:
-                found[kind] += 1
-                num_bytes += _num_bytes(part)
-    return found, num_bytes
-
-
-def _media_kind(part: Raw | UnsetType) -> Media | None:
-    """The kind of media in a part of a message's content; None for text."""
-    if _starts_with(part, b'"'):
-        return None
-    decoded: _Part | None = _optional(_part_decoder, part)
-    name = "" if decoded is None or decoded.type is None else decoded.type
-    if name in _TEXT_PARTS:
-        return None
-    return next((kind for kind in (Media.AUDIO, Media.VIDEO) if kind in name), Media.IMAGE)
 
 
 def _number(value: Raw | UnsetType, default: int) -> int:
@@ -347,41 +289,14 @@ def _is_plain_number(value: Raw | UnsetType) -> bool:
     return isinstance(value, Raw) and _PLAIN_NUMBER.fullmatch(memoryview(value)) is not None
 
 
-def _num_bytes(value: Raw | UnsetType) -> int:
-    return memoryview(value).nbytes if isinstance(value, Raw) else 0
-
-
 def _string(name: str, value: Raw | UnsetType) -> str | None:
     """A string or, where it is absent or null, None. Raises `ApiError` for another type."""
-    if not _is_set(value):
+    if not is_set(value):
         return None
-    text: str | None = _optional(_str_decoder, value)
+    text: str | None = optional(_str_decoder, value)
     if text is None:
         raise ApiError(400, "invalid_type", f"{name} must be a string.", param=name)
     return text
-
-
-def _optional(decoder: msgspec.json.Decoder[Any], value: Raw | UnsetType) -> Any:
-    """The decoded field, or None when it is absent, null or of another type."""
-    if not isinstance(value, Raw):
-        return None
-    try:
-        return decoder.decode(value)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return None
-
-
-def _is_set(value: Raw | UnsetType) -> bool:
-    # Length first: the field may be megabytes long.
-    return isinstance(value, Raw) and (memoryview(value).nbytes != 4 or bytes(value) != b"null")
-
-
-def _is_one_of(value: Raw | UnsetType, *spellings: bytes) -> bool:
-    return not isinstance(value, Raw) or bytes(memoryview(value)[:16]) in spellings
-
-
-def _starts_with(value: Raw | UnsetType, prefix: bytes) -> bool:
-    return isinstance(value, Raw) and bytes(memoryview(value)[:1]) == prefix
 
 
 def _invalid_json(body: bytes, error: Exception) -> ApiError:

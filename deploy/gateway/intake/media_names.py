@@ -13,24 +13,27 @@ from typing import Any, Final
 import msgspec
 from msgspec import Raw
 
+_TURNS: Final = ("messages", "input")
+"""The fields with the turns of a conversation, in the APIs."""
 _object_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
 _objects_decoder: Final = msgspec.json.Decoder(list[dict[str, Raw]])
 _items_decoder: Final = msgspec.json.Decoder(list[Raw])
 
 
 def with_own_names(body: bytes, salt: str) -> bytes:
-    """`body`, a JSON object, with the `uuid` of each part of its messages mixed with `salt`. All
+    """`body`, a JSON object, with the `uuid` of each part of its turns mixed with `salt`. All
     other values keep their bytes.
     """
     # The key may be written with escapes, and nearly no request has it.
     if b"uuid" not in body and b"\\u00" not in body:
         return body
     fields: dict[str, Any] = _object_decoder.decode(body)
-    try:
-        messages = _objects_decoder.decode(fields.get("messages", b"null"))
-    except msgspec.ValidationError:
-        return body  # engines refuse it
-    fields["messages"] = [_renamed(message, salt) for message in messages]
+    for name in _TURNS:
+        try:
+            turns = _objects_decoder.decode(fields.get(name, b"null"))
+        except msgspec.ValidationError:
+            continue  # a text, or engines refuse it
+        fields[name] = [_renamed(turn, salt) for turn in turns]
     return msgspec.json.encode(fields)
 
 

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
+from deploy.gateway.intake.endpoints import ENDPOINTS
 from deploy.gateway.intake.inbound import InboundRequest
 from kvmanager.tracing.context import new_trace, parse_traceparent
 from kvmanager.tracing.spans import Span, begin
 
 if TYPE_CHECKING:  # which needs the extra `traces`
     from kvmanager.tracing.export import Tracer
-
-OPERATIONS: Final[dict[str, str]] = {"chat": "chat", "completion": "text_completion"}
-"""OpenTelemetry's names of the endpoints (`gen_ai.operation.name`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class RequestTraces:
         if self.tracer is None:
             return Span("", began_s, traceparent=traceparent)
         # A name for each model, and not for each request: backends list traces by it.
-        name = f"{OPERATIONS[inbound.kind]} {inbound.model}"
+        name = f"{ENDPOINTS[inbound.kind].operation} {inbound.model}"
         if parse_traceparent(client_headers.get("traceparent", "")) is not None:
             return begin(self.tracer, name, traceparent, began_s, "server")
         context = new_trace(self.sample)

@@ -26,7 +26,7 @@ from deploy.gateway.processes.own_settings import process_name
 
 _COUNTED: Final = ("in_flight", "buffered_bytes", "settling")
 """What of GET /prfaas/region each process counts for itself."""
-_SHOWN_TO_ALL: Final = ("Authorization",)
+_SHOWN_TO_ALL: Final = ("Authorization", "X-Api-Key")
 
 _Wrapped = Callable[[Handler, web.Request], Awaitable[web.StreamResponse]]
 

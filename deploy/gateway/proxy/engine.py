@@ -26,7 +26,7 @@ from deploy.gateway.proxy.engine_connection import (
     EngineSilent,
 )
 from deploy.gateway.proxy.http_answer import AnswerParser
-from deploy.gateway.proxy.sse import EventGate, first_data
+from deploy.gateway.proxy.sse import ENDS_WITH_DONE, EventGate, StreamRules, first_data
 from deploy.gateway.proxy.usage import Correction
 from prfaas.engines.access import EngineAccess
 
@@ -35,6 +35,8 @@ EVENT_STREAM: Final = "text/event-stream"
 # not be repeated safely.
 _KEEP_ALIVE_S: Final = 4.0
 _MAX_TARGETS: Final = 4096
+_ERRORS: Final = (b'{"error"', b'{"type":"error"')
+"""How the data of an event begins that is an error."""
 
 
 @dataclass(slots=True)
@@ -108,9 +110,15 @@ class EngineHttpClient:
         self._connections.close()
 
     async def open(
-        self, instance: str, engine_url: str, path: str, body: bytes, headers: Mapping[str, str]
+        self,
+        instance: str,
+        engine_url: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        rules: StreamRules = ENDS_WITH_DONE,
     ) -> EngineAnswer:
-        """POST `body` and wait until the answer has begun.
+        """POST `body` and wait until the answer has begun. `rules` are those of its stream.
 
         Raises `EngineLost` when the engine cannot be reached or breaks off before that,
         `EngineTimeout` when it stays silent. Cancelling closes the connection.
@@ -122,7 +130,7 @@ class EngineHttpClient:
             connection = await self._connections.take(address)
             try:
                 connection.ask(head, body)
-                beginning = _Beginning(instance, connection.parser, self._max_answer_bytes)
+                beginning = _Beginning(instance, connection.parser, self._max_answer_bytes, rules)
                 await connection.read(beginning.take)
                 answer = beginning.answer()
             except BaseException:
@@ -182,10 +190,13 @@ class EngineHttpClient:
 class _Beginning:
     """Collects an answer until it has begun: the whole body, or the first event of a stream."""
 
-    def __init__(self, instance: str, parser: AnswerParser, max_bytes: int) -> None:
+    def __init__(
+        self, instance: str, parser: AnswerParser, max_bytes: int, rules: StreamRules
+    ) -> None:
         self._instance = instance
         self._parser = parser
         self._max_bytes = max_bytes
+        self._rules = rules
         self._body = bytearray()
         self._gate: EventGate | None = None
         self._data: bytes | None = None
@@ -194,11 +205,11 @@ class _Beginning:
     def take(self, piece: bytes) -> bool:
         """Take a piece of the body; False once there is enough of it."""
         if self._is_stream:
-            gate = self._gate = self._gate or EventGate()
+            gate = self._gate = self._gate or EventGate(self._rules)
             events = gate.feed(piece)
             self._body += events
             # Comments alone (keep-alive) are no answer.
-            self._data = first_data(events)
+            self._data = first_data(events, self._rules)
             return self._data is None and self._is_short
         self._body += piece
         return self._is_short
@@ -217,7 +228,7 @@ class _Beginning:
             return EngineAnswer(self._instance, parser.status, parser.headers, begun)
         if self._data is None:
             raise EngineLost(self._instance, "the stream ended before its first event")
-        if self._data.startswith(b'{"error"') and (error := _error_of(self._data)) is not None:
+        if self._data.startswith(_ERRORS) and (error := _error_of(self._data)) is not None:
             # An error instead of the first token. Nothing has been sent to the client yet, so it
             # can still get a status and an error body.
             status, body = error

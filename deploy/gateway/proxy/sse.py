@@ -8,7 +8,12 @@ error event. Does not parse events and knows no sockets.
 from __future__ import annotations
 
 import re
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import msgspec
+
+from deploy.gateway.errors import ApiError
 
 MAX_PENDING_BYTES: Final = 16 << 20
 """An unfinished event that is longer than this is forwarded in parts, bytes."""
@@ -19,15 +24,38 @@ _LAST_BYTES: Final = 4096
 _FIRST_DATA: Final = re.compile(rb"(?:\A|[\r\n])data:[ ]?")
 
 
-class EventGate:
-    """Lets whole events through and remembers whether the last one was `data: [DONE]`."""
+_EVENT_NAME: Final = re.compile(rb"(?:\A|[\r\n])event:[ ]?([^\r\n]*)")
+_NAMED_DATA: Final = re.compile(rb"(?:\A|[\r\n])event:[ ]?([^\r\n]*)\r?\ndata:[ ]?")
 
-    def __init__(self) -> None:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamRules:
+    """How an API writes its streams: the names of events that come before the first token, those
+    with which a whole stream ends, and how the name of the event with the usage begins.
+
+    Without `last` events have no names, and a whole stream ends with `data: [DONE]`.
+    """
+
+    errors: Literal["openai", "responses", "anthropic"] = "openai"
+    before_first: frozenset[bytes] = frozenset()
+    last: frozenset[bytes] = frozenset()
+    usage: bytes = b""
+
+
+ENDS_WITH_DONE: Final = StreamRules()
+
+
+class EventGate:
+    """Lets whole events through and remembers whether the last one ends a whole stream."""
+
+    def __init__(self, rules: StreamRules = ENDS_WITH_DONE) -> None:
+        self.rules = rules
+        self._name = b""
         self._pending = bytearray()
         self._tail = b"\n"
         self._before = self._latest = b""
         self.is_done = False
-        """The stream so far ends with `data: [DONE]`: the answer is whole."""
+        """The stream so far ends with its end mark: the answer is whole."""
         self.num_events = 0
         """Whole events that were let through, comments and the end mark included."""
         self.num_bytes = 0
@@ -59,14 +87,22 @@ class EventGate:
 
     def last_data(self) -> bytes:
         """What follows `data:` in the last event before the end mark, which has the usage. Empty if
-        there is no such event, or if it is longer than `_LAST_BYTES`.
+        there is no such event, or if it is longer than `_LAST_BYTES`. Where events have names, that
+        of the last event which has the usage, however long.
         """
+        if self.rules.last:
+            return _last_named(self._before + self._latest, self.rules.usage)
         # The end mark often comes in a chunk of its own, so the chunk before is needed, too.
         *_, last, _ = [b"", b"", *(self._before + self._latest)[-_LAST_BYTES:].split(b"data:")]
         return last.strip()
 
     def _passed(self, data: bytes) -> bytes:
         self._before, self._latest = self._latest, data
+        self.num_events += data.count(b"\n\n") + data.count(b"\r\n\r\n")
+        self.num_bytes += len(data)
+        if self.rules.last:
+            self._note_name(data)
+            return data
         # Long enough for the end mark with the line break before it, in any line ending.
         tail = data[-_DONE_WINDOW_BYTES:]
         if len(tail) < _DONE_WINDOW_BYTES:
@@ -74,20 +110,48 @@ class EventGate:
         self._tail = tail
         # Nearly every event fails the first test, which costs a tenth of the second.
         self.is_done = b"[DONE]" in tail and _DONE.search(tail) is not None
-        self.num_events += data.count(b"\n\n") + data.count(b"\r\n\r\n")
-        self.num_bytes += len(data)
         return data
 
+    def _note_name(self, data: bytes) -> None:
+        """Note the name of the last event, which may have begun in an earlier piece."""
+        start = max(data.rfind(b"\nevent:"), data.rfind(b"\revent:"), 0)
+        match = _EVENT_NAME.match(data, start)
+        if match is not None:
+            self._name = match[1]
+        self.is_done = self._name in self.rules.last and data.endswith((b"\n\n", b"\r\n\r\n"))
 
-def first_data(events: bytes) -> bytes | None:
-    """What follows the first `data:` of `events`; None if there are only comments so far."""
+
+def first_data(events: bytes, rules: StreamRules = ENDS_WITH_DONE) -> bytes | None:
+    """What follows the first `data:` of `events`; None if there are only comments so far, or events
+    that come before the first token.
+    """
+    if rules.last:
+        named = _NAMED_DATA.finditer(events)
+        return next((events[m.end() :] for m in named if m[1] not in rules.before_first), None)
     match = _FIRST_DATA.search(events)
     return events[match.end() :] if match else None
 
 
-def error_event(error_body: bytes) -> bytes:
-    """An SSE event that carries an OpenAI error object."""
-    return b"data: " + error_body + b"\n\n"
+def error_event(error: ApiError, gate: EventGate) -> bytes:
+    """An SSE event that tells `error` as the API of the stream tells errors."""
+    if gate.rules.errors == "anthropic":
+        return b"event: error\ndata: " + error.body("anthropic") + b"\n\n"
+    if gate.rules.errors == "responses":
+        body = {
+            "type": "error",
+            "code": error.code,
+            "message": error.message,
+            "param": error.param,
+            "sequence_number": gate.num_events,
+        }
+        return b"event: error\ndata: " + msgspec.json.encode(body) + b"\n\n"
+    return b"data: " + error.body() + b"\n\n"
+
+
+def _last_named(events: bytes, name: bytes) -> bytes:
+    """The data of the last event whose name begins with `name`; empty if there is none."""
+    found = [match for match in _NAMED_DATA.finditer(events) if match[1].startswith(name)]
+    return events[found[-1].end() :].partition(b"\n")[0].strip() if found else b""
 
 
 def _last_boundary(data: bytearray, start: int) -> int:

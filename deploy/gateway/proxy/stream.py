@@ -1,6 +1,6 @@
 """Carries a stream from an engine to the client, byte for byte but for its usage.
 
-A stream that ends without `data: [DONE]` never looks whole: the client gets an SSE error event and
+A stream that ends without its end mark never looks whole: the client gets an SSE error event and
 then a broken connection instead of the end of the body. This file does not know routes or records.
 """
 
@@ -17,7 +17,7 @@ import aiohttp
 from aiohttp import web
 
 from deploy.gateway.errors import ApiError
-from deploy.gateway.intake.inbound import Kind
+from deploy.gateway.intake.endpoints import Kind
 from deploy.gateway.proxy.engine import EngineAnswer
 from deploy.gateway.proxy.engine_connection import AnswerBroken
 from deploy.gateway.proxy.slow_client import ClientPatience, SlowClientWatch
@@ -73,8 +73,9 @@ class TokenPace:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._intervals, self._clock = intervals, clock
-        # The first event of a chat names the role. The first token follows at once in the second.
-        self._last_s = math.nan if kind == "chat" else clock()
+        # A chat begins with an event that names the role, and others with several. The first token
+        # follows at once.
+        self._last_s = clock() if kind == "completion" else math.nan
 
     def piece(self) -> None:
         """Note that the next piece is there."""
@@ -122,8 +123,8 @@ async def relay_stream(
                 error = str(broken)
         # A clean end of the body is not enough: a dying engine may close its connection cleanly.
         if not gate.is_done:
-            error = error or "the stream ended without [DONE]"
-            await _break_off(answer.instance, request, client, error)
+            error = error or "the stream ended without its end mark"
+            await _break_off(answer.instance, gate, request, client, error)
             return StreamEnd("engine_lost", relay.num_bytes, error)
         if not error:
             # Bytes after the end mark without a blank line are forwarded as well.
@@ -210,18 +211,18 @@ async def _write(client: web.StreamResponse, data: bytes) -> None:
 
 
 async def _break_off(
-    instance: str, request: web.Request, client: web.StreamResponse, error: str
+    instance: str, gate: EventGate, request: web.Request, client: web.StreamResponse, error: str
 ) -> None:
     """Tell the client that the answer is not whole, and close the connection without ending the
     body.
     """
     logger.warning("engine %s broke off a stream: %s", instance, error)
-    body = ApiError(502, "engine_lost", "The engine broke off while answering.").body()
+    told = ApiError(502, "engine_lost", "The engine broke off while answering.")
     transport = request.transport
     if transport is None:
         return
     try:
-        await _write(client, error_event(body))
+        await _write(client, error_event(told, gate))
     finally:
         # close() sends what is buffered, but not the mark that would end the body.
         transport.close()

@@ -1,4 +1,7 @@
-"""Finds and corrects `usage.prompt_tokens_details.cached_tokens` in an engine's answer.
+"""Finds and corrects the number of cached tokens in the usage of an engine's answer.
+
+It is `usage.prompt_tokens_details.cached_tokens` in completions and chat, and
+`usage.input_tokens_details.cached_tokens` in responses, which their streams have in `response`.
 
 A decode engine counts the tokens that a transfer brought as cached, although another engine
 computed them for this very request. Only the bytes of the number change; all others stay as the
@@ -22,19 +25,25 @@ _NUMBER: Final = re.compile(rb"\d+")
 
 class _Answer(msgspec.Struct):
     usage: Raw | UnsetType = UNSET
+    response: Raw | UnsetType = UNSET
 
 
 class _Usage(msgspec.Struct):
     prompt_tokens_details: Raw | UnsetType = UNSET
+    input_tokens_details: Raw | UnsetType = UNSET
 
 
 class _Details(msgspec.Struct):
     cached_tokens: Raw | UnsetType = UNSET
 
 
-_LEVELS: Final = tuple(
-    (kind.__struct_fields__[0], msgspec.json.Decoder(kind)) for kind in (_Answer, _Usage, _Details)
+_ANSWER, _USAGE, _DETAILS = (msgspec.json.Decoder(kind) for kind in (_Answer, _Usage, _Details))
+_LEVELS: Final = (
+    (("usage", "response"), _ANSWER),
+    (("prompt_tokens_details", "input_tokens_details"), _USAGE),
+    (("cached_tokens",), _DETAILS),
 )
+"""The members of which one leads to the number, from the outside in."""
 
 
 class CachedTokens(NamedTuple):
@@ -88,17 +97,24 @@ def replaced(data: bytes, places: Iterable[CachedTokens], num_tokens: int) -> by
 
 def _found(data: bytes, start: int, end: int) -> Iterator[CachedTokens]:
     """The number in the JSON object `data[start:end]`, searched one level at a time."""
-    for name, decoder in _LEVELS:
+    levels = list(_LEVELS)
+    while levels:
+        names, decoder = levels[0]
         try:
-            value = getattr(decoder.decode(memoryview(data)[start:end]), name)
+            level = decoder.decode(memoryview(data)[start:end])
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
             return
-        if value is UNSET:
+        name = next((name for name in names if getattr(level, name) is not UNSET), "")
+        if not name:
             return
-        begin = _position(data, start, end, name.encode(), bytes(value))
+        value = bytes(getattr(level, name))
+        begin = _position(data, start, end, name.encode(), value)
         if begin < 0:
             return
-        start, end = begin, begin + len(bytes(value))
+        start, end = begin, begin + len(value)
+        # The response in an event is an answer itself.
+        if name != "response":
+            levels.pop(0)
     if _NUMBER.fullmatch(data, start, end):
         yield CachedTokens(int(data[start:end]), start, end)
 

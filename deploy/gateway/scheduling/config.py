@@ -39,6 +39,10 @@ class RoutingSection(Section):
     """
 
     policy: Literal["predicted", "threshold"]
+    local_prefill: Literal["allow", "refuse"] = "allow"
+    """What becomes of a prompt that is meant for a prefill cluster and cannot go there. allow: the
+    PD cluster prefills it. refuse: it is answered with 503 and Retry-After.
+    """
     margin_s: SecondsOrZero
     margin_share: NotNegative
     home_margin_s: SecondsOrZero

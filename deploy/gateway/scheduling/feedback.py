@@ -45,8 +45,31 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int = 0
 
 
-class _Answer(msgspec.Struct):
-    usage: Usage | None = None
+class _AnyUsage(msgspec.Struct):
+    """Usage in the words of any API; Anthropic's input leaves out the tokens read from a cache."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cache_read_input_tokens: int | None = 0
+
+    def lengths(self) -> Usage:
+        """The tokens of the prompt and of the answer."""
+        inputs = self.input_tokens + (self.cache_read_input_tokens or 0)
+        return Usage(
+            max(0, self.prompt_tokens or inputs),
+            max(0, self.completion_tokens or self.output_tokens),
+        )
+
+
+class _Whole(msgspec.Struct):
+    usage: _AnyUsage | None = None
+
+
+class _Answer(_Whole):
+    response: _Whole | None = None
+    """The answer in the last event of OpenAI's responses."""
 
 
 _answers = msgspec.json.Decoder(_Answer)
@@ -219,9 +242,10 @@ class Feedback:
 def usage_of(body: bytes) -> Usage:
     """The lengths that an answer, or the last event of a stream, reports."""
     try:
-        usage = _answers.decode(body).usage
+        answer = _answers.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return Usage()
-    if usage is None:
-        return Usage()
-    return Usage(max(0, usage.prompt_tokens), max(0, usage.completion_tokens))
+    usage = answer.usage
+    if usage is None and answer.response is not None:
+        usage = answer.response.usage
+    return Usage() if usage is None else usage.lengths()

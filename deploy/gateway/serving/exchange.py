@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
 
 from deploy.gateway.cache.cached_prompt import CachePlaces
 from deploy.gateway.cache.placement import PrefixPlacement
 from deploy.gateway.cache.region_caches import RegionCaches
 from deploy.gateway.config import TimeoutConfig
+from deploy.gateway.intake.endpoints import ENDPOINTS, Endpoint
 from deploy.gateway.intake.homes import Reports
-from deploy.gateway.intake.inbound import InboundRequest, Kind
+from deploy.gateway.intake.inbound import InboundRequest
 from deploy.gateway.metrics import GatewayMetrics
 from deploy.gateway.proxy.engine import EngineAnswer, EngineHttpClient
 from deploy.gateway.proxy.slow_client import ClientPatience
@@ -40,11 +40,6 @@ from scheduler.routing.short_term import RouteDecision
 from scheduler.routing.spill import Spill
 from transport.grants import Granter
 
-PATHS: Final[dict[Kind, str]] = {
-    "completion": "/v1/completions",
-    "chat": "/v1/chat/completions",
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
@@ -54,6 +49,7 @@ class Services:
     `prefill_reports` does those of prefill clusters. `places` says where prompts for a model may be
     cached that belong to a PD cluster. Without `caches` nothing is known to be cached, and without
     `placement` no cached prefix is moved. Without `granter` nothing is signed for node agents.
+    With `refuses_local_prefill` no PD cluster prefills what is meant for a prefill cluster.
     """
 
     pds: Mapping[str, PdCluster]
@@ -70,6 +66,7 @@ class Services:
     places: Callable[[str, str], CachePlaces]
     caches: RegionCaches | None = None
     placement: PrefixPlacement | None = None
+    refuses_local_prefill: bool = False
     granter: Granter | None = None
 
     @property
@@ -112,9 +109,14 @@ class Exchange:
     _num_open: int = field(default=1)
 
     @property
-    def path(self) -> str:
+    def endpoint(self) -> Endpoint:
         """The endpoint, which is the same here and at an engine."""
-        return PATHS[self.inbound.kind]
+        return ENDPOINTS[self.inbound.kind]
+
+    @property
+    def path(self) -> str:
+        """Its path."""
+        return self.endpoint.path
 
     @property
     def request_id(self) -> str:

@@ -38,6 +38,7 @@ from deploy.gateway.intake.inbound import with_kv_transfer_params
 from deploy.gateway.proxy.engine import EngineAnswer
 from deploy.gateway.proxy.usage import Correction
 from deploy.gateway.serving.exchange import Exchange, Services
+from deploy.gateway.serving.local_prefill import prefill_refused
 from deploy.gateway.serving.planning import RequestPlan
 from kvmanager.hashing import token_digest
 from kvmanager.token_ids import TokenIds
@@ -295,6 +296,8 @@ class Offload:
         # Prefill instances of the same cluster are no other place, so the decode engine computes.
         if self._routed.target != HAND_OFF and try_elsewhere():
             raise PrefillLost(self._routed.target, error)
+        if self._services.refuses_local_prefill and self._routed.target != HAND_OFF:
+            raise prefill_refused(Reason.PREFILL_FAILED)
         self.decision = fall_back(self.decision, Reason.PREFILL_FAILED)
         self._exchange.decided(self.decision)
         self._services.background.spawn(
@@ -318,7 +321,12 @@ class Offload:
 
     async def _decode(self, slot: DecodeSlot, body: bytes) -> EngineAnswer:
         return await self._services.engines.open(
-            slot.instance, slot.engine_url, self._exchange.path, body, self._exchange.decoding()
+            slot.instance,
+            slot.engine_url,
+            self._exchange.path,
+            body,
+            self._exchange.decoding(),
+            self._exchange.endpoint.stream,
         )
 
     async def _decode_beside(

@@ -77,6 +77,8 @@ async def plan_request(services: Services, exchange: Exchange) -> RequestPlan:
     """The route of a request that has just arrived."""
     inbound, home = exchange.inbound, exchange.record.home
     shape = services.feedback.likely(inbound.model, inbound.shape, inbound.content)
+    if not exchange.endpoint.is_routed:
+        return RequestPlan(one_engine(shape, Reason.FORWARDED, home), shape)
     early = services.scheduler.route_early(
         inbound.model, shape, home=home, priority=inbound.priority
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 
-from deploy.gateway.intake.traced import OPERATIONS
+from deploy.gateway.intake.endpoints import ENDPOINTS
 from deploy.gateway.serving.records import RequestRecord
 from kvmanager.tracing.spans import Attributes
 
@@ -71,7 +71,7 @@ def span_attributes(record: RequestRecord) -> Attributes:
         "prfaas.outcome": record.outcome,
     }
     return {
-        "gen_ai.operation.name": OPERATIONS[record.endpoint],
+        "gen_ai.operation.name": ENDPOINTS[record.endpoint].operation,
         "gen_ai.provider.name": "vllm",
         "gen_ai.request.model": record.model,
         "gen_ai.request.stream": record.is_stream,

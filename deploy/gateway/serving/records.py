@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from deploy.gateway.intake.endpoints import Kind
 from deploy.gateway.serving.ttft_parts import LegTimes, TtftParts, spread
 from kvmanager.load_times import LoadTimes
 from local_pd.messages import DecodeSlot
@@ -63,7 +64,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     request_id: str
     started_s: float
-    endpoint: str
+    endpoint: Kind
     model: str = ""
     adapter: str = ""
     trace_id: str = ""

@@ -22,7 +22,7 @@ from deploy.gateway.errors import (
     EngineLost,
     EngineTimeout,
     api_error_for,
-    is_openai_error,
+    in_shape,
 )
 from deploy.gateway.proxy.engine import EngineAnswer
 from deploy.gateway.proxy.sse import EventGate
@@ -31,6 +31,7 @@ from deploy.gateway.proxy.usage import in_answer
 from deploy.gateway.scheduling.admission import AdmittedRequest
 from deploy.gateway.scheduling.feedback import Usage, usage_of
 from deploy.gateway.serving.exchange import Exchange, Services
+from deploy.gateway.serving.local_prefill import check_prefill
 from deploy.gateway.serving.offload import NotOffloaded, Offload, PrefillLost
 from deploy.gateway.serving.planning import (
     RequestPlan,
@@ -97,10 +98,11 @@ class Serving:
         self._end_admission = check_tenant(self._services, self._exchange)
         plan = await plan_request(self._services, self._exchange)
         await self._admit(plan)
-        is_refused = False
+        # What is no prompt to generate from is no demand either.
+        is_refused = not self._exchange.endpoint.is_routed
         try:
             answer = await self._open_planned(plan)
-            is_refused = 400 <= answer.status < 500
+            is_refused = is_refused or 400 <= answer.status < 500
             return answer
         finally:
             # A refusal by the engine costs no prefill, so it must not shape thresholds and roles.
@@ -129,8 +131,11 @@ class Serving:
         )
 
     async def _open_planned(self, plan: RequestPlan) -> EngineAnswer:
-        decision = plan.decision
+        decision, was_remote = plan.decision, False
         while True:
+            if self._services.refuses_local_prefill:
+                check_prefill(decision, was_remote=was_remote)
+                was_remote = was_remote or decision.route == "prefill_cluster"
             self._exchange.decided(decision, spill_reason(self._exchange, decision))
             try:
                 return await self._try(decision, plan)
@@ -221,6 +226,7 @@ class Serving:
                 exchange.path,
                 self._inbound.body,
                 exchange.decoding(),
+                exchange.endpoint.stream,
             )
             self._check_first_answer(answer)
         except BaseException:
@@ -289,7 +295,7 @@ class Serving:
 
     def _teach_length(self, usage: Usage) -> None:
         """Learn the length of a prompt that was not counted from the usage of its answer."""
-        if not usage.prompt_tokens:
+        if not usage.prompt_tokens or not self._exchange.endpoint.is_routed:
             return
         self._num_prompt_tokens = usage.prompt_tokens
         if self._exchange.record.num_prompt_tokens is None:
@@ -297,19 +303,22 @@ class Serving:
             self._feedback.counted(model, content, usage.prompt_tokens)
 
     async def _whole_response(self, answer: EngineAnswer, headers: dict[str, str]) -> web.Response:
-        """The engine's body as it came; what is not an OpenAI error object becomes one."""
+        """The engine's body as it came; an error that is no error object of the API becomes one."""
         if answer.correction is not None and (places := in_answer(answer.begun)):
             answer.begun = await answer.correction.apply(answer.begun, places)
         body, status = answer.begun, answer.status
         usage = usage_of(body)
         passed = forwarded_headers(answer.headers)
-        if status >= 300 and not is_openai_error(body):
+        shape = self._exchange.endpoint.errors
+        if status >= 300 and (told := in_shape(status, body, shape)) is not None:
+            body = told
+        elif status >= 300:
             # A redirect, or a 401 or 403 from an engine, is no answer for this client.
             if status < 400 or status in (401, 403):
                 status = 502
             text = body[:500].decode("utf-8", "replace")
             message = f"The engine answered {answer.status}: {text}"
-            body = ApiError(status, "engine_error", message).body()
+            body = ApiError(status, "engine_error", message).body(shape)
             passed = {"Content-Type": JSON_TYPE}
         self._exchange.record.ended(
             "ok" if answer.status == 200 else "engine_error",
@@ -359,8 +368,9 @@ class Serving:
             logger.error("failed", exc_info=error)
         outcome: Outcome = "refused" if answer.status == 429 else "failed"
         record.ended(outcome, status=answer.status, error=str(error) or type(error).__name__)
+        body = answer.body(self._exchange.endpoint.errors)
         headers = {"Content-Type": JSON_TYPE, **answer.headers, **response_headers(record)}
-        return web.Response(status=answer.status, body=answer.body(), headers=headers)
+        return web.Response(status=answer.status, body=body, headers=headers)
 
     def _over(self, answer: EngineAnswer | None) -> None:
         """Give back what the answer held, and tell the scheduler that the request is over."""

@@ -10,7 +10,7 @@ from deploy.gateway.errors import (
     EngineLost,
     EngineTimeout,
     api_error_for,
-    is_openai_error,
+    in_shape,
 )
 from deploy.gateway.proxy.stream import forwarded_headers
 from local_pd.errors import FrontUnreachable, NoInstance
@@ -42,7 +42,7 @@ def test_every_error_has_its_status(error: Exception, status: int, code: str) ->
     answer = api_error_for(error)
     assert (answer.status, answer.code) == (status, code)
     body = answer.body()
-    assert is_openai_error(body)
+    assert in_shape(status, body, "openai") == body
     shown = json.loads(body)["error"]
     assert shown["message"]
     assert shown["type"] == ("server_error" if status >= 500 else "invalid_request_error")
@@ -57,7 +57,8 @@ def test_an_unknown_error_shows_nothing() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"x", b"{}", b'{"error":"x"}', b'{"error":{}}', b"[" * 9999])
 def test_what_is_not_an_openai_error(body: bytes) -> None:
-    assert not is_openai_error(body)
+    assert in_shape(500, body, "openai") is None
+    assert in_shape(500, body, "anthropic") is None
 
 
 def test_hop_by_hop_headers_stay_behind() -> None:
@@ -69,3 +70,26 @@ def test_hop_by_hop_headers_stay_behind() -> None:
         "x-engine": "d0",
     }
     assert forwarded_headers(headers) == {"Content-Type": "a/b", "x-engine": "d0"}
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (413, "request_too_large"),
+        (429, "rate_limit_error"),
+        (502, "api_error"),
+        (503, "overloaded_error"),
+    ],
+)
+def test_anthropic_names_errors_its_own_way(status: int, kind: str) -> None:
+    told = json.loads(ApiError(status, "code", "why").body("anthropic"))
+    assert told == {"type": "error", "error": {"type": kind, "message": "why"}}
+
+
+def test_an_engines_error_takes_the_shape_of_the_api() -> None:
+    openai = ApiError(400, "x", "too long").body()
+    anthropic = ApiError(400, "x", "too long").body("anthropic")
+    assert in_shape(400, openai, "anthropic") == anthropic
+    assert in_shape(400, anthropic, "anthropic") == anthropic

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from steps import at_once
 
 from deploy.gateway.errors import ApiError
-from deploy.gateway.intake.inbound import Kind, parsing_request, with_kv_transfer_params
+from deploy.gateway.intake.endpoints import Kind
+from deploy.gateway.intake.inbound import parsing_request, with_kv_transfer_params
 from kvmanager.token_ids import TokenIds
 from scheduler.live.learning.prompt_length import Media, PromptContent
 
@@ -82,7 +83,7 @@ def test_prompts_are_counted(prompt: Any, num_prompts: int, is_unusual: bool) ->
     [
         ({"n": 2}, "num_choices"),
         ({"n": "1"}, "num_choices"),
-        ({"echo": True}, "has_echo"),
+        ({"echo": True, "logprobs": 1}, "has_prompt_logprobs"),
         ({"echo": "true"}, "has_echo"),
         ({"prompt_logprobs": 0}, "has_prompt_logprobs"),
         ({"use_beam_search": True}, "has_beam_search"),
@@ -252,3 +253,45 @@ def test_fields_of_any_type_do_not_break_parsing(body: dict[str, Any], kind: Kin
     else:
         with pytest.raises(ApiError, match="model must be a string"):
             parse(body, kind)
+
+
+def test_a_plain_echo_may_be_prefilled_elsewhere() -> None:
+    shape = parse({"prompt": "x", "echo": True}).shape
+    assert not shape.has_echo
+    assert not shape.has_prompt_logprobs
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_unusual"),
+    [
+        ({"input": "x"}, False),
+        ({"input": [{"role": "user", "content": "x"}]}, False),
+        ({"input": "x", "tools": [{"type": "function", "name": "f"}]}, False),
+        ({"input": "x", "tools": [{"type": "web_search_preview"}]}, True),
+        ({"input": "x", "tools": 7}, True),
+        ({"input": 7}, True),
+        ({}, True),
+        ({"input": "x", "previous_input_messages": [{}]}, True),
+    ],
+)
+def test_responses_that_one_engine_must_serve(fields: dict[str, Any], is_unusual: bool) -> None:
+    assert parse(fields, "responses").shape.is_unusual is is_unusual
+
+
+@pytest.mark.parametrize("field", ["previous_response_id", "conversation", "background"])
+def test_responses_that_need_a_memory_are_refused(field: str) -> None:
+    with pytest.raises(ApiError, match="whole conversation") as caught:
+        parse({"input": "x", field: "r1"}, "responses")
+    assert (caught.value.status, caught.value.param) == (400, field)
+    assert not parse({"input": "x", "background": False}, "responses").shape.is_unusual
+
+
+def test_media_in_the_answer_of_a_tool_is_seen() -> None:
+    image = {"type": "image", "source": {"type": "url", "url": "https://x"}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [image]}
+    turns = [{"role": "user", "content": [result]}]
+    assert parse({"messages": turns}, "messages").shape.is_multimodal
+    result["content"] = "text"
+    assert not parse({"messages": turns}, "messages").shape.is_multimodal
+    output = {"type": "function_call_output", "output": [{"type": "input_image"}]}
+    assert parse({"input": [output]}, "responses").shape.is_multimodal

@@ -1,11 +1,14 @@
 """The event gate: same bytes, whole events only, and the end mark seen wherever it is cut."""
 
+import json
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deploy.gateway.errors import ApiError
+from deploy.gateway.intake.endpoints import ENDPOINTS
 from deploy.gateway.proxy import sse
 from deploy.gateway.proxy.sse import EventGate, error_event, first_data
 
@@ -101,7 +104,56 @@ def test_the_first_data_is_found_behind_comments(events: bytes, data: bytes | No
 
 
 def test_an_error_event_is_one_event() -> None:
-    assert error_event(b'{"error":{}}') == b'data: {"error":{}}\n\n'
+    error = ApiError(502, "engine_lost", "gone")
+    assert error_event(error, EventGate()) == b"data: " + error.body() + b"\n\n"
+
+
+RESPONSES, MESSAGES = ENDPOINTS["responses"].stream, ENDPOINTS["messages"].stream
+
+
+def test_an_error_event_is_one_of_the_api() -> None:
+    error = ApiError(502, "engine_lost", "gone")
+    told = error_event(error, EventGate(MESSAGES))
+    assert told == b"event: error\ndata: " + error.body("anthropic") + b"\n\n"
+    gate = EventGate(RESPONSES)
+    gate.feed(b"event: response.created\ndata: {}\n\n")
+    head, _, data = error_event(error, gate).partition(b"data: ")
+    assert head == b"event: error\n"
+    assert json.loads(data) == {
+        "type": "error",
+        "code": "engine_lost",
+        "message": "gone",
+        "param": None,
+        "sequence_number": 1,
+    }
+
+
+@pytest.mark.parametrize("cut", [1, 7, 40, 4000])
+def test_a_named_event_ends_the_stream(cut: int) -> None:
+    gate = EventGate(RESPONSES)
+    usage = b'{"response":{"text":"' + b"x" * 9000 + b'","usage":{"input_tokens":3}}}'
+    begun = b"event: response.output_text.delta\ndata: {}\n\n"
+    stream = begun + b"event: response.completed\ndata: " + usage + b"\n\n"
+    done, passed = [], b""
+    for start in range(0, len(stream), cut):
+        passed += gate.feed(stream[start : start + cut])
+        done.append(gate.is_done)
+    assert passed == stream
+    assert done.index(True) == len(done) - 1
+    assert gate.last_data() == usage
+
+
+def test_text_in_an_event_does_not_end_the_stream() -> None:
+    gate = EventGate(MESSAGES)
+    gate.feed(b'event: content_block_delta\ndata: {"text":"event: message_stop"}\n\n')
+    assert not gate.is_done
+
+
+def test_what_comes_before_the_first_token_is_no_answer() -> None:
+    begun = b'event: message_start\ndata: {"a":1}\n\n: ping\n\n'
+    assert first_data(begun, MESSAGES) is None
+    delta = b'event: content_block_delta\ndata: {"b":2}\n\n'
+    assert first_data(begun + delta, MESSAGES) == b'{"b":2}\n\n'
 
 
 USAGE = b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":7}}'

@@ -100,3 +100,17 @@ def test_numbers_of_events_are_replaced(newline: bytes, space: bytes) -> None:
 def test_chunks_without_usage_are_passed_over_unread() -> None:
     broken = b"data: {not json\n\n"
     assert in_events(broken) == []
+
+
+def test_the_number_of_a_response_is_found_too() -> None:
+    details = {"cached_tokens": 299, "cached_tokens_per_turn": [299]}
+    usage = {"input_tokens": 300, "input_tokens_details": details, "output_tokens": 2}
+    whole = {"id": "r", "output": [{"text": "cached_tokens"}], "usage": usage, "user": None}
+    body = json.dumps(whole).encode()
+    (place,) = in_answer(body)
+    wanted = body.replace(b'"cached_tokens": 299', b'"cached_tokens": 0')
+    assert replaced(body, [place], 0) == wanted
+    data = json.dumps({"type": "response.completed", "response": whole}).encode()
+    event = b"event: response.completed\ndata: " + data + b"\n\n"
+    (place,) = in_events(event)
+    assert replaced(event, [place], 0).count(b'"cached_tokens": 0') == 1

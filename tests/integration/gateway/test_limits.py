@@ -159,7 +159,7 @@ async def test_a_compressed_body_is_understood(region: Any) -> None:
 async def test_other_media_types_and_paths(region: Any) -> None:
     status, _ = await send(region, b"{}", **{"Content-Type": "text/plain"})
     assert status == 415
-    async with region.session.post(region.url + "/v1/embeddings", json={}) as response:
+    async with region.session.post(region.url + "/v1/audio/speech", json={}) as response:
         assert response.status == 404
         assert error_of(await response.read())["code"] == "not_found"
     async with region.session.get(region.url + "/v1/completions") as response:

@@ -151,7 +151,8 @@ async def test_a_request_id_in_the_body_is_kept(region: Any) -> None:
     ("fields", "reason"),
     [
         ({"n": 2}, "several_choices"),
-        ({"echo": True}, "echo"),
+        ({"echo": 1}, "echo"),
+        ({"echo": True, "logprobs": 0}, "prompt_logprobs"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
         ({"prompt": ["a" * 200, "b" * 200]}, "several_prompts"),
         ({"use_beam_search": True}, "beam_search"),
