@@ -43,6 +43,19 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
+class AnthropicErrorDetail(msgspec.Struct, frozen=True):
+    """What went wrong, as Anthropic's API says it."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+    """An error object of Anthropic's API."""
+
+    error: AnthropicErrorDetail
+
+
 class ApiError(Exception):
     """An HTTP answer that is an error object of OpenAI's or Anthropic's API.
 
@@ -127,7 +140,7 @@ _ANTHROPIC_TYPES: Final = {
 
 def _anthropic_body(status: int, message: str) -> bytes:
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
+    return msgspec.json.encode(AnthropicErrorAnswer(AnthropicErrorDetail(kind, message)))
 
 
 class _Row(NamedTuple):

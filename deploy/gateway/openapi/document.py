@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
-from deploy.gateway.errors import JSON_TYPE, ErrorAnswer
+from deploy.gateway.errors import JSON_TYPE, AnthropicErrorAnswer, ErrorAnswer, ErrorShape
 from deploy.gateway.openapi.operations import OPERATIONS, STRUCTS, Key, Operation, ref
 from kvmanager.program_version import program_version
 
@@ -21,6 +21,12 @@ PATH: Final = "/openapi.json"
 _PATTERN: Final = re.compile(r"\{(\w+):[^{}]*\}")
 _REFERENCES: Final = "#/components/schemas/{name}"
 _SCHEMES: Final = {
+    "apiKeyHeader": {
+        "type": "apiKey",
+        "in": "header",
+        "name": "X-Api-Key",
+        "description": "Any API key, as Anthropic's clients send it. `Authorization` goes first.",
+    },
     "clientKey": {
         "type": "http",
         "scheme": "bearer",
@@ -38,8 +44,34 @@ _SCHEMES: Final = {
 # An empty requirement: a region may have no keys. The document must not say which ones have.
 _SECURITY: Final[dict[Key, list[dict[str, list[str]]]]] = {
     "none": [],
-    "client": [{}, {"clientKey": []}],
-    "operator": [{}, {"operatorKey": []}],
+    "client": [{}, {"clientKey": []}, {"apiKeyHeader": []}],
+    "operator": [{}, {"operatorKey": []}, {"apiKeyHeader": []}],
+}
+_ERRORS: Final[dict[ErrorShape, type]] = {
+    "openai": ErrorAnswer,
+    "anthropic": AnthropicErrorAnswer,
+}
+_MEANINGS: Final = {
+    400: "The body, a field or a parameter is wrong or not supported.",
+    401: "There are API keys, and this request has none of them.",
+    403: "The API key does not permit this.",
+    404: "There is no such model, or nothing of this name.",
+    408: "The body came too slowly.",
+    409: "The state of the cluster does not allow this.",
+    413: "The body is too large.",
+    415: "The body is not sent as JSON.",
+    429: "A limit of the gateway or of the tenant is reached.",
+    500: "The gateway failed.",
+    502: "An engine or a cluster failed.",
+    503: (
+        "Nothing can serve this now. With the code `prefill_unavailable` no prefill cluster can "
+        "take the prompt, and `gateway.scheduling.routing.local_prefill` refuses to do without."
+    ),
+    504: "An engine or a cluster did not answer in time.",
+}
+_MAY_NAME_A_TIME: Final = frozenset({429, 503})
+_RETRY_AFTER: Final = {
+    "Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 0}}
 }
 
 
@@ -72,7 +104,7 @@ def document(routes: Iterable[tuple[str, str]]) -> dict[str, Any]:
         "info": {
             "title": "PrfaaS gateway",
             "version": program_version(),
-            "description": "The endpoints of a region: OpenAI's API, health, and operators' pages.",
+            "description": "A region's endpoints: OpenAI's and Anthropic's APIs, health, pages.",
         },
         "paths": paths,
         "components": {"schemas": schemas, "securitySchemes": _SCHEMES},
@@ -102,14 +134,16 @@ def _described(method: str, path: str, operation: Operation) -> dict[str, Any]:
 
 
 def _answers(operation: Operation) -> dict[str, Any]:
-    error = {JSON_TYPE: {"schema": ref(ErrorAnswer)}}
+    error = {JSON_TYPE: {"schema": ref(_ERRORS[operation.shape])}}
     found: dict[str, Any] = {
-        str(status): {"description": "An OpenAI error object.", "content": error}
+        str(status): {"description": _MEANINGS[status], "content": error}
         for status in (*operation.errors, 500)
     }
+    for status in _MAY_NAME_A_TIME & set(operation.errors):
+        found[str(status)]["headers"] = _RETRY_AFTER
     for status, content in operation.answers.items():
         media = {name: {"schema": schema} for name, schema in content.items()}
         found[str(status)] = {"description": operation.summary, "content": media}
     if operation.engine_errors:
-        found["default"] = {"description": "An error of the engine, as it came.", "content": error}
+        found["default"] = {"description": "An error of the engine.", "content": error}
     return dict(sorted(found.items()))

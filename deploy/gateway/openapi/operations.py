@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from deploy.gateway.cache.api import CacheOverview, Explanation, TopPrefixes
-from deploy.gateway.errors import JSON_TYPE, ErrorAnswer
+from deploy.gateway.errors import JSON_TYPE, AnthropicErrorAnswer, ErrorAnswer, ErrorShape
 from deploy.gateway.intake.accept import ModelCard
+from deploy.gateway.intake.endpoints import ENDPOINTS, Endpoint, Kind
 from deploy.gateway.links.region_links import LinksOverview
 from deploy.gateway.members.pages import InstanceNow, InstancesOverview
-from deploy.gateway.openapi.bodies import Schema, answer_schema, body_schema
+from deploy.gateway.openapi.answers import answer_schema
+from deploy.gateway.openapi.bodies import Schema, body_schema
 from deploy.gateway.scheduling.overview import SchedulingOverview
 from deploy.gateway.scheduling.plan_overview import PlanOverview
 from deploy.gateway.scheduling.role_pages import InstanceRole, RoleOrder, RolesOverview
@@ -26,10 +28,12 @@ Key = Literal["none", "client", "operator"]
 
 _EVENTS: Final = "text/event-stream"
 _TEXT: Final = "text/plain"
+_STREAMED: Final = frozenset(kind for kind, endpoint in ENDPOINTS.items() if endpoint.is_routed)
 _ANY_OBJECT: Final[Schema] = {"type": "object"}
 
 STRUCTS: Final = (
     ErrorAnswer,
+    AnthropicErrorAnswer,
     ModelCard,
     RequestRecord,
     SchedulingOverview,
@@ -56,7 +60,8 @@ def ref(struct: type) -> Schema:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """One route. `answers` has the schema of each media type by status, and `errors` the statuses
-    of error objects besides 500. With `engine_errors` an engine's error comes as it is, too.
+    of error objects besides 500, which have `shape`. With `engine_errors` an engine's error comes
+    with the engine's status, too.
     """
 
     summary: str
@@ -64,6 +69,7 @@ class Operation:
     answers: dict[int, dict[str, Schema]]
     key: Key = "none"
     errors: tuple[int, ...] = ()
+    shape: ErrorShape = "openai"
     engine_errors: bool = False
     parameters: tuple[dict[str, Any], ...] = ()
     body: Schema = field(default_factory=dict)
@@ -144,25 +150,29 @@ _VERSION: Final[Schema] = {
     "required": ["version"],
 }
 
+
+def _of_engines(kind: Kind, endpoint: Endpoint) -> Operation:
+    """An endpoint that passes requests on to engines."""
+    content = {JSON_TYPE: answer_schema(kind)}
+    if kind in _STREAMED:
+        content[_EVENTS] = {}
+    return Operation(
+        summary=f"{endpoint.summary}.",
+        tag=endpoint.errors,
+        answers={200: content},
+        key="client",
+        errors=_ENGINE_ERRORS,
+        shape=endpoint.errors,
+        engine_errors=True,
+        body=body_schema(kind),
+    )
+
+
 OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
-    ("POST", "/v1/completions"): Operation(
-        summary="Complete a prompt (OpenAI's API).",
-        tag="openai",
-        answers={200: {JSON_TYPE: answer_schema("completion"), _EVENTS: {}}},
-        key="client",
-        errors=_ENGINE_ERRORS,
-        engine_errors=True,
-        body=body_schema("completion"),
-    ),
-    ("POST", "/v1/chat/completions"): Operation(
-        summary="Answer a conversation (OpenAI's API).",
-        tag="openai",
-        answers={200: {JSON_TYPE: answer_schema("chat"), _EVENTS: {}}},
-        key="client",
-        errors=_ENGINE_ERRORS,
-        engine_errors=True,
-        body=body_schema("chat"),
-    ),
+    ("POST", path): _of_engines(kind, endpoint)
+    for kind, endpoint in ENDPOINTS.items()
+    for path in endpoint.paths
+} | {
     ("GET", "/v1/models"): Operation(
         summary="List the models and their adapters.",
         tag="openai",
@@ -205,12 +215,12 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         errors=(*_KEY_ERRORS, 503),
     ),
     ("POST", "/prfaas/cache/explain"): Operation(
-        summary="How a prompt would fare now. The body is that of either kind of completion.",
+        summary="How a prompt would fare now. The body is that of a completion, chat or response.",
         tag="operators",
         answers=_json(ref(Explanation)),
         key="client",
         errors=_ENGINE_ERRORS,
-        body={"anyOf": [body_schema("completion"), body_schema("chat")]},
+        body={"anyOf": [body_schema(kind) for kind in ("completion", "chat", "responses")]},
     ),
     ("GET", "/prfaas/requests"): _page(
         "The latest requests, newest first.",

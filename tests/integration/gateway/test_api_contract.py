@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import contract_engine
 import openai
 import pytest
 from gateway_region import Region
@@ -29,14 +28,6 @@ that wrong data is refused are left out.
 """
 LONG = "x" * 300
 """Above the threshold of 100 tokens, so that another cluster prefills it."""
-
-
-@pytest.fixture
-async def speaking(region: Region) -> Region:
-    """A region whose engine answers in OpenAI's shapes."""
-    region.engine.reply = contract_engine.reply
-    region.engine.render_reply = contract_engine.render_reply
-    return region
 
 
 @pytest.fixture
@@ -90,6 +81,50 @@ async def test_the_openai_client_lists_models_and_knows_errors(client: openai.As
     wrong: Any = 7
     with pytest.raises(openai.BadRequestError):
         await client.chat.completions.create(model="tiny", messages=wrong)
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("other")
+
+
+@pytest.mark.parametrize("text", ["short", LONG])
+async def test_the_openai_client_asks_for_responses(
+    client: openai.AsyncOpenAI, speaking: Region, text: str
+) -> None:
+    whole = await client.responses.create(model="tiny", input=text, max_output_tokens=4)
+    stream = await client.responses.create(model="tiny", input=text, stream=True)
+    events = [event async for event in stream]
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert whole.output_text == "".join(deltas) == "Hello from the region"
+    last = events[-1]
+    assert last.type == "response.completed"
+    assert last.response.output_text == whole.output_text
+    assert whole.usage is not None
+    assert whole.usage.input_tokens == len(text) + 2
+    assert len(speaking.far.jobs) == (2 if text == LONG else 0)
+
+
+async def test_the_openai_client_uses_tools_and_schemas_in_responses(
+    client: openai.AsyncOpenAI,
+) -> None:
+    city = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tool: Any = {"type": "function", "name": "weather", "parameters": city, "strict": False}
+    called = await client.responses.create(model="tiny", input="Which city?", tools=[tool])
+    item = called.output[0]
+    assert item.type == "function_call"
+    assert (item.name, item.arguments) == ("weather", '{"city": "Paris"}')
+    wanted: Any = {"format": {"type": "json_schema", "name": "city", "schema": city}}
+    answer = await client.responses.create(model="tiny", input="Which city?", text=wanted)
+    assert answer.output_text == '{"city": "Paris"}'
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.responses.create(model="tiny", input="More", previous_response_id="resp_1")
+    assert refused.value.param == "previous_response_id"
+    assert "whole conversation" in refused.value.message
+
+
+async def test_the_openai_client_asks_for_embeddings(client: openai.AsyncOpenAI) -> None:
+    one = await client.embeddings.create(model="tiny", input="text", encoding_format="float")
+    two = await client.embeddings.create(model="tiny", input=["a", "b"], encoding_format="float")
+    assert [item.embedding for item in one.data] == [[0.5, -0.5]]
+    assert [item.index for item in two.data] == [0, 1]
 
 
 async def test_schemathesis_finds_no_answer_that_contradicts_the_document(

@@ -1,12 +1,16 @@
 """The OpenAPI document and the routes of a gateway are the same."""
 
+import json
 from typing import Any, get_args
 
 import jsonschema
 import pytest
 from gateway_region import Region, open_region
 
-from deploy.gateway.intake.inbound import READ_FIELDS, Kind
+from deploy.gateway.errors import ApiError
+from deploy.gateway.intake.endpoints import ENDPOINTS, KINDS, Kind
+from deploy.gateway.intake.inbound import READ_FIELDS
+from deploy.gateway.openapi.answers import answer_schema
 from deploy.gateway.openapi.bodies import body_schema
 from deploy.gateway.openapi.document import PATH, document, plain_path
 from deploy.gateway.openapi.operations import OPERATIONS
@@ -36,6 +40,24 @@ async def test_each_address_describes_its_own_routes_to_everybody() -> None:
     assert ("POST", "/v1/completions") in clients - operators
     assert ("GET", "/prfaas/region") in operators - clients
     assert clients | operators == set(OPERATIONS)
+
+
+@pytest.mark.parametrize("path", KINDS)
+def test_every_endpoint_of_engines_tells_its_body_and_its_errors(path: str) -> None:
+    endpoint = ENDPOINTS[KINDS[path]]
+    found = document(OPERATIONS)
+    operation = found["paths"][path]["post"]
+    body = operation["requestBody"]["content"]["application/json"]["schema"]
+    jsonschema.Draft202012Validator.check_schema(body)
+    for example in body["examples"]:
+        jsonschema.Draft202012Validator(body).validate(example)
+    jsonschema.Draft202012Validator.check_schema(answer_schema(KINDS[path]))
+    assert ("text/event-stream" in operation["responses"]["200"]["content"]) == endpoint.is_routed
+    assert "prefill_unavailable" in operation["responses"]["503"]["description"]
+    error = operation["responses"]["503"]["content"]["application/json"]["schema"]
+    told = json.loads(ApiError(503, "prefill_unavailable", "no way").body(endpoint.errors))
+    jsonschema.Draft202012Validator(error | {"components": found["components"]}).validate(told)
+    assert {"apiKeyHeader": []} in operation["security"]
 
 
 def test_all_fields_that_the_gateway_reads_are_described() -> None:
