@@ -26,6 +26,36 @@ ErrorShape = Literal["openai", "anthropic"]
 """How an API words errors: {"error": {...}} or {"type": "error", "error": {...}}."""
 
 
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """What went wrong. `code` is a stable word for programs; engines put their status there.
+    `param` is the request field at fault.
+    """
+
+    message: str
+    type: str
+    param: str | None
+    code: str | int | None
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True):
+    """An OpenAI error object."""
+
+    error: ErrorDetail
+
+
+class AnthropicErrorDetail(msgspec.Struct, frozen=True):
+    """What went wrong, as Anthropic's API says it."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+    """An error object of Anthropic's API."""
+
+    error: AnthropicErrorDetail
+
+
 class ApiError(Exception):
     """An HTTP answer that is an error object of OpenAI's or Anthropic's API.
 
@@ -61,13 +91,13 @@ class ApiError(Exception):
         """The error object as JSON. Anthropic's has no place for `code` and `param`."""
         if shape == "anthropic":
             return _anthropic_body(self.status, self.message)
-        error = {
-            "message": self.message,
-            "type": _TYPE_OF_STATUS.get(self.status, _default_type(self.status)),
-            "param": self.param,
-            "code": self.code,
-        }
-        return msgspec.json.encode({"error": error})
+        error = ErrorDetail(
+            message=self.message,
+            type=_TYPE_OF_STATUS.get(self.status, _default_type(self.status)),
+            param=self.param,
+            code=self.code,
+        )
+        return msgspec.json.encode(ErrorAnswer(error))
 
 
 class EngineLost(Exception):
@@ -110,7 +140,7 @@ _ANTHROPIC_TYPES: Final = {
 
 def _anthropic_body(status: int, message: str) -> bytes:
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
+    return msgspec.json.encode(AnthropicErrorAnswer(AnthropicErrorDetail(kind, message)))
 
 
 class _Row(NamedTuple):

@@ -15,6 +15,7 @@ from deploy.gateway.app import Gateway
 from deploy.gateway.errors import JSON_TYPE, ApiError
 from deploy.gateway.intake.accept import usable_request_id
 from deploy.gateway.intake.endpoints import errors_at
+from deploy.gateway.openapi.document import documented
 from deploy.gateway.pages import Handler
 from deploy.gateway.processes.siblings import Siblings
 
@@ -52,7 +53,7 @@ def _app(
         routes = siblings.widened(gateway, routes)
     app = web.Application(client_max_size=gateway.config.max_body_bytes, middlewares=[_api_errors])
     app[_GATEWAY] = gateway
-    app.add_routes(routes)
+    app.add_routes(documented(routes))
     return app
 
 

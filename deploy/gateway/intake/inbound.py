@@ -33,6 +33,8 @@ class _Tool(msgspec.Struct):
 
 _WHITESPACE: Final = b" \t\r\n"
 _POSITION: Final = re.compile(r"\(byte (\d+)\)")
+READ_FIELDS: Final = Body.__struct_fields__
+"""The names of the fields that the gateway reads."""
 _body_decoder: Final = msgspec.json.Decoder(Body)
 _items_decoder: Final = msgspec.json.Decoder(list[Raw])
 _tools_decoder: Final = msgspec.json.Decoder(list[_Tool])
