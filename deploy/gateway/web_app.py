@@ -16,6 +16,7 @@ from deploy.gateway.errors import JSON_TYPE, ApiError
 from deploy.gateway.intake.accept import usable_request_id
 from deploy.gateway.pages import Handler
 from deploy.gateway.processes.siblings import Siblings
+from deploy.gateway.ui.routes import ui_routes
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -49,11 +50,12 @@ def _app(
 ) -> web.Application:
     if siblings is not None:
         routes = siblings.widened(gateway, routes)
+    routes = list(routes)
     app = web.Application(
         client_max_size=gateway.config.max_body_bytes, middlewares=[_openai_errors]
     )
     app[_GATEWAY] = gateway
-    app.add_routes(routes)
+    app.add_routes([*routes, *ui_routes(gateway.pages, routes)])
     return app
 
 
