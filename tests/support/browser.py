@@ -66,7 +66,10 @@ class Tab:
         """Wait until the expression is true."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not await self.ask(expression):
+                # A page that still loads lacks elements.
+                while not await self.ask(
+                    f"(() => {{ try {{ return {expression}; }} catch {{}} }})()"
+                ):
                     await asyncio.sleep(0.02)
         except TimeoutError:
             shown = await self.ask("document.body.innerText")
@@ -82,7 +85,9 @@ class Tab:
         await self.call("Input.insertText", text=text)
 
     async def shoot(self, at: Path, *, whole: bool = False) -> None:
-        answer = await self.call("Page.captureScreenshot", captureBeyondViewport=whole)
+        size = await self.ask("[innerWidth, document.documentElement.scrollHeight, innerHeight]")
+        clip = {"x": 0, "y": 0, "width": size[0], "height": size[1 if whole else 2], "scale": 1}
+        answer = await self.call("Page.captureScreenshot", captureBeyondViewport=whole, clip=clip)
         await asyncio.to_thread(at.write_bytes, base64.b64decode(answer["data"]))
 
     async def _read(self) -> None:
@@ -124,6 +129,8 @@ async def open_tab(directory: Path) -> AsyncIterator[Tab]:
                     yield tab
                 finally:
                     tab.reader.cancel()
+                    process.kill()
     finally:
-        process.terminate()
+        if process.returncode is None:
+            process.kill()
         await process.wait()

@@ -124,7 +124,8 @@ async def test_a_reader_that_takes_nothing_is_cut_off(
     monkeypatch.setattr(routes, "changes", lambda before, after: after)
     async with open_region() as region:
         with_instances(region.far, ["prefill"] * 1000)
-        await region.heard()
+        reports = region.gateway.pages.watcher.prefill_reports
+        await region.until(lambda: len(reports()["far"].instances) == 1000)
         url = region.url + "/ui/events"
         async with region.session.get(url) as stalled:
             assert stalled.status == 200
