@@ -74,7 +74,7 @@ async def _file(request: web.Request) -> web.Response:
     name = request.match_info.get("name", "index.html")
     if name not in _TYPES:
         raise web.HTTPNotFound
-    body = resources.files(__package__).joinpath("files", name).read_bytes()
+    body = resources.files("deploy.gateway.ui").joinpath("files", name).read_bytes()
     # A newer gateway has newer files, which must fit each other.
     headers = {"Cache-Control": "no-cache", **HEADERS}
     return web.Response(body=body, content_type=_TYPES[name], charset="utf-8", headers=headers)

@@ -27,7 +27,7 @@ KEYS = tuple(
 )
 HOSTILE = "<img src=x onerror=document.title='owned'>"
 FITS = "document.documentElement.scrollWidth <= innerWidth"
-TEXT = "document.querySelector('.{}').innerText"
+TEXT = "document.querySelector('.{}').textContent"
 FRAMES = """new Promise(resolve => {
   const times = []; let at = 0;
   function frame(now) {
@@ -129,7 +129,7 @@ async def test_an_operator_looks_at_a_region(open_region: Any, tab: Tab) -> None
         with_instances(region.pd, ["both", "decode", "decode"])
         await tab.until(
             "[...document.querySelectorAll('.instances .row')]"
-            ".some(r => r.innerText.includes('home-001') && r.innerText.includes('decode'))",
+            ".some(r => r.textContent.includes('home-001') && r.textContent.includes('decode'))",
             timeout_s=5.0,
         )
         await axe(tab)

@@ -50,6 +50,7 @@ export function percent(value) {
 /** A table of rows by key. A column has title, className, and either text(row) or draw(cell, row). */
 export class Table {
   constructor(place, columns, { empty, order }) {
+    this.place = place;
     this.columns = columns;
     this.order = order;
     this.rows = new Map();
@@ -98,6 +99,7 @@ export class Table {
   sort() {
     const fresh = [...this.rows.values()].some((item) => item.isNew);
     this.empty.hidden = this.rows.size > 0;
+    this.place.hidden = this.rows.size === 0;
     if (!fresh) return;
     const sorted = [...this.rows.values()].sort((a, b) => this.order(a.row, b.row));
     let next = this.body.firstChild;
