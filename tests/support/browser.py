@@ -14,7 +14,8 @@ import aiohttp
 
 CHROMIUM = shutil.which("chromium")
 _FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-dev-shm-usage",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--remote-debugging-port=0", "--hide-scrollbars", "about:blank",
 )  # fmt: skip
@@ -33,10 +34,14 @@ class Tab:
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         number = next(self._numbers)
-        self._waiting[number] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": params})
-        async with asyncio.timeout(60):
-            answer = await self._waiting.pop(number)
+        try:
+            async with asyncio.timeout(15):
+                answer = await waiting
+        finally:
+            # The reader finds it here until it is answered.
+            del self._waiting[number]
         assert "error" not in answer, answer
         result: dict[str, Any] = answer["result"]
         return result
@@ -62,7 +67,7 @@ class Tab:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    async def until(self, expression: str, timeout_s: float = 20.0) -> None:
+    async def until(self, expression: str, timeout_s: float = 8.0) -> None:
         """Wait until the expression is true."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -94,8 +99,9 @@ class Tab:
         async for message in self._socket:
             said = json.loads(message.data)
             if "id" in said:
-                if not self._waiting[said["id"]].done():
-                    self._waiting[said["id"]].set_result(said)
+                waiting = self._waiting.get(said["id"])
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(said)
             elif said["method"] == "Network.requestWillBeSent":
                 self.requested.append(said["params"]["request"]["url"])
             elif said["method"] in ("Runtime.exceptionThrown", "Log.entryAdded"):
@@ -115,7 +121,7 @@ async def open_tab(directory: Path) -> AsyncIterator[Tab]:
     )
     try:
         port_file = directory / "DevToolsActivePort"
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(15):
             while not port_file.exists() or not (words := port_file.read_text().split()):
                 await asyncio.sleep(0.05)
         base = f"http://127.0.0.1:{words[0]}"
