@@ -57,16 +57,13 @@ def with_instances(front: Any, roles: Sequence[Any]) -> None:
         for number, role in enumerate(roles)
     )
 
-    async def reported() -> ClusterReport:
-        return ClusterReport(
-            name=front.name,
-            healthy=True,
-            queue_depth=2,
-            running=len(instances),
-            instances=instances,
-        )
-
-    front.report = reported
+    front.set_report = ClusterReport(
+        name=front.name,
+        healthy=True,
+        queue_depth=2,
+        running=len(instances),
+        instances=instances,
+    )
 
 
 def _no_agent(target: str) -> NoReturn:

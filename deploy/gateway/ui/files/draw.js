@@ -134,9 +134,11 @@ export function bar(cell, parts, whole, longest, classOf) {
   line.setAttribute("aria-label", words || "no time to first token");
   line.title = words;
   setNumber(line, "--share", longest > 0 ? (whole / longest).toFixed(3) : 0);
+  // Weights that sum to less than 1 would leave a part of the bar empty.
+  const sum = parts.reduce((most, [, value]) => most + value, 0);
   for (const [name, value] of parts) {
     const part = make("span", classOf(name));
-    setNumber(part, "--part", value);
+    setNumber(part, "--part", ((100 * value) / sum).toFixed(2));
     line.append(part);
   }
   cell.replaceChildren(line, make("span", "words", seconds(whole)));
