@@ -18,6 +18,7 @@ from deploy.gateway.intake.endpoints import errors_at
 from deploy.gateway.openapi.document import documented
 from deploy.gateway.pages import Handler
 from deploy.gateway.processes.siblings import Siblings
+from deploy.gateway.ui.routes import ui_routes
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -53,7 +54,8 @@ def _app(
         routes = siblings.widened(gateway, routes)
     app = web.Application(client_max_size=gateway.config.max_body_bytes, middlewares=[_api_errors])
     app[_GATEWAY] = gateway
-    app.add_routes(documented(routes))
+    routes = list(routes)
+    app.add_routes([*documented(routes), *ui_routes(gateway.pages, routes)])
     return app
 
 

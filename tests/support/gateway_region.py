@@ -235,6 +235,8 @@ class FakePd:
         self.engine_numbers: dict[str, Any] = {}
         """Fields that reports of engines have besides."""
         self.num_reports = 0
+        self.set_report: ClusterReport | None = None
+        """What a test lets it report in place of its own state."""
 
     @property
     def has_prefill_instances(self) -> bool:
@@ -321,6 +323,8 @@ class FakePd:
 
     async def report(self) -> ClusterReport:
         self.num_reports += 1
+        if self.set_report is not None:
+            return self.set_report
         instances = [
             report("both", engine.name, engine.name not in self.down, self.cache_model)
             for engine in self.engines.values()
@@ -388,6 +392,8 @@ class FakePrefill:
         self.layout = ""
         """The fingerprint of its KVCache layout; "": it does not say."""
         self.num_reports = 0
+        self.set_report: ClusterReport | None = None
+        """What a test lets it report in place of its own state."""
         self.started = asyncio.Event()
         self.gate = asyncio.Event()
         self.gate.set()
@@ -429,6 +435,8 @@ class FakePrefill:
 
     async def report(self) -> ClusterReport:
         self.num_reports += 1
+        if self.set_report is not None:
+            return self.set_report
         return ClusterReport(
             name=self.name,
             healthy=self.is_healthy,

@@ -21,6 +21,9 @@ def demo_command(
     report: Annotated[
         Path | None, typer.Option(help="the JSON report; default WORK_DIR/report.json")
     ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="leave the last region running until Ctrl-C, to look at")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Build tiny hybrid models, run a region for each, and check every answer.
@@ -36,5 +39,7 @@ def demo_command(
     unknown = sorted(set(names) - set(DEFAULT_MODELS))
     if unknown:
         raise typer.BadParameter(f"{unknown[0]!r} is not one of {', '.join(DEFAULT_MODELS)}")
-    options = DemoOptions(work_dir=work_dir, models=names, report=report, as_json=as_json)
+    options = DemoOptions(
+        work_dir=work_dir, models=names, report=report, as_json=as_json, keep=keep
+    )
     raise typer.Exit(run_demo(options, Console(stderr=as_json)))

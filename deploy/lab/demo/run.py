@@ -46,6 +46,8 @@ class DemoOptions:
     report: Path | None = None
     as_json: bool = False
     """Whether the report goes to stdout, too, in place of the tables."""
+    keep: bool = False
+    """Whether the last region runs until Ctrl-C."""
 
     @property
     def report_path(self) -> Path:
@@ -136,6 +138,8 @@ async def _run_model(name: str, options: DemoOptions, run_dir: Path, console: Co
         show = partial(_show, console, "region")
         answers = await ask_all(region.gateway_url, name, requests, show)
         records = await _settled_records(region.gateway_url, answers)
+        if options.keep and name == options.models[-1]:
+            await wait_for_interruption(console, region.gateway_url)
     finally:
         await region.stop()
     rows = [
@@ -150,6 +154,20 @@ async def _run_model(name: str, options: DemoOptions, run_dir: Path, console: Co
     ]
     judge_shares(rows)
     return rows
+
+
+async def wait_for_interruption(console: Console, url: str) -> None:
+    """Print where the region's page is, and wait until this task is cancelled, which Ctrl-C does.
+    A second Ctrl-C interrupts what follows.
+    """
+    console.print(f"the region's page is {url}/ui; Ctrl-C ends the region", soft_wrap=True)
+    task = asyncio.current_task()
+    assert task is not None
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        # The checks of the answers are still to be told.
+        task.uncancel()
 
 
 def _show(console: Console, who: str, request: DemoRequest, answer: Answer) -> None:

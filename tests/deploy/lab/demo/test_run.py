@@ -1,5 +1,6 @@
 """What the demo says while engines start and when one does not, with its engines left out."""
 
+import asyncio
 import io
 import json
 from pathlib import Path
@@ -84,3 +85,14 @@ async def test_without_a_terminal_a_start_is_one_line() -> None:
         for _ in range(10):
             say(LOG_LINE)
     assert lines(shown) == ["starting a plain engine to compare with"]
+
+
+async def test_a_kept_region_says_where_its_page_is_until_it_is_interrupted() -> None:
+    text = io.StringIO()
+    task = asyncio.create_task(
+        run.wait_for_interruption(Console(file=text, width=60), "http://127.0.0.1:8000")
+    )
+    await asyncio.sleep(0)
+    task.cancel()
+    await task
+    assert "http://127.0.0.1:8000/ui" in text.getvalue()

@@ -1,0 +1,1 @@
+"""The page under /ui: its files, and the values that it follows."""
