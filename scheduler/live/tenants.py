@@ -189,7 +189,11 @@ class TenantLedger:
         needed = min(float(num_tokens), limit.burst_tokens)
         if level >= needed:
             return None
-        numbers = {"level_tokens": level, "new_tokens": num_tokens, "per_s": limit.tokens_per_s}
+        numbers = {
+            "level_tokens": max(0.0, level),
+            "new_tokens": num_tokens,
+            "per_s": limit.tokens_per_s,
+        }
         wait_s = (needed - level) / limit.tokens_per_s
         return TenantRefusal(TenantReason.RATE, wait_s, MappingProxyType(numbers))
 

@@ -90,10 +90,18 @@ class Tab:
         await self.call("Input.insertText", text=text)
 
     async def shoot(self, at: Path, *, whole: bool = False) -> None:
-        size = await self.ask("[innerWidth, document.documentElement.scrollHeight, innerHeight]")
-        clip = {"x": 0, "y": 0, "width": size[0], "height": size[1 if whole else 2], "scale": 1}
-        answer = await self.call("Page.captureScreenshot", captureBeyondViewport=whole, clip=clip)
+        """Keep a picture of what is in sight, or of the whole page."""
+        width, height, page_height = await self.ask(
+            "[innerWidth, innerHeight, document.documentElement.scrollHeight]"
+        )
+        if whole:
+            # A browser does not draw what it need not show.
+            await self.resize(width, page_height)
+        await self.ask("new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)))")
+        answer = await self.call("Page.captureScreenshot")
         await asyncio.to_thread(at.write_bytes, base64.b64decode(answer["data"]))
+        if whole:
+            await self.resize(width, height)
 
     async def _read(self) -> None:
         async for message in self._socket:

@@ -140,7 +140,7 @@ async def test_an_operator_looks_at_a_region(open_region: Any, tab: Tab) -> None
         await axe(tab)
         await shoot(tab, "dark")
         await tab.resize(360)
-        assert await tab.ask(FITS)
+        await tab.until(FITS)
         await axe(tab)
         await shoot(tab, "360")
         await tabbed_to(tab, "leave")
@@ -166,7 +166,7 @@ async def test_a_thousand_instances_scroll_smoothly_in_the_dark(open_region: Any
         assert frames_per_s >= 20
         await shoot(tab, "thousand", whole=False)
         await tab.resize(360)
-        assert await tab.ask(FITS)
+        await tab.until(FITS)
         # Only values that differ are set.
         await tab.ask(
             "changed = 0; new MutationObserver(all => changed += all.length)"
