@@ -53,6 +53,12 @@ _COMMANDS: dict[str, _Entry] = {
         "deploy.region.doctor.cli", "doctor_app", "Measure a link; say what limits it."
     ),
     "cache": _Entry("deploy.ops.cache", "cache_app", "Show what is cached where."),
+    "clusters": _Entry(
+        "deploy.ops.clusters", "clusters_command", "Show clusters, their load, and thresholds."
+    ),
+    "requests": _Entry(
+        "deploy.ops.requests", "requests_command", "Show the last requests and their TTFT."
+    ),
     "explain": _Entry(
         "deploy.ops.explain", "explain_command", "Say why a request went where it did."
     ),
@@ -64,6 +70,7 @@ _COMMANDS: dict[str, _Entry] = {
     "instance": _Entry(
         "deploy.ops.instance", "instance_app", "Show, add or remove instances of a region."
     ),
+    "gateways": _Entry("deploy.ops.clusters", "gateways_command", "Show the gateways of a region."),
     "region": _Entry(
         "deploy.region.file_cli", "region_app", "Region files: check, compare, reload, systemd."
     ),

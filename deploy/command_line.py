@@ -6,8 +6,9 @@ It imports little, so that help appears quickly.
 from __future__ import annotations
 
 import sys
+from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Final, NoReturn
 
 import typer
 
@@ -23,10 +24,32 @@ KeyOption = Annotated[
 ]
 
 
-class CommandFailed(Exception):
-    """Ends the command that raises it: `prfaas` prints the message and exits with status 1."""
+class ExitCode(IntEnum):
+    """Every exit status of `prfaas`. docs/cli.md has the same table."""
 
-    exit_status = 1
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    UNREACHABLE = 3
+    REFUSED = 4
+    INTERRUPTED = 130
+
+
+EXIT_CODES: Final = {
+    ExitCode.DONE: "done; Ctrl-C also ends `--watch`, `link top` and what serves like this",
+    ExitCode.FAILED: "it failed, or found that something is wrong; the message says what",
+    ExitCode.USAGE: "wrong arguments or a wrong file; nothing was done",
+    ExitCode.UNREACHABLE: "the gateway does not answer; the message has its address",
+    ExitCode.REFUSED: "the gateway refuses the key, or asks for one",
+    ExitCode.INTERRUPTED: "Ctrl-C before it was done",
+}
+"""The meaning of each, for people."""
+
+
+class CommandFailed(Exception):
+    """Ends the command that raises it: `prfaas` prints the message and exits with the status."""
+
+    exit_status: int = ExitCode.FAILED
 
 
 def fail(message: str, status: int) -> NoReturn:

@@ -34,6 +34,7 @@ from deploy.gateway.links.region_links import RegionLinks
 from deploy.gateway.links.watcher import RegionWatcher
 from deploy.gateway.members.pages import MemberPages
 from deploy.gateway.metrics import CONTENT_TYPE, GatewayMetrics
+from deploy.gateway.region_overview import RegionNow
 from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.long_term import LongTermService
 from deploy.gateway.scheduling.overview import scheduling_overview
@@ -188,18 +189,18 @@ class Pages:
     async def _region(self, _request: web.Request) -> object:
         """GET /prfaas/region: what routing sees. `pd` is the first one of `pds`."""
         pds = self.watcher.pd_reports()
-        return {
-            "threshold_tokens": self.config.threshold_tokens,
-            "in_flight": self.limits.num_in_flight,
-            "buffered_bytes": self.limits.num_body_bytes,
-            "settling": len(self.background),
-            "links": self.link_names,
-            "thresholds": self.scheduler.thresholds_now(),
-            "admission": self.admission.overview(),
-            "pd": next(iter(pds.values())),
-            "pds": pds,
-            "prefill": self.watcher.prefill_reports(),
-        }
+        return RegionNow(
+            threshold_tokens=self.config.threshold_tokens,
+            in_flight=self.limits.num_in_flight,
+            buffered_bytes=self.limits.num_body_bytes,
+            settling=len(self.background),
+            links=dict(self.link_names),
+            thresholds=self.scheduler.thresholds_now(),
+            admission=self.admission.overview(),
+            pd=next(iter(pds.values())),
+            pds=pds,
+            prefill=self.watcher.prefill_reports(),
+        )
 
     async def _scheduling(self, _request: web.Request) -> object:
         """GET /prfaas/scheduling: what was learnt, and what routes rest on."""

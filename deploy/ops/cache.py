@@ -24,6 +24,7 @@ from deploy.command_line import (
     RunDirOption,
     command_group,
 )
+from deploy.ops.watching import IntervalOption, WatchOption, show
 from deploy.region import client
 from deploy.table_style import new_table, say
 from kvmanager.config_files.units import format_age, format_bytes
@@ -63,6 +64,8 @@ def ls_command(
     gateway: GatewayOption = "",
     run_dir: RunDirOption = None,
     api_key: KeyOption = "",
+    watch: WatchOption = False,
+    interval_s: IntervalOption = 1.0,
     as_json: JsonOption = False,
 ) -> None:
     """Show what every node has cached: bytes by kind and tier, hits, age of the directory's view.
@@ -78,8 +81,13 @@ def ls_command(
     from deploy.gateway.cache.api import CacheOverview
 
     url, key = client.find_pages(gateway, run_dir, api_key)
-    found = client.ask(url, "/prfaas/cache", CacheOverview, key=key)
-    client.show(found, as_json, print_nodes)
+    show(
+        lambda: client.ask(url, "/prfaas/cache", CacheOverview, key=key),
+        print_nodes,
+        as_json=as_json,
+        watch=watch,
+        interval_s=interval_s,
+    )
 
 
 @cache_app.command("top")
@@ -89,6 +97,8 @@ def top_command(
     gateway: GatewayOption = "",
     run_dir: RunDirOption = None,
     api_key: KeyOption = "",
+    watch: WatchOption = False,
+    interval_s: IntervalOption = 1.0,
     as_json: JsonOption = False,
 ) -> None:
     """Show the hottest prefixes of the region, and which nodes hold them.
@@ -105,8 +115,13 @@ def top_command(
 
     path = f"/prfaas/cache/top?limit={limit}&order={order.value}"
     url, key = client.find_pages(gateway, run_dir, api_key)
-    top = client.ask(url, path, TopPrefixes, key=key)
-    client.show(top, as_json, print_prefixes)
+    show(
+        lambda: client.ask(url, path, TopPrefixes, key=key),
+        print_prefixes,
+        as_json=as_json,
+        watch=watch,
+        interval_s=interval_s,
+    )
 
 
 @cache_app.command("explain")

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from deploy.command_line import (
+    ExitCode,
     GatewayOption,
     JsonOption,
     KeyOption,
@@ -23,6 +24,7 @@ from deploy.command_line import (
     fail,
     print_json,
 )
+from deploy.ops.watching import IntervalOption, WatchOption, show
 from deploy.region import client
 from deploy.table_style import new_table, say
 
@@ -43,6 +45,8 @@ def list_command(
     gateway: GatewayOption = "",
     run_dir: RunDirOption = None,
     api_key: KeyOption = "",
+    watch: WatchOption = False,
+    interval_s: IntervalOption = 1.0,
     as_json: JsonOption = False,
 ) -> None:
     """Show every instance of the region: its cluster, node, role and phase.
@@ -51,8 +55,14 @@ def list_command(
     prfaas instance list
     prfaas instance list --json | jq -r '.instances[] | [.cluster, .instance, .phase] | @tsv'
     """
-    overview = _overview(*client.find_pages(gateway, run_dir, api_key))
-    client.show(overview, as_json, print_instances)
+    asked = client.find_pages(gateway, run_dir, api_key)
+    show(
+        lambda: _overview(*asked),
+        print_instances,
+        as_json=as_json,
+        watch=watch,
+        interval_s=interval_s,
+    )
 
 
 @instance_app.command("add")
@@ -142,7 +152,7 @@ def remove_command(
         try:
             now = _waited_left(asked, now)
         except KeyboardInterrupt:
-            fail(f"stopped waiting; {name} goes on leaving", 130)
+            fail(f"stopped waiting; {name} goes on leaving", ExitCode.INTERRUPTED)
     _show(now, as_json)
 
 

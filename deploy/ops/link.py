@@ -6,15 +6,11 @@ its help appears at once.
 
 from __future__ import annotations
 
-import os
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -24,8 +20,8 @@ from deploy.command_line import (
     KeyOption,
     RunDirOption,
     command_group,
-    print_json,
 )
+from deploy.ops.watching import IntervalOption, show
 from deploy.region import client
 from deploy.table_style import new_table
 from kvmanager.config_files.units import format_age, format_bytes, format_duration, format_rate
@@ -50,9 +46,7 @@ link_app = command_group("What the links between clusters carry.")
 @link_app.command("top")
 def top_command(
     once: Annotated[bool, typer.Option("--once", help="show the links once and end")] = False,
-    interval_s: Annotated[
-        float, typer.Option("--interval", min=0.1, help="seconds between two refreshes")
-    ] = 1.0,
+    interval_s: IntervalOption = 1.0,
     paths: Annotated[
         bool, typer.Option("--paths", help="also the connections of every agent")
     ] = False,
@@ -81,44 +75,10 @@ def top_command(
     def look() -> LinksOverview:
         return client.ask(url, "/prfaas/links", LinksOverview, key=key)
 
-    try:
-        if as_json:
-            _print_lines(look, interval_s, once=once)
-        else:
-            _show(look, interval_s, once=once, with_paths=paths)
-    except KeyboardInterrupt:
-        return
-    except BrokenPipeError:
-        # The reader of the pipe has closed it. What Python still has to flush must not become an
-        # error.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    def view(console: Console, found: LinksOverview) -> None:
+        console.print(overview(found, with_paths=paths))
 
-
-def _show(
-    look: Callable[[], LinksOverview], interval_s: float, *, once: bool, with_paths: bool
-) -> None:
-    console = Console()
-    shown = overview(look(), with_paths=with_paths)
-    # A file or a pipe gets the table once, not at every refresh.
-    if once or not console.is_terminal:
-        console.print(shown)
-        return
-    with Live(shown, console=console, auto_refresh=False) as live:
-        while True:
-            time.sleep(interval_s)
-            try:
-                shown = overview(look(), with_paths=with_paths)
-                live.update(shown, refresh=True)
-            # A gateway that restarts is not the end: the last table stays with the error below.
-            except client.CannotAsk as error:
-                live.update(Group(shown, Text(f"no answer: {error}", style="red")), refresh=True)
-
-
-def _print_lines(look: Callable[[], LinksOverview], interval_s: float, *, once: bool) -> None:
-    print_json(look())
-    while not once:
-        time.sleep(interval_s)
-        print_json(look())
+    show(look, view, as_json=as_json, watch=not once, interval_s=interval_s)
 
 
 def overview(found: LinksOverview, *, with_paths: bool = False) -> RenderableType:

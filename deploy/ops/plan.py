@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.command_line import GatewayOption, JsonOption, KeyOption, RunDirOption
+from deploy.ops.watching import IntervalOption, WatchOption, show
 from deploy.region import client
 from deploy.table_style import new_table, say
 from kvmanager.config_files.units import format_age, format_bytes, format_duration, format_rate
@@ -35,6 +36,8 @@ def live_command(
     num_decisions: Annotated[
         int, typer.Option("--decisions", min=0, help="how many of the last decisions to show")
     ] = 10,
+    watch: WatchOption = False,
+    interval_s: IntervalOption = 1.0,
     as_json: JsonOption = False,
 ) -> None:
     """Show the plan in force: threshold and division, what was measured, the last decisions.
@@ -50,8 +53,13 @@ def live_command(
     from deploy.gateway.scheduling.plan_overview import PlanOverview
 
     url, key = client.find_pages(gateway, run_dir, api_key)
-    found = client.ask(url, "/prfaas/plan", PlanOverview, key=key)
-    client.show(found, as_json, partial(print_plan, num_decisions=num_decisions))
+    show(
+        lambda: client.ask(url, "/prfaas/plan", PlanOverview, key=key),
+        partial(print_plan, num_decisions=num_decisions),
+        as_json=as_json,
+        watch=watch,
+        interval_s=interval_s,
+    )
 
 
 def print_plan(console: Console, found: PlanOverview, *, num_decisions: int = 10) -> None:

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from deploy.command_line import (
+    ExitCode,
     GatewayOption,
     JsonOption,
     KeyOption,
@@ -104,7 +105,7 @@ def set_command(
         try:
             now = _waited(url, key, now, role)
         except KeyboardInterrupt:
-            fail(f"stopped waiting; {instance} goes on becoming {role.value}", 130)
+            fail(f"stopped waiting; {instance} goes on becoming {role.value}", ExitCode.INTERRUPTED)
     if as_json:
         print_json(now)
     else:

@@ -17,7 +17,7 @@ import psutil
 import typer
 from rich.console import Console
 
-from deploy.command_line import JsonOption, RunDirOption, fail, print_json
+from deploy.command_line import ExitCode, JsonOption, RunDirOption, fail, print_json
 from deploy.region.file_cli import (
     FileArgument,
     NodeOption,
@@ -93,7 +93,7 @@ def up_command(
         fail(str(error), 1)
     # Interrupted while starting: this is neither a success nor an error of the region.
     if not started:
-        raise typer.Exit(128 + signal.SIGINT)
+        raise typer.Exit(ExitCode.INTERRUPTED)
 
 
 def status_command(

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 
-from deploy.command_line import CommandFailed, print_json
+from deploy.command_line import CommandFailed, ExitCode, print_json
 
 if TYPE_CHECKING:
     from deploy.region.launch.rundir import RegionState
 
 _TIMEOUT_S = 60.0
 _HINT = "give its gateway with --gateway URL"
+_OTHER_KEY = "give a key that may do this with --api-key or PRFAAS_API_KEY"
 
 T = TypeVar("T")
 
@@ -28,12 +29,16 @@ T = TypeVar("T")
 class CannotAsk(CommandFailed):
     """The gateway did not give the wanted answer; the message says why.
 
-    `status` is the HTTP status, None if no gateway answered.
+    `status` is the HTTP status, None if no gateway answered. It decides the exit status.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
+        if status is None:
+            self.exit_status = ExitCode.UNREACHABLE
+        elif status in (401, 403):
+            self.exit_status = ExitCode.REFUSED
 
 
 def find_gateway(gateway: str = "", run_dir: Path | None = None) -> str:
@@ -97,13 +102,21 @@ async def asked(
     import msgspec
 
     method = method or ("GET" if body is None else "POST")
-    status, answer = await _fetch(method, url.rstrip("/") + path, key, body)
+    try:
+        status, answer = await _fetch(method, url.rstrip("/") + path, key, body)
+    except (OSError, TimeoutError, ValueError) as error:
+        why = str(error) or type(error).__name__
+        what = "start the gateway, or name another address with --gateway URL"
+        raise CannotAsk(f"{url} does not answer ({why}); {what}") from error
     if status // 100 != 2:
-        raise CannotAsk(f"{url} answered {status}: {_message(answer)}", status)
+        said = f"{url} answered {status}: {_message(answer)}"
+        raise CannotAsk(
+            f"{said.rstrip('.')}; {_OTHER_KEY}" if status in (401, 403) else said, status
+        )
     try:
         return msgspec.json.decode(answer, type=kind)
     except msgspec.MsgspecError as error:
-        raise CannotAsk(f"{url} is no gateway of this version: {error}") from error
+        raise CannotAsk(f"{url} is no gateway of this version: {error}", status) from error
 
 
 def show(answer: T, as_json: bool, view: Callable[[Console, T], None]) -> None:
@@ -115,6 +128,7 @@ def show(answer: T, as_json: bool, view: Callable[[Console, T], None]) -> None:
 
 
 async def _fetch(method: str, url: str, key: str, body: bytes | None) -> tuple[int, bytes]:
+    """Status and body of the answer. Raises OSError, TimeoutError, and ValueError for no URL."""
     import aiohttp
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -125,8 +139,8 @@ async def _fetch(method: str, url: str, key: str, body: bytes | None) -> tuple[i
         async with aiohttp.ClientSession(timeout=timeout) as session:
             async with session.request(method, url, data=body, headers=headers) as response:
                 return response.status, await response.read()
-    except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-        raise CannotAsk(f"{url}: {error or type(error).__name__}") from error
+    except aiohttp.ClientError as error:
+        raise OSError(str(error) or type(error).__name__) from error
 
 
 def _message(answer: bytes) -> str:

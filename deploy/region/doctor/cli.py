@@ -6,13 +6,13 @@ A command imports what it needs when it runs, so that its help appears at once.
 from __future__ import annotations
 
 import asyncio
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from deploy.command_line import (
+    ExitCode,
     JsonOption,
     KeyOption,
     RunDirOption,
@@ -98,7 +98,7 @@ def link_command(
             print_json({"healthy": False, "error": str(error)})
         fail(f"cannot measure: {error}", 1)
     except KeyboardInterrupt:
-        fail("stopped; the probe is ended at both ends", 128 + signal.SIGINT)
+        fail("stopped; the probe is ended at both ends", ExitCode.INTERRUPTED)
 
 
 @doctor_app.command("region")
