@@ -31,6 +31,9 @@ async def reply(request: web.Request, body: dict[str, Any]) -> web.StreamRespons
         name = f"event: {event['type']}\n" if "type" in event else ""
         await response.write(f"{name}data: {json.dumps(event)}\n\n".encode())
     if kind in ("completion", "chat"):
+        if (body.get("stream_options") or {}).get("include_usage"):
+            last = _chunks(whole)[0] | {"choices": [], "usage": whole["usage"]}
+            await response.write(b"data: " + json.dumps(last).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
     return response
 
@@ -92,8 +95,9 @@ def _whole(kind: Kind, body: dict[str, Any], num_tokens: int) -> dict[str, Any]:
         answer = {"input_tokens": num_tokens}
     elif kind == "embeddings":
         several = isinstance(body.get("input"), list)
-        data = [{"object": "embedding", "embedding": [0.5, -0.5]}] * (num_tokens if several else 1)
-        answer = {"object": "list", "data": [item | {"index": i} for i, item in enumerate(data)]}
+        vector = {"object": "embedding", "embedding": [0.5, -0.5]}
+        data = [vector | {"index": i} for i in range(num_tokens if several else 1)]
+        answer = {"object": "list", "data": data}
         answer |= {"model": model, "usage": {"prompt_tokens": num_tokens, "total_tokens": 1}}
     elif kind == "rerank":
         results = [
@@ -102,8 +106,8 @@ def _whole(kind: Kind, body: dict[str, Any], num_tokens: int) -> dict[str, Any]:
         ]
         answer = {"id": "rerank-1", "model": model, "results": results}
     elif kind == "score":
-        data = [{"index": i, "object": "score", "score": 0.5} for i in range(num_tokens)]
-        answer = {"id": "score-1", "object": "list", "model": model, "data": data}
+        scores = [{"index": i, "object": "score", "score": 0.5} for i in range(num_tokens)]
+        answer = {"id": "score-1", "object": "list", "model": model, "data": scores}
     elif kind == "tokenize":
         ids = _ids(kind, body)
         answer = {"count": num_tokens, "max_model_len": 8192, "tokens": ids}
@@ -181,17 +185,18 @@ def _chunks(whole: dict[str, Any]) -> list[Event]:
     is_chat = whole["object"] == "chat.completion"
     head = {key: whole[key] for key in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk" if is_chat else "text_completion"
-    told = [
+    told: list[dict[str, Any]] = [
         {"delta": {"role": "assistant", "content": word}} if is_chat else {"text": word}
         for word in WORDS
     ]
-    still: dict[str, Any] = {"index": 0, "finish_reason": None, "logprobs": None}
-    return [head | {"choices": [still | part]} for part in told]
+    choice: dict[str, Any] = {"index": 0, "finish_reason": None, "logprobs": None}
+    told[-1] |= {"finish_reason": "stop"}
+    return [head | {"choices": [choice | part]} for part in told]
 
 
 def _response_events(whole: dict[str, Any]) -> list[Event]:
     place = {"item_id": "msg-1", "output_index": 0, "content_index": 0}
-    item = {"id": "msg-1", "type": "message", "role": "assistant"}
+    item: dict[str, Any] = {"id": "msg-1", "type": "message", "role": "assistant"}
     item |= {"status": "in_progress", "content": []}
     part = {"type": "output_text", "text": "", "annotations": []}
     started = whole | {"status": "in_progress", "output": [], "usage": None}
