@@ -85,8 +85,8 @@ async def test_an_answers_usage_teaches_how_long_prompts_are(
 ) -> None:
     lengths = region.gateway.scheduler.knowledge("tiny").lengths
     assert not lengths.is_known
-    # Two choices are one engine's work: nobody counts the prompt first.
-    await region.post({"model": "tiny", "prompt": "x" * 60, "n": 2} | fields)
+    # What only an engine can judge is one engine's work: nobody counts the prompt first.
+    await region.post({"model": "tiny", "prompt": "x" * 60, "n": "2"} | fields)
     record = await region.record()
     assert record.num_prompt_tokens is None
     assert record.output_tokens == 4
