@@ -16,7 +16,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from deploy.command_line import CommandFailed, fail
+from deploy.command_line import EXIT_CODES, CommandFailed, fail
+from deploy.help_examples import EXAMPLES
 from prfaas.own_packages import PACKAGES, refuse_foreign_packages
 
 _HELP = """Prefill-as-a-Service for vLLM: prefill in one datacenter, decode in another.
@@ -30,6 +31,9 @@ prfaas down                        stop it
 
 `gateway`, `prefill`, `pd` and `agent` are the processes that `up` starts.
 """
+_EXIT_CODES = "\b\nExit status:\n" + "\n".join(
+    f"{status:>3}  {meaning}" for status, meaning in EXIT_CODES.items()
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +146,9 @@ class _LazyGroup(TyperGroup):
             raise
 
 
-app = typer.Typer(cls=_LazyGroup, help=_HELP, no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    cls=_LazyGroup, help=_HELP, epilog=_EXIT_CODES, no_args_is_help=True, rich_markup_mode=None
+)
 
 
 def _version(wanted: bool) -> None:
@@ -186,7 +192,16 @@ def _load(name: str, entry: _Entry) -> Any:
         target = single
     command = get_command(target)
     command.name = name
+    _add_examples(command, name)
     return command
+
+
+def _add_examples(command: Any, words: str) -> None:
+    """End the help of `command`, and of those below it, with its example."""
+    for name, below in getattr(command, "commands", {}).items():
+        _add_examples(below, f"{words} {name}")
+    if words in EXAMPLES:
+        command.epilog = f"\b\nFor example:\n{EXAMPLES[words]}"
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ KeyOption = Annotated[
 
 
 class ExitCode(IntEnum):
-    """Every exit status of `prfaas`. docs/cli.md has the same table."""
+    """Every exit status of `prfaas`. docs/command-line.md has the same table."""
 
     DONE = 0
     FAILED = 1

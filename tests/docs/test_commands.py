@@ -10,21 +10,25 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands_of_pages import NOT_RUN, ROOT, SHELLS, Block, blocks, inline_commands, pages
+from commands_of_pages import (
+    NOT_RUN,
+    ROOT,
+    SHELLS,
+    Block,
+    blocks,
+    command_of,
+    inline_commands,
+    pages,
+)
 from gateway_fixtures import region
-from typer.main import get_command
-
-from deploy.cli import app
 
 __all__ = ["region"]
 
 BLOCKS = [block for page in pages() for block in blocks(page)]
-OPTIONS_OF_ALL = {"--help", "--version", "--install-completion"}
 SHELL_BLOCKS = [block for block in BLOCKS if block.language in SHELLS]
 
 RUN_BY = {
@@ -77,30 +81,6 @@ ENVIRONMENT = {"MODEL": "/models/chat", "HOST_A": "10.0.0.1", "HOST_B": "10.1.0.
 LOCAL = "http://127.0.0.1:8000"
 
 
-def _command_of(words: Sequence[str], *, is_whole: bool) -> str:
-    """The name of the `prfaas` command that takes these words; an error of the parser if none does.
-
-    With `is_whole` no argument may be missing: ValueError.
-    """
-    command: Any = get_command(app)
-    context = command.context_class(command, info_name="prfaas")
-    name, rest = "prfaas", list(words[1:])
-    while hasattr(command, "commands"):
-        if not rest or (rest[0].startswith("--") and name != "prfaas simulate"):
-            assert {word for word in rest if word != "X"} <= OPTIONS_OF_ALL, words
-            return name
-        if name == "prfaas simulate" and rest[0] not in command.commands:
-            rest = ["recording" if "--recording" in rest else "run", *rest]
-        _, command, rest = command.resolve_command(context, rest)
-        context = command.context_class(command, info_name=command.name, parent=context)
-        name += f" {command.name}"
-    values, _, _ = command.make_parser(context).parse_args(rest)
-    missing = [item.name for item in command.params if item.required and not values.get(item.name)]
-    if is_whole and missing and "--help" not in rest:
-        raise ValueError(f"{name} without {missing}")
-    return name
-
-
 def _is_run_here(block: Block) -> bool:
     beginnings = RUN_HERE.get(block.page, ())
     return any(" ".join(words).startswith(beginnings) for words in block.commands())
@@ -115,7 +95,7 @@ def test_commands_are_run_or_marked(block: Block) -> None:
     assert block.commands(), "a block without a command is no `bash`"
     for words in block.commands():
         is_own = Path(words[0]).name == "prfaas"
-        name = _command_of(words, is_whole=True) if is_own else " ".join(words[:2])
+        name = command_of(words, is_whole=True) if is_own else " ".join(words[:2])
         is_run = name in RUN_BY or _is_run_here(block) or _is_curl_of_the_api(block)
         assert is_run or block.mark, (
             f"{block.name}: no test runs `{' '.join(words)}`: name one in RUN_BY, or write"
@@ -136,7 +116,7 @@ def test_blocks_of_commands_say_that_they_are() -> None:
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_in_sentences_exist(page: Path) -> None:
     for words in inline_commands(page):
-        _command_of([*words, "X"] if words[-1].startswith("--") else words, is_whole=False)
+        command_of([*words, "X"] if words[-1].startswith("--") else words, is_whole=False)
 
 
 def test_what_the_table_names_runs_the_command() -> None:
@@ -149,11 +129,11 @@ def test_what_the_table_names_runs_the_command() -> None:
 
 def test_a_renamed_option_is_found() -> None:
     with pytest.raises(Exception, match="--knode"):
-        _command_of(["prfaas", "up", "region.yaml", "--knode", "a1"], is_whole=True)
+        command_of(["prfaas", "up", "region.yaml", "--knode", "a1"], is_whole=True)
     with pytest.raises(Exception, match="upp"):
-        _command_of(["prfaas", "upp", "region.yaml"], is_whole=True)
+        command_of(["prfaas", "upp", "region.yaml"], is_whole=True)
     with pytest.raises(ValueError, match="file"):
-        _command_of(["prfaas", "up", "--node", "a1"], is_whole=True)
+        command_of(["prfaas", "up", "--node", "a1"], is_whole=True)
 
 
 def _shell(script: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -1,15 +1,21 @@
-"""The commands in the fenced blocks of the documentation."""
+"""The commands in the fenced blocks of the documentation, and the command line's parser."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from typer.main import get_command
+
+from deploy.cli import app
 
 ROOT = Path(__file__).parents[2]
 SHELLS = ("bash", "console")
+OPTIONS_OF_ALL = {"--help", "--version", "--install-completion"}
 NOT_RUN = "Not run by a test"
 """So begins the sentence behind a block whose commands no test runs; it gives the reason."""
 
@@ -95,3 +101,27 @@ def _commands(line: str) -> Iterator[list[str]]:
             words = []
         elif words or not _ASSIGNMENT.fullmatch(token):
             words.append(token)
+
+
+def command_of(words: Sequence[str], *, is_whole: bool) -> str:
+    """The name of the `prfaas` command that takes these words; an error of the parser if none does.
+
+    With `is_whole` no argument may be missing: ValueError.
+    """
+    command: Any = get_command(app)
+    context = command.context_class(command, info_name="prfaas")
+    name, rest = "prfaas", list(words[1:])
+    while hasattr(command, "commands"):
+        if not rest or (rest[0].startswith("--") and name != "prfaas simulate"):
+            assert {word for word in rest if word != "X"} <= OPTIONS_OF_ALL, words
+            return name
+        if name == "prfaas simulate" and rest[0] not in command.commands:
+            rest = ["recording" if "--recording" in rest else "run", *rest]
+        _, command, rest = command.resolve_command(context, rest)
+        context = command.context_class(command, info_name=command.name, parent=context)
+        name += f" {command.name}"
+    values, _, _ = command.make_parser(context).parse_args(rest)
+    missing = [item.name for item in command.params if item.required and not values.get(item.name)]
+    if is_whole and missing and "--help" not in rest:
+        raise ValueError(f"{name} without {missing}")
+    return name

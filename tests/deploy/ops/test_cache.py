@@ -60,5 +60,5 @@ def test_a_gateway_that_is_not_there_is_named() -> None:
             ask(url, "/prfaas/cache", CacheOverview)
     for command in ("ls", "top"):
         result = run(app, ["cache", command, "--gateway", "http://127.0.0.1:1"])
-        assert result.exit_code == 1
+        assert result.exit_code == 3
         assert "127.0.0.1:1" in result.output

@@ -271,7 +271,7 @@ def test_an_unknown_id_is_answered_with_the_newest(monkeypatch: pytest.MonkeyPat
 
 def test_a_gateway_that_does_not_answer_is_named() -> None:
     result = run(app, ["explain", "x", "--gateway", "http://127.0.0.1:1"])
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert "127.0.0.1:1" in result.output
 
 

@@ -56,7 +56,8 @@ def test_add_waits_until_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "decode_slots" not in order
     gateway, shown = run(monkeypatch, [*words, "--no-wait", "--json"], JOINING)
     assert json.loads(shown.stdout)["phase"] == "joining"
-    _, shown = run(monkeypatch, words, client.CannotAsk("http://g answered 409: other weights"))
+    refused = client.CannotAsk("http://g answered 409: other weights", 409)
+    _, shown = run(monkeypatch, words, refused)
     assert shown.exit_code == 1
     assert "other weights" in shown.output
 

@@ -141,5 +141,5 @@ def test_live_it_outlives_a_gateway_that_is_away(monkeypatch: pytest.MonkeyPatch
 
 def test_a_gateway_that_is_not_there_is_named() -> None:
     result = run(app, ["link", "top", "--gateway", "http://127.0.0.1:1"])
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert "127.0.0.1:1" in result.output

@@ -167,5 +167,5 @@ def test_a_gateway_that_is_not_there_is_named() -> None:
         result = CliRunner().invoke(
             app, ["plan", "live", "--gateway", "http://127.0.0.1:1", *options]
         )
-        assert result.exit_code == 1
+        assert result.exit_code == 3
         assert "127.0.0.1:1" in result.output

@@ -154,10 +154,10 @@ def test_what_keeps_its_role_is_an_error(answers: Any) -> None:
 
 
 def test_refusals_and_gateways_that_are_away_are_errors(answers: Any) -> None:
-    answers(client.CannotAsk("http://g answered 409: d0 is draining"))
+    answers(client.CannotAsk("http://g answered 409: d0 is draining", 409))
     assert run("set", "d1", "prefill") == (1, "http://g answered 409: d0 is draining\n")
     answers(client.CannotAsk("http://g: gone"))
-    assert run("ls") == (1, "http://g: gone\n")
+    assert run("ls") == (3, "http://g: gone\n")
     assert run("set", "d1", "both")[0] == 2
 
 
