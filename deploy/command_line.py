@@ -9,12 +9,34 @@ import sys
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Final, NoReturn
+from urllib.parse import urlsplit
 
 import typer
 
+
+def _checked_url(value: str) -> str:
+    """The gateway's URL as it was given. Raises `typer.BadParameter`, whose exit status is 2."""
+    if not value:
+        return value
+    try:
+        found = urlsplit(value)
+        is_url = found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
+    except ValueError:
+        # A port that is no number, or brackets without an address.
+        is_url = False
+    if not is_url:
+        raise typer.BadParameter(f"{value!r} is no URL like http://10.0.0.5:8000")
+    return value
+
+
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of tables")]
 GatewayOption = Annotated[
-    str, typer.Option(metavar="URL", help="the region's gateway; default: the one that runs here")
+    str,
+    typer.Option(
+        metavar="URL",
+        callback=_checked_url,
+        help="the region's gateway; default: the one that runs here",
+    ),
 ]
 RunDirOption = Annotated[
     Path | None, typer.Option(help="directory of the run; default: ~/.local/state/prfaas/NAME")

@@ -188,11 +188,11 @@ tokens        MiB     MiB    MiB        s  Gbit/s
     "plan live": """\
 $ prfaas plan live
 mode act, every 5 min, next in 5 min
-setting                   now  best
------------------------------------
-t of prefill-a, tokens  1,024
-pd-b prefill instances      1
-pd-b decode instances       1
+setting                                   now  best
+---------------------------------------------------
+planned threshold of prefill-a, tokens  1,024
+pd-b prefill instances                      1
+pd-b decode instances                       1
 traffic: 0.75 requests/s, prompts of 2,443 tokens, 2,443 of them uncached (P90 5,058), ...""",
     "plan profile": """\
 $ prfaas plan profile --url http://127.0.0.1:8000 --out mine.yaml

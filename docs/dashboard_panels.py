@@ -208,15 +208,15 @@ LINK: Final = Board(
         Panel(
             "Threshold",
             "short",
-            "Prompts with more uncached tokens go over the link.",
+            "Prompts with more uncached tokens than the current threshold go over the link.",
             (
                 Query(
                     level(f"{_GATEWAY}threshold_tokens", "source, target", "max"),
-                    "{{source}} to {{target}}",
+                    "{{source}} to {{target}}, current",
                 ),
                 Query(
                     level(f"{_GATEWAY}threshold_base_tokens", "source, target", "max"),
-                    "{{source}} to {{target}}, by the plan",
+                    "{{source}} to {{target}}, planned",
                 ),
             ),
         ),

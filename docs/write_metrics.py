@@ -18,7 +18,7 @@ from deploy.gateway.cache.moves import MoveMetrics
 from deploy.gateway.config import GatewayConfig, ModelConfig, RecorderSection
 from deploy.gateway.scheduling.recorder import Recorder
 from deploy.gateway.sharing.region_sharing import SharingMetrics
-from kvmanager.agent.messages import CacheStatus, StatusReply
+from kvmanager.agent.messages import CacheStatus, EmbeddingStatus, StatusReply
 from kvmanager.agent.metrics import AgentMetrics
 from kvmanager.directory.metrics import DirectoryMetrics
 from kvmanager.loop.gaps import LoopGaps
@@ -162,6 +162,7 @@ def _agent() -> CollectorRegistry:
         pid=0,
         data_endpoint="",
         cache=CacheStatus(),
+        embeddings=EmbeddingStatus(),
     )
     registry = AgentMetrics(lambda: status).registry
     LinkMetrics(registry)

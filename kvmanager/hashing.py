@@ -9,20 +9,28 @@ Knows nothing of pools, models or engines: other things that a prefix depends on
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from blake3 import blake3
 
+from kvmanager.media_items import MediaItem, packed
 from kvmanager.token_ids import TokenIds
 
 KEY_BYTES = 16
+_MEDIA_CONTEXT: Final = "PrfaaS 2026-11-24 digest of token ids and media"
 
 
-def token_digest(token_ids: Sequence[int] | TokenIds) -> bytes:
-    """BLAKE3 of the token ids as little-endian unsigned 32-bit integers, 32 bytes.
+def token_digest(token_ids: Sequence[int] | TokenIds, media: Sequence[MediaItem] = ()) -> bytes:
+    """BLAKE3 of the token ids as little-endian unsigned 32-bit integers, 32 bytes. `media` are all
+    media of the prompt; with any, it is a keyed digest of the ids' digest and them.
 
     Raises `ValueError` for an id that is negative or does not fit 32 bits.
     """
-    return blake3(_packed(token_ids)).digest()
+    digest = blake3(_packed(token_ids)).digest()
+    if not media:
+        return digest
+    # With a context of its own, so that no prompt of text has token ids with the same digest.
+    return blake3(digest + packed(media), derive_key_context=_MEDIA_CONTEXT).digest()
 
 
 def root_key(namespace: bytes, *, tenant: str = "", lora: str = "") -> bytes:
@@ -40,11 +48,13 @@ def block_keys(
     block_tokens: int,
     root: bytes,
     extras: Mapping[int, bytes] | None = None,
+    first_block: int = 0,
 ) -> list[bytes]:
     """The key, of `KEY_BYTES`, of every full block of `block_tokens` tokens.
 
-    `extras`: by block index, other inputs of that block (digests of multimodal inputs). Raises
-    `ValueError` for an id that is negative or does not fit 32 bits.
+    `extras`: by block index, other inputs of that block (digests of multimodal inputs).
+    `first_block` is the index of the first block of `token_ids`. Raises `ValueError` for an id that
+    is negative or does not fit 32 bits.
     """
     num_blocks = len(token_ids) // block_tokens
     data = _packed(token_ids[: num_blocks * block_tokens])
@@ -54,8 +64,8 @@ def block_keys(
     for index in range(num_blocks):
         # One call on one string takes half the time of three calls that avoid the copy.
         told = key + data[index * size : (index + 1) * size]
-        if extras and index in extras:
-            told += extras[index]
+        if extras and first_block + index in extras:
+            told += extras[first_block + index]
         key = blake3(told).digest(KEY_BYTES)
         keys.append(key)
     return keys

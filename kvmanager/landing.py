@@ -60,8 +60,12 @@ def reserved_landing(
     )
 
 
-def producer_params(landing: ReservedLanding, outbox: OpenOutboxReply) -> dict[str, Any]:
-    """The `kv_transfer_params` that make an engine fill the outbox that its agent has opened."""
+def producer_params(
+    landing: ReservedLanding, outbox: OpenOutboxReply, *, checks_prompt: bool = False
+) -> dict[str, Any]:
+    """The `kv_transfer_params` that make an engine fill the outbox that its agent has opened. With
+    `checks_prompt` the engine makes the prompt itself, and is told what must come out.
+    """
     return {
         "prfaas": {
             "role": "producer",
@@ -75,6 +79,7 @@ def producer_params(landing: ReservedLanding, outbox: OpenOutboxReply) -> dict[s
             "window_step": landing.window_step,
             "adapter": landing.adapter,
             "draft": outbox.draft,
+            "token_digest": landing.token_digest if checks_prompt else "",
         }
     }
 

@@ -167,8 +167,8 @@ class LocalHandoff:
     ) -> PrefillResult:
         instance = self._instances.by_name[name]
         # NixlConnector would not notice that two engines have different adapters of one name, and
-        # its sender forgets the KVCache once one request has read it.
-        by_nixl = not job.adapter and job.num_choices == 1
+        # its sender forgets the KVCache once one request has read it. It does not compare media.
+        by_nixl = not job.adapter and job.num_choices == 1 and not job.media
         by_nixl = by_nixl and self._way == "nixl" and instance.spec.agent != node
         place = instance.place()
         given, mine = self.given(name), _Try(job, choice.uncached_tokens, self._clock())

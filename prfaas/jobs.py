@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvmanager.landing import ReservedLanding
+from kvmanager.media_items import MediaItem
 from kvmanager.token_ids import TokenIds
 
 
@@ -26,6 +27,8 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     `last_token` is what `prompt_token_ids` leaves out, for vLLM's own connectors, which prefill
     whole prompts, and for drafters, whose last KVCache depends on it; it may be left empty for a
     cluster without them. `num_choices` answers are decoded with the KVCache.
+    `media` are the media of the prompt. With any, `chat` is the client's body, a chat: an engine
+    makes the prompt of it by itself, and computes all but its last token.
     """
 
     request_id: str
@@ -42,6 +45,8 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     last_token: TokenIds = TokenIds()
     adapter: str = ""
     num_choices: int = 1
+    media: tuple[MediaItem, ...] = ()
+    chat: bytes = b""
 
     @property
     def uncached_tokens(self) -> int:

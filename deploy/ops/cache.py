@@ -18,6 +18,7 @@ from rich.table import Table
 
 from deploy.command_line import (
     CommandFailed,
+    ExitCode,
     GatewayOption,
     JsonOption,
     KeyOption,
@@ -48,7 +49,7 @@ cache_app = command_group("What is cached where, and what that saves a prompt.")
 class WrongPrompt(CommandFailed):
     """The file has no prompt; the message says what it should have."""
 
-    exit_status = 2
+    exit_status = ExitCode.USAGE
 
 
 class Order(StrEnum):

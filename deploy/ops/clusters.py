@@ -36,8 +36,8 @@ def clusters_command(
 
     A cluster of kind prefill has a queue. `running` is what the front gave to an instance, `batch`
     and `waiting` are the engine's own numbers, and `kv used` is the share of its KV memory. A
-    prompt with more uncached tokens than the threshold is prefilled in the prefill cluster; `plan`
-    is the threshold of the plan, before the state of the link raises it.
+    prompt with more uncached tokens than the current threshold of a link is meant for its prefill
+    cluster. The planned threshold is that of the plan, before the state of the link raises it.
 
     \b
     prfaas clusters
@@ -100,7 +100,7 @@ def print_clusters(console: Console, found: RegionNow) -> None:
             instances.add_row(item.name, name, item.role, *_instance_cells(item))
         console.print(instances)
     if found.thresholds:
-        thresholds = new_table("threshold", numbers=("tokens", "plan"))
+        thresholds = new_table("link", numbers=("current threshold", "planned threshold"))
         thresholds.add_column("reason", overflow="fold")
         for each in found.thresholds:
             thresholds.add_row(*_threshold_cells(each))

@@ -70,7 +70,7 @@ REASONS: Final[dict[Reason, str]] = {
     Reason.PROMPT_LOGPROBS: _WHOLE + "it asks for log probabilities of the prompt",
     Reason.ECHO: _WHOLE + "it asks for the prompt back",
     Reason.BEAM_SEARCH: _WHOLE + "it asks for beam search",
-    Reason.MULTIMODAL: _WHOLE + "it has more than text",
+    Reason.MULTIMODAL: _WHOLE + "only that engine can read its media",
     Reason.PROMPT_EMBEDS: _WHOLE + "its prompt is embeddings",
     Reason.NOTHING_TO_HAND_OVER: _WHOLE + "its prompt has no KVCache to hand over",
     Reason.UNUSUAL_BODY: _WHOLE + "its body has what the gateway does not know",
@@ -87,7 +87,7 @@ REASONS: Final[dict[Reason, str]] = {
     Reason.NO_LANDING_ROOM: "the PD cluster has no room for its KVCache to land",
     Reason.LINK_BUSY: "its KVCache would land too late: the link is slow or much waits for it",
     Reason.LINK_CONGESTED: (
-        "the link is not clear now, which raises the threshold above its uncached tokens"
+        "the link is not clear now, which raises the current threshold above its uncached tokens"
     ),
     Reason.LINK_DOWN: "the link from the prefill cluster is down",
     Reason.LINK_STALE: "no agent has reported lately about the link from the prefill cluster",
@@ -199,7 +199,7 @@ def _facts(record: RequestRecord, now_s: float) -> Iterator[tuple[str, str]]:
         yield "cache move", record.cache_move
     numbers = record.numbers
     if "threshold_tokens" in numbers:
-        yield "threshold", f"{_tokens(numbers['threshold_tokens'])} uncached"
+        yield "current threshold", f"{_tokens(numbers['threshold_tokens'])} uncached"
     if "link_bytes_per_s" in numbers:
         yield "link", _link(numbers)
     if "landing_room_bytes" in numbers:
@@ -214,13 +214,16 @@ def _facts(record: RequestRecord, now_s: float) -> Iterator[tuple[str, str]]:
 def _outcome(record: RequestRecord) -> str:
     status = f" (HTTP {record.status})" if record.status else ""
     retries = f", at try {record.num_retries + 1}" if record.num_retries else ""
-    error = f": {record.error}" if record.error else ""
+    told = ": ".join(text for text in (record.error_code, record.error) if text)
+    error = f": {told}" if told else ""
     return f"{OUTCOMES[record.outcome]}{status}{retries}{error}"
 
 
 def _route(record: RequestRecord) -> Iterator[tuple[str, str]]:
     if not record.route:
         yield "route", "none was taken"
+        if record.reason:
+            yield "reason", reason_words(record.reason)
         return
     is_first = went_as_routed(record) or not record.first_reason
     if not is_first:

@@ -40,7 +40,7 @@ def live_command(
     interval_s: IntervalOption = 1.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the plan in force: threshold and division, what was measured, the last decisions.
+    """Show the plan in force: planned thresholds and division, what was measured, decisions.
 
     Prefill times are learnt from prefills; error says how far off the last ones were. The best
     division is the best for the measured traffic. Each decision says what was done, or why nothing
@@ -122,7 +122,9 @@ def _settings_table(found: PlanOverview) -> Table:
     table = new_table("setting", numbers=("now", "best"))
     for cluster, tokens in found.thresholds.items():
         table.add_row(
-            f"t of {cluster}, tokens", f"{tokens:,.0f}", _number(best_tokens.get(cluster))
+            f"planned threshold of {cluster}, tokens",
+            f"{tokens:,.0f}",
+            _number(best_tokens.get(cluster)),
         )
     for plan in found.models:
         goal = goals.get((plan.model, plan.pd))

@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from deploy.gateway.serving.records import RequestRecord
 
 BAR_COLUMNS: Final = 16
+WHOLE_ID_COLUMNS: Final = 124
+"""In narrower terminals ids lose their middle."""
+CACHED_COLUMNS: Final = 96
+"""In narrower terminals bars lose half of their length, and `cached` is left out, so that most
+requests stay a line of 80 columns.
+"""
+_ID_ENDS: Final = (4, 3)
+"""Characters of a shortened id before and behind the dots."""
 _LEGEND: Final = {
     "b": ("before", "white"),
     "q": ("queue", "yellow"),
@@ -60,7 +68,8 @@ def requests_command(
 
     Newest first. `cached` is what the prefill engine found cached. The bar divides the time to the
     first byte of the answer. `prfaas explain ID` has all that is known of one request, and
-    docs/runbook has a page for each reason.
+    docs/runbook has a page for each reason. Narrow terminals show ids without their middle, and
+    those of less than 96 columns no `cached`; --json has both.
 
     \b
     prfaas requests
@@ -86,53 +95,63 @@ def print_requests(console: Console, records: Sequence[RequestRecord], now_s: fl
     if not records:
         say(console, "no request yet")
         return
+    has_whole_ids = console.width >= WHOLE_ID_COLUMNS
+    is_wide = console.width >= CACHED_COLUMNS
     table = new_table("request", numbers=("age",))
     for heading in ("outcome", "went to", "reason"):
         table.add_column(heading, overflow="fold")
-    for heading in ("prompt", "cached", "ttft, s"):
+    for heading in ("prompt", *(("cached",) if is_wide else ()), "ttft, s"):
         table.add_column(heading, justify="right")
     table.add_column("parts", no_wrap=True)
     for record in records:
         table.add_row(
             # Clients choose ids, which are no markup.
-            Text(record.request_id),
+            Text(record.request_id if has_whole_ids else _short(record.request_id)),
             # The record has the gateway's clock, which may be ahead of this host's.
             format_age(max(0.0, now_s - record.started_s)),
             _outcome(record),
             _went_to(record),
             record.reason,
             _number(record.num_prompt_tokens),
-            _number(record.cached_tokens),
+            *((_number(record.cached_tokens),) if is_wide else ()),
             "" if record.ttft_s is None else f"{record.ttft_s:.3f}",
-            bar(record.parts.known()),
+            bar(record.parts.known(), BAR_COLUMNS if is_wide else BAR_COLUMNS // 2),
         )
     console.print(table)
     say(console, ", ".join(f"{letter} {words}" for letter, (words, _) in _LEGEND.items()))
     for record in records:
         if record.error:
-            say(console, f"{record.request_id}: {record.error}")
+            code = f"{record.error_code}: " if record.error_code else ""
+            say(console, f"{record.request_id}: {code}{record.error}")
 
 
-def bar(parts: Mapping[str, float]) -> Text:
+def bar(parts: Mapping[str, float], num_columns: int = BAR_COLUMNS) -> Text:
     """The parts as letters, each as many columns as its share. Parts of less than half a column
     have none.
     """
     drawn = Text()
-    for letter, columns in _columns(parts):
+    for letter, columns in _columns(parts, num_columns):
         drawn.append(letter * columns, style=_LEGEND[letter][1])
     return drawn
 
 
-def _columns(parts: Mapping[str, float]) -> Iterator[tuple[str, int]]:
+def _columns(parts: Mapping[str, float], num_columns: int) -> Iterator[tuple[str, int]]:
     whole_s = sum(parts.values())
     passed_s, drawn = 0.0, 0
     for name, seconds in parts.items():
         passed_s += seconds
         # Rounded ends leave no gap, and the whole bar has all its columns.
-        end = round(BAR_COLUMNS * passed_s / whole_s) if whole_s > 0 else 0
+        end = round(num_columns * passed_s / whole_s) if whole_s > 0 else 0
         # A gateway of a later version may know more parts.
         yield _LETTERS.get(name, "r"), end - drawn
         drawn = end
+
+
+def _short(request_id: str) -> str:
+    first, last = _ID_ENDS
+    if len(request_id) <= first + last + 1:
+        return request_id
+    return f"{request_id[:first]}…{request_id[-last:]}"
 
 
 def _outcome(record: RequestRecord) -> str:
@@ -141,7 +160,7 @@ def _outcome(record: RequestRecord) -> str:
 
 
 def _went_to(record: RequestRecord) -> str:
-    where = record.target if record.route == "prefill_cluster" else record.route
+    where = record.target if record.route == "prefill_cluster" else record.route or "not routed"
     spilled = f", decoded in {record.cluster}" if record.spill else ""
     return f"{where}{spilled}"
 

@@ -9,7 +9,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, TypeVar
 
 import typer
@@ -17,6 +17,7 @@ from rich.console import Console, RenderableType
 
 from deploy.command_line import print_json
 from deploy.region import client
+from deploy.table_style import say
 
 WatchOption = Annotated[
     bool, typer.Option("--watch", help="again and again until Ctrl-C; with --json a line each time")
@@ -71,6 +72,15 @@ def _draw(
     if interval_s is None or not console.is_terminal:
         view(console, found)
         return
+    if console.is_dumb_terminal:
+        # It cannot move its cursor, so each table goes below the one before.
+        view(console, found)
+        for seen in _refreshed(look, interval_s):
+            if isinstance(seen, client.CannotAsk):
+                say(console, f"no answer: {seen}")
+            else:
+                view(console, seen)
+        return
     # Commands that print once need neither.
     from rich.console import Group
     from rich.live import Live
@@ -78,14 +88,24 @@ def _draw(
 
     shown = _drawn(console, view, found)
     with Live(shown, console=console, auto_refresh=False) as live:
-        while True:
-            time.sleep(interval_s)
-            try:
-                shown = _drawn(console, view, look())
+        for seen in _refreshed(look, interval_s):
+            if isinstance(seen, client.CannotAsk):
+                # The last table stays with the error below.
+                live.update(Group(shown, Text(f"no answer: {seen}", style="red")), refresh=True)
+            else:
+                shown = _drawn(console, view, seen)
                 live.update(shown, refresh=True)
-            # A gateway that restarts is not the end: the last table stays with the error below.
-            except client.CannotAsk as error:
-                live.update(Group(shown, Text(f"no answer: {error}", style="red")), refresh=True)
+
+
+def _refreshed(look: Callable[[], T], interval_s: float) -> Iterator[T | client.CannotAsk]:
+    """What `look` finds every `interval_s`, without an end: a gateway that restarts is none."""
+    while True:
+        time.sleep(interval_s)
+        try:
+            found: T | client.CannotAsk = look()
+        except client.CannotAsk as error:
+            found = error
+        yield found
 
 
 def _drawn(console: Console, view: Callable[[Console, T], None], found: T) -> RenderableType:

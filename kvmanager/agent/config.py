@@ -66,6 +66,10 @@ class AgentSection(Section):
     """Most of the arena for the prefix cache, which gives way to transfers, GiB or such as 512MiB.
     Left out: all that transfers do not use; 0: no prefix cache.
     """
+    embedding_gib: GibOrZero | None = None
+    """Most of the arena for the outputs of image encoders, GiB or such as 512MiB. Transfers do not
+    displace them. Left out: an eighth of the arena; 0: none are kept.
+    """
     eviction: Eviction = "lru"
     """Which cached prefix goes first when the cache is full: the least recently used (lru), the
     least often used (lfu), the one at the end of the longest prompt (length), or the cheapest to
@@ -88,7 +92,7 @@ class AgentSection(Section):
     )
     """Tuning of the TCP transport."""
 
-    @field_validator("landing_gib", "cache_gib")
+    @field_validator("landing_gib", "cache_gib", "embedding_gib")
     @classmethod
     def _check_share(cls, value: float | None, info: ValidationInfo) -> float | None:
         arena_gib = info.data.get("arena_gib")
@@ -286,6 +290,12 @@ class AgentConfig(AgentSection, MetricsSection):
     def num_cache_blocks(self) -> int | None:
         """Most arena blocks for the prefix cache; None: all that transfers leave."""
         return None if self.cache_gib is None else int(self.cache_gib * GIB) // self.block_bytes
+
+    @property
+    def num_embedding_blocks(self) -> int:
+        """Most arena blocks for embeddings of images."""
+        gib = self.arena_gib / 8 if self.embedding_gib is None else self.embedding_gib
+        return int(gib * GIB) // self.block_bytes
 
     @property
     def limits(self) -> TableLimits:

@@ -270,6 +270,16 @@ class CacheStatus(msgspec.Struct, frozen=True):
     """Parts found damaged when an arena was taken over from the agent before."""
 
 
+class EmbeddingStatus(msgspec.Struct, frozen=True):
+    """The encoder's outputs of images at a node. `held_bytes` counts whole blocks."""
+
+    num_embeddings: int = 0
+    held_bytes: int = 0
+    cap_bytes: int = 0
+    num_queries: int = 0
+    num_hits: int = 0
+
+
 class StatusReply(msgspec.Struct, frozen=True):
     """`landing_bytes` and `outbox_bytes` count whole blocks, until they are free again.
 
@@ -301,6 +311,7 @@ class StatusReply(msgspec.Struct, frozen=True):
     is_encrypted: bool = False
     num_turned_away: int = 0
     """Data connections that were closed or refused because there were too many."""
+    embeddings: EmbeddingStatus | None = None
 
 
 class WatchCache(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvmanager.agent.messages import CacheStatus, StatusReply, TransferReport
+from kvmanager.agent.messages import CacheStatus, EmbeddingStatus, StatusReply, TransferReport
 
 FamilyT = TypeVar("FamilyT", GaugeMetricFamily, CounterMetricFamily)
 
@@ -131,6 +131,8 @@ class _StatusCollector(Collector):
             yield gauge
         if status.cache is not None:
             yield from _cache_metrics(status.cache)
+        if status.embeddings is not None:
+            yield from _embedding_metrics(status.embeddings)
         engines = GaugeMetricFamily(
             "prfaas_agent_engine_connections", "Engine connections.", labels=["instance"]
         )
@@ -185,6 +187,25 @@ def _cache_metrics(cache: CacheStatus) -> Iterator[Metric]:
         ("wrong_parts", "Parts found damaged at a start.", cache.wrong_parts),
     ):
         yield CounterMetricFamily(f"{prefix}_{name}", text, value)
+
+
+def _embedding_metrics(embeddings: EmbeddingStatus) -> Iterator[Metric]:
+    prefix = "prfaas_agent_embedding"
+    yield GaugeMetricFamily(f"{prefix}s", "Embeddings of images.", embeddings.num_embeddings)
+    yield GaugeMetricFamily(
+        f"{prefix}_arena_bytes",
+        "What embeddings hold of the arena, in whole blocks, with what is being filled.",
+        embeddings.held_bytes,
+    )
+    yield GaugeMetricFamily(
+        f"{prefix}_limit_bytes", "What embeddings may hold at most.", embeddings.cap_bytes
+    )
+    yield CounterMetricFamily(
+        f"{prefix}_queries", "Images looked up by engines.", embeddings.num_queries
+    )
+    yield CounterMetricFamily(
+        f"{prefix}_hits", "Images that were looked up and found.", embeddings.num_hits
+    )
 
 
 def _by_place(family: FamilyT, numbers: dict[str, int]) -> FamilyT:

@@ -20,12 +20,16 @@ import msgspec
 from kvmanager.agent.cache.move_control import control_methods
 from kvmanager.agent.cache.service import AgentCache
 from kvmanager.agent.config import AgentConfig
+from kvmanager.agent.embeddings import AgentEmbeddings
 from kvmanager.agent.engines.events import EngineCaches
 from kvmanager.agent.engines.instances import EngineNotServed, InstanceBook
 from kvmanager.agent.engines.protocol import (
     AgentMessage,
     CacheMessage,
+    EmbeddingMessage,
+    EncoderHello,
     EngineHello,
+    Hello,
     HelloRefused,
     ProtocolError,
     TransferMessage,
@@ -49,6 +53,7 @@ from kvmanager.pool.placement import StatePlacement
 from kvmanager.transfers.holds import Kind
 from kvmanager.transfers.records import EnginePeer
 from transport.tasks import start_task
+from transport.versions import NoCommonVersion
 
 if TYPE_CHECKING:  # which needs the extra `traces`
     from kvmanager.tracing.export import Tracer
@@ -75,6 +80,8 @@ class NodeAgent:
         self._started_s = now_s()
         self.cache: AgentCache | None = None
         """The prefix cache; None: the agent has none."""
+        self.embeddings: AgentEmbeddings | None = None
+        """The embeddings of images; None: the agent keeps none."""
         self.engine_events: EngineCaches | None = None
         """Follows the engines' own caches; None: no engine's endpoint is configured."""
         self.control_methods: list[ControlMethod] = []
@@ -101,6 +108,9 @@ class NodeAgent:
             if config.num_cache_blocks != 0:
                 self.cache = AgentCache(config, kept, self._engines.send)
                 undo.push_async_callback(self.cache.close)
+            if config.num_embedding_blocks:
+                make_room = None if self.cache is None else self.cache.pool.make_room
+                self.embeddings = AgentEmbeddings(config, kept, make_room, self._engines.send)
             self.transfers = AgentTransfers(
                 config, kept, self.cache, self.metrics, self._engines.send, self._tracer
             )
@@ -203,6 +213,7 @@ class NodeAgent:
             landing_room_bytes=self.landing_room_bytes,
             exposures=self.config.exposures,
             is_encrypted=self.config.tls is not None,
+            embeddings=None if self.embeddings is None else self.embeddings.status(),
         )
 
     async def why_not_ready(self) -> str:
@@ -234,7 +245,9 @@ class NodeAgent:
 
     # ---- for the engine server
 
-    def hello(self, conn_id: int, hello: EngineHello) -> AgentMessage:
+    def hello(self, conn_id: int, hello: Hello) -> AgentMessage:
+        if isinstance(hello, EncoderHello):
+            return self._hello_of_encoder(conn_id, hello)
         try:
             peer = self.book.join(conn_id, hello)
         except EngineNotServed as error:
@@ -242,14 +255,31 @@ class NodeAgent:
         self._peers[conn_id] = peer
         self.transfers.table.connect(peer)
         logger.info("engine %s: %s rank %d connected", peer.instance, peer.role, peer.rank)
+        last_attempt = self.transfers.table.outboxes.last_attempt
+        return self._welcome(hello, self._join_cache(peer, hello), last_attempt)
+
+    def _hello_of_encoder(self, conn_id: int, hello: EncoderHello) -> AgentMessage:
+        if self.embeddings is None:
+            return HelloRefused("this agent keeps no embeddings: embedding_gib is 0")
+        try:
+            welcome = self._welcome(hello)
+        except NoCommonVersion as error:
+            return HelloRefused(str(error))
+        self.embeddings.connect(conn_id)
+        logger.info("encoder %s: its %s is connected", hello.instance, hello.role)
+        return welcome
+
+    def _welcome(
+        self, hello: Hello, placement: StatePlacement | None = None, last_attempt: int = 0
+    ) -> Welcome:
         arena = self.arena
         return Welcome(
             arena.epoch,
             str(arena.path),
             arena.nbytes,
             arena.block_bytes,
-            self._join_cache(peer, hello),
-            self.transfers.table.outboxes.last_attempt,
+            placement,
+            last_attempt,
             # Half of the drain time: an engine notices a lost connection later than the agent.
             self.config.drain_s / 2,
             version=agreed_version(hello),
@@ -268,7 +298,14 @@ class NodeAgent:
             self.engine_events.engine_joined(peer.instance, layout, hello.namespace, hello.adapters)
         return self.cache.placement
 
-    def message(self, conn_id: int, message: TransferMessage | CacheMessage) -> None:
+    def message(
+        self, conn_id: int, message: TransferMessage | CacheMessage | EmbeddingMessage
+    ) -> None:
+        if self.embeddings is not None and self.embeddings.serves(conn_id):
+            self.embeddings.message(conn_id, message)
+            return
+        if isinstance(message, EmbeddingMessage):
+            raise ProtocolError(f"{type(message).__name__} without EncoderHello")
         if isinstance(message, CacheMessage):
             if self.cache is None:
                 raise ProtocolError("this agent has no prefix cache")
@@ -277,6 +314,8 @@ class NodeAgent:
         self.transfers.engine_says(conn_id, message)
 
     def connection_lost(self, conn_id: int) -> None:
+        if self.embeddings is not None and self.embeddings.lost(conn_id):
+            return
         peer = self._peers.pop(conn_id)
         self.book.leave(peer)
         logger.info("engine %s: %s rank %d is lost", peer.instance, peer.role, peer.rank)
@@ -287,6 +326,8 @@ class NodeAgent:
             self.engine_events.engine_left(peer.instance)
 
     def process_gone(self, conn_id: int) -> None:
+        if self.embeddings is not None:
+            self.embeddings.process_gone(conn_id)
         self.transfers.table.process_gone(conn_id)
         if self.cache is not None:
             self.cache.process_gone(conn_id)
@@ -296,6 +337,8 @@ class NodeAgent:
             await asyncio.sleep(aligned_delay_s(TICK_S, now_s()))
             try:
                 self.transfers.tick()
+                if self.embeddings is not None:
+                    self.embeddings.tick()
                 if self.cache is not None:
                     self.cache.tick()
             except Exception:

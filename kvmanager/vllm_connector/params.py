@@ -2,16 +2,19 @@
 
     {"prfaas": {"role": "producer", "transfer_id": ..., "num_tokens": n, "arena_epoch": ...,
                 "runs": [[first_block, count], ...], "attempt": ..., "layout_fingerprint": ...,
-                "cached_tokens": r, "window_step": s, "adapter": ..., "draft": ...}}
+                "cached_tokens": r, "window_step": s, "adapter": ..., "draft": ...,
+                "token_digest": ...}}
 
 The receiver has the full-attention KVCache of the first `cached_tokens` already, so it does not
 travel. Windows begin at multiples of `window_step` tokens, as the receiver's pages do; 0, from
 fronts that do not know it, will do only for models without windows. `adapter` identifies the
 weights of the LoRA adapter, "" for the base model (`kvmanager.vllm_connector.weights`), `draft` the
 drafter whose KVCache is at the end of the transfer, "" without one (`KVLayout.draft_fingerprint`).
-A producer's `attempt` is the opening of the outbox. A consumer's parameters have the digest of the
-n tokens whose KVCache will land, and for each cached block the runs of arena blocks with its KV
-part. `num_requests` load it, one for each choice that the client asks for. With `is_lossy` the
+A producer's `attempt` is the opening of the outbox. Its `token_digest`, if not empty, is that of
+the prompt's tokens and media without the last token, which the engine then leaves out. A
+consumer's parameters have the digest of the n tokens whose KVCache will land, and for each cached
+block the runs of arena blocks with its KV part. `num_requests` load it, one for each choice that
+the client asks for. With `is_lossy` the
 KVCache that lands may have lost precision, so that no other request may use it. Knows no engine
 objects.
 """
@@ -51,6 +54,7 @@ class ProducerParams(TransferParams, frozen=True, tag="producer"):
     """This engine prefills `num_tokens` tokens and hands their pages to its agent's outbox."""
 
     attempt: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+    token_digest: str = ""
 
 
 class ConsumerParams(TransferParams, frozen=True, tag="consumer"):

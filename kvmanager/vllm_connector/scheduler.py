@@ -21,7 +21,7 @@ from kvmanager.arena import Arena
 from kvmanager.hashing import token_digest
 from kvmanager.layout import KVKind, KVLayout
 from kvmanager.pool.shape import CacheShape
-from kvmanager.vllm_connector.cache.keys import set_apart
+from kvmanager.vllm_connector.cache.keys import leave_out_last_token, media_of, set_apart
 from kvmanager.vllm_connector.cache.plan import CachePages
 from kvmanager.vllm_connector.cache.scheduler import CacheScheduler, PrefixCacheOptions
 from kvmanager.vllm_connector.engine_layout import state_block_index
@@ -175,6 +175,8 @@ class SchedulerSide:
                 self._cache.add(request, landing_tokens=params.num_tokens)
             return
         if isinstance(params, ProducerParams):
+            if params.token_digest:
+                leave_out_last_token(request)
             self._producers[request.request_id] = Producer(TransferRef.of(params))
         self._cache.add(request)
 
@@ -217,16 +219,20 @@ class SchedulerSide:
         if isinstance(params, ProducerParams):
             if params.draft not in ("", self._draft):
                 return "the outbox has room for the KVCache of another drafter"
-            if len(tokens) != params.num_tokens:
+            num_left_out = 1 if params.token_digest else 0
+            if len(tokens) != params.num_tokens + num_left_out:
                 return f"{len(tokens)} prompt tokens but the outbox is for {params.num_tokens}"
+            if params.token_digest and self._digest(request) != params.token_digest:
+                return "the outbox is for other tokens or media than this prompt's"
             return ""
         assert isinstance(params, ConsumerParams)
         # vLLM must compute at least one token of a prompt, so a landing never has the last one.
         if len(tokens) != params.num_tokens + 1:
             return f"{len(tokens)} prompt tokens but the landing holds {params.num_tokens}"
         # A caller that mixes up requests would otherwise decode with another prompt's KVCache.
-        if token_digest(tokens[:-1]).hex() != params.token_digest:
-            return "the landing holds other tokens than this prompt's"
+        # Prompts about two pictures have the same token ids.
+        if self._digest(request) != params.token_digest:
+            return "the landing holds other tokens or media than this prompt's"
         # With smaller steps the engine would get half of a page, and keep it as a whole one.
         step, own_step = params.window_step, self._layout.window_step
         if own_step > 1 and (step < 1 or step % own_step):
@@ -240,6 +246,10 @@ class SchedulerSide:
         if not is_kv or num_cached * self._shape.block_tokens != params.cached_tokens:
             return f"{params.cached_tokens} cached tokens in {num_cached} blocks"
         return ""
+
+    def _digest(self, request: "Request") -> str:
+        tokens = request.prompt_token_ids or []
+        return token_digest(tokens[:-1], media_of(request)).hex()
 
     def _other_adapter(self, request: "Request", params: TransferParams) -> str:
         """Why the KVCache would be of another LoRA adapter than the request's here, or ''."""

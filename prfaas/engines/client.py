@@ -25,6 +25,22 @@ _SAMPLE: Final = re.compile(
     re.MULTILINE,
 )
 _DEFERRED: Final = 'reason="deferred"'
+_ONE_TOKEN_OF_A_CHAT: Final = {
+    "max_completion_tokens": 1,
+    "min_tokens": 0,
+    "n": 1,
+    "stream": False,
+    "stream_options": None,
+    "logprobs": False,
+    "top_logprobs": None,
+    "response_format": None,
+    "structured_outputs": None,
+    "tool_choice": "none",
+}
+"""What a client's chat is overridden with (vLLM's `ChatCompletionRequest`). A tool that the client
+demands would make the engine read the answer. Few models put any of this into the prompt; then its
+digest differs, nothing is sent, and the engine that decodes prefills.
+"""
 _KV_BLOCKS: Final = re.compile(
     r'^vllm:cache_config_info\{[^\n]*\bnum_gpu_blocks="([0-9]+)"', re.MULTILINE
 )
@@ -96,7 +112,7 @@ class EngineHttp:
     async def prefill(
         self,
         request_id: str,
-        token_ids: TokenIds,
+        prompt: TokenIds | bytes,
         kv_transfer_params: dict[str, Any],
         *,
         model: str = "",
@@ -105,15 +121,22 @@ class EngineHttp:
         next_token: int | None = None,
         timeout_s: float = 600.0,
     ) -> EnginePrefill:
-        """Run `token_ids` as a prompt with one output token, which nobody reads. `next_token`: the
-        only one that it may be.
+        """Run a prompt with one output token, which nobody reads. `next_token`: the only one that
+        it may be. `prompt` is token ids, or the body of a chat.
 
         Cancelling the awaiting task closes the connection, which makes the engine abort the
         request. Raises EngineUnreachable, EngineRefused.
         """
-        body: dict[str, Any] = {
+        body: dict[str, Any]
+        if isinstance(prompt, TokenIds):
+            path = "/v1/completions"
             # Written in turns: a prompt of a million tokens would hold up the event loop.
-            "prompt": msgspec.Raw(await in_turns(writing(token_ids))),
+            body = {"prompt": msgspec.Raw(await in_turns(writing(prompt)))}
+        else:
+            path = "/v1/chat/completions"
+            # Undecoded: its media may have megabytes.
+            body = msgspec.json.decode(prompt, type=dict[str, msgspec.Raw]) | _ONE_TOKEN_OF_A_CHAT
+        body |= {
             "max_tokens": 1,
             "temperature": 0.0,
             "request_id": request_id,
@@ -129,9 +152,7 @@ class EngineHttp:
         if traceparent:
             headers["traceparent"] = traceparent
         data = msgspec.json.encode(body)
-        async with self._request(
-            "POST", "/v1/completions", timeout_s, data=data, headers=headers
-        ) as response:
+        async with self._request("POST", path, timeout_s, data=data, headers=headers) as response:
             raw = await _body(response)
         try:
             answer = msgspec.json.decode(raw, type=_Completion)

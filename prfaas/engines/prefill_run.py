@@ -109,8 +109,10 @@ def check_job(job: PrefillJob) -> None:
             "invalid",
             f"{len(job.prompt_token_ids)} prompt tokens for a landing of {landing.num_tokens}",
         )
-    if token_digest(job.prompt_token_ids).hex() != landing.token_digest:
-        raise PrefillFailed("invalid", "the landing was reserved for other tokens")
+    if token_digest(job.prompt_token_ids, job.media).hex() != landing.token_digest:
+        raise PrefillFailed("invalid", "the landing was reserved for other tokens or media")
+    if bool(job.media) != bool(job.chat):
+        raise PrefillFailed("invalid", "a prompt with media needs its chat, and no other has one")
     if bool(job.adapter) != bool(landing.adapter):
         wanted = f"the adapter {job.adapter}" if job.adapter else "no adapter"
         raise PrefillFailed("invalid", f"{wanted}, but the landing was reserved for another")
@@ -245,7 +247,7 @@ class PrefillRunner:
     async def _fill(
         self, job: PrefillJob, place: PrefillPlace, grant: OpenOutboxReply, turn: Turn
     ) -> tuple[EnginePrefill, TransferReport, float]:
-        params = producer_params(job.landing, grant)
+        params = producer_params(job.landing, grant, checks_prompt=bool(job.chat))
         # A drafter's KVCache of a token depends on the next token, and behind the prompt without
         # its last token that would be the sampled one.
         next_token = job.last_token.tolist()[0] if grant.draft and job.last_token else None
@@ -353,7 +355,7 @@ class PrefillRunner:
         try:
             return await place.http.prefill(
                 job.request_id,
-                token_ids,
+                job.chat or token_ids,
                 params,
                 # An engine knows an adapter as one more model.
                 model=job.adapter or place.model or job.model,

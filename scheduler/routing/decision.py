@@ -151,7 +151,8 @@ class RequestShape(msgspec.Struct, frozen=True, kw_only=True):
     cluster that has something cached, by name; `at` gives the shape for one of them.
     `other_adapter_in` names the prefill clusters that do not have the request's LoRA adapter with
     the weights that decode it, as far as is known. `render_s` is how long an engine took to turn it
-    into tokens, seconds; 0 if none did.
+    into tokens, seconds; 0 if none did. With `has_bound_media` only the engine that serves it can
+    read its media.
     """
 
     num_prompt_tokens: int
@@ -162,7 +163,7 @@ class RequestShape(msgspec.Struct, frozen=True, kw_only=True):
     has_prompt_logprobs: bool = False
     has_echo: bool = False
     has_beam_search: bool = False
-    is_multimodal: bool = False
+    has_bound_media: bool = False
     has_prompt_embeds: bool = False
     is_unusual: bool = False
     local_cached_tokens: int = 0
@@ -247,7 +248,7 @@ def one_engine_reason(shape: RequestShape) -> Reason | None:
     """Why one engine must serve the request whole, or None when it need not."""
     if shape.has_prompt_embeds:
         return Reason.PROMPT_EMBEDS
-    if shape.is_multimodal:
+    if shape.has_bound_media:
         return Reason.MULTIMODAL
     if shape.num_prompts != 1:
         return Reason.SEVERAL_PROMPTS

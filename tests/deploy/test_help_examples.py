@@ -82,6 +82,16 @@ def test_a_gateway_that_is_not_there_is_named() -> None:
     assert "--gateway URL" in result.output
 
 
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "10.0.0.5", "http://", "ftp://host", "http://host:x", "http://[1::"]
+)
+@pytest.mark.parametrize("command", [["requests"], ["role", "ls"], ["explain", "id"]])
+def test_a_gateway_that_is_no_url_is_a_wrong_argument(command: list[str], url: str) -> None:
+    result = run(app, [*command, "--gateway", url])
+    assert result.exit_code == ExitCode.USAGE
+    assert f"'{url}' is no URL like http://" in result.output
+
+
 def test_ctrl_c_before_the_end_has_a_status_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def ask(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt

@@ -35,6 +35,8 @@ THINGS = frozenset(
         "prefills",
         "promotions",
         "queries",
+        "hits",
+        "embeddings",
         "reads",
         "rejected",
         "requests",

@@ -22,7 +22,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from bench_smoke import run_smoke
-from client_answers import LOCAL_CALLS, NUM_CHOICES, client_answers
+from client_answers import LOCAL_CALLS, NUM_CHOICES, TOOL_ARGS, client_answers
 from conversation import TURNS, Talk, expected_turns, kill
 from dashboard_queries import missing_of_engines
 from data_port import is_welcome, tls_context
@@ -165,7 +165,8 @@ class Plain:
 
 
 async def plain_answers(path: Path, name: str, log_dir: Path) -> Plain:
-    async with plain_engine(MODELS[name], path, log_dir) as url:
+    model = replace(MODELS[name], engine_args=(*MODELS[name].engine_args, *TOOL_ARGS))
+    async with plain_engine(model, path, log_dir) as url:
         asked, expected = await reference_answers(url, name, requests())
         turns, answers = await expected_turns(url, name, TURNS, seed=9000)
         # Texts of the official clients are not drawn until the recurrent model is sure of them.
@@ -200,6 +201,9 @@ async def served(
         threshold_tokens=THRESHOLD_TOKENS,
         local_prefill=name == RECURRENT and prefix_caching,
     )
+    (model,) = spec.models
+    model = model.model_copy(update={"args": (*model.args, *TOOL_ARGS)})
+    spec = spec.model_copy(update={"models": (model,)})
     if has_tls:
         spec = with_tls(spec, tmp_path_factory.mktemp("tls"), own_address())
     with OtlpReceiver() as receiver, pytest.MonkeyPatch.context() as environment:

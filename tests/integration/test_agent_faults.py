@@ -293,8 +293,8 @@ HOSTILE = [
     (encode_frame(Welcome("x", "x", 1, 1)), "bad message"),
     (encode_frame(Attach(TID, 1)), "before Hello"),
     (encode_frame(hello()) + encode_frame(hello()), "Hello twice"),
-    (encode_frame(hello(version=7)), "the engine speaks version 7, this side speaks 3 to 4;"),
-    (encode_frame(hello(version=6, oldest_version=5)), "version 5 to 6, this side speaks 3 to 4"),
+    (encode_frame(hello(version=7)), "the engine speaks version 7, this side speaks 3 to 5;"),
+    (encode_frame(hello(version=7, oldest_version=6)), "version 6 to 7, this side speaks 3 to 5"),
     (encode_frame(hello(version=2, oldest_version=1)), "speaks version 1 to 2, this side speaks 3"),
     (encode_frame(hello(layout=b"")), "layout"),
     (encode_frame(hello(tp_size=2)), "ranks"),
@@ -337,7 +337,7 @@ def test_an_engine_is_served_in_a_version_that_both_speak(
             pass
         welcome = decode_agent_message(payloads[0])
         assert isinstance(welcome, Welcome)
-        assert welcome.version == min(newest, 4)
+        assert welcome.version == min(newest, 5)
 
 
 def test_engine_that_does_not_read_is_cut_off(one_agent: AgentProcess) -> None:

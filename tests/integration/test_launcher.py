@@ -208,7 +208,7 @@ async def test_two_gateways_on_one_machine_work_together(
             await region.process(other).kill(restart=False)
             assert await leader([first]) == first
     left = set(os.listdir(run_dir))
-    assert {"gateway.a1.learned", "logs"} <= left
+    assert {f"{first}.learned", "logs"} <= left
 
 
 async def test_a_gateway_of_two_processes(dummy_vllm: Path, run_dir: Path, tmp_path: Path) -> None:

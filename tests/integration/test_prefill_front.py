@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +17,8 @@ from front_doubles import (
 )
 from prometheus_client import CollectorRegistry
 
+from kvmanager.hashing import token_digest
+from kvmanager.media_items import MediaItem
 from kvmanager.token_ids import TokenIds
 from prfaas.cluster import PrefillCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
@@ -151,8 +154,42 @@ async def test_a_job_runs_and_reports_its_numbers(rig: Rig) -> None:
         "cached_tokens": 0,
         "window_step": 0,
         "draft": "",
+        "token_digest": "",
     }
     assert rig.num_outboxes == 0
+
+
+CHAT = b'{"messages":[],"tools":[{}],"stream":true,"n":3,"max_tokens":90,"seed":5}'
+
+
+async def test_a_job_with_media_sends_the_chat_and_what_must_come_out_of_it(rig: Rig) -> None:
+    media = (MediaItem("cat", 2, 4),)
+    job = prefill_job(1, num_tokens=8)
+    digest = token_digest(job.prompt_token_ids, media).hex()
+    landing = msgspec.structs.replace(job.landing, token_digest=digest)
+    job = msgspec.structs.replace(job, landing=landing, media=media, chat=CHAT)
+    await rig.front.submit(job)
+    body = next(engine.requests[0] for engine in rig.engines if engine.requests)
+    assert "prompt" not in body
+    assert (body["tools"], body["tool_choice"], body["seed"]) == ([{}], "none", 5)
+    assert (body["stream"], body["n"], body["max_tokens"]) == (False, 1, 1)
+    params = body["kv_transfer_params"]["prfaas"]
+    assert (params["num_tokens"], params["token_digest"]) == (8, digest)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"media": (MediaItem("dog", 2, 4),), "chat": CHAT}, "other tokens or media"),
+        ({"chat": CHAT}, "needs its chat, and no other"),
+    ],
+)
+async def test_media_that_the_landing_is_not_for_are_refused(
+    rig: Rig, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PrefillFailed, match=message):
+        await rig.front.submit(msgspec.structs.replace(prefill_job(1, num_tokens=8), **changes))
+    assert not any(engine.requests for engine in rig.engines)
 
 
 async def test_a_jobs_grant_reaches_the_agent(rig: Rig) -> None:

@@ -12,6 +12,14 @@ NUM_PROMPT_BYTES = 900
 MAX_TOKENS = 12
 NUM_CHOICES = 3
 GREEDY = {"temperature": 0}
+TOOL_ARGS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+"""What engines must be started with, so that they take tools."""
+_CITY: dict[str, object] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 _TIMEOUT_S = 120.0
 
 Ask = Callable[[openai.AsyncOpenAI, anthropic.AsyncAnthropic, str, str], Awaitable[list[str]]]
@@ -72,6 +80,24 @@ async def _structured(
         extra_body={"structured_outputs": {"regex": "[a-f]{8}"}},
     )
     return [answer.choices[0].message.content or ""]
+
+
+async def _tools(
+    client: openai.AsyncOpenAI, _: anthropic.AsyncAnthropic, model: str, prompt: str
+) -> list[str]:
+    answer = await client.chat.completions.create(
+        model=model,
+        messages=_said(prompt),
+        max_tokens=4 * MAX_TOKENS,
+        temperature=0,
+        tools=[{"type": "function", "function": {"name": "weather", "parameters": _CITY}}],
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+    )
+    return [
+        f"{call.function.name} {call.function.arguments}"
+        for call in answer.choices[0].message.tool_calls or ()
+        if call.type == "function"
+    ]
 
 
 async def _echo(
@@ -137,6 +163,7 @@ _CALLS: Mapping[str, Ask] = {
     "chat": _chat,
     "choices": _choices,
     "structured": _structured,
+    "tools": _tools,
     "echo": _echo,
     "responses": _responses,
     "responses_stream": _responses_stream,

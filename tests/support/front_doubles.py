@@ -320,6 +320,7 @@ class FakeEngine:
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/v1/completions", self._completion)
+        app.router.add_post("/v1/chat/completions", self._completion)
         app.router.add_post("/v1/completions/render", self._render)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -394,7 +395,7 @@ class FakeEngine:
         ):
             self.agent.end_outbox(transfer_id, "complete")
         usage = {
-            "prompt_tokens": len(body["prompt"]),
+            "prompt_tokens": len(body.get("prompt", ())),
             "prompt_tokens_details": {"cached_tokens": 3},
         }
         answer: dict[str, Any] = {"choices": [], "usage": usage}

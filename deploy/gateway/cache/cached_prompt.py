@@ -14,7 +14,7 @@ know directories, routes or requests.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final, TypeAlias
@@ -24,6 +24,7 @@ import msgspec
 from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import Hit, NodeCoverage, NodeName
 from kvmanager.hashing import block_keys, join_keys, root_key
+from kvmanager.media_items import MediaItem, block_extras
 from kvmanager.pool.shape import PartKind
 from kvmanager.token_ids import TokenIds
 from scheduler.reports import ClusterReport, InstanceReport, serves
@@ -240,10 +241,11 @@ async def prompt_keys(
     tenant: str = "",
     *,
     adapter: str = "",
+    media: Sequence[MediaItem] = (),
 ) -> PromptKeys | None:
     """The keys of a whole prompt's blocks without the last token; None if it has no full block.
-    `salt` is the request's `cache_salt`, and `adapter` the identity of its LoRA adapter, "" for
-    none. The event loop runs between every `_STEP_BLOCKS`.
+    `salt` is the request's `cache_salt`, `adapter` the identity of its LoRA adapter, "" for none,
+    and `media` are its media. The event loop runs between every `_STEP_BLOCKS`.
     """
     # The decoding engine computes the last token anyway: a block that ends with it saves nothing.
     prefix = token_ids[:-1]
@@ -251,12 +253,14 @@ async def prompt_keys(
         return None
     root = root_key(bytes.fromhex(model.namespace), tenant=salt, lora=adapter)
     keys: list[bytes] = []
+    extras = block_extras(media, model.block_tokens)
     step_tokens = _STEP_BLOCKS * model.block_tokens
     for start in range(0, len(prefix), step_tokens):
         if start:
             await asyncio.sleep(0)
         before = keys[-1] if keys else root
-        keys += block_keys(prefix[start : start + step_tokens], model.block_tokens, before)
+        tokens = prefix[start : start + step_tokens]
+        keys += block_keys(tokens, model.block_tokens, before, extras, len(keys))
     return PromptKeys(model, root, tuple(keys), tenant, adapter)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final, Literal, TypeVar
 
 from deploy.gateway.cache.cached_prompt import CachedPrompt, CachePlaces, prompt_keys
@@ -16,6 +16,7 @@ from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import ListCacheReply, StatusReply
 from kvmanager.directory.messages import NodeName, ResumeRule
 from kvmanager.directory.reader import DirectoryReader
+from kvmanager.media_items import MediaItem
 from kvmanager.token_ids import TokenIds
 from scheduler.reports import ClusterReport
 from transport.rpc import RpcError
@@ -85,16 +86,19 @@ class RegionCaches:
         tenant: str = "",
         *,
         adapter: str = "",
+        media: Sequence[MediaItem] = (),
     ) -> CachedPrompt:
-        """Find who has what of a prompt of `tenant` with this `cache_salt`, computed with the LoRA
-        adapter of this identity. Never raises: nothing is known of a prompt that cannot be hashed,
-        and its engine words the error.
+        """Find who has what of a prompt of `tenant` with this `cache_salt` and these media,
+        computed with the LoRA adapter of this identity. Never raises: nothing is known of a prompt
+        that cannot be hashed, and its engine words the error.
         """
         if places.model is None:
             return CachedPrompt(places=places)
         try:
             rule = ResumeRule.of_model(places.model)
-            keys = await prompt_keys(places.model, token_ids, salt, tenant, adapter=adapter)
+            keys = await prompt_keys(
+                places.model, token_ids, salt, tenant, adapter=adapter, media=media
+            )
         except ValueError as error:
             logger.warning("a prompt cannot be hashed: %s", error)
             return CachedPrompt(places=places)

@@ -19,11 +19,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from deploy.gateway.errors import ApiError
 from deploy.gateway.intake.endpoints import Kind
-from deploy.gateway.intake.media_names import with_own_names
+from deploy.gateway.intake.media_names import with_content_names, with_own_names
 from deploy.gateway.intake.prompt_content import Body, prompt_content, turns_of
 from deploy.gateway.intake.raw_fields import is_one_of, is_set, optional, starts_with
 from kvmanager.token_ids import Steps, TokenIds, parsing
-from scheduler.live.learning.prompt_length import LengthEstimator, Media, PromptContent
+from scheduler.live.learning.prompt_length import LengthEstimator, PromptContent
 from scheduler.routing.decision import RequestShape
 
 
@@ -113,11 +113,26 @@ def parsing_request(kind: Kind, body: bytes, *, template_tokens: int) -> Steps[I
         _check_stateless(fields)
     token_ids = yield from _client_token_ids(kind, fields)
     content = prompt_content(kind, body, fields, token_ids)
+    bound_tokens, named = len(body) + template_tokens, None
+    if kind != "completion":
+        # No name of a client may be one that is made of content. Engines take what has a name for
+        # a medium, whatever its type.
+        body = with_own_names(body, "")
+    if content.has_media:
+        named = _with_named_media(kind, fields, body, sum(content.media.values()))
+        yield
     return InboundRequest(
         kind=kind,
-        body=body,
+        body=body if named is None else named,
         model=_string("model", fields.model) or "",
-        shape=_shape(kind, fields, token_ids, content, bound=len(body) + template_tokens),
+        shape=_shape(
+            kind,
+            fields,
+            token_ids,
+            content,
+            bound=bound_tokens,
+            has_bound_media=content.has_media and named is None,
+        ),
         content=content,
         token_ids=token_ids,
         cache_salt=_string("cache_salt", fields.cache_salt),
@@ -153,6 +168,13 @@ def kind_of(body: bytes) -> Kind:
 def with_kv_transfer_params(body: bytes, params: dict[str, Any]) -> bytes:
     """`body`, a JSON object, with kv_transfer_params appended; all other bytes stay."""
     return _with_field(body, b"kv_transfer_params", params)
+
+
+def without_pixels(body: bytes) -> bytes:
+    """`body` for a render endpoint: its answer names media and their places, without their data
+    (vLLM's `mm_payload`).
+    """
+    return _with_field(body, b"mm_payload", "none")
 
 
 def salted(request: InboundRequest, cache_salt: str | None) -> InboundRequest:
@@ -206,6 +228,7 @@ def _shape(
     content: PromptContent,
     *,
     bound: int,
+    has_bound_media: bool,
 ) -> RequestShape:
     """`bound` limits the tokens if all is text: a byte never becomes more than one token."""
     at_most = None if content.media else _truncated(fields, bound)
@@ -226,9 +249,23 @@ def _shape(
         has_echo=has_echo and not is_one_of(fields.echo, b"true"),
         has_beam_search=not is_one_of(fields.use_beam_search, b"false", b"null"),
         has_prompt_embeds=is_set(fields.prompt_embeds),
-        is_multimodal=any(media is not Media.EMBEDS for media in content.media),
+        has_bound_media=has_bound_media,
         is_unusual=is_unusual or _is_unusual(kind, fields),
     )
+
+
+def _with_named_media(kind: Kind, fields: Body, body: bytes, num_media: int) -> bytes | None:
+    """`body` with names for its media that are the same at all sites; None where only the engine
+    that serves it can read all `num_media` of them.
+    """
+    # With options for their processor engines make names of their own.
+    if kind != "chat" or is_set(fields.mm_processor_kwargs) or is_set(fields.media_io_kwargs):
+        return None
+    try:
+        named, num_named = with_content_names(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None  # engines refuse it
+    return named if num_named == num_media else None
 
 
 def _is_unusual(kind: Kind, fields: Body) -> bool:

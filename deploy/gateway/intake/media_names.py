@@ -1,20 +1,29 @@
-"""Names that clients give media: engines take one `uuid` for one image, whoever sends it.
+"""Names of media: engines take one `uuid` for one image, whoever sends it.
 
 Their caches of media ask for nothing else. So a tenant that guessed the name of another's image
-would be answered about that image, or have its own taken for it. Here each name becomes one of the
-tenant. Pure; does not know tenants.
+would be answered about that image, or have its own taken for it. Here each name that a client gives
+becomes one of the tenant. Media without one get a name made of their bytes, which is the same at
+all sites: what engines make up themselves depends on where their model lies.
+
+Pure; does not know tenants.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
+from blake3 import blake3
 from msgspec import Raw
 
 _TURNS: Final = ("messages", "input")
 """The fields with the turns of a conversation, in the APIs."""
+_MEDIA: Final = ("image_url", "video_url", "audio_url", "input_audio")
+"""Types of parts of a chat, and the field with the medium in each."""
+_CONTENT_NAME: Final = "content-"
+"""Begins a name made of bytes. No name that `with_own_names` makes begins like this."""
 _object_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
 _objects_decoder: Final = msgspec.json.Decoder(list[dict[str, Raw]])
 _items_decoder: Final = msgspec.json.Decoder(list[Raw])
@@ -27,22 +36,73 @@ def with_own_names(body: bytes, salt: str) -> bytes:
     # The key may be written with escapes, and nearly no request has it.
     if b"uuid" not in body and b"\\u00" not in body:
         return body
+    return _with_parts(body, lambda part: _with_own_name(part, salt))
+
+
+def with_content_names(body: bytes) -> tuple[bytes, int]:
+    """`body`, a chat, with a `uuid` made of its bytes for each medium in it, and how many got one.
+    0 if there is one whose bytes are elsewhere, that has a name, or that is written in a way
+    unknown here.
+    """
+    num_named = 0
+
+    def changed(part: Raw) -> Raw | dict[str, Any]:
+        nonlocal num_named
+        named = _with_content_name(part)
+        num_named += named is not part
+        return named
+
+    try:
+        return _with_parts(body, changed), num_named
+    except _Unnamed:
+        return body, 0
+
+
+class _Unnamed(Exception):
+    """A part cannot be named by its content."""
+
+
+def _with_parts(body: bytes, changed: Callable[[Raw], Raw | dict[str, Any]]) -> bytes:
     fields: dict[str, Any] = _object_decoder.decode(body)
     for name in _TURNS:
         try:
             turns = _objects_decoder.decode(fields.get(name, b"null"))
         except msgspec.ValidationError:
             continue  # a text, or engines refuse it
-        fields[name] = [_renamed(turn, salt) for turn in turns]
+        fields[name] = [_changed(turn, changed) for turn in turns]
     return msgspec.json.encode(fields)
 
 
-def _renamed(message: dict[str, Any], salt: str) -> dict[str, Any]:
+def _changed(
+    message: dict[str, Any], changed: Callable[[Raw], Raw | dict[str, Any]]
+) -> dict[str, Any]:
     try:
         parts = _items_decoder.decode(message.get("content", b"null"))
     except msgspec.ValidationError:
         return message  # a text
-    return message | {"content": [_with_own_name(part, salt) for part in parts]}
+    return message | {"content": [changed(part) for part in parts]}
+
+
+def _with_content_name(part: Raw) -> Raw | dict[str, Any]:
+    try:
+        fields: dict[str, Any] = _object_decoder.decode(part)
+    except msgspec.ValidationError:
+        return part  # a text
+    kind = msgspec.json.decode(fields.get("type", b"null"))
+    if kind == "text":
+        return part
+    # With a name, engines guess the kind of a part by its fields, so there may be no others.
+    if kind not in _MEDIA or fields.keys() != {"type", kind}:
+        raise _Unnamed
+    medium = msgspec.json.decode(fields[kind])
+    if kind != "input_audio":
+        url = medium.get("url") if isinstance(medium, dict) else medium
+        if not (isinstance(url, str) and url.startswith("data:")):
+            raise _Unnamed
+    elif not (isinstance(medium, dict) and isinstance(medium.get("data"), str)):
+        raise _Unnamed
+    digest = blake3(kind.encode() + b"\0" + bytes(fields[kind])).hexdigest()
+    return fields | {"uuid": _CONTENT_NAME + digest}
 
 
 def _with_own_name(part: Raw, salt: str) -> Raw | dict[str, Any]:

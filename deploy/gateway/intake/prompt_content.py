@@ -75,6 +75,8 @@ class Body(msgspec.Struct):
     echo: Raw | UnsetType = UNSET
     prompt_logprobs: Raw | UnsetType = UNSET
     prompt_embeds: Raw | UnsetType = UNSET
+    mm_processor_kwargs: Raw | UnsetType = UNSET
+    media_io_kwargs: Raw | UnsetType = UNSET
     use_beam_search: Raw | UnsetType = UNSET
     truncate_prompt_tokens: Raw | UnsetType = UNSET
     kv_transfer_params: Raw | UnsetType = UNSET

@@ -108,6 +108,8 @@ _OWN: Final[dict[Kind, dict[str, Schema]]] = {
         "logprobs": _FLAG,
         "tools": _OPTIONAL_OBJECTS,
         "documents": _OPTIONAL_OBJECTS,
+        "mm_processor_kwargs": {"type": ["object", "null"]},
+        "media_io_kwargs": {"type": ["object", "null"]},
     },
     "responses": {
         "input": _CONTENT,

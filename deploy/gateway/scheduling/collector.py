@@ -43,13 +43,13 @@ class SchedulingCollector(Collector):
         ends = [(item.cluster, item.pd) for item in found]
         yield _family(
             "threshold_tokens",
-            "Prompts with more uncached tokens are meant for the prefill cluster (source).",
+            "The current threshold: prompts with more uncached tokens are meant for the source.",
             labels,
             zip(ends, (item.tokens for item in found), strict=True),
         )
         yield _family(
             "threshold_base_tokens",
-            "The threshold by the plan, without what the state of the link asks for.",
+            "The planned threshold, before the state of the link raises it.",
             labels,
             zip(ends, (item.base_tokens for item in found), strict=True),
         )

@@ -294,8 +294,8 @@ class LongTermService:
 
 def _in_words(changes: Iterable[ThresholdChange]) -> list[str]:
     return [
-        f"t of {change.cluster} from {change.before_tokens:.0f} to {change.tokens:.0f} tokens "
-        f"where {change.pd} decodes"
+        f"planned threshold of {change.cluster} from {change.before_tokens:.0f} to "
+        f"{change.tokens:.0f} tokens where {change.pd} decodes"
         for change in changes
     ]
 

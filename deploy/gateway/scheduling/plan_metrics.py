@@ -100,7 +100,7 @@ class PlanMetrics(Collector):
                     "The best division of the instances that there are now.",
                     by_place,
                 ),
-                ("threshold_tokens", "The threshold t of the plan.", ("source", "target")),
+                ("threshold_tokens", "The planned threshold.", ("source", "target")),
                 (
                     "gain_ratio",
                     "Throughput of the best plan over that of the present division, less 1.",

@@ -48,13 +48,16 @@ def check_prefill(decision: Decision, *, was_remote: bool) -> None:
     reason = decision.reason
     is_first = isinstance(decision, RouteDecision)
     if (reason in _NOT_POSSIBLE and (is_first or was_remote)) or (reason in _FAILED and was_remote):
-        raise prefill_refused(reason)
+        raise PrefillUnavailable(reason)
 
 
-def prefill_refused(reason: Reason) -> ApiError:
+class PrefillUnavailable(ApiError):
     """The answer to a prompt that no prefill cluster can take, for this `reason`."""
-    message = (
-        f"The prompt is meant for a prefill cluster and cannot go there: {reason}. The PD cluster "
-        "does not prefill it (scheduling.routing.local_prefill: refuse)."
-    )
-    return ApiError(503, "prefill_unavailable", message, retry_after_s=1)
+
+    def __init__(self, reason: Reason) -> None:
+        message = (
+            f"The prompt is meant for a prefill cluster and cannot go there: {reason}. The PD "
+            "cluster does not prefill it (scheduling.routing.local_prefill: refuse)."
+        )
+        super().__init__(503, "prefill_unavailable", message, retry_after_s=1)
+        self.reason = reason

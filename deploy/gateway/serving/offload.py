@@ -38,7 +38,7 @@ from deploy.gateway.intake.inbound import with_kv_transfer_params
 from deploy.gateway.proxy.engine import EngineAnswer
 from deploy.gateway.proxy.usage import Correction
 from deploy.gateway.serving.exchange import Exchange, Services
-from deploy.gateway.serving.local_prefill import prefill_refused
+from deploy.gateway.serving.local_prefill import PrefillUnavailable
 from deploy.gateway.serving.planning import RequestPlan
 from kvmanager.hashing import token_digest
 from kvmanager.token_ids import TokenIds
@@ -99,6 +99,7 @@ class Offload:
         # The decode engine recomputes the last token and samples from it, so the prefill leaves
         # it out.
         self._prefix, self._last_token = token_ids[:-1], token_ids[-1:]
+        self._media = plan.media
         self._slot: DecodeSlot | None = None
         self._is_released = False
         self._leg: _Leg | None = None
@@ -147,7 +148,8 @@ class Offload:
         if adapter is None:
             message = f"{self._inbound.adapter} is not known to be the same adapter at both ends"
             raise NotOffloaded(Reason.ADAPTER_DIFFERS, message)
-        digest, block_keys = token_digest(self._prefix).hex(), self._cached.block_keys
+        digest = token_digest(self._prefix, self._media).hex()
+        block_keys = self._cached.block_keys
         granter = self._services.granter
         request = ReserveRequest(
             num_tokens=len(self._prefix),
@@ -221,6 +223,8 @@ class Offload:
             pd=self._routed.pd,
             last_token=self._last_token,
             num_choices=self._shape.num_choices,
+            media=self._media,
+            chat=self._inbound.body if self._media else b"",
         )
         try:
             if target == HAND_OFF:
@@ -299,7 +303,7 @@ class Offload:
         if self._routed.target != HAND_OFF and try_elsewhere():
             raise PrefillLost(self._routed.target, error)
         if self._services.refuses_local_prefill and self._routed.target != HAND_OFF:
-            raise prefill_refused(Reason.PREFILL_FAILED)
+            raise PrefillUnavailable(Reason.PREFILL_FAILED)
         self.decision = fall_back(self.decision, Reason.PREFILL_FAILED)
         self._exchange.decided(self.decision)
         self._services.background.spawn(

@@ -15,9 +15,11 @@ import msgspec
 
 from deploy.gateway.cache.cached_prompt import CachedPrompt
 from deploy.gateway.errors import EngineLost
+from deploy.gateway.intake.inbound import without_pixels
 from deploy.gateway.scheduling.admission import AdmittedRequest
 from deploy.gateway.serving.exchange import Exchange, Services
 from deploy.gateway.serving.spilling import check_left, may_serve
+from kvmanager.media_items import MediaItem
 from kvmanager.token_ids import TokenIds, in_turns, parsing
 from local_pd.errors import PdError
 from local_pd.messages import DirectRequest, DirectTarget
@@ -28,11 +30,14 @@ logger = logging.getLogger("prfaas.deploy.gateway")
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
-    """A request's route and what it rests on. `token_ids` is None if the prompt was not counted."""
+    """A request's route and what it rests on. `token_ids` is None if the prompt was not counted.
+    `media` are the media among them.
+    """
 
     decision: Decision
     shape: RequestShape
     token_ids: TokenIds | None = None
+    media: tuple[MediaItem, ...] = ()
     cached: CachedPrompt = field(default_factory=CachedPrompt)
 
     def at(self, pd: str) -> RequestPlan:
@@ -48,9 +53,29 @@ class NotRendered(Exception):
         self.reason = reason
 
 
+class _Range(msgspec.Struct):
+    offset: int
+    length: int
+
+
+class _Features(msgspec.Struct):
+    """The media of a rendered prompt by kind (vLLM's `MultiModalFeatures`)."""
+
+    mm_hashes: dict[str, list[str]] = {}
+    mm_placeholders: dict[str, list[_Range]] = {}
+
+    def items(self) -> tuple[MediaItem, ...]:
+        """Raises `ValueError` if a medium lacks its place."""
+        return tuple(
+            MediaItem(name, place.offset, place.length)
+            for kind, names in self.mm_hashes.items()
+            for name, place in zip(names, self.mm_placeholders.get(kind, ()), strict=True)
+        )
+
+
 class _Rendered(msgspec.Struct):
     token_ids: msgspec.Raw
-    features: msgspec.Raw | None = None
+    features: _Features | None = None
 
 
 _rendered_decoder = msgspec.json.Decoder(_Rendered)
@@ -77,6 +102,9 @@ async def plan_request(services: Services, exchange: Exchange) -> RequestPlan:
     """The route of a request that has just arrived."""
     inbound, home = exchange.inbound, exchange.record.home
     shape = services.feedback.likely(inbound.model, inbound.shape, inbound.content)
+    # Engines may encode media with the adapter, and name them after it.
+    if inbound.adapter and inbound.content.has_media:
+        shape = msgspec.structs.replace(shape, has_bound_media=True)
     if not exchange.endpoint.is_routed:
         return RequestPlan(one_engine(shape, Reason.FORWARDED, home), shape)
     early = services.scheduler.route_early(
@@ -105,8 +133,9 @@ async def judge(services: Services, exchange: Exchange) -> RequestPlan:
     """
     inbound, home = exchange.inbound, exchange.record.home
     token_ids = inbound.token_ids
+    media: tuple[MediaItem, ...] = ()
     if token_ids is None:
-        token_ids = await _render(services, exchange)
+        token_ids, media = await _render(services, exchange)
     else:
         exchange.counted(len(token_ids))
     cached, adapter = CachedPrompt(), services.adapter_places(inbound, home)
@@ -119,6 +148,7 @@ async def judge(services: Services, exchange: Exchange) -> RequestPlan:
             inbound.cache_salt or "",
             exchange.record.tenant,
             adapter=adapter.identity,
+            media=media,
         )
         exchange.asked_directory(exchange.elapsed_s() - started_s)
     shape = cached.shape(
@@ -131,7 +161,7 @@ async def judge(services: Services, exchange: Exchange) -> RequestPlan:
         )
     )
     decision = services.scheduler.route(inbound.model, shape, home=home, priority=inbound.priority)
-    return RequestPlan(decision, shape, token_ids, cached)
+    return RequestPlan(decision, shape, token_ids, media, cached)
 
 
 async def direct_target(
@@ -167,18 +197,22 @@ async def _rendering_target(services: Services, exchange: Exchange) -> tuple[str
             check_left(services, exchange, lost, error)
 
 
-async def _render(services: Services, exchange: Exchange) -> TokenIds:
-    """The prompt's token ids from an engine's render endpoint. Raises `NotRendered`.
+async def _render(services: Services, exchange: Exchange) -> tuple[TokenIds, tuple[MediaItem, ...]]:
+    """The prompt's token ids and its media from an engine's render endpoint. Raises `NotRendered`.
 
     The engine is the one source of truth for chat templates and tokenizers.
     """
     started_s, inbound = exchange.elapsed_s(), exchange.inbound
     pd, target = await _rendering_target(services, exchange)
+    body = without_pixels(inbound.body) if inbound.content.has_media else inbound.body
     try:
-        status, body = await services.engines.render(
-            target.instance, target.engine_url, exchange.path, inbound.body, exchange.headers
+        status, answer = await services.engines.render(
+            target.instance, target.engine_url, exchange.path, body, exchange.headers
         )
-        token_ids = await _rendered_ids(status, body, is_list=inbound.kind == "completion")
+        token_ids, media = await _rendered(status, answer, is_list=inbound.kind == "completion")
+        # Media that the gateway did not see have no names that are the same at all sites.
+        if media and not inbound.content.has_media:
+            raise NotRendered(Reason.MULTIMODAL)
     except EngineLost as error:
         logger.warning("%s: not rendered: %s", exchange.request_id, error)
         raise NotRendered(Reason.RENDER_UNAVAILABLE) from error
@@ -187,11 +221,13 @@ async def _render(services: Services, exchange: Exchange) -> TokenIds:
         services.pds[pd].request_ended(target.instance)
     services.feedback.counted(inbound.model, inbound.content, len(token_ids))
     exchange.counted(len(token_ids), exchange.elapsed_s() - started_s)
-    return token_ids
+    return token_ids, media
 
 
-async def _rendered_ids(status: int, body: bytes, *, is_list: bool) -> TokenIds:
-    """The ids of the one prompt in the answer of a render endpoint. Raises `NotRendered`."""
+async def _rendered(
+    status: int, body: bytes, *, is_list: bool
+) -> tuple[TokenIds, tuple[MediaItem, ...]]:
+    """The ids and media of the one prompt in a render endpoint's answer. Raises `NotRendered`."""
     if status != 200:
         reason = Reason.RENDER_REFUSED if 400 <= status < 500 else Reason.RENDER_UNAVAILABLE
         raise NotRendered(reason)
@@ -200,9 +236,13 @@ async def _rendered_ids(status: int, body: bytes, *, is_list: bool) -> TokenIds:
         found = _rendered_list_decoder.decode(body) if is_list else [_rendered_decoder.decode(body)]
         if len(found) != 1:
             raise NotRendered(Reason.SEVERAL_PROMPTS)
-        if found[0].features is not None:
-            raise NotRendered(Reason.MULTIMODAL)
-        return await in_turns(parsing(bytes(found[0].token_ids)))
+        token_ids = await in_turns(parsing(bytes(found[0].token_ids)))
+        features = found[0].features
+        media = () if features is None else features.items()
     except ValueError as error:
         logger.warning("the answer of an engine's render endpoint is not understood: %s", error)
         raise NotRendered(Reason.RENDER_UNAVAILABLE) from error
+    # The prefill leaves the last token out, and half a medium cannot be encoded.
+    if any(item.offset + item.length >= len(token_ids) for item in media):
+        raise NotRendered(Reason.MULTIMODAL)
+    return token_ids, media

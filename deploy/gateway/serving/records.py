@@ -37,6 +37,9 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     `num_prompt_tokens` is None for a prompt that was too short to be counted. `adapter` is the LoRA
     adapter of `model` that computed it, "" for none.
 
+    `error_code` is the stable word of an error that the gateway answered itself, like
+    `prefill_unavailable`; `reason` then says why no prefill cluster could take the prompt.
+
     `home` is the PD cluster that the request belongs to, `cluster` the one that decodes it, and
     `spill` why that is another one, "" where it is its home.
 
@@ -88,6 +91,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     status: int = 0
     outcome: Outcome = "open"
     error: str = ""
+    error_code: str = ""
     num_retries: int = 0
     prefill_instance: str = ""
     num_prefill_attempts: int = 0
@@ -202,13 +206,14 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         *,
         status: int | None = None,
         error: str = "",
+        error_code: str = "",
         nbytes: int = 0,
         output_tokens: int = 0,
     ) -> None:
         """Note how the answer ended. `status` is given where it is not the engine's."""
         if status is not None:
             self.status = status
-        self.outcome, self.error = outcome, error
+        self.outcome, self.error, self.error_code = outcome, error, error_code
         self.answer_bytes, self.output_tokens = nbytes, output_tokens
 
     def _spread(self) -> None:

@@ -31,7 +31,7 @@ from deploy.gateway.proxy.usage import in_answer
 from deploy.gateway.scheduling.admission import AdmittedRequest
 from deploy.gateway.scheduling.feedback import Usage, usage_of
 from deploy.gateway.serving.exchange import Exchange, Services
-from deploy.gateway.serving.local_prefill import check_prefill
+from deploy.gateway.serving.local_prefill import PrefillUnavailable, check_prefill
 from deploy.gateway.serving.offload import NotOffloaded, Offload, PrefillLost
 from deploy.gateway.serving.planning import (
     RequestPlan,
@@ -367,7 +367,15 @@ class Serving:
         if answer.status == 500:
             logger.error("failed", exc_info=error)
         outcome: Outcome = "refused" if answer.status == 429 else "failed"
-        record.ended(outcome, status=answer.status, error=str(error) or type(error).__name__)
+        if isinstance(error, PrefillUnavailable):
+            # The route before it came to nothing, and no other one is taken.
+            record.reason = error.reason.value
+        record.ended(
+            outcome,
+            status=answer.status,
+            error=str(error) or type(error).__name__,
+            error_code=answer.code,
+        )
         body = answer.body(self._exchange.endpoint.errors)
         headers = {"Content-Type": JSON_TYPE, **answer.headers, **response_headers(record)}
         return web.Response(status=answer.status, body=body, headers=headers)

@@ -18,8 +18,8 @@ MAX_TEXT: Final = 300
 _REQUEST: Final = (
     "request_id", "started_s", "endpoint", "model", "adapter", "tenant", "num_prompt_tokens",
     "home", "cluster", "spill", "route", "target", "reason", "numbers", "predicted_ttft_s",
-    "status", "outcome", "error", "prefill_instance", "decode_instance", "prefill_error",
-    "transfer_bytes", "cached_tokens", "ttft_s", "total_s", "parts",
+    "status", "outcome", "error", "error_code", "prefill_instance", "decode_instance",
+    "prefill_error", "transfer_bytes", "cached_tokens", "ttft_s", "total_s", "parts",
 )  # fmt: skip
 _INSTANCE: Final = (
     "role", "model", "healthy", "draining", "running", "max_concurrent", "reason", "decode_slots",

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.lab.demo.byte_tokenizer import tokenizer_files
 from deploy.lab.demo.tiny_specs import Parameter, TinyModel
 
 _MANIFEST_NAME = "prfaas-model.json"
@@ -56,8 +55,7 @@ def is_up_to_date(spec: TinyModel, path: Path) -> bool:
 
 def _write_model(spec: TinyModel, path: Path) -> None:
     path.mkdir()
-    documents = {"config.json": dict(spec.config), **tokenizer_files()}
-    for name, document in documents.items():
+    for name, document in spec.documents().items():
         (path / name).write_text(json.dumps(document, indent=1) + "\n")
     _write_weights(spec, path / _WEIGHTS_NAME)
     sizes = {file.name: file.stat().st_size for file in sorted(path.iterdir())}

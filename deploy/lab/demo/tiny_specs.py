@@ -29,7 +29,13 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Any, Literal
 
-from deploy.lab.demo.byte_tokenizer import EOS_ID, PAD_ID, PRINTABLE_IDS, VOCAB_SIZE
+from deploy.lab.demo.byte_tokenizer import (
+    EOS_ID,
+    PAD_ID,
+    PRINTABLE_IDS,
+    VOCAB_SIZE,
+    tokenizer_files,
+)
 
 FORMAT_VERSION = 1
 """A part of every fingerprint. Raise it if files change while config and parameters do not."""
@@ -84,8 +90,12 @@ class TinyModel:
     def fingerprint(self) -> str:
         """A hex digest of everything that the built files depend on."""
         parameters = [asdict(parameter) for parameter in self.parameters()]
-        parts = [FORMAT_VERSION, self.name, self.seed, self.dtype, dict(self.config), parameters]
+        parts = [FORMAT_VERSION, self.name, self.seed, self.dtype, self.documents(), parameters]
         return sha256(json.dumps(parts).encode()).hexdigest()
+
+    def documents(self) -> dict[str, dict[str, Any]]:
+        """The JSON files beside the weights, by name."""
+        return {"config.json": dict(self.config), **tokenizer_files()}
 
     def parameters(self) -> Iterator[Parameter]:
         """All tensors of the checkpoint, in file order."""

@@ -156,10 +156,17 @@ def _play_file(path: Path, resettle: Resettle | None, played: Played) -> None:
             if not isinstance(header, Header):
                 raise RecordingError("it does not begin as a recording does")
             live = scheduler_of(header)
-            if resettle is not None:
-                live.reconfigure(resettle(header.settings))
-                # The other settings have limits of their own for the whole time.
-                frames = (frame for frame in frames if not _limits_tenants(frame))
-            play(live, frames, played)
+            try:
+                if resettle is not None:
+                    live.reconfigure(resettle(header.settings))
+                    # The other settings have limits of their own for the whole time.
+                    frames = (frame for frame in frames if not _limits_tenants(frame))
+                play(live, frames, played)
+            # The state of another version with the same format may lack fields, which shows when
+            # an event needs them.
+            except AttributeError as error:
+                raise RecordingError(
+                    f"written by version {header.version}, whose state this one cannot use: {error}"
+                ) from error
     except OSError as error:
         raise RecordingError(str(error)) from error

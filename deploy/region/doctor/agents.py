@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.command_line import CommandFailed
+from deploy.command_line import CommandFailed, ExitCode
 from deploy.region.launch.ports import advertised_address
 from deploy.region.launch.rundir import RegionState, find_run
 from deploy.region.launch.trust import credentials_in
@@ -20,7 +20,7 @@ from transport import Credentials, Endpoint
 class UnknownAgent(CommandFailed):
     """There is no such agent; the message says which there are."""
 
-    exit_status = 2
+    exit_status = ExitCode.USAGE
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from deploy.command_line import CommandFailed
+from deploy.command_line import CommandFailed, ExitCode
 from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionSpec
 from kvmanager.config_files.problems import KeyPath, Problem, suggestion
 
@@ -21,7 +21,7 @@ _INIT: Final = "`prfaas certs init DIR FILE` makes it"
 class UnknownPart(CommandFailed):
     """The region has no such cluster or node; the message says which there are."""
 
-    exit_status = 2
+    exit_status = ExitCode.USAGE
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,11 @@ from kvmanager.agent.engines.protocol import (
     AgentMessage,
     CacheFound,
     CacheSlots,
-    EngineHello,
+    EmbeddingFound,
+    EmbeddingRoom,
     FailureNotice,
     FrameDecoder,
+    Hello,
     HelloRefused,
     Landed,
     ProtocolError,
@@ -105,6 +107,15 @@ class SchedulerEvents(ConnectionEvents, Protocol):
         """The answer to `cache_reserve`: memory for the workers to fill, or none."""
 
 
+class EmbeddingEvents(Protocol):
+    """The calls that a process gets which puts or finds embeddings. One that puts them has
+    `on_embedding_room` as well, one that finds them `on_embedding_found`; both get the message.
+    """
+
+    def on_disconnected(self) -> None:
+        """The agent is away: it answers no open question and holds nothing for this process."""
+
+
 class _Lost(Exception):
     """The connection must be closed; the message says why."""
 
@@ -112,12 +123,13 @@ class _Lost(Exception):
 class AgentConnection:
     """Keeps one connection to the agent at `socket_path`."""
 
-    def __init__(self, socket_path: str | Path, hello: EngineHello) -> None:
+    def __init__(self, socket_path: str | Path, hello: Hello) -> None:
         self.arena: Arena | None = None
         """The agent's arena while connected. A reference to it keeps the memory mapped."""
         self._path = str(socket_path)
         self._hello = hello
-        self._events: WorkerEvents | SchedulerEvents | None = None  # told from `start` on
+        self._events: WorkerEvents | SchedulerEvents | EmbeddingEvents | None = None
+        """Who is told, from `start` on."""
         self._lock = threading.Lock()
         self._mapped: Arena | None = None  # of the latest connection, kept between connections
         self._socket: socket.socket | None = None  # set while sends are possible
@@ -135,7 +147,7 @@ class AgentConnection:
     def connected(self) -> bool:
         return self._socket is not None
 
-    def start(self, events: WorkerEvents | SchedulerEvents) -> None:
+    def start(self, events: WorkerEvents | SchedulerEvents | EmbeddingEvents) -> None:
         """Begin to connect in the background; returns at once. Further calls do nothing.
 
         Exceptions of `events` do not end the connection.
@@ -332,13 +344,17 @@ class AgentConnection:
                     self._call("on_cache_found", message)
                 case CacheSlots():
                     self._call("on_cache_slots", message)
+                case EmbeddingRoom():
+                    self._call("on_embedding_room", message)
+                case EmbeddingFound():
+                    self._call("on_embedding_found", message)
                 case HelloRefused(reason):
                     raise _Lost(f"the agent refused what we sent: {reason}")
                 case Welcome():
                     raise _Lost("the agent said Welcome twice")
 
     def _call(self, event: str, *arguments: object) -> None:
-        # A worker has no handlers for landings and the cache, a scheduler none for a lost arena.
+        # Nobody has a handler for everything: a worker has none for landings, for example.
         handler = getattr(self._events, event, None)
         if handler is None:
             return

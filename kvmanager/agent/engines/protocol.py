@@ -31,6 +31,10 @@ Rules for touching memory and giving it back:
   `CacheCancel` before any worker has heard of it, or every worker sends `CacheWritten`, the last
   time with `is_last`, and then does not touch the memory any more. A part is in the cache once
   every worker has written its share of it.
+- A process that encodes images, or uses what others have encoded, begins with `EncoderHello`
+  instead. `EmbeddingPut` gives it memory to fill until `EmbeddingWritten` or `EmbeddingCancel`.
+  `EmbeddingFind` holds the memory that it finds in its place until `EmbeddingFree`. An agent of
+  version 4 refuses it.
 """
 
 from __future__ import annotations
@@ -44,11 +48,12 @@ from kvmanager.hashing import KEY_BYTES
 from kvmanager.pool.placement import StatePlacement
 from transport.versions import Versions
 
-PROTOCOL_VERSIONS: Final = Versions(oldest=3, newest=4)
+PROTOCOL_VERSIONS: Final = Versions(oldest=3, newest=5)
 """1: first version. 2: the prefix cache. 3: messages about an outbox have the attempt; 0.1.0.
-4: `Loaded`.
+4: `Loaded`. 5: `EncoderHello` and embeddings.
 """
 VERSION_WITH_LOADED: Final = 4
+VERSION_WITH_EMBEDDINGS: Final = 5
 PROTOCOL_VERSION: Final = PROTOCOL_VERSIONS.newest
 
 MAX_FRAME_BYTES: Final = 4 << 20
@@ -107,6 +112,19 @@ class EngineHello(msgspec.Struct, frozen=True, tag="hello"):
     adapters: Annotated[dict[Name, Name], msgspec.Meta(max_length=MAX_ADAPTERS)] = {}
     pp_rank: Rank = 0
     pp_size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)] = 1
+
+
+class EncoderHello(msgspec.Struct, frozen=True, tag="encoder_hello"):
+    """The first message of a process that exchanges embeddings only. It has no KV layout: an
+    instance that only encodes keeps no KVCache. Since version 5.
+    """
+
+    instance: Name
+    role: Literal["scheduler", "worker"]
+    pid: int
+    version: int = PROTOCOL_VERSION
+    oldest_version: int = VERSION_WITH_EMBEDDINGS
+    engine: Annotated[str, msgspec.Meta(max_length=200)] = ""
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
@@ -219,6 +237,38 @@ class CacheCancel(msgspec.Struct, frozen=True, tag="cache_cancel"):
     handle: Handle
 
 
+class EmbeddingPut(msgspec.Struct, frozen=True, tag="embedding_put"):
+    """Asks for memory for the encoder's output of one image. One `EmbeddingRoom` answers."""
+
+    key: Key
+    nbytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+
+
+class EmbeddingWritten(msgspec.Struct, frozen=True, tag="embedding_written"):
+    """The memory for this key holds its final bytes, and this process writes there no more."""
+
+    key: Key
+
+
+class EmbeddingCancel(msgspec.Struct, frozen=True, tag="embedding_cancel"):
+    """Gives memory back that this process was given for this key and has not filled."""
+
+    key: Key
+
+
+class EmbeddingFind(msgspec.Struct, frozen=True, tag="embedding_find"):
+    """Asks for the encoder's output of one image. One `EmbeddingFound` answers."""
+
+    handle: Handle
+    key: Key
+
+
+class EmbeddingFree(msgspec.Struct, frozen=True, tag="embedding_free"):
+    """This process does not read what this `EmbeddingFind` found any more."""
+
+    handle: Handle
+
+
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """The first message of the agent, with the place of its arena. A new epoch says that the agent
     has restarted: nothing that an engine knew about the arena holds any more.
@@ -285,17 +335,43 @@ class CacheSlots(msgspec.Struct, frozen=True, tag="cache_slots"):
     slots: list[Slot]
 
 
+class EmbeddingRoom(msgspec.Struct, frozen=True, tag="embedding_room"):
+    """The runs of arena blocks to fill. Empty: the agent has this embedding, or no room."""
+
+    key: bytes
+    runs: list[tuple[int, int]]
+
+
+class EmbeddingFound(msgspec.Struct, frozen=True, tag="embedding_found"):
+    """The embedding and its place. Without runs the agent does not have it, and nothing is held."""
+
+    handle: int
+    nbytes: int
+    runs: list[tuple[int, int]]
+
+
 TransferMessage = Attach | Ready | PrefillEnd | AbortOutbox | Watch | Release | Loaded
 CacheMessage = CacheFind | CacheFree | CacheReserve | CacheWritten | CacheCancel
-EngineMessage = EngineHello | TransferMessage | CacheMessage
-AgentMessage = Welcome | HelloRefused | Landed | FailureNotice | CacheFound | CacheSlots
+EmbeddingMessage = EmbeddingPut | EmbeddingWritten | EmbeddingCancel | EmbeddingFind | EmbeddingFree
+Hello = EngineHello | EncoderHello
+EngineMessage = Hello | TransferMessage | CacheMessage | EmbeddingMessage
+AgentMessage = (
+    Welcome
+    | HelloRefused
+    | Landed
+    | FailureNotice
+    | CacheFound
+    | CacheSlots
+    | EmbeddingRoom
+    | EmbeddingFound
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _engine_decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
 _agent_decoder: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentMessage)
 
 
-def agreed_version(hello: EngineHello) -> int:
+def agreed_version(hello: Hello) -> int:
     """The version to speak with this engine. Raises NoCommonVersion."""
     theirs = Versions(hello.oldest_version or hello.version, hello.version)
     return PROTOCOL_VERSIONS.common(theirs, "engine")

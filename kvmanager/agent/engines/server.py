@@ -22,8 +22,11 @@ from msgspec import structs
 from kvmanager.agent.engines.protocol import (
     AgentMessage,
     CacheMessage,
+    EmbeddingMessage,
+    EncoderHello,
     EngineHello,
     FrameDecoder,
+    Hello,
     HelloRefused,
     ProtocolError,
     TransferMessage,
@@ -49,10 +52,12 @@ class EngineHandler(Protocol):
 
     # `NodeAgent` implements it. It owns the server, so the server cannot import it.
 
-    def hello(self, conn_id: int, hello: EngineHello) -> AgentMessage:
+    def hello(self, conn_id: int, hello: Hello) -> AgentMessage:
         """Welcome, or Refused to close the connection."""
 
-    def message(self, conn_id: int, message: TransferMessage | CacheMessage) -> None:
+    def message(
+        self, conn_id: int, message: TransferMessage | CacheMessage | EmbeddingMessage
+    ) -> None:
         """Process a message. Raises ProtocolError for a message that this engine must not send,
         which then costs it its connection.
         """
@@ -242,7 +247,7 @@ class _EngineConnection(asyncio.Protocol):
 
     def _dispatch(self, payload: bytes) -> None:
         message = decode_engine_message(payload)
-        if isinstance(message, EngineHello):
+        if isinstance(message, EngineHello | EncoderHello):
             if self._welcomed:
                 raise ProtocolError("Hello twice")
             self._greet(message)
@@ -251,7 +256,7 @@ class _EngineConnection(asyncio.Protocol):
         else:
             raise ProtocolError(f"{type(message).__name__} before Hello")
 
-    def _greet(self, hello: EngineHello) -> None:
+    def _greet(self, hello: Hello) -> None:
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         # An engine in a container of its own knows another number of its process.

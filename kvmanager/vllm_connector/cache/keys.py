@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
 from kvmanager.hashing import block_keys, root_key
 from kvmanager.layout import KVKind, KVLayout
+from kvmanager.media_items import MediaItem, block_extras
 from kvmanager.pool.shape import CacheShape
 
 if TYPE_CHECKING:
@@ -58,11 +59,31 @@ def may_be_cached(request: Request) -> bool:
     )
 
 
+def media_of(request: Request) -> list[MediaItem]:
+    """The media of a request, by vLLM's identifiers of their content."""
+    return [
+        MediaItem(feature.identifier, feature.mm_position.offset, feature.mm_position.length)
+        for feature in request.mm_features
+    ]
+
+
 def set_apart(request: Request) -> None:
     """Give a new request a salt that no exact request has in the engine's own cache: its KVCache
     begins with bytes that lost precision, and so has all that is computed from them.
     """
     request.cache_salt = f"{request.cache_salt or ''}{LOSSY_SALT}"
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+def leave_out_last_token(request: Request) -> None:
+    """Make the prompt of a new request one token shorter, as vLLM's NixlConnector does
+    (`_truncate_request_for_prefill`): the engine that decodes computes that token.
+    """
+    assert request.prompt_token_ids is not None
+    del request.prompt_token_ids[-1:]
+    del request._all_token_ids[-1:]
+    request.num_prompt_tokens -= 1
     request.block_hashes.clear()
     request.update_block_hashes()
 
@@ -77,7 +98,7 @@ class RequestKeys:
         self.root = root_key(namespace, tenant=request.cache_salt or "", lora=adapter)
         self.keys: list[bytes] = []
         self._block_tokens = block_tokens
-        self._extras = _extras(request.mm_features, block_tokens)
+        self._extras = block_extras(media_of(request), block_tokens)
         self.extend(request.all_token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -85,23 +106,9 @@ class RequestKeys:
         known = len(self.keys)
         if len(token_ids) // self._block_tokens <= known:
             return
-        extras = {index - known: extra for index, extra in self._extras.items() if index >= known}
         rest = token_ids[known * self._block_tokens :]
-        self.keys += block_keys(rest, self._block_tokens, self.before(known), extras)
+        self.keys += block_keys(rest, self._block_tokens, self.before(known), self._extras, known)
 
     def before(self, block: int) -> bytes:
         """The key to which the key of `block` is chained."""
         return self.keys[block - 1] if block else self.root
-
-
-def _extras(features: Sequence[Any], block_tokens: int) -> dict[int, bytes]:
-    """For each block that multimodal inputs touch: their identifiers, and where each begins."""
-    extras: dict[int, bytes] = {}
-    for feature in features:
-        place = feature.mm_position
-        last = (place.offset + max(1, place.length) - 1) // block_tokens
-        for block in range(place.offset // block_tokens, last + 1):
-            begin = place.offset - block * block_tokens
-            extra = repr((feature.identifier, begin)).encode()
-            extras[block] = extras.get(block, b"") + len(extra).to_bytes(4, "little") + extra
-    return extras

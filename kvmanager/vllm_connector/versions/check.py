@@ -25,6 +25,8 @@ logger = logging.getLogger("prfaas.kvmanager.connector")
 
 OWN_CLASSES = (
     "kvmanager.vllm_connector.connector.PrfaasConnector",
+    "kvmanager.vllm_connector.encode.connector.EmbeddingMetadata",
+    "kvmanager.vllm_connector.encode.connector.PrfaasECConnector",
     "kvmanager.vllm_connector.metadata.PrfaasMetadata",
     "kvmanager.vllm_connector.stages.LayoutHandshake",
     "kvmanager.vllm_connector.stats.PrfaasPromMetrics",

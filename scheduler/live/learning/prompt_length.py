@@ -62,6 +62,11 @@ class PromptContent:
     num_ids: int = 0
     media: Mapping[Media, int] = field(default_factory=lambda: MappingProxyType({}))
 
+    @property
+    def has_media(self) -> bool:
+        """Whether it has media that engines must encode."""
+        return any(media is not Media.EMBEDS for media in self.media)
+
 
 class LengthsState(msgspec.Struct, frozen=True, array_like=True):
     """The counts of a `LengthEstimator`: bytes and tokens of text, and units and tokens of each

@@ -126,14 +126,21 @@ def test_null_fields_are_absent_fields() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "is_multimodal"),
+    ("content", "has_bound_media"),
     [
         ("text", False),
         (None, False),
         ([{"type": "text", "text": "x"}], False),
         (["plain"], False),
         ([{"type": "text", "text": "image_url"}, {"type": "refusal"}], False),
-        ([{"type": "image_url", "image_url": {"url": "data:"}}], True),
+        ([{"type": "image_url", "image_url": {"url": "data:"}}], False),
+        ([{"type": "image_url", "image_url": "data:"}], False),
+        ([{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}], False),
+        ([{"type": "image_url", "image_url": {"url": "https://a/b.png"}}], True),
+        ([{"type": "image_url", "image_url": {"url": "data:"}, "uuid": "mine"}], True),
+        ([{"type": "image_url", "image_url": {"url": "data:"}, "video_url": "data:"}], True),
+        ([{"type": "image_url", "image_url": None}], True),
+        ([{"type": "image_embeds", "image_embeds": "AAAA"}], True),
         ([{"type": "input_audio"}], True),
         ([{"image_url": "x"}], True),
         ([], False),
@@ -143,9 +150,9 @@ def test_null_fields_are_absent_fields() -> None:
         ({"type": "text"}, True),
     ],
 )
-def test_chat_content_other_than_text(content: Any, is_multimodal: bool) -> None:
+def test_chat_content_other_than_text(content: Any, has_bound_media: bool) -> None:
     body = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": content}]}
-    assert parse(body, "chat").shape.is_multimodal is is_multimodal
+    assert parse(body, "chat").shape.has_bound_media is has_bound_media
 
 
 def chat(*content: Any, **fields: Any) -> dict[str, Any]:
@@ -184,7 +191,7 @@ def test_embeddings_count_by_their_vectors() -> None:
     request = parse({"prompt": "", "prompt_embeds": vectors})
     assert request.content.media == {Media.EMBEDS: len(vectors) + 2}
     assert request.shape.num_prompt_tokens == 50
-    assert not request.shape.is_multimodal
+    assert not request.shape.has_bound_media
 
 
 @pytest.mark.parametrize(
@@ -229,7 +236,7 @@ def test_tools_that_speak_of_images_are_no_images() -> None:
         "messages": [{"role": "user", "content": "x"}],
         "tools": [{"type": "image_url", "function": {"parameters": {"image_url": {}}}}],
     }
-    assert not parse(body, "chat").shape.is_multimodal
+    assert not parse(body, "chat").shape.has_bound_media
 
 
 json_values = st.recursive(
@@ -310,8 +317,8 @@ def test_media_in_the_answer_of_a_tool_is_seen() -> None:
     image = {"type": "image", "source": {"type": "url", "url": "https://x"}}
     result = {"type": "tool_result", "tool_use_id": "1", "content": [image]}
     turns = [{"role": "user", "content": [result]}]
-    assert parse({"messages": turns}, "messages").shape.is_multimodal
+    assert parse({"messages": turns}, "messages").shape.has_bound_media
     result["content"] = "text"
-    assert not parse({"messages": turns}, "messages").shape.is_multimodal
+    assert not parse({"messages": turns}, "messages").shape.has_bound_media
     output = {"type": "function_call_output", "output": [{"type": "input_image"}]}
-    assert parse({"input": [output]}, "responses").shape.is_multimodal
+    assert parse({"input": [output]}, "responses").shape.has_bound_media

@@ -90,7 +90,7 @@ async def test_it_sets_t_and_converts_and_sets_t_again(
     assert decision.done[0] == (
         "began to convert d-0 of near from decode to prefill: it is the first"
     )
-    assert decision.done[1].startswith("t of far from 8000 to ")
+    assert decision.done[1].startswith("planned threshold of far from 8000 to ")
     meanwhile = decision.thresholds["far"]
     assert live.thresholds.base_tokens() == {"far": meanwhile}
     assert decision.goal is not None
@@ -205,7 +205,7 @@ async def test_a_conversion_that_is_refused_is_said_and_t_is_that_of_the_present
     assert decision.done[0] == (
         f"did not convert an instance of near from decode to prefill: {live.roles.refusal}"
     )
-    assert decision.done[1].startswith("t of far from 8000 to ")
+    assert decision.done[1].startswith("planned threshold of far from 8000 to ")
     assert live.thresholds.base_tokens() == {"far": decision.thresholds["far"]}
 
 
@@ -224,7 +224,7 @@ async def test_t_for_fewer_prefill_instances_is_not_set_when_all_of_them_stay(
 async def test_advice_changes_nothing(live: LiveRegion, make: Make) -> None:
     decision = await make(mode="advise").decide()
     assert decision.done[0] == "advice: convert an instance of near from decode to prefill"
-    assert decision.done[1].startswith("advice: t of far from 8000 to ")
+    assert decision.done[1].startswith("advice: planned threshold of far from 8000 to ")
     assert live.roles.asked == []
     assert live.thresholds.base_tokens() == {"far": 8000}
 
@@ -271,7 +271,7 @@ async def test_a_conversion_that_runs_or_was_not_long_ago_is_why(
     assert (await service.decide()).reason == "convert"
     meanwhile = live.thresholds.base_tokens()
     later = await service.decide()
-    assert later.done[0].startswith("once d-0 has its new role: t of far from ")
+    assert later.done[0].startswith("once d-0 has its new role: planned threshold of far from ")
     assert live.thresholds.base_tokens() == meanwhile
     live.roles.end()
     assert live.thresholds.base_tokens() == later.thresholds

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from deploy.gateway.intake.media_names import with_own_names
+from deploy.gateway.intake.media_names import with_content_names, with_own_names
 
 
 def chat(*content: Any) -> dict[str, Any]:
@@ -56,3 +56,48 @@ def test_every_name_depends_on_the_salt(name: Any) -> None:
 def test_of_two_names_the_last_one_counts() -> None:
     raw = json.dumps(chat([{"uuid": "a"}])).replace('"uuid": "a"', '"uuid": "b", "\\u0075uid": "a"')
     assert json.loads(with_own_names(raw.encode(), "s")) == renamed(chat([{"uuid": "a"}]), "s")
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+def named(*parts: Any) -> tuple[list[Any], int]:
+    body, num_named = with_content_names(json.dumps(chat(list(parts))).encode())
+    return json.loads(body)["messages"][0]["content"], num_named
+
+
+def test_a_medium_is_named_by_its_bytes_and_kind() -> None:
+    other = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAB"}}
+    video = {"type": "video_url", "video_url": IMAGE["image_url"]}
+    said = {"type": "text", "text": "what is it?"}
+    (text, *media), num_named = named(said, IMAGE, other, video, IMAGE)
+    assert text == said
+    assert num_named == 4
+    names = [part.pop("uuid") for part in media]
+    assert media == [IMAGE, other, video, IMAGE]
+    assert names[0] == names[3]
+    assert len(set(names)) == 3
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "http://10.0.0.1/a.png"}},
+        {"type": "image_url", "image_url": {"url": None}},
+        IMAGE | {"uuid": "mine"},
+        IMAGE | {"video_url": "data:"},
+        {"type": "input_audio", "input_audio": "data:"},
+        {"type": "image_pil", "image_pil": "data:"},
+        {"image_url": "data:"},
+    ],
+)
+def test_a_medium_that_cannot_be_named_leaves_all_as_they_are(part: Any) -> None:
+    assert named(IMAGE, part) == ([IMAGE, part], 0)
+
+
+def test_no_name_of_a_client_is_one_made_of_content() -> None:
+    parts, _ = named(IMAGE)
+    guessed = json.dumps(chat([IMAGE | {"uuid": parts[0]["uuid"]}])).encode()
+    (mixed,) = json.loads(with_own_names(guessed, ""))["messages"][0]["content"]
+    assert mixed["uuid"] not in (parts[0]["uuid"], "")
+    assert not mixed["uuid"].startswith("content-")

@@ -21,7 +21,7 @@ from deploy.plan.simulate.cli import simulate_app
 from deploy.plan.simulate.recording import document_of, play_recordings
 from netmon.region_link import LinkView
 from scheduler.live.core import LiveScheduler
-from scheduler.replay.recording import Gap, frame_of
+from scheduler.replay.recording import Gap, Header, frame_of, frames_in, header_of, scheduler_of
 from scheduler.routing.decision import RequestShape
 
 LONG = RequestShape(num_prompt_tokens=4000)
@@ -200,6 +200,26 @@ def test_what_is_no_recording_is_an_error(tmp_path: Path) -> None:
     told = CliRunner().invoke(simulate_app, ["--recording", str(tmp_path)])
     assert told.exit_code == 2
     assert "does not begin as a recording does" in told.output
+
+
+def test_a_state_without_a_field_of_this_version_is_an_error(tmp_path: Path) -> None:
+    flight = Flight(tmp_path)
+    flight.decide(3)
+    flight.recorder.close()
+    (path,) = tmp_path.iterdir()
+    written = path.read_bytes()
+    with path.open("rb") as stream:
+        header = next(frames_in(stream))
+        entries = written[stream.tell() :]
+    assert isinstance(header, Header)
+    live = scheduler_of(header)
+    del live.ledger._routed
+    path.write_bytes(frame_of(header_of(live, "0.0.1", 0.0).packed()) + entries)
+    told = CliRunner().invoke(simulate_app, ["--recording", str(tmp_path)])
+    assert told.exit_code == 2, told.output
+    assert "whose state this one cannot use" in told.output
+    assert "_routed" in told.output
+    assert "0.0.1" in told.output
 
 
 @pytest.mark.parametrize("begun", [b"", b"abc"])

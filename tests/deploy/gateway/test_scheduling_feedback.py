@@ -219,7 +219,7 @@ def test_without_prefill_clusters_estimated_lengths_teach_too() -> None:
     alone.feedback.direct_took(MODEL, estimated, 0.1)
     assert not alone.known.is_measured  # not even the bytes of a token are known yet
     alone.feedback.counted(MODEL, PromptContent(4000), 1000)
-    alone.feedback.direct_took(MODEL, replace(estimated, is_multimodal=True), 9.0)
+    alone.feedback.direct_took(MODEL, replace(estimated, has_bound_media=True), 9.0)
     assert not alone.known.is_measured
     alone.feedback.direct_took(MODEL, estimated, 0.1)
     assert alone.known.prefill(ONE_ENGINE).prefill_s(1000) == pytest.approx(0.1)
@@ -280,7 +280,7 @@ def test_bytes_of_images_are_no_tokens_of_the_regions_traffic() -> None:
         {"type": "image_url", "image_url": {"url": url}},
     )
     shape = case.feedback.likely(MODEL, inbound.shape, inbound.content)
-    assert shape.is_multimodal
+    assert inbound.content.has_media
     assert 1000 < shape.num_prompt_tokens < 1100
     for _ in range(300):
         case.feedback.arrived(MODEL, RequestShape(num_prompt_tokens=1000))

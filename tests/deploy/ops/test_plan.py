@@ -116,7 +116,7 @@ def test_a_plan_is_shown_with_what_it_rests_on() -> None:
     text = printed(PLANNED)
     for part in (
         "mode act, every 5 min, next in 12 s",
-        "t of far, tokens",
+        "planned threshold of far, tokens",
         "19,400",
         "near prefill instances",
         "converting d-0 of near from decode to prefill: draining",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import re
 import time
 from typing import Any
 
 import pytest
+from msgspec import structs
 from rich.console import Console
 from rich.text import Text
 from typer.testing import CliRunner
@@ -43,8 +45,8 @@ FAR = record(
 REFUSED = record("no", outcome="refused", status=429, error="4 requests [wait]. Try again in 6 s.")
 
 
-def shown(*records: RequestRecord) -> str:
-    console = Console(file=io.StringIO(), width=160)
+def shown(*records: RequestRecord, width: int = 160) -> str:
+    console = Console(file=io.StringIO(), width=width)
     print_requests(console, records, 1012.0)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -63,6 +65,42 @@ def test_a_request_is_a_line_with_its_way_and_reason() -> None:
     assert shown() == "no request yet\n"
     spilled = record("x", route="local", target="one_engine", cluster="south", spill="home_full")
     assert "local, decoded in south" in shown(spilled)
+
+
+def test_what_no_prefill_cluster_can_take_and_what_is_forwarded_say_why() -> None:
+    text = shown(
+        record(
+            "none",
+            outcome="failed",
+            status=503,
+            reason="no_landing_room",
+            error_code="prefill_unavailable",
+            error="no room",
+        ),
+        record("e", outcome="ok", status=200, route="direct", reason="forwarded"),
+    )
+    assert "failed (503)  not routed  no_landing_room" in text
+    assert "none: prefill_unavailable: no room" in text
+    assert "ok            direct      forwarded" in text
+
+
+def test_a_request_is_one_line_of_80_columns() -> None:
+    whole = "0d31bfddb11eafc2d2e099f9c619fb14"
+    long = structs.replace(FAR, request_id=whole, target="prefill-a", num_prompt_tokens=1500)
+    lines = shown(long, width=80).splitlines()
+    (line,) = (line for line in lines if "0d31…" in line)
+    assert line.split() == [
+        *("0d31…b14", "12", "s", "ok", "prefill-a", "above_threshold", "1,500", "2.000"),
+        "qqpppptl",
+    ]
+    assert len(line) <= 80
+    assert "cached" not in shown(long, width=80)
+    assert "4,096" in shown(long, width=96)
+    assert whole in shown(long, width=124)
+    # What fits stays whole, and an error names the whole id.
+    failed = record(whole, outcome="failed", status=503, error="no room")
+    assert f"{whole}: no room" in shown(failed, width=80)
+    assert "reque-1 " in shown(record("reque-1"), width=80)
 
 
 def test_a_bar_has_all_its_columns_whatever_the_parts() -> None:
@@ -118,6 +156,36 @@ def test_a_watch_outlives_the_gateway_and_ctrl_c_ends_it_well(
     assert len(asked) == 3
     assert "no answer: http://g is gone" in result.output
     assert "qqqqppppppppttll" in Text.from_ansi(result.output).plain
+
+
+def test_a_watch_on_a_dumb_terminal_prints_one_table_below_the_other(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Console, "is_terminal", True)
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.delenv("LINES", raising=False)
+    monkeypatch.setenv("TERM", "dumb")
+    result = run(app, ["requests", *AT, "--watch"])
+    assert (result.exit_code, len(asked)) == (0, 3)
+    assert "\x1b" not in result.output
+    # rich gives it 80 columns.
+    assert result.output.count("qqpppptl") == 2
+    assert "\nno answer: http://g is gone\n" in result.output
+
+
+@pytest.mark.parametrize("no_colour", ["", "1"])
+def test_a_watch_has_colours_unless_they_are_not_wanted(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch, no_colour: str
+) -> None:
+    monkeypatch.setattr(Console, "is_terminal", True)
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", no_colour)
+    result = run(app, ["requests", *AT, "--watch"])
+    assert (result.exit_code, len(asked)) == (0, 3)
+    # 30 to 37 and 90 to 97 are the colours of text.
+    has_colours = re.search(r"\x1b\[[0-9;]*(?<![0-9])[39][0-7]m", result.output) is not None
+    assert has_colours is (not no_colour)
 
 
 def test_a_watch_in_a_pipe_looks_once_and_in_json_ends_with_the_gateway(

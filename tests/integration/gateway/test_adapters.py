@@ -161,3 +161,13 @@ async def test_models_list_adapters_and_others_are_refused(open_region: Any) -> 
         error = json.loads(answer)["error"]
         assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
         assert region.engine.requests == []
+
+
+async def test_an_adapters_pictures_stay_on_one_engine(open_region: Any) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    body = {"model": "poet", "messages": [{"role": "user", "content": [picture]}]}
+    async with open_region(**MODELS) as region:
+        await have_adapters(region, POET, POET)
+        status, headers, _ = await region.post(body, "/v1/chat/completions")
+        assert (status, headers["x-prfaas-route"]) == (200, "direct")
+        assert headers["x-prfaas-reason"].startswith("multimodal")

@@ -203,5 +203,8 @@ async def test_local_prefill_is_refused_on_request(open_region: Any) -> None:
         assert error["code"] == "prefill_unavailable"
         assert "prefill_failed" in error["message"]
         assert region.engine.bodies() == []
+        record = region.gateway.records[-1]
+        assert (record.outcome, record.error_code) == ("failed", "prefill_unavailable")
+        assert record.reason == "prefill_failed"
         status, _, _ = await region.post({"model": "tiny", "prompt": "short"})
         assert status == 200

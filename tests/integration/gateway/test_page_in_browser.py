@@ -2,21 +2,28 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import browser
+import msgspec
 import pytest
 from browser import Tab, open_tab
 from gateway_region import Region
 from page_region import SetLinks, with_instances
 
 from deploy.gateway.api_keys import ApiKey
+from deploy.gateway.cache.api import CacheOverview, NodeCacheStatus
 from deploy.gateway.scheduling.config import SchedulingConfig
+from deploy.gateway.scheduling.plan_overview import PlanDecision
+from deploy.gateway.ui import feed
+from deploy.gateway.ui.view import View, view
+from kvmanager.agent.messages import CacheStatus
 from netmon.estimate import LinkCondition
+from prfaas.engines.errors import PrefillFailed
 
 pytestmark = pytest.mark.skipif(
     browser.CHROMIUM is None, reason="chromium is not installed; `make system` does that"
@@ -28,6 +35,10 @@ KEYS = tuple(
 HOSTILE = "<img src=x onerror=document.title='owned'>"
 FITS = "document.documentElement.scrollWidth <= innerWidth"
 TEXT = "document.querySelector('.{}').textContent"
+ROWS = (
+    "[...document.querySelectorAll('.requests .body .row')].some(r => "
+    "r.textContent.includes('{}') && r.textContent.includes('{}'))"
+)
 FRAMES = """new Promise(resolve => {
   const times = []; let at = 0;
   function frame(now) {
@@ -177,3 +188,57 @@ async def test_a_thousand_instances_scroll_smoothly_in_the_dark(open_region: Any
         links.set(LinkCondition.RISING, "")
         await tab.until(TEXT.format("links") + ".includes('rising')")
         assert await tab.ask("changed") == 0
+
+
+def with_caches_and_decisions(pages: Mapping[str, Any]) -> View:
+    """The view of a region whose nodes keep caches and whose plan has decided."""
+    cache = CacheStatus(num_blocks=553, nbytes={"arena/kv": 144_900_000}, evictions={"arena/kv": 7})
+    nodes = [
+        NodeCacheStatus(cluster="home", node="b1", agent="b1:1", cache=cache, hit_share=0.42),
+        NodeCacheStatus(cluster="far", node="a1", agent="a1:1", error="it does not answer"),
+    ]
+    decision = PlanDecision(
+        model="tiny",
+        pd="home",
+        at_s=1_700_000_000.0,
+        age_s=3.0,
+        reason="better_plan",
+        done=["planned threshold of far from 100 to 200 tokens"],
+    )
+    plan = dict(pages.get("/prfaas/plan") or {})
+    plan["decisions"] = [msgspec.to_builtins(decision)]
+    caches = msgspec.to_builtins(CacheOverview(nodes))
+    return view(dict(pages) | {"/prfaas/cache": caches, "/prfaas/plan": plan})
+
+
+async def test_all_tables_are_filled(
+    open_region: Any, tab: Tab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "view", with_caches_and_decisions)
+    routing = {"routing": {"local_prefill": "refuse"}}
+    scheduling = SchedulingConfig.model_validate(routing)
+    owned = {"region_links": SetLinks()}
+    async with open_region(scheduling=scheduling, owned=owned) as region:
+        await tab.open(region.url + "/ui")
+        await tab.until(TEXT.format("caches") + ".includes('it does not answer')")
+        await tab.until(TEXT.format("decisions") + ".includes('from 100 to 200 tokens')")
+        region.far.error = PrefillFailed("engine_failed", "dead")
+        assert (await region.post(region.long_body()))[0] == 503
+        body = {"model": "tiny", "input": "x"}
+        assert (await region.post(body, "/v1/embeddings"))[0] == 200
+        await tab.until(ROWS.format("failed", "prefill_failed · prefill_unavailable · The prompt"))
+        await tab.until(ROWS.format("ok", "direct one_engine · forwarded"))
+        assert await tab.ask("document.querySelectorAll('.empty:not([hidden])').length") <= 1
+        heads = await tab.ask("document.getElementById('plan').textContent")
+        assert "Planned threshold of far" in heads
+        assert "Current threshold" in await tab.ask(TEXT.format("links"))
+        await axe(tab)
+        await tab.resize(360)
+        await tab.until(FITS)
+        await axe(tab)
+        await shoot(tab, "filled")
+        await tab.resize(1280)
+        await tabbed_to(tab, "theme")
+        await tab.press("Enter", "\r")
+        await axe(tab)
+        await shoot(tab, "filled-other")

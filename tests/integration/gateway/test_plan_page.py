@@ -23,7 +23,7 @@ async def test_the_plan_of_a_running_gateway(open_region: Any) -> None:
         command = ["plan", "live", "--gateway", region.url]
         shown = await asyncio.to_thread(CliRunner().invoke, app, command)
         assert shown.exit_code == 0
-        assert "t of far, tokens" in shown.output
+        assert "planned threshold of far, tokens" in shown.output
         async with region.session.get(region.url + "/metrics") as response:
             assert (
                 'prfaas_plan_threshold_tokens{source="far",target="home"}' in await response.text()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import MultiModalConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from kvmanager.vllm_connector.engine_layout import _config_digest, _reading
@@ -89,6 +90,12 @@ def test_what_changes_the_meaning_of_the_bytes_is(changes: dict[str, Any]) -> No
 def test_with_longrope_the_longest_context_chooses_the_factors() -> None:
     longrope = {"rope_scaling.rope_type": "longrope"}
     assert digest(hf=longrope) != digest(hf=longrope, max_model_len=8192)
+
+
+def test_a_text_only_engine_and_one_that_takes_images_understand_each_other() -> None:
+    # vLLM's --language-model-only. Both compute the same KVCache of the same text.
+    text_only = digest(multimodal_config=MultiModalConfig(language_model_only=True))
+    assert text_only == digest(multimodal_config=MultiModalConfig())
 
 
 def test_engines_with_and_without_prefix_caching_understand_each_other() -> None:

@@ -15,6 +15,8 @@ from scheduler_side_rig import (
     step,
 )
 
+from kvmanager.hashing import token_digest
+from kvmanager.media_items import MediaItem
 from kvmanager.vllm_connector import landings
 from kvmanager.vllm_connector.idle_wait import idle_wait_s
 from kvmanager.vllm_connector.metadata import FirstStep
@@ -79,6 +81,36 @@ def test_a_landing_the_engine_does_not_need_goes_back_at_once() -> None:
 )
 def test_a_landing_of_something_else_is_never_loaded(changes: dict[str, Any]) -> None:
     check_never_loads(changes)
+
+
+def picture(identifier: str) -> SimpleNamespace:
+    place = SimpleNamespace(offset=8, length=16)
+    return SimpleNamespace(identifier=identifier, mm_position=place)
+
+
+@pytest.mark.parametrize(
+    ("held", "asked", "is_loaded"),
+    [
+        (["cat"], ["cat"], True),
+        (["cat"], ["dog"], False),
+        (["cat"], [], False),
+        ([], ["cat"], False),
+    ],
+)
+def test_kvcache_of_another_picture_is_never_loaded(
+    held: list[str], asked: list[str], is_loaded: bool
+) -> None:
+    media = [MediaItem(name, 8, 16) for name in held]
+    client = AnsweringClient()
+    side = scheduler_side(client)
+    # The token ids are the same in all cases.
+    consumer = request("consumer", 71, token_digest=token_digest(range(70), media).hex())
+    consumer.mm_features = [picture(name) for name in asked]
+    side.on_new_request(consumer)
+    side.on_landed(TRANSFER)
+    waits = (70, True) if is_loaded else (0, False)
+    assert side.get_num_new_matched_tokens(consumer, 0) == waits
+    assert (("release", TRANSFER) in client.said) == (not is_loaded), "the engine prefills itself"
 
 
 POET = "files:poet"
@@ -208,6 +240,32 @@ def test_a_producer_sends_with_every_chunk_until_its_last() -> None:
     side.request_finished(producer, aborted=False)
     (ended,) = step(side, {}).ended
     assert ended.failure == ""
+
+
+@pytest.mark.parametrize(
+    ("shown", "num_tokens", "problem"),
+    [("cat", 71, ""), ("dog", 71, "other tokens or media"), ("cat", 70, "70 prompt tokens")],
+)
+def test_a_producer_that_makes_its_own_prompt_leaves_out_the_last_token(
+    shown: str, num_tokens: int, problem: str
+) -> None:
+    digest = token_digest(range(70), [MediaItem("cat", 8, 16)]).hex()
+    side = scheduler_side(AnsweringClient())
+    producer = request("producer", num_tokens, num_tokens=70, token_digest=digest)
+    producer.mm_features = [picture(shown)]
+    producer._all_token_ids = producer.all_token_ids = list(producer.prompt_token_ids)
+    producer.num_prompt_tokens, producer.block_hashes = num_tokens, ["old"]
+    producer.update_block_hashes = lambda: producer.block_hashes.append("new")
+    side.on_new_request(producer)
+    meta = step(side, {"r1": (0, 70)})
+    if problem:
+        assert meta.sends == []
+        assert problem in meta.ended[0].failure
+        assert len(producer.all_token_ids) == num_tokens, "the engine computes it for itself"
+        return
+    assert meta.sends[0].is_last
+    assert producer.prompt_token_ids == producer.all_token_ids == list(range(70))
+    assert (producer.num_prompt_tokens, producer.block_hashes) == (70, ["new"])
 
 
 def test_a_producer_that_is_aborted_says_so_with_the_next_step() -> None:

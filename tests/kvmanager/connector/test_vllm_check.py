@@ -197,9 +197,10 @@ def changed_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def change(old: str, new: str) -> None:
         path = "vllm/distributed/kv_transfer/kv_connector/v1"
-        for name in (f"{path}/base.py", f"{path}/metrics.py", "vllm/version.py"):
+        encoder = "vllm/distributed/ec_transfer/ec_connector/base.py"
+        for name in (f"{path}/base.py", f"{path}/metrics.py", encoder, "vllm/version.py"):
             text = (installed_root() / name).read_text()
-            if name.endswith("base.py"):
+            if name == f"{path}/base.py":
                 assert old in text
                 text = text.replace(old, new)
             source_tree(tmp_path, {name: text})

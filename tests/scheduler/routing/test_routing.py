@@ -22,7 +22,7 @@ from scheduler.routing.decision import (
         ({"has_prompt_logprobs": True}, Reason.PROMPT_LOGPROBS),
         ({"has_echo": True}, Reason.ECHO),
         ({"has_beam_search": True}, Reason.BEAM_SEARCH),
-        ({"is_multimodal": True}, Reason.MULTIMODAL),
+        ({"has_bound_media": True}, Reason.MULTIMODAL),
         ({"has_prompt_embeds": True}, Reason.PROMPT_EMBEDS),
         ({"is_unusual": True}, Reason.UNUSUAL_BODY),
     ],

@@ -48,7 +48,7 @@ const PHASES = { serving: "good", draining: "warn", leaving: "warn", joining: "b
 
 function whyThere(row) {
   const where = [row.route || "not routed", row.target && row.target !== row.route ? row.target : ""].filter(Boolean).join(" ");
-  return [where, row.reason, row.spill && `decodes elsewhere: ${row.spill}`, row.error || row.prefill_error].filter(Boolean).join(" · ");
+  return [where, row.reason, row.spill && `decodes elsewhere: ${row.spill}`, row.error_code, row.error || row.prefill_error].filter(Boolean).join(" · ");
 }
 
 function load(row) {
@@ -68,7 +68,11 @@ const tables = {
     { title: "Available", className: "number", text: (row) => row.available_bytes_per_s == null ? "–" : `${row.is_floor ? "≥ " : ""}${bytes(row.available_bytes_per_s)}/s` },
     { title: "RTT", className: "number", text: (row) => seconds(row.rtt_s) },
     { title: "Loss", className: "number", text: (row) => percent(row.loss) },
-    { title: "Threshold", className: "number", text: (row) => row.threshold_tokens == null ? "–" : `${tokens(row.threshold_tokens)} tokens` },
+    { title: "Current threshold", className: "number", text: (row) => {
+      if (row.threshold_tokens == null) return "–";
+      const isRaised = row.threshold_tokens !== row.base_tokens;
+      return `${tokens(row.threshold_tokens)} tokens${isRaised ? ` (planned ${tokens(row.base_tokens)})` : ""}`;
+    } },
     { title: "Rate, last 5 min", className: "spark", draw: (cell, row) => spark(cell, rates.get(`${row.source} ${row.target}`) || [0, 0]) },
   ], { empty: "This gateway has no links.", order: by("source", "target") }),
   requests: new Table(find(".requests"), [
@@ -143,7 +147,7 @@ function showNumbers() {
 
 function showPlan() {
   const plan = view.plan.get("now") || {};
-  const rows = Object.entries(plan.thresholds || {}).map(([name, value]) => [`Threshold of ${name}`, `${tokens(value)} tokens`]);
+  const rows = Object.entries(plan.thresholds || {}).map(([name, value]) => [`Planned threshold of ${name}`, `${tokens(value)} tokens`]);
   for (const row of view.models.values()) {
     const count = (found) => Object.entries(found || {}).map(([name, value]) => `${value} in ${name}`).join(", ");
     rows.push([`Division of ${row.model || "the model"}`, `prefill ${count(row.num_prefill) || "–"}; decode ${count(row.num_decode) || "–"}`]);

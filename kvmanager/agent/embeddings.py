@@ -1,0 +1,112 @@
+"""The agent's part for embeddings: messages of encoders in, answers out.
+
+The rules are in `kvmanager.pool.embeddings`. It does not know images, models or sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvmanager.agent.config import AgentConfig
+from kvmanager.agent.engines.protocol import (
+    AgentMessage,
+    CacheMessage,
+    EmbeddingCancel,
+    EmbeddingFind,
+    EmbeddingFound,
+    EmbeddingFree,
+    EmbeddingMessage,
+    EmbeddingPut,
+    EmbeddingRoom,
+    EmbeddingWritten,
+    ProtocolError,
+    TransferMessage,
+)
+from kvmanager.agent.kept_arena import KeptArena
+from kvmanager.agent.messages import EmbeddingStatus
+from kvmanager.agent.transfer_io import now_s
+from kvmanager.pool.embeddings import EmbeddingCache, NotHeld
+from kvmanager.transfers.blocks import Run
+
+
+class AgentEmbeddings:
+    """The embeddings in the arena of one agent. Use on the agent's event loop."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        kept: KeptArena,
+        make_room: Callable[[int], object] | None,
+        send: Callable[[int, AgentMessage], None],
+    ) -> None:
+        self._drain_s = config.drain_s
+        self._block_bytes = config.block_bytes
+        self._max_blocks = config.num_embedding_blocks
+        self._send = send
+        self._cache = EmbeddingCache(
+            kept.allocator, config.block_bytes, self._max_blocks, make_room
+        )
+
+    def serves(self, conn_id: int) -> bool:
+        """Whether this connection began with `EncoderHello`."""
+        return self._cache.is_connected(conn_id)
+
+    def connect(self, conn_id: int) -> None:
+        self._cache.connect(conn_id)
+
+    def message(
+        self, conn_id: int, message: TransferMessage | CacheMessage | EmbeddingMessage
+    ) -> None:
+        """Process a message. Raises ProtocolError for one that this process must not send."""
+        try:
+            match message:
+                case EmbeddingPut(key, nbytes):
+                    runs = self._cache.put(conn_id, key, nbytes)
+                    self._send(conn_id, EmbeddingRoom(key, _on_wire(runs)))
+                case EmbeddingWritten(key):
+                    self._cache.written(conn_id, key)
+                case EmbeddingCancel(key):
+                    self._cache.cancel(conn_id, key)
+                case EmbeddingFind(handle, key):
+                    self._find(conn_id, handle, key)
+                case EmbeddingFree(handle):
+                    self._cache.free(conn_id, handle)
+                case _:
+                    raise ProtocolError(f"{type(message).__name__} from an encoder")
+        except NotHeld as error:
+            raise ProtocolError(str(error)) from error
+
+    def lost(self, conn_id: int) -> bool:
+        """A connection is closed; False if it was not an encoder's."""
+        if not self._cache.is_connected(conn_id):
+            return False
+        self._cache.lost(conn_id, now_s() + self._drain_s)
+        return True
+
+    def process_gone(self, conn_id: int) -> None:
+        """The process of a lost connection has ended."""
+        self._cache.process_gone(conn_id)
+
+    def tick(self) -> None:
+        self._cache.tick(now_s())
+
+    def status(self) -> EmbeddingStatus:
+        cache, block_bytes = self._cache, self._block_bytes
+        return EmbeddingStatus(
+            num_embeddings=len(cache),
+            held_bytes=cache.num_held_blocks * block_bytes,
+            cap_bytes=self._max_blocks * block_bytes,
+            num_queries=cache.num_queries,
+            num_hits=cache.num_hits,
+        )
+
+    def _find(self, conn_id: int, handle: int, key: bytes) -> None:
+        entry = self._cache.find(conn_id, handle, key)
+        if entry is None:
+            self._send(conn_id, EmbeddingFound(handle, 0, []))
+            return
+        self._send(conn_id, EmbeddingFound(handle, entry.nbytes, _on_wire(entry.runs)))
+
+
+def _on_wire(runs: Sequence[Run]) -> list[tuple[int, int]]:
+    return [(run.first, run.length) for run in runs]

@@ -1,0 +1,167 @@
+"""Prompts with images: prefilled in another cluster, decoded here, answered as by one engine."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from engine_region import everything_is_given_back, running, settled_record
+from tiny_vision import IMAGE_ARGS, TINY_VISION, image_url, vision_environment
+
+from deploy.lab.demo.reference import MIN_MARGIN_NATS, plain_engine
+from deploy.lab.demo.regions import demo_region
+from deploy.lab.demo.scenario import text
+from deploy.lab.demo.tiny_models import build_model
+from deploy.region.launch.launcher import RunningRegion
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MODEL = replace(TINY_VISION, engine_args=(*TINY_VISION.engine_args, *IMAGE_ARGS))
+NUM_TOKENS = 8
+SIDE = 128
+"""Pixels; such an image becomes 64 tokens."""
+QUESTIONS = ((1,), (2,), (1, 2), (2, 1), (3, 3, 1), (4, 5))
+"""The images of each prompt, by their seeds. All have the same text."""
+SHARED = text(300, seed=5)
+BROKEN = "data:image/png;base64,AAAA"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    region: RunningRegion
+    plain_url: str
+    session: aiohttp.ClientSession
+
+    async def ask(self, url: str, urls: Sequence[str], **fields: Any) -> tuple[int, dict[str, Any]]:
+        """The status and the answer of a chat about the images at `urls`."""
+        images = [{"type": "image_url", "image_url": {"url": one}} for one in urls]
+        body = {
+            "model": MODEL.name,
+            "max_tokens": NUM_TOKENS,
+            "temperature": 0,
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": SHARED}, *images]},
+            ],
+        }
+        async with self.session.post(f"{url}/v1/chat/completions", json=body | fields) as response:
+            return response.status, await response.json()
+
+    async def about(self, url: str, seeds: Sequence[int], **fields: Any) -> dict[str, Any]:
+        status, answer = await self.ask(url, [picture(seed) for seed in seeds], **fields)
+        assert status == 200, answer
+        return answer
+
+    async def expected(self, seeds: Sequence[int], **fields: Any) -> str:
+        """How the answer of a plain engine begins, up to the first token that it is not sure of:
+        engines that cut a prompt elsewhere round otherwise.
+        """
+        wanted = {"logprobs": True, "top_logprobs": 2} | fields
+        answer = await self.about(self.plain_url, seeds, **wanted)
+        sure = ""
+        for token in answer["choices"][0]["logprobs"]["content"]:
+            first, second = (one["logprob"] for one in token["top_logprobs"])
+            if first - second < MIN_MARGIN_NATS[MODEL.dtype]:
+                break
+            sure += token["token"]
+        return sure
+
+    async def record(self, answer: dict[str, Any]) -> dict[str, Any]:
+        return await settled_record(self.region, answer["id"].removeprefix("chatcmpl-"))
+
+
+def picture(seed: int) -> str:
+    return image_url(seed, SIDE, SIDE)
+
+
+def said(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(
+    models_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Served]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in vision_environment().items():
+            patch.setenv(name, value)
+        path = await asyncio.to_thread(build_model, MODEL, models_dir)
+        spec = demo_region(MODEL, path, threshold_tokens=100, local_prefill=False)
+        folder = tmp_path_factory.mktemp("images")
+        async with (
+            running(spec, folder / "region") as region,
+            plain_engine(MODEL, path, folder / "plain") as plain_url,
+            aiohttp.ClientSession() as session,
+        ):
+            yield Served(region, plain_url, session)
+
+
+@pytest.mark.shows(
+    kind="full attention with gated delta net",
+    dtype="bfloat16",
+    prefill="TP 1",
+    decode="TP 1",
+    more="images, eight prompts at a time (tiny Qwen3.5)",
+)
+async def test_images_are_prefilled_in_another_cluster(served: Served) -> None:
+    url = served.region.gateway_url
+    mixed = [QUESTIONS[number % len(QUESTIONS)] for number in range(8)]
+    answers = await asyncio.gather(*(served.about(url, seeds) for seeds in mixed))
+    expected = {seeds: await served.expected(seeds) for seeds in QUESTIONS}
+    assert len(set(expected.values())) > len(QUESTIONS) // 2, "the images decide the answers"
+    assert sum(map(len, expected.values())) >= 2 * len(QUESTIONS), "the plain engine is sure"
+    for seeds, answer in zip(mixed, answers, strict=True):
+        assert said(answer).startswith(expected[seeds]), seeds
+    found = [await served.record(answer) for answer in answers]
+    assert [one["route"] for one in found] == ["prefill_cluster"] * len(found), found
+    assert [one["prefill_error"] for one in found] == [""] * len(found), found
+    assert all(one["transfer_bytes"] > 0 for one in found[: len(QUESTIONS)])
+
+    # The same token ids with another picture, where all caches have the first one's.
+    assert expected[1,]
+    for seed in itertools.count(20):
+        sure = await served.expected((seed,))
+        if not (sure.startswith(expected[1,]) or expected[1,].startswith(sure)):
+            break
+    other = await served.about(url, (seed,))
+    assert said(other).startswith(sure)
+    assert (await served.record(other))["route"] == "prefill_cluster"
+
+    # What the caches hold is found again, and answers stay.
+    for seeds in QUESTIONS:
+        assert said(await served.about(url, seeds)).startswith(expected[seeds]), seeds
+
+
+async def test_choices_and_tools_do_not_change_what_is_prefilled(served: Served) -> None:
+    url, seeds = served.region.gateway_url, (7, 8)
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    fields = {"n": 2, "temperature": 1.0, "top_k": 1, "tools": [tool], "tool_choice": "none"}
+    answer = await served.about(url, seeds, **fields)
+    sure = await served.expected(seeds, **fields)
+    assert len(answer["choices"]) == 2
+    for choice in answer["choices"]:
+        assert choice["message"]["content"].startswith(sure)
+    record = await served.record(answer)
+    assert (record["route"], record["prefill_error"]) == ("prefill_cluster", ""), record
+
+
+async def test_what_is_no_image_is_refused(served: Served) -> None:
+    status, answer = await served.ask(served.region.gateway_url, [BROKEN])
+    assert status == 400
+    assert "image" in answer["error"]["message"].lower()
+
+
+async def test_names_of_clients_keep_a_prompt_on_one_engine(served: Served) -> None:
+    part = {"type": "image_url", "image_url": {"url": picture(1)}, "uuid": "mine"}
+    content = [{"type": "text", "text": SHARED}, part]
+    fields = {"messages": [{"role": "user", "content": content}]}
+    status, answer = await served.ask(served.region.gateway_url, [], **fields)
+    assert status == 200, answer
+    assert said(answer).startswith(await served.expected((1,)))
+    record = await served.record(answer)
+    assert (record["route"], record["reason"].split(";")[0]) == ("direct", "multimodal")
+    await everything_is_given_back(served.region)

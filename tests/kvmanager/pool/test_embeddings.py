@@ -1,0 +1,139 @@
+import random
+
+import pytest
+
+from kvmanager.pool.embeddings import EmbeddingCache, NotHeld
+from kvmanager.transfers.blocks import BlockAllocator
+
+ALICE, BOB = 1, 2
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def cache(num_blocks: int = 8, max_blocks: int = 4) -> EmbeddingCache:
+    made = EmbeddingCache(BlockAllocator(num_blocks), 100, max_blocks)
+    made.connect(ALICE)
+    made.connect(BOB)
+    return made
+
+
+def fill(made: EmbeddingCache, number: int, nbytes: int = 100) -> bool:
+    runs = made.put(ALICE, key(number), nbytes)
+    if runs:
+        made.written(ALICE, key(number))
+    return bool(runs)
+
+
+def test_an_embedding_is_found_when_it_is_whole_and_by_nobody_before() -> None:
+    made = cache()
+    runs = made.put(ALICE, key(1), 250)
+    assert sum(run.length for run in runs) == 3
+    assert made.find(BOB, 0, key(1)) is None
+    assert made.put(BOB, key(1), 250) == ()  # somebody fills it
+    made.written(ALICE, key(1))
+    found = made.find(BOB, 1, key(1))
+    assert found is not None
+    assert (found.runs, found.nbytes) == (runs, 250)
+    assert (made.num_queries, made.num_hits, len(made)) == (2, 1, 1)
+
+
+def test_the_least_recently_used_goes_first_and_none_that_is_held() -> None:
+    made = cache(max_blocks=3)
+    assert all(fill(made, number) for number in (1, 2, 3))
+    assert made.find(BOB, 0, key(1))
+    assert fill(made, 4)  # in place of 2
+    assert [made.find(BOB, number, key(number)) is None for number in (2, 3)] == [True, False]
+    assert made.find(BOB, 4, key(4))
+    assert not fill(made, 5)
+    made.free(BOB, 3)
+    assert fill(made, 5)
+    made.check_invariants()
+
+
+def test_what_is_larger_than_the_room_evicts_no_more_than_it_must_try() -> None:
+    made = cache(num_blocks=2, max_blocks=4)
+    assert not fill(made, 1, nbytes=300)
+    assert fill(made, 1, nbytes=200)
+    made.check_invariants()
+
+
+def test_another_cache_gives_way_where_the_arena_is_full() -> None:
+    allocator = BlockAllocator(2)
+    others = allocator.allocate(2)
+    asked: list[int] = []
+
+    def make_room(num_blocks: int) -> None:
+        asked.append(num_blocks)
+        allocator.free(others)
+
+    made = EmbeddingCache(allocator, 100, 2, make_room)
+    made.connect(ALICE)
+    assert fill(made, 1)
+    assert asked == [1]
+
+
+def test_a_lost_connection_keeps_its_memory_until_its_process_has_ended() -> None:
+    made = cache(max_blocks=2)
+    assert made.put(ALICE, key(1), 100)
+    made.lost(ALICE, over_s=5.0)
+    assert made.find(BOB, 0, key(1)) is None
+    assert made.put(BOB, key(1), 100)  # another may encode the image
+    assert not made.put(BOB, key(2), 100)
+    made.tick(4.9)
+    assert not made.put(BOB, key(2), 100)
+    made.check_invariants()
+    made.tick(5.0)
+    made.process_gone(ALICE)  # forgotten already
+    assert made.put(BOB, key(2), 100)
+    made.check_invariants()
+
+
+def test_a_connection_speaks_of_its_own_only() -> None:
+    made = cache()
+    assert made.put(ALICE, key(1), 100)
+    with pytest.raises(NotHeld, match="not given to this connection"):
+        made.written(BOB, key(1))
+    made.written(ALICE, key(1))
+    with pytest.raises(NotHeld, match="not given to this connection"):
+        made.written(ALICE, key(1))
+    assert made.find(BOB, 7, key(1))
+    with pytest.raises(NotHeld, match="handle 7 is in use"):
+        made.find(BOB, 7, key(1))
+    with pytest.raises(NotHeld, match="nothing is held under handle 7"):
+        made.free(ALICE, 7)
+
+
+def test_the_books_add_up_whatever_happens() -> None:
+    rng = random.Random(20)
+    allocator = BlockAllocator(12)
+    made = EmbeddingCache(allocator, 100, 9)
+    live: dict[int, tuple[set[bytes], set[int]]] = {}
+    for step in range(3000):
+        if len(live) < 3:
+            made.connect(step)
+            live[step] = set(), set()
+        conn_id = rng.choice(list(live))
+        fills, finds = live[conn_id]
+        one = key(rng.randrange(10))
+        match rng.randrange(7):
+            case 0 | 1:
+                if made.put(conn_id, one, rng.randrange(1, 500)):
+                    fills.add(one)
+            case 2 if fills:
+                made.written(conn_id, fills.pop())
+            case 6 if fills:
+                made.cancel(conn_id, fills.pop())
+            case 3:
+                if made.find(conn_id, step, one):
+                    finds.add(step)
+            case 4 if finds:
+                made.free(conn_id, finds.pop())
+            case 5 if not rng.randrange(10):
+                del live[conn_id]
+                made.lost(conn_id, float(step + 50))
+        made.tick(float(step))
+        made.check_invariants()
+        assert allocator.num_used == made.num_held_blocks
+    assert made.num_hits

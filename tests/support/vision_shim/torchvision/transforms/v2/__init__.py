@@ -1,0 +1,1 @@
+"""The newer name of the same functions."""
