@@ -151,7 +151,9 @@ async def test_a_failed_prefill_shows_as_an_error(whole: Whole, receiver: OtlpRe
     whole.prefiller.status, whole.share = 400, 0.5
     await ask(whole, stream=True)
     record = await whole.record()
-    spans = await receiver.trace(record.trace_id, {"landing", "transfer", "decode", ROOT})
+    # Every process exports on its own: all spans of the failed prefill are waited for.
+    wanted = {"engine", "prefill_job", "prefill_leg", "landing", "transfer", "decode", ROOT}
+    spans = await receiver.trace(record.trace_id, wanted)
     failed = {span.name: span.attributes["error.type"] for span in spans if span.is_error}
     assert failed["engine"] == failed["prefill_job"] == failed["prefill_leg"] == "rejected"
     assert failed["transfer"] == "cancelled"
