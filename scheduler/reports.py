@@ -86,6 +86,39 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     """The identities of its LoRA adapters by name, as far as they are known."""
 
 
+class EncoderReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One instance that encodes, as its front sees it now.
+
+    It has encoded media with `running_tokens` tokens for `for_s`, and will be done about
+    `fixed_s` + `token_s` * `running_tokens` seconds after it began. The times of a pass are learnt,
+    and None before the first one.
+    """
+
+    name: str
+    running_tokens: int = 0
+    for_s: float = 0.0
+    fixed_s: float | None = None
+    """Seconds of a pass, whatever it encodes."""
+    token_s: float | None = None
+    """Seconds for each media token."""
+
+
+class EncodeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The encode stage of a cluster for one model.
+
+    `encoders` are the instances that encode for others and are usable now. `num_waiting` media with
+    `waiting_tokens` tokens wait for one of them. Media whose embeddings are there, and equal media
+    that are encoded already, do not wait. `token_bytes` is the size of an embedding for each media
+    token, None before the first one.
+    """
+
+    model: str = ""
+    encoders: tuple[EncoderReport, ...] = ()
+    num_waiting: int = 0
+    waiting_tokens: int = 0
+    token_bytes: float | None = None
+
+
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     """The load of a front. `healthy` means that a job submitted now would find an instance.
 
@@ -93,7 +126,8 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     uncached tokens, which say more about waiting times than the number of jobs. `reason` says why
     the front as a whole is not healthy, where no instance has the reason. `heard` is False where
     the front could not be asked, so that the report says nothing about its instances. `version` is
-    the release of a front that is a process of its own.
+    the release of a front that is a process of its own. `encode` has the encode stage of each model
+    that has one.
     """
 
     name: str
@@ -108,6 +142,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     heard: bool = True
     version: str = ""
+    encode: tuple[EncodeReport, ...] = ()
 
 
 def serves(instance: InstanceReport, model: str) -> bool:
