@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from kvmanager.agent.messages import CacheModel, EngineStatus
+from scheduler.encoding.values import EncodeReport
 
 Role = Literal["prefill", "decode", "both"]
 """What an instance of a local PD cluster may be asked to do."""
@@ -108,6 +109,8 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     heard: bool = True
     version: str = ""
+    encode: EncodeReport | None = None
+    """Its encode stage; None: no instance encodes for others."""
 
 
 def serves(instance: InstanceReport, model: str) -> bool:
