@@ -3,8 +3,9 @@ from typing import cast
 
 import pytest
 
+from scheduler.encoding.line import EncodeLine
 from scheduler.encoding.queue import EncodeQueue
-from scheduler.encoding.times import KEPT_S, EncodeLine
+from scheduler.encoding.times import KEPT_S
 from scheduler.encoding.values import (
     Effect,
     EncodeConfig,

@@ -1,8 +1,9 @@
 import pytest
 
+from scheduler.encoding.line import EncodeLine
 from scheduler.encoding.rule import encoded_in_s, predict
-from scheduler.encoding.times import EncodeLine
-from scheduler.encoding.values import EncodeInstanceReport, EncodeReason, EncodeReport
+from scheduler.encoding.values import EncodeReason
+from scheduler.reports import EncodeInstanceReport, EncodeReport
 
 LINE = EncodeLine(0.1, 0.001)
 

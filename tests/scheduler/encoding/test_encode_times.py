@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.encoding.times import KEPT_S, MIN_SEEN, EncodeLine, EncodeTimes, line_through
+from scheduler.encoding.line import EncodeLine
+from scheduler.encoding.times import KEPT_S, MIN_SEEN, EncodeTimes, line_through
 
 KIND = ("m", False)
 
