@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from scheduler.encoding.values import EncodeConfig, Medium
 from scheduler.stages.instance import Batch, Instance, Running
-from scheduler.stages.profile import MOST_TOKENS, Chunk, StageProfile, StageSlo
+from scheduler.stages.profile import MOST_TOKENS, Chunk, StageProfile, StageSizes, StageSlo
 
 
 class Batching(StrEnum):
@@ -38,13 +38,29 @@ class Budgets:
 
 
 def budgets_of(
-    profile: StageProfile, slo: StageSlo, *, decodes: bool, config: EncodeConfig
+    profile: StageProfile,
+    sizes: StageSizes,
+    slo: StageSlo,
+    *,
+    batching: Batching,
+    decodes: bool,
+    config: EncodeConfig,
 ) -> Budgets:
     """The budgets of an instance: what one pass computes within the TPOT objective where requests
     decode, and else within the share of the TTFT objective that the encode stage has, too.
+
+    HydraInfer finds them once and counts a token that is decoded like one that is prefilled, though
+    it takes longer. For an engine they are what its operator would choose: a pass beside the step
+    of a full KVCache, of which no more than half of the objective counts, is within it.
     """
-    pass_s = slo.tpot_s if decodes else config.pass_s(decodes=False)
-    return Budgets(profile.tokens_within(pass_s), profile.encode.tokens_within(pass_s))
+    pass_s, step_s = config.pass_s(decodes=False), 0.0
+    if decodes:
+        pass_s = slo.tpot_s
+    if decodes and batching is not Batching.STAGE_LEVEL:
+        context = sizes.kv_room_tokens if profile.context_token_s else 0.0
+        step_s = min(profile.step_s(profile.slots, context), slo.tpot_s / 2)
+    media_tokens = profile.encode.tokens_within(pass_s - step_s)
+    return Budgets(profile.tokens_within(pass_s, step_s), media_tokens)
 
 
 def next_batch(instance: Instance, batching: Batching, budgets: Budgets) -> Batch | None:

@@ -42,10 +42,17 @@ def stage_work(
     model: StageModel, traffic: MediaTraffic, *, prefilled_share: float = 0.0
 ) -> StageWork:
     """What one request needs. Another cluster prefills `prefilled_share` of all requests."""
-    profile, sizes = model.profile, model.sizes
+    profile = model.profile
     here = 1 - prefilled_share
     media_tokens = traffic.encoded_tokens
-    budgets = budgets_of(profile, model.slo, decodes=False, config=model.encoding)
+    budgets = budgets_of(
+        profile,
+        model.sizes,
+        model.slo,
+        batching=model.batching,
+        decodes=False,
+        config=model.encoding,
+    )
     together = max(budgets.media_tokens, traffic.media_tokens)
     encode_s = profile.encode.seconds(together) / together * media_tokens
     prompt = mean_tokens(traffic.text) + traffic.tokens_of_media

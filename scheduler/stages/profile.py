@@ -73,16 +73,16 @@ class StageProfile:
         hidden_s = self.overlap * min(language_s, encode_s) if in_parallel else 0.0
         return language_s + encode_s - hidden_s
 
-    def tokens_within(self, objective_s: float) -> int:
-        """The most tokens of a prompt that one pass computes within this time; at least 1.
-
-        The token budget of HydraInfer's Algorithm 1: found once by binary search, and, as there, a
-        token that is decoded counts like one that is prefilled.
+    def tokens_within(self, objective_s: float, step_s: float = 0.0) -> int:
+        """The most tokens of a prompt that one pass computes within this time, beside decodes that
+        take `step_s`; at least 1.
         """
+        fixed_s = self.prefill.prefill_s(0)
+        left_s = objective_s - max(fixed_s, step_s) + fixed_s
         low, high = 1, MOST_TOKENS
         while low < high:
             middle = (low + high + 1) // 2
-            if self.prefill.prefill_s(middle) <= objective_s:
+            if self.prefill.prefill_s(middle) <= left_s:
                 low = middle
             else:
                 high = middle - 1
@@ -103,6 +103,11 @@ class StageSizes:
     """The KVCache that one instance has room for."""
     bytes_per_s: float = math.inf
     latency_s: float = 0.0
+
+    @property
+    def kv_room_tokens(self) -> float:
+        """The tokens whose KVCache one instance has room for."""
+        return self.kv_room_bytes / self.kv.token_bytes if self.kv.token_bytes else math.inf
 
     def embedding_bytes(self, media_tokens: float) -> float:
         return self.embedding_token_bytes * media_tokens

@@ -100,7 +100,14 @@ class _Simulation:
             for group, num in division.groups
             for at in range(num)
         ]
-        budgets = partial(budgets_of, model.profile, slo, config=model.encoding)
+        budgets = partial(
+            budgets_of,
+            model.profile,
+            model.sizes,
+            slo,
+            batching=model.batching,
+            config=model.encoding,
+        )
         self._budgets = {
             group: budgets(decodes=Stage.DECODE in group) for group, _ in division.groups
         }
@@ -130,6 +137,8 @@ class _Simulation:
                 index += 1
                 continue
             now_s, kind, _, first, second = heappop(events)
+            if self._queue is not None and (self._queue.next_tick_s or now_s) < now_s:
+                self._perform(self._queue.tick(now_s), now_s)
             if kind == _PASS_END:
                 if first.version == second and first.batch is not None:
                     self._pass_ended(first, now_s)
