@@ -45,8 +45,8 @@ class Division:
     def __post_init__(self) -> None:
         if len(self.counts) != len(self.arrangement.groups) or min(self.counts) < 1:
             raise ValueError(
-                f"{self.counts} instances for {self.arrangement.value}: give at least 1 for each of "
-                f"{', '.join(self.arrangement.groups)}"
+                f"{self.counts} instances for {self.arrangement.value}: give at least 1 for each "
+                f"of {', '.join(self.arrangement.groups)}"
             )
 
     def __str__(self) -> str:

@@ -6,6 +6,7 @@ Pure but for the random numbers, which a seed decides.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -95,8 +96,12 @@ class Drawn:
         return found
 
 
-def draw(traffic: MediaTraffic, num: int, seed: int, above_tokens: float = math.inf) -> Drawn:
-    """`num` requests. Prompts longer than `above_tokens` are prefilled by another cluster."""
+def draw(
+    traffic: MediaTraffic, num: int, seed: int, elsewhere: Sequence[tuple[float, float]] = ()
+) -> Drawn:
+    """`num` requests. Prompts of these ranges of lengths, (from, to], are prefilled by another
+    cluster.
+    """
     rng = np.random.default_rng((seed, 20))
     gaps = np.diff(poisson_arrivals(1.0, num, rng), prepend=0.0).tolist()
     text = np.maximum(1, np.rint(traffic.text.sample(num, rng))).astype(int).tolist()
@@ -114,7 +119,8 @@ def draw(traffic: MediaTraffic, num: int, seed: int, above_tokens: float = math.
                 number, next_medium = next_medium, next_medium + 1
             media.append(Medium(f"m{number}", traffic.media_tokens))
         tokens = text[at] + sum(medium.num_tokens for medium in media)
-        requests.append(StageRequest(0.0, tokens, tuple(media), outputs[at], tokens > above_tokens))
+        is_prefilled = any(low < tokens <= high for low, high in elsewhere)
+        requests.append(StageRequest(0.0, tokens, tuple(media), outputs[at], is_prefilled))
     return Drawn(tuple(gaps), tuple(requests))
 
 
@@ -122,4 +128,4 @@ def _outputs(traffic: MediaTraffic, num: int, rng: np.random.Generator) -> list[
     sigma = traffic.output_sigma
     mean = math.log(traffic.output_tokens) - sigma**2 / 2
     drawn = rng.lognormal(mean, sigma, num) if sigma else np.full(num, traffic.output_tokens)
-    return np.maximum(1, np.rint(drawn)).astype(int).tolist()
+    return [max(1, round(tokens)) for tokens in drawn.tolist()]
