@@ -9,10 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from scheduler.encoding.values import EncodeConfig, Medium
 from scheduler.stages.instance import Batch, Instance, Running
 from scheduler.stages.profile import MOST_TOKENS, Chunk, StageProfile, StageSizes, StageSlo
+
+
+LEAST_TOKENS: Final = 256
+"""The smallest token budget. With less, passes would be nearly all overhead."""
 
 
 class Batching(StrEnum):
@@ -60,7 +65,7 @@ def budgets_of(
         context = sizes.kv_room_tokens if profile.context_token_s else 0.0
         step_s = min(profile.step_s(profile.slots, context), slo.tpot_s / 2)
     media_tokens = profile.encode.tokens_within(pass_s - step_s)
-    return Budgets(profile.tokens_within(pass_s, step_s), media_tokens)
+    return Budgets(max(LEAST_TOKENS, profile.tokens_within(pass_s, step_s)), media_tokens)
 
 
 def next_batch(instance: Instance, batching: Batching, budgets: Budgets) -> Batch | None:
