@@ -85,6 +85,10 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     """The identity of its weights; "": not known yet, or its agent is of an older version."""
     adapters: dict[str, str] = {}
     """The identities of its LoRA adapters by name, as far as they are known."""
+    encoder: str = ""
+    """What the keys of its embeddings of media are made of (`kvmanager.embedding_keys`); "": it
+    saves and loads none, or it is not known yet.
+    """
 
 
 class EncodeInstanceReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,8 +132,8 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     uncached tokens, which say more about waiting times than the number of jobs. `reason` says why
     the front as a whole is not healthy, where no instance has the reason. `heard` is False where
     the front could not be asked, so that the report says nothing about its instances. `version` is
-    the release of a front that is a process of its own. `encode` is its encode stage, None where
-    there is none.
+    the release of a front that is a process of its own. `encode` is its encode stage, None where it
+    has none.
     """
 
     name: str

@@ -18,24 +18,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from blake3 import blake3
-
 from kvmanager.agent.engines.embedding_client import EmbeddingClient
 from kvmanager.agent.engines.protocol import EmbeddingFound, EmbeddingRoom
-from kvmanager.hashing import KEY_BYTES
+from kvmanager.embedding_keys import embedding_key
 
 logger = logging.getLogger("prfaas.kvmanager.ec_connector")
 
 DEFAULT_ANSWER_TIMEOUT_S: Final = 0.5
 """How long an engine waits for an answer of its agent."""
-
-
-def embedding_key(encoder: str, identifier: str) -> bytes:
-    """The key of an image's embedding. `encoder` names the weights and all else that the bytes
-    depend on, `identifier` is vLLM's hash of the image and of how it is processed.
-    """
-    digest = blake3(f"{len(encoder)}:{encoder}:{identifier}".encode())
-    return digest.digest(KEY_BYTES)
 
 
 class EmbeddingSaver:
