@@ -46,8 +46,8 @@ class _Connection:
 
 
 class EmbeddingCache:
-    """At most `max_blocks` blocks of an arena. `make_room` evicts something else until so many blocks
-    of the arena are free; False: that is impossible.
+    """At most `max_blocks` blocks of an arena. `make_room` evicts something else until so many
+    blocks of the arena are free; False: that is impossible.
     """
 
     def __init__(
