@@ -19,9 +19,9 @@ def media_settings(vllm_config: VllmConfig) -> list[object]:
     media = vllm_config.model_config.multimodal_config
     if media is None:
         return []
-    settings: list[object] = [media.mm_processor_kwargs]
-    # Left out where they are not used: engines of the release before do not count them.
-    more = (media.media_io_kwargs, media.mm_encoder_attn_dtype, processor_identity(vllm_config))
-    if any(more):
-        settings.append(more)
-    return settings
+    return [
+        media.mm_processor_kwargs,
+        media.media_io_kwargs,
+        media.mm_encoder_attn_dtype,
+        processor_identity(vllm_config),
+    ]
