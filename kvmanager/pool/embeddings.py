@@ -116,6 +116,14 @@ class EmbeddingCache:
         finds[handle] = entry
         return entry
 
+    def use(self, key: bytes) -> int:
+        """The bytes of the whole entry with this key, which counts as used now; 0: no entry."""
+        entry = self._entries.get(key)
+        if entry is None or entry.writer is not None:
+            return 0
+        self._entries.move_to_end(key)
+        return entry.nbytes
+
     def free(self, conn_id: int, handle: int) -> None:
         """End the hold of this `find`. Raises NotHeld."""
         entry = self._connections[conn_id].finds.pop(handle, None)

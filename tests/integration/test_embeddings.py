@@ -10,12 +10,17 @@ from typing import Literal, TypeVar
 import pytest
 from agent_process import AgentProcess, wait_until
 
+from kvmanager.agent.embeddings.control import MAX_EMBEDDINGS
+from kvmanager.agent.embeddings.messages import HasEmbeddings, HasEmbeddingsReply
 from kvmanager.agent.engines.embedding_client import EmbeddingClient
 from kvmanager.agent.engines.protocol import EmbeddingFound, EmbeddingRoom, EncoderHello
-from kvmanager.agent.messages import EmbeddingStatus, Status, StatusReply
+from kvmanager.agent.messages import EmbeddingStatus, EncoderStatus
 from kvmanager.arena import Arena
+from kvmanager.embedding_keys import embedding_key
+from kvmanager.hashing import join_keys
 from kvmanager.vllm_connector.encode import sides
-from kvmanager.vllm_connector.encode.sides import EmbeddingFinder, EmbeddingSaver, embedding_key
+from kvmanager.vllm_connector.encode.sides import EmbeddingFinder, EmbeddingSaver
+from transport.rpc import RpcError
 
 Side = TypeVar("Side", EmbeddingSaver, EmbeddingFinder)
 ENCODER = "files:1 bfloat16"
@@ -24,7 +29,9 @@ DATA = bytes(range(256)) * 1000
 
 
 def client(agent: AgentProcess, role: Literal["scheduler", "worker"]) -> EmbeddingClient:
-    return EmbeddingClient(agent.socket, EncoderHello("encode-0", role, os.getpid()))
+    return EmbeddingClient(
+        agent.socket, EncoderHello("encode-0", role, os.getpid(), encoder=ENCODER)
+    )
 
 
 @pytest.fixture
@@ -67,7 +74,7 @@ def found(finder: EmbeddingFinder, image: str, column_bytes: int = 8) -> bytes |
 
 
 def status(agent: AgentProcess) -> EmbeddingStatus:
-    embeddings = agent.call("Status", Status(), StatusReply).embeddings
+    embeddings = agent.status().embeddings
     assert embeddings is not None
     return embeddings
 
@@ -86,6 +93,31 @@ def test_what_one_process_saves_another_finds(
     numbers = status(agent)
     assert (numbers.num_embeddings, numbers.num_queries, numbers.num_hits) == (1, 4, 2)
     assert len(DATA) <= numbers.held_bytes <= numbers.cap_bytes == 4 << 20
+
+
+def test_an_agent_says_what_it_has_and_whose_encoders_are_connected(
+    agent: AgentProcess, saver: EmbeddingSaver, finder: EmbeddingFinder
+) -> None:
+    keys = [embedding_key(ENCODER, name) for name in ("cat", "dog")]
+
+    def has(joined: bytes) -> list[int]:
+        return agent.call("HasEmbeddings", HasEmbeddings(joined), HasEmbeddingsReply).nbytes
+
+    assert has(join_keys(keys)) == [0, 0]
+    assert put(saver, "dog")
+    assert has(join_keys(keys)) == [0, len(DATA)]
+    assert has(b"") == []
+    for wrong in (keys[0][:-1], join_keys(keys[:1] * (MAX_EMBEDDINGS + 1))):
+        with pytest.raises(RpcError, match="keys") as caught:
+            has(wrong)
+        assert caught.value.code == "INVALID"
+    told = agent.status()
+    assert told.encoders == [EncoderStatus("encode-0", 2, ENCODER)]
+    assert (told.encoder_of("encode-0"), told.encoder_of("encode-1")) == (ENCODER, "")
+    numbers = status(agent)
+    assert (numbers.num_queries, numbers.num_hits) == (0, 0)  # no engine has looked
+    saver.close()
+    wait_until(lambda: agent.status().encoders == [EncoderStatus("encode-0", 1, ENCODER)])
 
 
 def test_old_embeddings_make_room_for_new_ones(
@@ -118,7 +150,9 @@ def test_an_agent_that_keeps_none_refuses_encoders(tmp_path: Path) -> None:
         saver.start()
         wait_until(lambda: "this agent keeps no embeddings" in agent.log(), what="the refusal")
         assert not put(saver, "cat")
-        assert agent.call("Status", Status(), StatusReply).embeddings is None
+        assert agent.status().embeddings is None
+        with pytest.raises(RpcError, match="this agent keeps no embeddings"):
+            agent.call("HasEmbeddings", HasEmbeddings(b""), HasEmbeddingsReply)
         saver.close()
 
 

@@ -87,13 +87,14 @@ class PrfaasECConnector(ECConnectorBase):
         self._saver: EmbeddingSaver | None = None
         self._metadata = EmbeddingMetadata()
         is_scheduler = role is ECConnectorRole.SCHEDULER
+        encoder = encoder_identity(vllm_config)
         hello = EncoderHello(
             instance=extra.get("instance") or f"encoder-{uuid.uuid4().hex[:8]}",
             role="scheduler" if is_scheduler else "worker",
             pid=os.getpid(),
             engine=f"vllm {vllm_version}",
+            encoder=encoder,
         )
-        encoder = encoder_identity(vllm_config)
         timeout_s = float(extra.get("answer_timeout_s", DEFAULT_ANSWER_TIMEOUT_S))
         client = EmbeddingClient(extra["agent_socket"], hello)
         if is_scheduler and self.is_consumer:

@@ -18,11 +18,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from blake3 import blake3
-
 from kvmanager.agent.engines.embedding_client import EmbeddingClient
 from kvmanager.agent.engines.protocol import EmbeddingFound, EmbeddingRoom
-from kvmanager.hashing import KEY_BYTES
+from kvmanager.embedding_keys import embedding_key
 
 logger = logging.getLogger("prfaas.kvmanager.ec_connector")
 
@@ -32,14 +30,6 @@ MAX_HELD_BYTES: Final = 2 << 30
 """The most that a scheduler keeps of embeddings for requests that wait; the rest is encoded again.
 vLLM asks for the images of all waiting requests at once.
 """
-
-
-def embedding_key(encoder: str, identifier: str) -> bytes:
-    """The key of an image's embedding. `encoder` names the weights and all else that the bytes
-    depend on, `identifier` is vLLM's hash of the image and of how it is processed.
-    """
-    digest = blake3(f"{len(encoder)}:{encoder}:{identifier}".encode())
-    return digest.digest(KEY_BYTES)
 
 
 class EmbeddingSaver:

@@ -52,6 +52,21 @@ def test_the_least_recently_used_goes_first_and_none_that_is_held() -> None:
     made.check_invariants()
 
 
+def test_what_is_asked_for_counts_as_used() -> None:
+    made = cache(max_blocks=2)
+    assert made.put(ALICE, key(1), 150)
+    assert made.use(key(1)) == 0  # it is not whole
+    made.written(ALICE, key(1))
+    assert (made.use(key(1)), made.use(key(2))) == (150, 0)
+    made = cache(max_blocks=2)
+    assert fill(made, 1)
+    assert fill(made, 2)
+    assert made.use(key(1)) == 100
+    assert fill(made, 3)  # in place of 2
+    assert (made.use(key(1)), made.use(key(2)), made.use(key(3))) == (100, 0, 100)
+    assert (made.num_queries, made.num_hits) == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("num_blocks", "max_blocks", "held"),
     [
