@@ -18,6 +18,7 @@ from kvmanager.agent.messages import (
     CacheModel,
     Cancel,
     CancelReply,
+    EmbeddingStatus,
     EngineStatus,
     OpenOutbox,
     OpenOutboxReply,
@@ -104,6 +105,7 @@ class FakeAgent:
         self.fingerprints: dict[str, str] = {}
         self.model = ""
         self.adapters: dict[str, str] = {}
+        self.embeddings: EmbeddingStatus | None = None
         self.landing_bytes = 0
         self.tells_room = True
         self.outboxes: dict[str, _End] = {}
@@ -276,6 +278,7 @@ class FakeAgent:
             pid=1,
             data_endpoint="127.0.0.1:9",
             landing_room_bytes=self.landing_room_bytes,
+            embeddings=self.embeddings,
         )
 
     async def _pause(self, method: str) -> None:
