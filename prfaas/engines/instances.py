@@ -358,6 +358,7 @@ class Instances:
         instance.layout_fingerprint = engine.layout_fingerprint
         instance.layout, instance.weights = engine.layout, engine.weights
         instance.adapters = engine.adapters
+        instance.encoder = status.encoder_of(instance.name)
         instance.landing_cap_bytes = status.landing_cap_bytes
         instance.landing_room_bytes = status.landing_room_bytes
         # Only one that joins is held to the others: those of the region's first configuration may
@@ -376,5 +377,12 @@ def _judge_encoder(instance: Instance, status: StatusReply) -> bool:
         return instance.agent_health.probe_failed(
             f"{instance.spec.agent} keeps no embeddings: its embedding_gib is 0"
         )
+    if all(one.instance != instance.name for one in status.encoders):
+        return instance.agent_health.probe_failed(
+            f"{instance.spec.agent} has no connection from an encoder called {instance.name}"
+        )
+    instance.encoder = status.encoder_of(instance.name)
+    instance.landing_cap_bytes = status.landing_cap_bytes
+    instance.landing_room_bytes = status.landing_room_bytes
     instance.joining = False
     return instance.agent_health.probe_succeeded()

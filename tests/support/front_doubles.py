@@ -19,6 +19,7 @@ from kvmanager.agent.messages import (
     Cancel,
     CancelReply,
     EmbeddingStatus,
+    EncoderStatus,
     EngineStatus,
     OpenOutbox,
     OpenOutboxReply,
@@ -106,6 +107,8 @@ class FakeAgent:
         self.model = ""
         self.adapters: dict[str, str] = {}
         self.embeddings: EmbeddingStatus | None = None
+        self.encoder = ""
+        """What its engines say that the keys of their embeddings are made of."""
         self.landing_bytes = 0
         self.tells_room = True
         self.outboxes: dict[str, _End] = {}
@@ -279,6 +282,9 @@ class FakeAgent:
             data_endpoint="127.0.0.1:9",
             landing_room_bytes=self.landing_room_bytes,
             embeddings=self.embeddings,
+            encoders=[EncoderStatus(name, 2, self.encoder) for name in self.instances]
+            if self.encoder
+            else [],
         )
 
     async def _pause(self, method: str) -> None:
