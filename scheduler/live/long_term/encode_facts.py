@@ -1,5 +1,5 @@
-"""The encode stage of a running PD cluster as the long-term loop takes it: from its report, the media
-of recent requests, and the times that were learnt.
+"""The encode stage of a running PD cluster as the long-term loop takes it: from its report, the
+media of recent requests, and the times that were learnt.
 
 Pure; knows neither the plan nor requests.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 from types import MappingProxyType
+from typing import Final
 
 from scheduler.encoding.line import EncodeLine
 from scheduler.live.learning.media_window import MediaDemand
@@ -22,6 +23,8 @@ from scheduler.reports import (
     is_of_model,
 )
 
+_OTHERS: Final[tuple[OtherRole, ...]] = ("prefill", "decode")
+
 
 def has_stage(report: ClusterReport | None, model: str) -> bool:
     """Whether instances of the cluster encode for others, or could be told to."""
@@ -31,6 +34,23 @@ def has_stage(report: ClusterReport | None, model: str) -> bool:
         for item in instances
         if is_of_model(item, model)
     )
+
+
+def num_encoding(
+    report: ClusterReport | None, model: str, lasting: Set[str], conversion: Conversion | None
+) -> int:
+    """The instances whose role is to encode, as they will be after the conversion that runs."""
+    return sum(role == "encode" for _, role in _counted(report, model, lasting, conversion))
+
+
+def _counted(
+    report: ClusterReport | None, model: str, lasting: Set[str], conversion: Conversion | None
+) -> list[tuple[InstanceReport, Role | None]]:
+    return [
+        (item, _role(item, conversion))
+        for item in (() if report is None else report.instances)
+        if item.name in lasting and is_of_model(item, model)
+    ]
 
 
 def encode_stage(
@@ -46,11 +66,7 @@ def encode_stage(
     `lasting` are the instances that were healthy for long enough. `own` is how long one that
     prefills takes to encode.
     """
-    counted = [
-        (item, _role(item, conversion))
-        for item in report.instances
-        if item.name in lasting and is_of_model(item, model)
-    ]
+    counted = _counted(report, model, lasting, conversion)
     # An instance that encodes and decodes was set up so by an operator. How much of the encoding
     # it does is its front's choice, and no number of others follows from it.
     beside = sorted(item.name for item, role in counted if item.encodes and role != "encode")
@@ -75,9 +91,6 @@ def encode_stage(
         own_s=media.seconds(own or line),
         relative_error=media.relative_error,
     )
-
-
-_OTHERS: tuple[OtherRole, ...] = ("prefill", "decode")
 
 
 def _role(item: InstanceReport, conversion: Conversion | None) -> Role | None:

@@ -1,16 +1,16 @@
 """How many instances of a PD cluster encode: the part of the long-term loop for the encode stage.
 
 An `EncodeStage` has the instances that encode, those that could, and what a request's media cost:
-on an instance that encodes, and on one that prefills. An instance that prefills encodes what the
-stage does not, so a stage that is too small slows prefills down and nothing else. With a share f of
-the media left to them (0..1), N_e instances that encode and all others divided as is best:
+on an instance that encodes, and on one that prefills. The stage is to carry all media, so that a
+prompt waits for its turn while they are encoded:
 
-    rps(N_e) = max over f of min(rps of the others with f own_s more for each prefill,
-                                 N_e / ((1 - f) stage_s local))
+    rps(N_e) = min(rps of the other instances, divided as is best, N_e / (stage_s local))
 
-`local` is the share of requests that the cluster prefills itself. `EncodeSearch` finds the N_e with
-the highest rps, and the next step towards it: one instance from or to the role where that gains
-most. The rules for taking the step are those of `loop`.
+`local` is the share of requests that the cluster prefills itself. Without any instance that
+encodes, each prefill takes `own_s` longer instead. `EncodeSearch` finds the N_e with the highest
+rps, and the next step towards it: one instance from or to the role where that gains most. The rules
+for taking the step are those of `loop`. What a stage that is too small does not encode in time, the
+instances that prefill do (`left_share`).
 
 Pure, without a clock. This file does not know how demand or times are measured.
 """
@@ -18,10 +18,10 @@ Pure, without a clock. This file does not know how demand or times are measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final, Literal
+from typing import Literal
 
 from scheduler.live.long_term.conversion import ConversionWish
 from scheduler.live.long_term.step_config import (
@@ -37,9 +37,6 @@ from scheduler.planning.plan import Plan
 from scheduler.planning.region_model import PdClusterModel, Region
 from scheduler.planning.throughput import Mode
 from scheduler.planning.wanted import TARGET_LOAD
-
-_SHARES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""The shares of media that are tried to be left to instances that prefill."""
 
 OtherRole = Literal["prefill", "decode"]
 
@@ -69,13 +66,12 @@ class EncodeStage:
 
 @dataclass(frozen=True)
 class EncodePlan:
-    """A plan for the instances that do not encode, beside `num_encode` that do. `share` of the
-    media are left to instances that prefill.
+    """A plan for the instances that do not encode, beside `num_encode` that do. Together they
+    sustain `rps` requests/s.
     """
 
     plan: Plan
     num_encode: int
-    share: float
     rps: float
 
 
@@ -157,30 +153,33 @@ class EncodeSearch:
         )
         return num_encode <= stage.num_encode + spare
 
+    def left_share(self, rate_rps: float) -> float:
+        """The share of media that the present stage leaves to instances that prefill at this rate,
+        requests/s.
+        """
+        stage = self.stage
+        need_s = rate_rps * stage.stage_s * _local_share(self.present.plan)
+        return max(0.0, 1 - stage.num_encode / need_s) if need_s > 0 else 0.0
+
     def _at(self, num_encode: int, num_prefill: int, num_others: int) -> EncodePlan:
         divisions = [{self._pd.name: num_prefill}]
-        return self._best_share(num_encode, num_others, lambda region: best_at(region, divisions))
+        return self._beside(num_encode, best_at(self._others(num_encode, num_others), divisions))
 
     def _within(self, num_encode: int) -> EncodePlan:
         num_others = self._pd.num_instances + self.stage.num_encode - num_encode
         bounds = {self._pd.name: (min(1, self.num_prefill), max(1, num_others - 1))}
-        return self._best_share(num_encode, num_others, lambda region: best_within(region, bounds))
+        return self._beside(num_encode, best_within(self._others(num_encode, num_others), bounds))
 
-    def _best_share(
-        self, num_encode: int, num_others: int, plan_of: Callable[[Region], Plan]
-    ) -> EncodePlan:
-        found = []
-        for share in _SHARES if num_encode else (1.0,):
-            region = raised(self.region, share * self.stage.own_s, num_others)
-            plan = plan_of(region)
-            rps = min(plan.system_rps(Mode.EXACT), self._stage_rps(plan, num_encode, share))
-            found.append(EncodePlan(plan, num_encode, share, rps))
-        # Of equals, the one that leaves least to instances that prefill.
-        return max(found, key=lambda item: item.rps)
+    def _others(self, num_encode: int, num_others: int) -> Region:
+        own_s = 0.0 if num_encode else self.stage.own_s
+        return raised(self.region, own_s, num_others)
 
-    def _stage_rps(self, plan: Plan, num_encode: int, share: float) -> float:
-        need_s = (1 - share) * self.stage.stage_s * _local_share(plan)
-        return num_encode / need_s if need_s > 0 else math.inf
+    def _beside(self, num_encode: int, plan: Plan) -> EncodePlan:
+        rps = plan.system_rps(Mode.EXACT)
+        need_s = self.stage.stage_s * _local_share(plan)
+        if num_encode and need_s > 0:
+            rps = min(rps, num_encode / need_s)
+        return EncodePlan(plan, num_encode, rps)
 
     @property
     def _pd(self) -> PdClusterModel:

@@ -198,9 +198,7 @@ def _step(live: LiveScheduler, model: str, plan: ModelPlan) -> PlanStep:
         goal=(
             None
             if decision.plan is None
-            else plan_goal(
-                decision.plan, decision.numbers.get("rate_rps", 0.0), decision.encode
-            )
+            else plan_goal(decision.plan, decision.numbers.get("rate_rps", 0.0), decision.encode)
         ),
         changes=tuple(changes),
         waits_for=waits_for,

@@ -92,7 +92,7 @@ class LongTermDecision:
 
     Where there is an encode stage: `encode_gain` of the best number of instances that encode over
     the present one, and `encode_left`, the share of media that the present ones leave to instances
-    that prefill.
+    that prefill at the measured rate.
     """
 
     reason: StepReason
@@ -170,12 +170,12 @@ class LongTermQuestion:
             changed=self.changed_encode.get(name),
             now_s=self.now_s,
         )
-        share = search.present.share
-        numbers = {"encode_gain": found.gain, "encode_left": share}
+        left = search.left_share(measured.rate_rps)
+        numbers = {"encode_gain": found.gain, "encode_left": left}
         goal = EncodeGoal.of(search.best, stage, measured.rate_rps)
         if found.after is None or found.role is None:
             # What the stage leaves to instances that prefill is work of theirs.
-            region = raised(self.region, share * stage.own_s)
+            region = raised(self.region, left * stage.own_s if stage.num_encode else stage.own_s)
             decision = replace(self, encode=None, region=region)._decide(measured)
             return replace(
                 decision, numbers=MappingProxyType({**decision.numbers, **numbers}), encode=goal

@@ -15,7 +15,7 @@ import msgspec
 
 from scheduler.live.learning.measured_traffic import MeasuredTraffic
 from scheduler.live.long_term.conversion import ConversionWish
-from scheduler.live.long_term.encode_step import EncodeGoal
+from scheduler.live.long_term.encode_step import EncodeGoal, EncodeStage
 from scheduler.live.long_term.loop import LongTermConfig, LongTermDecision, LongTermQuestion
 from scheduler.live.long_term.running_region import Modelled, NotModelled
 from scheduler.planning.division_search import thresholds_of
@@ -90,6 +90,8 @@ class ModelPlan:
         self.unknown = "no period is over yet"
         self.notes: tuple[str, ...] = ()
         """What was left out of the region, and why."""
+        self.encode: EncodeStage | None = None
+        """The encode stage as last planned; None where it was not, or nothing is encoded."""
         self.question: LongTermQuestion | None = None
         """The question that `decide` will answer."""
         self.answer: LongTermDecision | None = None
@@ -116,9 +118,10 @@ class ModelPlan:
         """Pose the question for a period that is over. `joint` divides what PD clusters share."""
         self.question = self.answer = None
         if isinstance(modelled, NotModelled):
-            self.region, self.unknown, self.notes = None, modelled.reason, ()
+            self.region, self.unknown, self.notes, self.encode = None, modelled.reason, (), None
             return
         self.region, self.unknown, self.notes = modelled.region, "", modelled.notes
+        self.encode = modelled.encode
         self.question = LongTermQuestion(
             model=self.model,
             config=config,
@@ -185,7 +188,6 @@ class ModelPlan:
         # After a failure the thresholds in force are those for the old division already.
         after, self.converts, self._after = self._after, "", None
         return after if is_converted else None
-
 
     def _changed_by(self, wish: ConversionWish) -> dict[str, tuple[float, int]]:
         return self.changed_encode if _is_of_encode(wish) else self.changed

@@ -240,7 +240,9 @@ def _with_media(found: Modelled, facts: RegionFacts, media: MediaDemand) -> Mode
     )
     (pd,) = found.region.pd_clusters
     pd = replace(pd, prefill=pd.prefill.raised(own_s(facts.pd, facts.pd_places[0])))
-    found = replace(found, region=replace(found.region, prefill_clusters=clusters, pd_clusters=(pd,)))
+    found = replace(
+        found, region=replace(found.region, prefill_clusters=clusters, pd_clusters=(pd,))
+    )
     if facts.pd.report is None or not has_stage(facts.pd.report, model):
         return found
     lasting = facts.means.lasting(pd.name, model)
