@@ -132,7 +132,8 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     uncached tokens, which say more about waiting times than the number of jobs. `reason` says why
     the front as a whole is not healthy, where no instance has the reason. `heard` is False where
     the front could not be asked, so that the report says nothing about its instances. `version` is
-    the release of a front that is a process of its own. `encode` is its encode stage, None where it has none.
+    the release of a front that is a process of its own. `encode` is its encode stage, None where it
+    has none.
     """
 
     name: str

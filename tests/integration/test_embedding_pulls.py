@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from agent_process import AgentProcess, wait_until
-from embedding_ends import ENCODER, embeddings_of, finding, found, saving
+from embedding_ends import ENCODER, embeddings_of, finding, found, put, saving
 
 from kvmanager.agent.between_agents import EmbeddingOrder, EmbeddingsPulled, pull_embeddings
 from kvmanager.agent.client import AgentClient
@@ -80,7 +80,7 @@ class Ends:
     def put(self, agent: AgentProcess, sizes: dict[int, int]) -> None:
         with saving(agent) as saver:
             for number, nbytes in sizes.items():
-                assert saver.save(image(number), memoryview(content(number, nbytes)))
+                assert put(saver, image(number), content(number, nbytes))
 
     def check(self, agent: AgentProcess, sizes: dict[int, int], column_bytes: int = 8) -> None:
         with finding(agent) as finder:
@@ -173,7 +173,7 @@ def test_what_is_sent_is_not_evicted_meanwhile(ends: Ends) -> None:
     ends.run(lambda source, _: source.send_embeddings(nowhere, 5.0))
     ends.put(ends.source, dict.fromkeys(range(2, 9), 8 * MIB))  # all the room
     with saving(ends.source) as saver:
-        assert saver.save(image(9), memoryview(content(9, 8 * MIB)))  # in place of 2
+        assert put(saver, image(9), content(9, 8 * MIB))  # in place of 2
     has = ends.run(lambda source, _: source.has_embeddings([key(n) for n in (1, 2, 9)], 5.0))
     assert has == [8 * MIB, 0, 8 * MIB]
     # Its lease would end it; who has opened it may end it before.

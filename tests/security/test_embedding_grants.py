@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from agent_process import AgentProcess, wait_until
 from attacked_agents import AttackedRegion
-from embedding_ends import ENCODER, embeddings_of, finding, found, saving
+from embedding_ends import DATA, ENCODER, embeddings_of, finding, found, put, saving
 
 from kvmanager.agent.between_agents import EmbeddingOrder, EmbeddingsPulled, pull_embeddings
 from kvmanager.agent.client import AgentClient
@@ -23,7 +23,6 @@ from kvmanager.embedding_keys import embedding_key
 from transport.grants import Granted
 from transport.rpc import RpcError
 
-DATA = bytes(range(256)) * 64
 CAT, DOG = (embedding_key(ENCODER, name) for name in ("cat", "dog"))
 
 
@@ -81,14 +80,14 @@ def test_embeddings_are_read_and_planted_with_a_grant_for_them_only(attacked: At
         "for method OpenOutbox": {"grant": granter.grant(Granted(method="OpenOutbox"))},
     }
     with saving(victim) as saver:
-        assert saver.save("cat", memoryview(DATA))
+        assert put(saver, "cat")
     for message, shown in refused.items():
         with pytest.raises(RpcError, match=message) as caught:
             attacked.pull(victim, attacker, **shown)  # type: ignore[arg-type]
         assert caught.value.code == "REFUSED"
         wait_until(lambda: embeddings_of(attacker).held_bytes == 0)
     with saving(attacker) as saver:
-        assert saver.save("cat", memoryview(DATA[::-1]))
+        assert put(saver, "cat", DATA[::-1])
     for message, shown in refused.items():
         with pytest.raises(RpcError, match=message) as caught:
             attacked.pull(attacker, attacked.other, **shown)  # type: ignore[arg-type]
@@ -108,7 +107,7 @@ def test_a_grant_leads_to_no_address_that_the_agent_was_not_told(attacked: Attac
     grant = granter.grant(embedding_pull([CAT]))
     for source in (attacked.victim, attacked.other):
         with saving(source) as saver:
-            assert saver.save("cat", memoryview(DATA))
+            assert put(saver, "cat")
     # Its configuration names the attacker's agent, and no other.
     assert attacked.pull(attacked.victim, attacked.attacker, grant).num_pulled == 1
     # The configuration of the other names nobody, and nor does the grant.

@@ -16,6 +16,8 @@ from kvmanager.vllm_connector.encode.sides import EmbeddingFinder, EmbeddingSave
 
 Side = TypeVar("Side", EmbeddingSaver, EmbeddingFinder)
 ENCODER = "files:1 bfloat16"
+DATA = bytes(range(256)) * 1000
+"""Several blocks, the last one in part."""
 
 
 def encoder_client(agent: AgentProcess, role: Literal["scheduler", "worker"]) -> EmbeddingClient:
@@ -38,6 +40,11 @@ def finding(agent: AgentProcess) -> Iterator[EmbeddingFinder]:
     connecting = encoder_client(agent, "scheduler")
     with _connected(EmbeddingFinder(connecting, ENCODER, timeout_s=20.0), connecting) as made:
         yield made
+
+
+def put(saver: EmbeddingSaver, image: str, data: bytes = DATA) -> bool:
+    """Whether this call has put it."""
+    return saver.save(image, len(data), lambda: memoryview(data))
 
 
 def found(finder: EmbeddingFinder, image: str, column_bytes: int = 8) -> bytes | None:
