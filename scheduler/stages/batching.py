@@ -15,7 +15,6 @@ from scheduler.encoding.values import EncodeConfig, Medium
 from scheduler.stages.instance import Batch, Instance, Running
 from scheduler.stages.profile import MOST_TOKENS, Chunk, StageProfile, StageSizes, StageSlo
 
-
 LEAST_TOKENS: Final = 256
 """The smallest token budget. With less, passes would be nearly all overhead."""
 
