@@ -564,28 +564,29 @@ def test_tokens_are_written_shortly() -> None:
     ]
 
 
+LLAVA: Config = {
+    "torch_dtype": "float16",
+    "vision_config": {"hidden_size": 1024},
+    "text_config": {"model_type": "llama", "hidden_size": 4096},
+}
+
+
 class TestEmbeddings:
     """Bytes of an encoder's output for each token of its medium."""
 
-    LLAVA: Config = {
-        "torch_dtype": "float16",
-        "vision_config": {"hidden_size": 1024},
-        "text_config": {"model_type": "llama", "hidden_size": 4096},
-    }
-
     def test_a_token_has_a_vector_of_the_language_models_width(self) -> None:
-        assert embedding_token_bytes(self.LLAVA) == 4096 * 2
-        assert embedding_token_bytes(self.LLAVA, "float32") == 4096 * 4
+        assert embedding_token_bytes(LLAVA) == 4096 * 2
+        assert embedding_token_bytes(LLAVA, "float32") == 4096 * 4
         # KVCache in FP8 leaves embeddings as they are.
-        assert embedding_token_bytes(self.LLAVA, "fp8") == 4096 * 2
+        assert embedding_token_bytes(LLAVA, "fp8") == 4096 * 2
 
     def test_deepstack_adds_a_vector_for_each_of_its_layers(self) -> None:
         vision = {"deepstack_visual_indexes": [8, 16, 24]}
-        assert embedding_token_bytes(self.LLAVA | {"vision_config": vision}) == 4 * 4096 * 2
+        assert embedding_token_bytes(LLAVA | {"vision_config": vision}) == 4 * 4096 * 2
 
     def test_models_of_text_have_none(self) -> None:
         assert embedding_token_bytes({**BF16, "hidden_size": 4096}) == 0
 
     def test_a_missing_width_is_named(self) -> None:
         with pytest.raises(ConfigError, match=r"text_config\.hidden_size missing"):
-            embedding_token_bytes(self.LLAVA | {"text_config": {"model_type": "llama"}})
+            embedding_token_bytes(LLAVA | {"text_config": {"model_type": "llama"}})
