@@ -11,22 +11,27 @@ Pure; does not know tenants.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
 from blake3 import blake3
-from msgspec import Raw
 
-_TURNS: Final = ("messages", "input")
-"""The fields with the turns of a conversation, in the APIs."""
-_MEDIA: Final = ("image_url", "video_url", "audio_url", "input_audio")
-"""Types of parts of a chat, and the field with the medium in each."""
+from deploy.gateway.intake.media_parts import with_parts
+
+_TEXTS: Final = frozenset({"text", "input_text", "output_text", "refusal"})
+"""Types of parts that are text, and have no medium unless they have a name."""
+_FIELD_OF_TYPE: Final = {
+    "image_url": "image_url",
+    "video_url": "video_url",
+    "audio_url": "audio_url",
+    "input_audio": "input_audio",
+    "input_image": "image_url",
+}
+"""Types of parts with a medium, and the field with it."""
+_MORE_FIELDS: Final = {"input_image": frozenset({"detail"})}
+"""Fields beside these that engines leave alone."""
 _CONTENT_NAME: Final = "content-"
 """Begins a name made of bytes. No name that `with_own_names` makes begins like this."""
-_object_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
-_objects_decoder: Final = msgspec.json.Decoder(list[dict[str, Raw]])
-_items_decoder: Final = msgspec.json.Decoder(list[Raw])
 
 
 def with_own_names(body: bytes, salt: str) -> bytes:
@@ -36,24 +41,33 @@ def with_own_names(body: bytes, salt: str) -> bytes:
     # The key may be written with escapes, and nearly no request has it.
     if b"uuid" not in body and b"\\u00" not in body:
         return body
-    return _with_parts(body, lambda part: _with_own_name(part, salt))
+
+    def own(_place: str, fields: dict[str, Any]) -> dict[str, Any] | None:
+        name = bytes(fields.get("uuid", b"null"))
+        if name == b"null":
+            return None
+        return fields | {"uuid": hashlib.sha256(salt.encode() + name).hexdigest()}
+
+    return with_parts(body, own)
 
 
 def with_content_names(body: bytes) -> tuple[bytes, int]:
-    """`body`, a chat, with a `uuid` made of its bytes for each medium in it, and how many got one.
-    0 if there is one whose bytes are elsewhere, that has a name, or that is written in a way
-    unknown here.
+    """`body`, a chat or a response, with a `uuid` made of its bytes for each medium in it, and how
+    many got one. 0 if there is one whose bytes are elsewhere, that has a name, or that is written
+    in a way unknown here.
     """
     num_named = 0
 
-    def changed(part: Raw) -> Raw | dict[str, Any]:
+    def named(_place: str, fields: dict[str, Any]) -> dict[str, Any] | None:
         nonlocal num_named
-        named = _with_content_name(part)
-        num_named += named is not part
-        return named
+        name = _content_name(fields)
+        if name is None:
+            return None
+        num_named += 1
+        return fields | {"uuid": name}
 
     try:
-        return _with_parts(body, changed), num_named
+        return with_parts(body, named), num_named
     except _Unnamed:
         return body, 0
 
@@ -62,55 +76,23 @@ class _Unnamed(Exception):
     """A part cannot be named by its content."""
 
 
-def _with_parts(body: bytes, changed: Callable[[Raw], Raw | dict[str, Any]]) -> bytes:
-    fields: dict[str, Any] = _object_decoder.decode(body)
-    for name in _TURNS:
-        try:
-            turns = _objects_decoder.decode(fields.get(name, b"null"))
-        except msgspec.ValidationError:
-            continue  # a text, or engines refuse it
-        fields[name] = [_changed(turn, changed) for turn in turns]
-    return msgspec.json.encode(fields)
-
-
-def _changed(
-    message: dict[str, Any], changed: Callable[[Raw], Raw | dict[str, Any]]
-) -> dict[str, Any]:
-    try:
-        parts = _items_decoder.decode(message.get("content", b"null"))
-    except msgspec.ValidationError:
-        return message  # a text
-    return message | {"content": [changed(part) for part in parts]}
-
-
-def _with_content_name(part: Raw) -> Raw | dict[str, Any]:
-    try:
-        fields: dict[str, Any] = _object_decoder.decode(part)
-    except msgspec.ValidationError:
-        return part  # a text
+def _content_name(fields: dict[str, Any]) -> str | None:
+    """The name of a part's medium; None for a text. Raises `_Unnamed`."""
     kind = msgspec.json.decode(fields.get("type", b"null"))
-    if kind == "text":
-        return part
-    # With a name, engines guess the kind of a part by its fields, so there may be no others.
-    if kind not in _MEDIA or fields.keys() != {"type", kind}:
+    if not isinstance(kind, str):
         raise _Unnamed
-    medium = msgspec.json.decode(fields[kind])
-    if kind != "input_audio":
+    if kind in _TEXTS and "uuid" not in fields:
+        return None
+    # With a name, engines guess the kind of a part by its fields, so there may be no others.
+    field = _FIELD_OF_TYPE.get(kind)
+    if field is None or fields.keys() - _MORE_FIELDS.get(kind, frozenset()) != {"type", field}:
+        raise _Unnamed
+    medium = msgspec.json.decode(fields[field])
+    if field != "input_audio":
         url = medium.get("url") if isinstance(medium, dict) else medium
         if not (isinstance(url, str) and url.startswith("data:")):
             raise _Unnamed
     elif not (isinstance(medium, dict) and isinstance(medium.get("data"), str)):
         raise _Unnamed
-    digest = blake3(kind.encode() + b"\0" + bytes(fields[kind])).hexdigest()
-    return fields | {"uuid": _CONTENT_NAME + digest}
-
-
-def _with_own_name(part: Raw, salt: str) -> Raw | dict[str, Any]:
-    try:
-        fields: dict[str, Any] = _object_decoder.decode(part)
-    except msgspec.ValidationError:
-        return part  # a text
-    name = bytes(fields.get("uuid", b"null"))
-    if name == b"null":
-        return part
-    return fields | {"uuid": hashlib.sha256(salt.encode() + name).hexdigest()}
+    digest = blake3(field.encode() + b"\0" + bytes(fields[field])).hexdigest()
+    return _CONTENT_NAME + digest
