@@ -15,8 +15,10 @@ from typing import Any, Final
 
 import msgspec
 from blake3 import blake3
+from msgspec import Raw
 
 from deploy.gateway.intake.media_parts import with_parts
+from deploy.gateway.intake.raw_fields import optional
 
 _TEXTS: Final = frozenset({"text", "input_text", "output_text", "refusal"})
 """Types of parts that are text, and have no medium unless they have a name."""
@@ -32,6 +34,7 @@ _MORE_FIELDS: Final = {"input_image": frozenset({"detail"})}
 """Fields beside these that engines leave alone."""
 _CONTENT_NAME: Final = "content-"
 """Begins a name made of bytes. No name that `with_own_names` makes begins like this."""
+_object_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
 
 
 def with_own_names(body: bytes, salt: str) -> bytes:
@@ -87,12 +90,23 @@ def _content_name(fields: dict[str, Any]) -> str | None:
     field = _FIELD_OF_TYPE.get(kind)
     if field is None or fields.keys() - _MORE_FIELDS.get(kind, frozenset()) != {"type", field}:
         raise _Unnamed
-    medium = msgspec.json.decode(fields[field])
-    if field != "input_audio":
-        url = medium.get("url") if isinstance(medium, dict) else medium
-        if not (isinstance(url, str) and url.startswith("data:")):
+    if field == "input_audio":
+        audio = msgspec.json.decode(fields[field])
+        if not (isinstance(audio, dict) and isinstance(audio.get("data"), str)):
             raise _Unnamed
-    elif not (isinstance(medium, dict) and isinstance(medium.get("data"), str)):
+        content = fields[field]
+    else:
+        content = _data_uri(fields[field])
+    # Neither decoded nor copied: it may have megabytes.
+    digest = blake3(field.encode() + b"\0").update(memoryview(content))
+    return _CONTENT_NAME + digest.hexdigest()
+
+
+def _data_uri(value: Raw) -> Raw:
+    """The data URI in a field, however the APIs write it around. Raises `_Unnamed`."""
+    holder = optional(_object_decoder, value)
+    url = value if holder is None else holder.get("url")
+    if url is None or bytes(memoryview(url)[:6]) != b'"data:':
         raise _Unnamed
-    digest = blake3(field.encode() + b"\0" + bytes(fields[field])).hexdigest()
-    return _CONTENT_NAME + digest
+    # Engines leave the wish for a detail alone. What else there is may count.
+    return url if holder is None or holder.keys() <= {"url", "detail"} else value
