@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from kvmanager.agent.messages import CacheModel, EngineStatus
+from scheduler.encoding.line import EncodeLine
 
 Role = Literal["prefill", "decode", "both"]
 """What an instance of a local PD cluster may be asked to do."""
@@ -84,6 +85,44 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     """The identity of its weights; "": not known yet, or its agent is of an older version."""
     adapters: dict[str, str] = {}
     """The identities of its LoRA adapters by name, as far as they are known."""
+    encoder: str = ""
+    """What the keys of its embeddings of media are made of (`kvmanager.embedding_keys`); "": it
+    saves and loads none, or it is not known yet.
+    """
+
+
+class EncodeInstanceReport(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance that encodes media for others.
+
+    `running_media` media with `running_tokens` tokens in their prompts are with it. `busy_s` is how
+    long its passes are predicted to take from now on, and `line` the time of a pass; None: too
+    little is known. It gets `budget_tokens` at a time, but at least one medium. `decodes` says
+    whether it decodes as well.
+    """
+
+    name: str
+    model: str = ""
+    node: str = ""
+    healthy: bool = True
+    decodes: bool = False
+    running_media: int = 0
+    running_tokens: int = 0
+    budget_tokens: int = 0
+    busy_s: float = 0.0
+    line: EncodeLine | None = None
+
+
+class EncodeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The encode stage of a cluster now. The media that run are with their instances.
+
+    Media whose embeddings are there do not wait, and equal media wait once. `token_bytes` is the
+    size of an embedding for each media token, None before the first one.
+    """
+
+    waiting_media: int = 0
+    waiting_tokens: int = 0
+    instances: tuple[EncodeInstanceReport, ...] = ()
+    token_bytes: float | None = None
 
 
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +132,8 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     uncached tokens, which say more about waiting times than the number of jobs. `reason` says why
     the front as a whole is not healthy, where no instance has the reason. `heard` is False where
     the front could not be asked, so that the report says nothing about its instances. `version` is
-    the release of a front that is a process of its own.
+    the release of a front that is a process of its own. `encode` is its encode stage, None where it
+    has none.
     """
 
     name: str
@@ -108,6 +148,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     heard: bool = True
     version: str = ""
+    encode: EncodeReport | None = None
 
 
 def serves(instance: InstanceReport, model: str) -> bool:

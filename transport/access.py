@@ -40,6 +40,7 @@ ACCESS: Final[Mapping[str, ServiceAccess]] = {
             "Renew": _FRONTS,
             "Cancel": _FRONTS,
             "Await": _FRONTS,
+            "HasEmbeddings": _FRONTS,
             "WatchCache": _FOLLOWS,
             "ListCache": _SEES,
             "ReserveCacheMove": _GATEWAY,

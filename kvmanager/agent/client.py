@@ -26,6 +26,7 @@ from kvmanager.agent.cache.move_messages import (
     SendCacheMove,
     SendCacheMoveReply,
 )
+from kvmanager.agent.embeddings.messages import HasEmbeddings, HasEmbeddingsReply
 from kvmanager.agent.grants import move_landing, move_send, probe_send
 from kvmanager.agent.host_messages import HostFacts, HostFactsReply
 from kvmanager.agent.links.messages import LinkFeed, SendLinkProbe, SendLinkProbeReply, WatchLinks
@@ -59,6 +60,7 @@ from kvmanager.agent.probe_messages import (
     ProbeStatus,
     ProbeStatusReply,
 )
+from kvmanager.hashing import join_keys
 from kvmanager.landing import ReservedLanding
 from transport import Credentials
 from transport.grants import Granter
@@ -256,6 +258,15 @@ class AgentClient:
     async def end_cache_move(self, transfer_id: str, reason: str) -> bool:
         """End both roles of a move at the agent. Returns whether one was alive. Idempotent."""
         return (await self._call(EndCacheMove(transfer_id, reason), EndCacheMoveReply)).ended
+
+    # ---- embeddings
+
+    async def has_embeddings(self, keys: Sequence[bytes], timeout_s: float) -> list[int]:
+        """The bytes of each of these embeddings at the agent, 0 for one that it does not have; they
+        count as used now. `keys`: `kvmanager.embedding_keys`. INVALID: the agent keeps none.
+        """
+        request = HasEmbeddings(join_keys(keys))
+        return (await self._call(request, HasEmbeddingsReply, timeout_s)).nbytes
 
     # ---- probes of the doctor
 

@@ -20,7 +20,8 @@ import msgspec
 from kvmanager.agent.cache.move_control import control_methods
 from kvmanager.agent.cache.service import AgentCache
 from kvmanager.agent.config import AgentConfig
-from kvmanager.agent.embeddings import AgentEmbeddings
+from kvmanager.agent.embeddings.control import embedding_methods
+from kvmanager.agent.embeddings.service import AgentEmbeddings
 from kvmanager.agent.engines.events import EngineCaches
 from kvmanager.agent.engines.instances import EngineNotServed, InstanceBook
 from kvmanager.agent.engines.protocol import (
@@ -164,6 +165,7 @@ class NodeAgent:
         self.control_methods += control_methods(
             mover, self.book, self.grants, digest=config.digest, is_lossy=config.is_lossy
         )
+        self.control_methods += embedding_methods(self.embeddings)
 
     async def stop(self) -> None:
         """Tell every peer, close everything, leave no file behind."""
@@ -214,6 +216,7 @@ class NodeAgent:
             exposures=self.config.exposures,
             is_encrypted=self.config.tls is not None,
             embeddings=None if self.embeddings is None else self.embeddings.status(),
+            encoders=[] if self.embeddings is None else self.embeddings.encoders(),
         )
 
     async def why_not_ready(self) -> str:
@@ -265,7 +268,7 @@ class NodeAgent:
             welcome = self._welcome(hello)
         except NoCommonVersion as error:
             return HelloRefused(str(error))
-        self.embeddings.connect(conn_id)
+        self.embeddings.connect(conn_id, hello)
         logger.info("encoder %s: its %s is connected", hello.instance, hello.role)
         return welcome
 

@@ -94,6 +94,8 @@ class Instance:
         """What its layout is in words, and what identifies its weights; "": not known yet."""
         self.adapters: dict[str, str] = {}
         """The identities of its LoRA adapters by name, from the agent's latest status."""
+        self.encoder = ""
+        """What the keys of its embeddings are made of; "": it has none, or has not told yet."""
         self.draining = False
         self.leaving = False
         """Whether it drains to be forgotten. Nothing ends such a drain."""
@@ -163,6 +165,7 @@ class Instance:
             layout=self.layout,
             weights=self.weights,
             adapters=self.adapters,
+            encoder=self.encoder,
         )
 
     def _kv_total_bytes(self) -> int | None:

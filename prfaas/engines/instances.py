@@ -355,6 +355,7 @@ class Instances:
         instance.layout_fingerprint = engine.layout_fingerprint
         instance.layout, instance.weights = engine.layout, engine.weights
         instance.adapters = engine.adapters
+        instance.encoder = status.encoder_of(instance.name)
         instance.landing_cap_bytes = status.landing_cap_bytes
         instance.landing_room_bytes = status.landing_room_bytes
         # Only one that joins is held to the others: those of the region's first configuration may

@@ -18,6 +18,7 @@ from kvmanager.agent.messages import (
     CacheModel,
     Cancel,
     CancelReply,
+    EncoderStatus,
     EngineStatus,
     OpenOutbox,
     OpenOutboxReply,
@@ -104,6 +105,8 @@ class FakeAgent:
         self.fingerprints: dict[str, str] = {}
         self.model = ""
         self.adapters: dict[str, str] = {}
+        self.encoder = ""
+        """What its engines say that the keys of their embeddings are made of."""
         self.landing_bytes = 0
         self.tells_room = True
         self.outboxes: dict[str, _End] = {}
@@ -276,6 +279,9 @@ class FakeAgent:
             pid=1,
             data_endpoint="127.0.0.1:9",
             landing_room_bytes=self.landing_room_bytes,
+            encoders=[EncoderStatus(name, 2, self.encoder) for name in self.instances]
+            if self.encoder
+            else [],
         )
 
     async def _pause(self, method: str) -> None:

@@ -38,8 +38,8 @@ _object_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
 
 
 def with_own_names(body: bytes, salt: str) -> bytes:
-    """`body`, a JSON object, with the `uuid` of each part of its turns mixed with `salt`. All
-    other values keep their bytes.
+    """`body`, a JSON object, with the `uuid` of each part in it mixed with `salt`. All other values
+    keep their bytes. Raises what decoding raises.
     """
     # The key may be written with escapes, and nearly no request has it.
     if b"uuid" not in body and b"\\u00" not in body:
@@ -57,7 +57,7 @@ def with_own_names(body: bytes, salt: str) -> bytes:
 def with_content_names(body: bytes) -> tuple[bytes, int]:
     """`body`, a chat or a response, with a `uuid` made of its bytes for each medium in it, and how
     many got one. 0 if there is one whose bytes are elsewhere, that has a name, or that is written
-    in a way unknown here.
+    in a way unknown here. Raises what decoding raises.
     """
     num_named = 0
 

@@ -9,9 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
-from msgspec import UNSET, Raw
-
-from deploy.gateway.intake.raw_fields import optional
+from msgspec import UNSET, Raw, UnsetType
 
 _FIELDS: Final = (
     "messages",
@@ -42,12 +40,12 @@ undecoded fields; None: it stays.
 
 
 def with_parts(body: bytes, change: Change) -> bytes:
-    """`body`, a JSON object, with its parts changed."""
+    """`body`, a JSON object, with its parts changed. Raises what decoding raises."""
     fields: dict[str, Any] = _object_decoder.decode(body)
     is_changed = False
     for name in _FIELDS:
         # What is no list of turns, such as one of token ids, ends at its first item.
-        value = optional(_turns_decoder, fields.get(name, UNSET))
+        value = _decoded(_turns_decoder, fields.get(name, UNSET))
         found = None if value is None else _turns(name, value, change)
         if found is not None:
             fields[name], is_changed = found, True
@@ -62,7 +60,7 @@ def _turns(place: str, value: Any, change: Change) -> Any:
         return _each(value, lambda index, item: _turns(f"{place}[{index}]", item, change))
     is_changed = False
     for name in _CONTENTS:
-        parts = optional(_items_decoder, value.get(name, UNSET))
+        parts = _decoded(_items_decoder, value.get(name, UNSET))
         if parts is not None and (found := _parts(f"{place}.{name}", parts, change)) is not None:
             value[name], is_changed = found, True
     return value if is_changed else None
@@ -79,12 +77,12 @@ def _inner(place: str, parts: list[Raw], change: Change) -> list[Any] | None:
 def _part(
     place: str, part: Raw, change: Change, *, is_inner: bool = False
 ) -> dict[str, Any] | None:
-    fields: dict[str, Any] | None = optional(_object_decoder, part)
+    fields: dict[str, Any] | None = _decoded(_object_decoder, part)
     if fields is None:
         return None  # a text
     # The type may be written with escapes. Engines look for media one level down, and no further.
-    if not is_inner and optional(_str_decoder, fields.get("type", UNSET)) == "tool_result":
-        inner = optional(_items_decoder, fields.get("content", UNSET))
+    if not is_inner and _decoded(_str_decoder, fields.get("type", UNSET)) == "tool_result":
+        inner = _decoded(_items_decoder, fields.get("content", UNSET))
         found = None if inner is None else _inner(f"{place}.content", inner, change)
         if found is not None:
             fields["content"] = found
@@ -97,3 +95,13 @@ def _each(items: list[Any], changed: Callable[[int, Any], Any]) -> list[Any] | N
     if all(item is None for item in found):
         return None
     return [old if new is None else new for old, new in zip(items, found, strict=True)]
+
+
+def _decoded(decoder: msgspec.json.Decoder[Any], value: Raw | UnsetType) -> Any:
+    """The decoded field, or None when it is absent, null or of another type."""
+    if not isinstance(value, Raw):
+        return None
+    try:
+        return decoder.decode(value)
+    except msgspec.ValidationError:
+        return None

@@ -54,7 +54,9 @@ class Medium:
 
 
 def media_addresses(body: bytes) -> tuple[MediaAddress, ...]:
-    """Every address in the parts of `body`, a JSON object, that is no data URI."""
+    """Every address in the parts of `body`, a JSON object, that is no data URI. Raises what
+    decoding raises.
+    """
     # The keys may be written with escapes, and nearly no request has one.
     if b"_url" not in body and b'"source"' not in body and b"\\u00" not in body:
         return ()

@@ -19,11 +19,12 @@ from kvmanager.agent.engines.protocol import (
     EmbeddingPut,
     EmbeddingRoom,
     EmbeddingWritten,
+    EncoderHello,
     ProtocolError,
     TransferMessage,
 )
 from kvmanager.agent.kept_arena import KeptArena
-from kvmanager.agent.messages import EmbeddingStatus
+from kvmanager.agent.messages import EmbeddingStatus, EncoderStatus
 from kvmanager.agent.transfer_io import now_s
 from kvmanager.pool.embeddings import EmbeddingCache, NotHeld
 from kvmanager.transfers.blocks import Run
@@ -36,13 +37,15 @@ class AgentEmbeddings:
         self,
         config: AgentConfig,
         kept: KeptArena,
-        make_room: Callable[[int], object] | None,
+        make_room: Callable[[int], bool] | None,
         send: Callable[[int, AgentMessage], None],
     ) -> None:
         self._drain_s = config.drain_s
         self._block_bytes = config.block_bytes
         self._max_blocks = config.num_embedding_blocks
         self._send = send
+        self._hellos: dict[int, EncoderHello] = {}
+        """Of the encoders that are connected, by connection."""
         self._cache = EmbeddingCache(
             kept.allocator, config.block_bytes, self._max_blocks, make_room
         )
@@ -51,7 +54,8 @@ class AgentEmbeddings:
         """Whether this connection began with `EncoderHello`."""
         return self._cache.is_connected(conn_id)
 
-    def connect(self, conn_id: int) -> None:
+    def connect(self, conn_id: int, hello: EncoderHello) -> None:
+        self._hellos[conn_id] = hello
         self._cache.connect(conn_id)
 
     def message(
@@ -80,6 +84,7 @@ class AgentEmbeddings:
         """A connection is closed; False if it was not an encoder's."""
         if not self._cache.is_connected(conn_id):
             return False
+        del self._hellos[conn_id]
         self._cache.lost(conn_id, now_s() + self._drain_s)
         return True
 
@@ -99,6 +104,22 @@ class AgentEmbeddings:
             num_queries=cache.num_queries,
             num_hits=cache.num_hits,
         )
+
+    def sizes(self, keys: Sequence[bytes]) -> list[int]:
+        """The bytes of each of these embeddings, 0 for one that is not here and whole."""
+        return [self._cache.use(key) for key in keys]
+
+    def encoders(self) -> list[EncoderStatus]:
+        """The instances that are connected, by name."""
+        hellos: dict[str, list[EncoderHello]] = {}
+        for hello in self._hellos.values():
+            hellos.setdefault(hello.instance, []).append(hello)
+        # The one that has come last: an engine may be back with other weights before the agent
+        # has noticed that the process before it is gone.
+        return [
+            EncoderStatus(name, len(own), own[-1].encoder, own[-1].engine)
+            for name, own in sorted(hellos.items())
+        ]
 
     def _find(self, conn_id: int, handle: int, key: bytes) -> None:
         entry = self._cache.find(conn_id, handle, key)
