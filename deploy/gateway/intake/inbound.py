@@ -282,8 +282,13 @@ def _with_named_media(kind: Kind, fields: Body, body: bytes, num_media: int) -> 
     """`body` with names for its media that are the same at all sites; None where only the engine
     that serves it can read all `num_media` of them.
     """
-    # With options for their processor engines make names of their own.
-    if kind != "chat" or is_set(fields.mm_processor_kwargs) or is_set(fields.media_io_kwargs):
+    # Engines know no names in /v1/messages. With options for their processor they make names of
+    # their own.
+    if (
+        kind not in ("chat", "responses")
+        or is_set(fields.mm_processor_kwargs)
+        or is_set(fields.media_io_kwargs)
+    ):
         return None
     try:
         named, num_named = with_content_names(body)
