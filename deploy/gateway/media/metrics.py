@@ -17,7 +17,7 @@ class MediaMetrics:
 
     def __init__(self, registry: CollectorRegistry, num_fetching: Callable[[], int]) -> None:
         self._fetched = Counter(
-            f"{_PREFIX}fetched_total",
+            f"{_PREFIX}fetches_total",
             "Images, videos and audio fetched from their addresses.",
             registry=registry,
         )
@@ -27,12 +27,14 @@ class MediaMetrics:
             registry=registry,
         )
         self._refused = Counter(
-            f"{_PREFIX}refused_total",
+            f"{_PREFIX}refused_requests_total",
             "Requests refused because of the address of a medium, or because it did not come.",
             ["reason"],
             registry=registry,
         )
-        gauge = Gauge(f"{_PREFIX}fetching", "Media that are being fetched.", registry=registry)
+        gauge = Gauge(
+            f"{_PREFIX}running_fetches", "Media that are being fetched.", registry=registry
+        )
         gauge.set_function(num_fetching)
 
     def arrived(self, nbytes: int) -> None:

@@ -71,9 +71,9 @@ async def test_an_address_is_prefilled_elsewhere_as_its_data_is(
         record = await region.record()
         assert record.parts.media_s is None
         assert region.gateway.records[0].parts.media_s > 0
-        assert series(region, "fetched_total") == 1
+        assert series(region, "fetches_total") == 1
         assert series(region, "fetched_bytes_total") == len(PIXELS)
-        assert series(region, "fetching") == 0
+        assert series(region, "running_fetches") == 0
         await region.assert_nothing_held()
         assert region.gateway._limits.num_body_bytes == 0
 
@@ -122,7 +122,7 @@ async def test_requests_that_come_together_fetch_once(
         # One that goes away leaves the fetch to the others.
         posts[0].cancel()
         await region.until(lambda: region.gateway.num_in_flight == 2)
-        assert series(region, "fetching") == 1
+        assert series(region, "running_fetches") == 1
         server.gate.set()
         assert [(await post)[0] for post in posts[1:]] == [200, 200]
         assert server.asked("/slow") == 1
@@ -139,7 +139,7 @@ async def test_a_fetch_that_nobody_waits_for_ends(open_region: Any, server: Medi
         post.cancel()
         await region.until(lambda: server.num_open["/trickle"] == 0)
         await region.assert_nothing_held()
-        await region.until(lambda: series(region, "fetching") == 0)
+        await region.until(lambda: series(region, "running_fetches") == 0)
         assert region.gateway._limits.num_body_bytes == 0
 
 
