@@ -28,7 +28,9 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     whole prompts, and for drafters, whose last KVCache depends on it; it may be left empty for a
     cluster without them. `num_choices` answers are decoded with the KVCache.
     `media` are the media of the prompt. With any, `chat` is the client's body, a chat: an engine
-    makes the prompt of it by itself, and computes all but its last token.
+    makes the prompt of it by itself, and computes all but its last token. `embedding_grant` lets
+    node agents move the embeddings of the joined `embedding_keys` between them, those of the media.
+    `wait_s` is how long the job is predicted to wait for an instance.
     """
 
     request_id: str
@@ -47,6 +49,9 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     num_choices: int = 1
     media: tuple[MediaItem, ...] = ()
     chat: bytes = b""
+    embedding_keys: bytes = b""
+    embedding_grant: bytes = b""
+    wait_s: float = 0.0
 
     @property
     def uncached_tokens(self) -> int:
@@ -58,7 +63,9 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
 class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
     """A prefill leg that ended with every byte verified at the landing.
 
-    `queue_s` is the time in the front's queue, `open_s` what it then took to open the outbox, and
+    `encode_s` is how long it waited for its media to be encoded or moved, and `media` how many ended
+    so (`scheduler.encoding.values.EncodeReason`); {}: nothing encodes for others. `queue_s` is the
+    rest of the time in the front's queue, `open_s` what it then took to open the outbox, and
     `prefill_s` the time from then to the end of the engine's last forward pass. `engine_queue_s` is
     the part of `prefill_s` before the engine began to compute: the request's way there and the
     engine's own queue. None: the engine does not say. `service_s` is the part of `prefill_s` after
@@ -93,3 +100,5 @@ class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     hand_off: Literal["transport", "arena", "nixl"] = "transport"
     kv_transfer_params: dict[str, Any] = {}
+    encode_s: float = 0.0
+    media: dict[str, int] = {}

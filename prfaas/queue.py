@@ -19,6 +19,7 @@ instance and there is another one. Rules:
   are known. Engines whose arguments change one after the other differ for a while.
 - Without a healthy instance that may serve a job, the job fails at once: its decode engine is
   waiting, and computes the prompt as soon as it is told.
+- A job that is held starts only when it is let go; meanwhile others may start. It keeps its place.
 - A job never waits longer than `max_wait_s`. A job that was tried before then fails with the error
   of that try.
 
@@ -49,6 +50,8 @@ class _Entry:
     tried: tuple[str, ...] = ()
     instance: str | None = None
     withdrawn: bool = False
+    held: bool = False
+    """Whether it waits for something else than an instance."""
     last_failure: tuple[PrefillCode, str] | None = None
 
     @property
@@ -150,21 +153,31 @@ class PrefillQueue:
         """All waiting and running jobs, in no order. Their `transfer_id` is the key."""
         return tuple(entry.report(now_s) for entry in self._entries.values())
 
-    def submit(self, job: QueuedJob, now_s: float) -> list[Effect]:
-        """Take a new job: start it, queue it (without an effect) or fail it."""
+    def submit(self, job: QueuedJob, now_s: float, *, held: bool = False) -> list[Effect]:
+        """Take a new job: start it, queue it (without an effect) or fail it. `held`: it may not
+        start before `let_go`.
+        """
         if job.key in self._entries:
             raise ValueError(f"job {job.key} is already here")
         trouble = self._no_instance(job, ())
         if trouble is not None:
             return [FailJob(job.key, "no_instance", trouble)]
         self._num_submitted += 1
-        entry = _Entry(job, self._num_submitted, now_s, job.uncached_tokens)
+        entry = _Entry(job, self._num_submitted, now_s, job.uncached_tokens, held=held)
         self._enqueue(entry)
         effects = self._advance(now_s)
         if self._is_over_bound(entry):
             self._drop(entry)
             effects.append(FailJob(job.key, "queue_full", self._full_message()))
         return effects
+
+    def let_go(self, key: str, now_s: float) -> list[Effect]:
+        """A held job may start. Does nothing for one that is gone."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return []
+        entry.held = False
+        return self._advance(now_s)
 
     def instance_changed(self, view: QueueInstance, now_s: float) -> list[Effect]:
         """Take in a new instance, or a change of its health, draining or limits."""
@@ -297,13 +310,15 @@ class PrefillQueue:
         return None if chosen is None else self._start(self._entries[chosen.key], with_room, now_s)
 
     def _may_start(self, with_room: list[_Instance]) -> Callable[[str], bool]:
-        """A function that says whether an instance `with_room` takes a job. It keeps its answers,
+        """A function that says whether an instance `with_room` takes a job now. It keeps its answers,
         since many jobs have the same model and layout, and no failed instances.
         """
         known: dict[tuple[str, str, tuple[str, ...]], bool] = {}
 
         def may_start(key: str) -> bool:
             entry = self._entries[key]
+            if entry.held:
+                return False
             job, tried = entry.job, entry.tried
             asked = job.model, job.layout_fingerprint, tried
             if asked not in known:

@@ -27,6 +27,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final
 
+from msgspec import structs
+
 from scheduler.encoding.held import EncodePass, Entry, HeldInstance, HeldRequest, MediumKey
 from scheduler.encoding.rule import predict
 from scheduler.encoding.line import EncodeLine
@@ -79,6 +81,11 @@ class EncodeQueue:
         """Media on one instance."""
         found = self._instances.get(instance)
         return 0 if found is None else found.num_media
+
+    def passes_on(self, instance: str) -> tuple[int, ...]:
+        """The passes on one instance."""
+        found = self._instances.get(instance)
+        return () if found is None else tuple(found.passes)
 
     def submit(self, request: EncodeRequest, now_s: float) -> list[Effect]:
         """Take the media of a request: start them, queue them or leave them to the prefill."""
@@ -202,8 +209,12 @@ class EncodeQueue:
             return None
         if len(self._waiting) + num_media > self._config.max_waiting:
             return EncodeReason.QUEUE_FULL
+        report = self.report(now_s)
+        if not request.may_delay_decodes:
+            only = tuple(one for one in report.instances if not one.decodes)
+            report = structs.replace(report, instances=only)
         return predict(
-            self.report(now_s),
+            report,
             request.model,
             num_tokens,
             wait_s=request.wait_s,
@@ -216,6 +227,7 @@ class EncodeQueue:
             entry = self._media[key] = self._waiting[key] = Entry(key, medium)
         entry.requests[request.key] = None
         entry.nodes |= request.nodes
+        entry.may_delay_decodes |= request.may_delay_decodes
 
     def _try_again(self, entry: Entry) -> bool:
         """Let a medium whose instance failed wait for another one, if one is left."""

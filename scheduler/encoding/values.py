@@ -48,6 +48,8 @@ class EncodeConfig:
     tpot_s: float = 0.2
     timeout_s: float = 20.0
     """Longest time from a request's arrival until its media are left to the prefill instance."""
+    pull_s: float = 2.0
+    """Longest wait for embeddings that another node has, seconds."""
     ttft_share: float = 0.25
     own_cost: float = 2.0
     max_waiting: int = 1024
@@ -55,8 +57,8 @@ class EncodeConfig:
     max_attempts: int = 2
 
     def __post_init__(self) -> None:
-        above_0 = self.ttft_s, self.tpot_s, self.timeout_s, self.ttft_share, self.own_cost
-        if min(above_0) <= 0 or self.max_waiting < 0 or self.max_attempts < 1:
+        seconds = self.ttft_s, self.tpot_s, self.timeout_s, self.pull_s
+        if min(*seconds, self.ttft_share, self.own_cost) <= 0 or self.max_waiting < 0 or self.max_attempts < 1:
             raise ValueError(f"{self}: times, shares and attempts must be above 0")
 
     def pass_s(self, *, decodes: bool) -> float:
@@ -75,7 +77,8 @@ class Medium:
 @dataclass(frozen=True, slots=True)
 class EncodeRequest:
     """Media of one request. `key` is unique. `nodes` are those where the prefill may run. `wait_s`
-    is how long the prefill is predicted to wait anyway.
+    is how long the prefill is predicted to wait anyway. Without `may_delay_decodes` no instance is
+    asked that decodes as well.
     """
 
     key: str
@@ -83,6 +86,7 @@ class EncodeRequest:
     model: str = ""
     nodes: frozenset[str] = frozenset()
     wait_s: float = 0.0
+    may_delay_decodes: bool = True
 
 
 @dataclass(frozen=True, slots=True)
