@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvmanager.transfers.blocks import BlockAllocator, OutOfBlocks, Run
+from kvmanager.transfers.blocks import BlockAllocator, Run
 
 
 class NotHeld(Exception):
@@ -32,6 +32,10 @@ class Embedding:
     writer: int | None
     holds: int = 0
 
+    @property
+    def is_evictable(self) -> bool:
+        return self.writer is None and not self.holds
+
 
 @dataclass(slots=True)
 class _Connection:
@@ -42,8 +46,8 @@ class _Connection:
 
 
 class EmbeddingCache:
-    """At most `max_blocks` blocks of an arena. `make_room` frees that many blocks of the arena, as
-    far as possible, by evicting something else.
+    """At most `max_blocks` blocks of an arena. `make_room` evicts something else until so many
+    blocks of the arena are free; False: that is impossible.
     """
 
     def __init__(
@@ -51,12 +55,12 @@ class EmbeddingCache:
         allocator: BlockAllocator,
         block_bytes: int,
         max_blocks: int,
-        make_room: Callable[[int], object] | None = None,
+        make_room: Callable[[int], bool] | None = None,
     ) -> None:
         self._allocator = allocator
         self._block_bytes = block_bytes
         self._max_blocks = max_blocks
-        self._make_room = make_room
+        self._make_room = make_room or (lambda num_blocks: False)
         self._entries: OrderedDict[bytes, Embedding] = OrderedDict()
         """By key, the least recently used first."""
         self._connections: dict[int, _Connection] = {}
@@ -173,27 +177,34 @@ class EmbeddingCache:
         return entry
 
     def _take(self, num_blocks: int) -> Sequence[Run]:
-        while self.num_held_blocks + num_blocks > self._max_blocks:
-            if not self._evict_one():
-                return ()
-        if self._allocator.num_free < num_blocks and self._make_room is not None:
-            self._make_room(num_blocks)
-        while self._allocator.num_free < num_blocks and self._evict_one():
-            pass
-        try:
-            runs = self._allocator.allocate(num_blocks)
-        except OutOfBlocks:
+        # What cannot have room must not cost others theirs.
+        if self.num_held_blocks - self._num_evictable_blocks() + num_blocks > self._max_blocks:
             return ()
+        while self.num_held_blocks + num_blocks > self._max_blocks:
+            self._evict_one()
+        if self._allocator.num_free < num_blocks and not self._make_room(num_blocks):
+            own = self._num_evictable_blocks()
+            if self._allocator.num_free + own < num_blocks and not self._make_room(
+                num_blocks - own
+            ):
+                return ()
+            while self._allocator.num_free < num_blocks:
+                self._evict_one()
+        runs = self._allocator.allocate(num_blocks)
         self.num_held_blocks += num_blocks
         return runs
 
-    def _evict_one(self) -> bool:
-        for key, entry in self._entries.items():
-            if entry.writer is None and not entry.holds:
-                del self._entries[key]
-                self._give_back(entry)
-                return True
-        return False
+    def _num_evictable_blocks(self) -> int:
+        return sum(
+            run.length
+            for entry in self._entries.values()
+            if entry.is_evictable
+            for run in entry.runs
+        )
+
+    def _evict_one(self) -> None:
+        key = next(key for key, entry in self._entries.items() if entry.is_evictable)
+        self._give_back(self._entries.pop(key))
 
     def _give_back(self, entry: Embedding) -> None:
         self._allocator.free(entry.runs)

@@ -117,7 +117,10 @@ def parsing_request(kind: Kind, body: bytes, *, template_tokens: int) -> Steps[I
     if kind != "completion":
         # No name of a client may be one that is made of content. Engines take what has a name for
         # a medium, whatever its type.
-        body = with_own_names(body, "")
+        try:
+            body = with_own_names(body, "")
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise _invalid_json(body, error) from None
     if content.has_media:
         named = _with_named_media(kind, fields, body, sum(content.media.values()))
         yield

@@ -11,38 +11,50 @@ Pure; does not know tenants.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, Final
 
 import msgspec
 from blake3 import blake3
 from msgspec import Raw
 
-_TURNS: Final = ("messages", "input")
-"""The fields with the turns of a conversation, in the APIs."""
+_CHAT: Final = frozenset({"messages"})
+_ALL: Final = _CHAT | {
+    "input",
+    "query",
+    "queries",
+    "documents",
+    "items",
+    "data_1",
+    "data_2",
+    "text_1",
+    "text_2",
+}
+"""The fields of all endpoints that hold what has parts: turns of a conversation, and what is to be
+compared.
+"""
 _MEDIA: Final = ("image_url", "video_url", "audio_url", "input_audio")
 """Types of parts of a chat, and the field with the medium in each."""
 _CONTENT_NAME: Final = "content-"
 """Begins a name made of bytes. No name that `with_own_names` makes begins like this."""
 _object_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
-_objects_decoder: Final = msgspec.json.Decoder(list[dict[str, Raw]])
 _items_decoder: Final = msgspec.json.Decoder(list[Raw])
 
 
 def with_own_names(body: bytes, salt: str) -> bytes:
-    """`body`, a JSON object, with the `uuid` of each part of its turns mixed with `salt`. All
-    other values keep their bytes.
+    """`body`, a JSON object, with the `uuid` of each part in it mixed with `salt`. All other values
+    keep their bytes. Raises what decoding raises.
     """
     # The key may be written with escapes, and nearly no request has it.
     if b"uuid" not in body and b"\\u00" not in body:
         return body
-    return _with_parts(body, lambda part: _with_own_name(part, salt))
+    return _with_parts(body, _ALL, lambda part: _with_own_name(part, salt))
 
 
 def with_content_names(body: bytes) -> tuple[bytes, int]:
     """`body`, a chat, with a `uuid` made of its bytes for each medium in it, and how many got one.
     0 if there is one whose bytes are elsewhere, that has a name, or that is written in a way
-    unknown here.
+    unknown here. Raises what decoding raises.
     """
     num_named = 0
 
@@ -53,7 +65,7 @@ def with_content_names(body: bytes) -> tuple[bytes, int]:
         return named
 
     try:
-        return _with_parts(body, changed), num_named
+        return _with_parts(body, _CHAT, changed), num_named
     except _Unnamed:
         return body, 0
 
@@ -62,25 +74,28 @@ class _Unnamed(Exception):
     """A part cannot be named by its content."""
 
 
-def _with_parts(body: bytes, changed: Callable[[Raw], Raw | dict[str, Any]]) -> bytes:
+def _with_parts(
+    body: bytes, names: Set[str], changed: Callable[[Raw], Raw | dict[str, Any]]
+) -> bytes:
     fields: dict[str, Any] = _object_decoder.decode(body)
-    for name in _TURNS:
+    for name in names & fields.keys():
         try:
-            turns = _objects_decoder.decode(fields.get(name, b"null"))
+            several = _items_decoder.decode(fields[name])
         except msgspec.ValidationError:
-            continue  # a text, or engines refuse it
-        fields[name] = [_changed(turn, changed) for turn in turns]
+            fields[name] = _changed(fields[name], changed)
+        else:
+            fields[name] = [_changed(one, changed) for one in several]
     return msgspec.json.encode(fields)
 
 
-def _changed(
-    message: dict[str, Any], changed: Callable[[Raw], Raw | dict[str, Any]]
-) -> dict[str, Any]:
+def _changed(value: Raw, changed: Callable[[Raw], Raw | dict[str, Any]]) -> Raw | dict[str, Any]:
+    """`value` with the parts of its content changed, if it has any."""
     try:
-        parts = _items_decoder.decode(message.get("content", b"null"))
+        fields: dict[str, Any] = _object_decoder.decode(value)
+        parts = _items_decoder.decode(fields.get("content", b"null"))
     except msgspec.ValidationError:
-        return message  # a text
-    return message | {"content": [changed(part) for part in parts]}
+        return value
+    return fields | {"content": [changed(part) for part in parts]}
 
 
 def _with_content_name(part: Raw) -> Raw | dict[str, Any]:

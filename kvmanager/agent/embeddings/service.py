@@ -37,7 +37,7 @@ class AgentEmbeddings:
         self,
         config: AgentConfig,
         kept: KeptArena,
-        make_room: Callable[[int], object] | None,
+        make_room: Callable[[int], bool] | None,
         send: Callable[[int, AgentMessage], None],
     ) -> None:
         self._drain_s = config.drain_s

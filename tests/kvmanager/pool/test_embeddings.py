@@ -3,7 +3,7 @@ import random
 import pytest
 
 from kvmanager.pool.embeddings import EmbeddingCache, NotHeld
-from kvmanager.transfers.blocks import BlockAllocator
+from kvmanager.transfers.blocks import BlockAllocator, Run
 
 ALICE, BOB = 1, 2
 
@@ -67,10 +67,43 @@ def test_what_is_asked_for_counts_as_used() -> None:
     assert (made.num_queries, made.num_hits) == (0, 0)
 
 
-def test_what_is_larger_than_the_room_evicts_no_more_than_it_must_try() -> None:
-    made = cache(num_blocks=2, max_blocks=4)
-    assert not fill(made, 1, nbytes=300)
-    assert fill(made, 1, nbytes=200)
+@pytest.mark.parametrize(
+    ("num_blocks", "max_blocks", "held"),
+    [
+        pytest.param(8, 2, 0, id="more than embeddings may hold"),
+        pytest.param(8, 4, 2, id="more than they may beside what is held"),
+        pytest.param(2, 4, 0, id="more than the arena has"),
+    ],
+)
+def test_what_cannot_have_room_evicts_nothing(num_blocks: int, max_blocks: int, held: int) -> None:
+    made = cache(num_blocks, max_blocks)
+    if held:
+        assert made.put(BOB, key(9), 100 * held)
+    assert fill(made, 1)
+    assert not fill(made, 2, nbytes=300)
+    assert made.find(BOB, 0, key(1))
+    made.check_invariants()
+
+
+def test_embeddings_and_another_cache_give_way_together() -> None:
+    allocator = BlockAllocator(4)
+    others = allocator.allocate(2)
+
+    def make_room(num_blocks: int) -> bool:
+        """As the prefix cache does it: nothing is evicted for what is impossible."""
+        if allocator.num_free + len(others) < num_blocks:
+            return False
+        while allocator.num_free < num_blocks:
+            allocator.free([others.pop()])
+        return True
+
+    others = [Run(run.first + n, 1) for run in others for n in range(run.length)]
+    made = EmbeddingCache(allocator, 100, 5, make_room)
+    made.connect(ALICE)
+    assert fill(made, 1)
+    assert fill(made, 2)
+    assert fill(made, 3, nbytes=300)
+    assert len(others) == 1
     made.check_invariants()
 
 
@@ -79,9 +112,10 @@ def test_another_cache_gives_way_where_the_arena_is_full() -> None:
     others = allocator.allocate(2)
     asked: list[int] = []
 
-    def make_room(num_blocks: int) -> None:
+    def make_room(num_blocks: int) -> bool:
         asked.append(num_blocks)
         allocator.free(others)
+        return True
 
     made = EmbeddingCache(allocator, 100, 2, make_room)
     made.connect(ALICE)
