@@ -63,9 +63,10 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
 class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
     """A prefill leg that ended with every byte verified at the landing.
 
-    `encode_s` is how long it waited for its media to be encoded or moved, and `media` how many ended
-    so (`scheduler.encoding.values.EncodeReason`); {}: nothing encodes for others. `queue_s` is the
-    rest of the time in the front's queue, `open_s` what it then took to open the outbox, and
+    `encode_s` is how long it waited for its media to be encoded or moved, and `media` counts them
+    by what became of them (`scheduler.encoding.values.EncodeReason`); {}: nothing encodes for others.
+    `queue_s` is the rest of the time in the front's queue, `open_s` what it then took to open the
+    outbox, and
     `prefill_s` the time from then to the end of the engine's last forward pass. `engine_queue_s` is
     the part of `prefill_s` before the engine began to compute: the request's way there and the
     engine's own queue. None: the engine does not say. `service_s` is the part of `prefill_s` after

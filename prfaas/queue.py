@@ -310,8 +310,8 @@ class PrefillQueue:
         return None if chosen is None else self._start(self._entries[chosen.key], with_room, now_s)
 
     def _may_start(self, with_room: list[_Instance]) -> Callable[[str], bool]:
-        """A function that says whether an instance `with_room` takes a job now. It keeps its answers,
-        since many jobs have the same model and layout, and no failed instances.
+        """A function that says whether an instance `with_room` takes a job now. It keeps its
+        answers, since many jobs have the same model and layout, and no failed instances.
         """
         known: dict[tuple[str, str, tuple[str, ...]], bool] = {}
 

@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
@@ -203,9 +204,7 @@ class EncodeStage:
             }
             left = [one for one in left if one.identifier not in ends]
         if self._closed:
-            ends |= {
-                one.identifier: MediumEnd(one.identifier, EncodeReason.CLOSED) for one in left
-            }
+            ends |= {one.identifier: MediumEnd(one.identifier, EncodeReason.CLOSED) for one in left}
         elif left:
             waiter = _Waiter(media, {one.identifier: parts[one.identifier] for one in left})
             done = await self._submitted(waiter, left)
@@ -282,9 +281,7 @@ class EncodeStage:
             )
             self._running[start.number, name] = task
             # A callback, because a task cancelled before its first step runs no code of its own.
-            task.add_done_callback(
-                lambda task, number=start.number, name=name: self._over(number, name, task)
-            )
+            task.add_done_callback(partial(self._over, start.number, name))
 
     def _over(self, number: int, identifier: str, task: asyncio.Task[EncodeReason]) -> None:
         del self._running[number, identifier]

@@ -6,6 +6,7 @@ defaults. Values only.
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from dataclasses import dataclass
 
@@ -81,6 +82,26 @@ class Media:
             traceparent=job.traceparent,
             granted_keys=job.embedding_keys,
             grant=job.embedding_grant,
+        )
+
+    @classmethod
+    def whole(cls, order: EncodeOrder, node: str) -> Media:
+        """The media of a request that an instance of `node` serves whole."""
+        return cls(
+            # A request may come again after its first try failed.
+            key=f"whole {order.request_id} {secrets.token_hex(4)}",
+            request_id=order.request_id,
+            chat=order.chat,
+            model=order.model,
+            items=order.media,
+            nodes=frozenset((node,)),
+            # The instance decodes itself, so that to encode on another one that does would only
+            # move work about.
+            may_delay_decodes=False,
+            tenant=order.tenant,
+            traceparent=order.traceparent,
+            granted_keys=order.granted_keys,
+            grant=order.grant,
         )
 
 

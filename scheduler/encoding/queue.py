@@ -30,8 +30,8 @@ from typing import Final
 from msgspec import structs
 
 from scheduler.encoding.held import EncodePass, Entry, HeldInstance, HeldRequest, MediumKey
-from scheduler.encoding.rule import predict
 from scheduler.encoding.line import EncodeLine
+from scheduler.encoding.rule import predict
 from scheduler.encoding.times import EncodeTimes
 from scheduler.encoding.values import (
     Effect,

@@ -58,7 +58,8 @@ class EncodeConfig:
 
     def __post_init__(self) -> None:
         seconds = self.ttft_s, self.tpot_s, self.timeout_s, self.pull_s
-        if min(*seconds, self.ttft_share, self.own_cost) <= 0 or self.max_waiting < 0 or self.max_attempts < 1:
+        shares = self.ttft_share, self.own_cost
+        if min(*seconds, *shares) <= 0 or self.max_waiting < 0 or self.max_attempts < 1:
             raise ValueError(f"{self}: times, shares and attempts must be above 0")
 
     def pass_s(self, *, decodes: bool) -> float:

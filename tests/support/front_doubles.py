@@ -18,6 +18,7 @@ from kvmanager.agent.messages import (
     CacheModel,
     Cancel,
     CancelReply,
+    EmbeddingStatus,
     EncoderStatus,
     EngineStatus,
     OpenOutbox,
@@ -107,6 +108,7 @@ class FakeAgent:
         self.adapters: dict[str, str] = {}
         self.encoder = ""
         """What its engines say that the keys of their embeddings are made of."""
+        self.embeddings: EmbeddingStatus | None = None
         self.landing_bytes = 0
         self.tells_room = True
         self.outboxes: dict[str, _End] = {}
@@ -282,6 +284,7 @@ class FakeAgent:
             encoders=[EncoderStatus(name, 2, self.encoder) for name in self.instances]
             if self.encoder
             else [],
+            embeddings=self.embeddings,
         )
 
     async def _pause(self, method: str) -> None:

@@ -22,7 +22,7 @@ from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
 from prfaas.engines.errors import UnknownInstance
 from prfaas.engines.members import Join, Leave, LetGo, MemberRefused
-from scheduler.reports import ClusterReport, InstanceReport, engine_report, unlike
+from scheduler.reports import ClusterReport, InstanceReport, decodes, engine_report, unlike
 from transport.rpc import RpcError
 from transport.tasks import start_task
 
@@ -93,7 +93,8 @@ class MemberKeeper:
                 raise MemberRefused(message) from error
             finally:
                 await agent.close()
-            self._check(order, status.engines)
+            if not order.spec().encodes_only:
+                self._check(order, status.engines)
         await front.change_members(order)
 
     async def leave(self, cluster: str, order: Leave, *, force: bool) -> None:
@@ -133,7 +134,7 @@ class MemberKeeper:
                 raise MemberRefused(why)
 
     def _check_not_last(self, cluster: str, own: InstanceReport) -> None:
-        if own.role == "prefill" or cluster not in self._decoding:
+        if not decodes(own.role) or cluster not in self._decoding:
             return
         others = (
             item
@@ -180,4 +181,4 @@ def _node(cluster: str, instance: InstanceReport) -> NodeName:
 
 def _decodes(instance: InstanceReport, model: str) -> bool:
     is_usable = instance.healthy and not instance.draining
-    return is_usable and instance.role != "prefill" and instance.model == model
+    return is_usable and decodes(instance.role) and instance.model == model

@@ -21,7 +21,10 @@ class TtftParts(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     - read: the client's body. render: the prompt was turned into tokens. look_up: the directory was
       asked what is cached. move: a cached prefix came from another cluster. reserve: a landing.
-    - queue: in the prefill cluster's front. open: the engine was checked and the outbox opened.
+    - encode: other instances encoded its media, or their embeddings came from another node. For a
+      prefill it may pass while the job would have waited in the queue anyway.
+    - queue: the rest of the time in the prefill cluster's front. open: the engine was checked and
+      the outbox opened.
     - engine_queue: the prefill engine got the request and had it in its queue. prefill: from the
       begin of its first forward pass for it to the end of the last one. Without engine_queue the
       engine does not tell them apart, and prefill is both.
@@ -43,6 +46,7 @@ class TtftParts(msgspec.Struct, kw_only=True, omit_defaults=True):
     look_up_s: float | None = None
     move_s: float | None = None
     reserve_s: float | None = None
+    encode_s: float | None = None
     queue_s: float | None = None
     open_s: float | None = None
     engine_queue_s: float | None = None
@@ -76,11 +80,14 @@ class LegTimes(msgspec.Struct, frozen=True, kw_only=True):
     prefill_s: float
     engine_queue_s: float | None
     transfer_tail_s: float
+    encode_s: float | None = None
+    """None: nothing encodes for others there."""
 
     @property
     def total_s(self) -> float:
         """From the order at the front until the sender knew that everything had arrived."""
-        return self.queue_s + self.open_s + self.prefill_s + self.transfer_tail_s
+        in_front_s = (self.encode_s or 0.0) + self.queue_s
+        return in_front_s + self.open_s + self.prefill_s + self.transfer_tail_s
 
 
 def spread(
@@ -126,6 +133,8 @@ def _spread_leg(parts: TtftParts, leg: LegTimes, landing_wait_s: float | None) -
     all the same.
     """
     parts.queue_s, parts.open_s = leg.queue_s, leg.open_s
+    if leg.encode_s is not None:
+        parts.encode_s = leg.encode_s
     queue_s, tail_s = leg.engine_queue_s or 0.0, leg.transfer_tail_s
     parts.prefill_s = leg.prefill_s - queue_s
     excess_s = 0.0 if landing_wait_s is None else leg.total_s - landing_wait_s

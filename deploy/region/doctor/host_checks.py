@@ -49,6 +49,8 @@ def engine_checks(hosts: Iterable[HostView]) -> list[Check]:
         connected = {engine.instance for engine in host.status.engines}
         for item in host.node.instances:
             about = f"engine {item.name}"
+            if item.encodes_only:  # It exchanges no KVCache.
+                continue
             if item.name in connected:
                 found.append(ok(about, f"connected to the agent of {host.node.name}"))
                 continue
