@@ -64,13 +64,14 @@ class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
     """A prefill leg that ended with every byte verified at the landing.
 
     `encode_s` is how long it waited for its media to be encoded or moved, and `media` counts them
-    by what became of them (`scheduler.encoding.values.EncodeReason`); {}: nothing encodes for others.
-    `queue_s` is the rest of the time in the front's queue, `open_s` what it then took to open the
-    outbox, and
-    `prefill_s` the time from then to the end of the engine's last forward pass. `engine_queue_s` is
-    the part of `prefill_s` before the engine began to compute: the request's way there and the
-    engine's own queue. None: the engine does not say. `service_s` is the part of `prefill_s` after
-    the instance had ended the prefills before this one.
+    by what became of them (`scheduler.encoding.values.EncodeReason`); {}: nothing encodes for
+    others. `queue_s` is the rest of the time in the front's queue, and `open_s` what it then took
+    to open the outbox.
+
+    `prefill_s` is the time from then to the end of the engine's last forward pass. `engine_queue_s`
+    is the part of it before the engine began to compute: the request's way there and the engine's
+    own queue. None: the engine does not say. `service_s` is the part of `prefill_s` after the
+    instance had ended the prefills before this one.
 
     `transfer_tail_s` is the time from there to the receiver's confirmation, and `transfer_s` from
     the first byte on the wire to the same. `progress` is how the transfer went, in seconds since

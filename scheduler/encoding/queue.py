@@ -301,6 +301,13 @@ class EncodeQueue:
 
     def _advance(self, now_s: float) -> list[Effect]:
         """Start passes while an instance has room for one and media wait for it."""
+        effects: list[Effect] = []
+        while starts := self._next_passes(now_s):
+            effects += starts
+        return effects
+
+    def _next_passes(self, now_s: float) -> list[StartPass]:
+        """Start one more pass on each instance with room for one, as far as media wait for it."""
         free = [one for one in self._instances.values() if one.is_free]
         given: dict[str, list[Entry]] = {one.view.name: [] for one in free}
         room = {one.view.name: self._budget(one.view, now_s) for one in free}
