@@ -272,7 +272,9 @@ class EmbeddedPdCluster:
             return EncodeDone()
         media = Media.whole(order, instance.spec.agent)
         encoded = await self._stage.bring(media, await self._stage.encode(media), instance)
-        return EncodeDone(encode_s=encoded.seconds, media=encoded.counts)
+        return EncodeDone(
+            encode_s=encoded.seconds, media=encoded.counts, left_tokens=encoded.left_tokens
+        )
 
     async def prefill_locally(self, job: PrefillJob) -> PrefillResult:
         with traced_job(self._tracer, self._name, job) as job:

@@ -247,7 +247,6 @@ class EmbeddedPrefillCluster:
         try:
             ticket.encoded = await self._stage.encode(Media.of(ticket.job, nodes))
         finally:
-            ticket.queued_s = time.monotonic()
             self._perform(self._queue.let_go(key, self._clock()))
 
     def _take_back(self, key: str, ticket: _Ticket) -> None:
@@ -285,7 +284,9 @@ class EmbeddedPrefillCluster:
             self._metrics.retries.labels(self._name).inc()
         instance = self._instances.by_name[start.instance]
         waited = begin(self._tracer, "queue", ticket.job.traceparent, ticket.queued_s)
-        waited.end(time.monotonic(), {"prfaas.attempt": start.attempt})
+        # Its media may have kept it after its turn had come.
+        waited_until_s = max(ticket.queued_s, time.monotonic() - start.held_s)
+        waited.end(waited_until_s, {"prfaas.attempt": start.attempt})
         job = ticket.job
         with about_request(job.request_id, job.traceparent[3:35]):
             ticket.task = asyncio.create_task(
@@ -297,13 +298,18 @@ class EmbeddedPrefillCluster:
 
     async def _run(self, ticket: _Ticket, instance: Instance, start: StartJob) -> PrefillResult:
         """One try. What it needs of its media comes to its node first."""
-        job, encoded, queue_s = ticket.job, ticket.encoded, start.queue_s
+        job, encoded = ticket.job, ticket.encoded
         if encoded is not None:
-            nodes = frozenset((instance.spec.agent,))
-            queue_s = max(0.0, queue_s - encoded.seconds)
-            encoded = await self._stage.bring(Media.of(job, nodes), encoded, instance)
+            # What passed while it would have waited anyway is in `queue_s`.
+            encoded = replace(encoded, seconds=start.held_s)
+            media = Media.of(job, frozenset((instance.spec.agent,)))
+            encoded = await self._stage.bring(media, encoded, instance)
         result = await self._runner.run(
-            job, instance.place(), queue_s=queue_s, attempt=start.attempt, reason=start.reason
+            job,
+            instance.place(),
+            queue_s=start.queue_s,
+            attempt=start.attempt,
+            reason=start.reason,
         )
         return result if encoded is None else encoded.noted(result)
 

@@ -63,10 +63,11 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
 class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
     """A prefill leg that ended with every byte verified at the landing.
 
-    `encode_s` is how long it waited for its media to be encoded or moved, and `media` counts them
-    by what became of them (`scheduler.encoding.values.EncodeReason`); {}: nothing encodes for
-    others. `queue_s` is the rest of the time in the front's queue, and `open_s` what it then took
-    to open the outbox.
+    `media` counts its media by what became of them (`scheduler.encoding.values.EncodeReason`); {}:
+    no instance encodes for others. The instance itself had to encode those that have
+    `left_media_tokens` tokens. `encode_s` is the time that it waited for media after its turn had
+    come. `queue_s` is the rest of the time in the front's queue, and `open_s` what it then
+    took to open the outbox.
 
     `prefill_s` is the time from then to the end of the engine's last forward pass. `engine_queue_s`
     is the part of it before the engine began to compute: the request's way there and the engine's
@@ -104,3 +105,4 @@ class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_params: dict[str, Any] = {}
     encode_s: float = 0.0
     media: dict[str, int] = {}
+    left_media_tokens: int | None = None

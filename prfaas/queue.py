@@ -52,6 +52,9 @@ class _Entry:
     withdrawn: bool = False
     held: bool = False
     """Whether it waits for something else than an instance."""
+    turn_s: float | None = None
+    """Since when it could have started, were it not held."""
+    held_s: float = 0.0
     last_failure: tuple[PrefillCode, str] | None = None
 
     @property
@@ -176,6 +179,8 @@ class PrefillQueue:
         entry = self._entries.get(key)
         if entry is None:
             return []
+        if entry.held and entry.turn_s is not None:
+            entry.held_s = now_s - entry.turn_s
         entry.held = False
         return self._advance(now_s)
 
@@ -306,10 +311,10 @@ class PrefillQueue:
         with_room = [item for item in self._instances.values() if item.has_room]
         if not with_room or not self._by_age:
             return None
-        chosen = self._order.next(now_s, self._may_start(with_room))
+        chosen = self._order.next(now_s, self._may_start(with_room, now_s))
         return None if chosen is None else self._start(self._entries[chosen.key], with_room, now_s)
 
-    def _may_start(self, with_room: list[_Instance]) -> Callable[[str], bool]:
+    def _may_start(self, with_room: list[_Instance], now_s: float) -> Callable[[str], bool]:
         """A function that says whether an instance `with_room` takes a job now. It keeps its
         answers, since many jobs have the same model and layout, and no failed instances.
         """
@@ -317,13 +322,13 @@ class PrefillQueue:
 
         def may_start(key: str) -> bool:
             entry = self._entries[key]
-            if entry.held:
-                return False
             job, tried = entry.job, entry.tried
             asked = job.model, job.layout_fingerprint, tried
             if asked not in known:
                 known[asked] = any(_takes(item, job, tried) for item in with_room)
-            return known[asked]
+            if entry.held and known[asked] and entry.turn_s is None:
+                entry.turn_s = now_s
+            return known[asked] and not entry.held
 
         return may_start
 
@@ -342,8 +347,14 @@ class PrefillQueue:
         entry.instance, entry.uncached_tokens = placement.instance, placement.uncached_tokens
         entry.started_s = now_s
         entry.attempt += 1
-        queue_s = now_s - entry.submitted_s
-        return StartJob(job.key, placement.instance, queue_s, entry.attempt, placement.reason)
+        return StartJob(
+            job.key,
+            placement.instance,
+            queue_s=now_s - entry.submitted_s - entry.held_s,
+            attempt=entry.attempt,
+            reason=placement.reason,
+            held_s=entry.held_s,
+        )
 
     def _no_instance(self, job: QueuedJob, tried: tuple[str, ...]) -> str | None:
         """Why no instance can take such a job, now or later; None: one can."""

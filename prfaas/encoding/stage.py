@@ -210,7 +210,10 @@ class EncodeStage:
             done = await self._submitted(waiter, left)
             ends |= {one.identifier: one for one in done.media}
         seconds = max(0.0, self._clock() - begun_s)
-        return Encoded(tuple(ends[one.identifier] for one in wanted), seconds)
+        left_tokens = sum(
+            one.num_tokens for one in wanted if not ends[one.identifier].reason.is_there
+        )
+        return Encoded(tuple(ends[one.identifier] for one in wanted), seconds, left_tokens)
 
     def _wanted(self, media: Media, parts: Iterable[str]) -> list[Medium]:
         """The distinct media of a request. Where nobody has counted their tokens, all that have a

@@ -38,11 +38,13 @@ class EncodeOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 class EncodeDone(msgspec.Struct, frozen=True, kw_only=True):
     """How long an engine that needs them waited for its media, in seconds, and how many media ended
-    so (`scheduler.encoding.values.EncodeReason`).
+    so (`scheduler.encoding.values.EncodeReason`). The engine itself has to encode those that have
+    `left_tokens` tokens; None: all of them.
     """
 
     encode_s: float = 0.0
     media: dict[str, int] = {}
+    left_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,8 @@ class Encoded:
 
     ends: tuple[MediumEnd, ...] = ()
     seconds: float = 0.0
+    left_tokens: int = 0
+    """Of the media that are left to the instance that prefills."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -119,4 +123,9 @@ class Encoded:
 
     def noted(self, result: PrefillResult) -> PrefillResult:
         """The result of the prefill, with the time that it waited for its media."""
-        return structs.replace(result, encode_s=self.seconds, media=self.counts)
+        return structs.replace(
+            result,
+            encode_s=self.seconds,
+            media=self.counts,
+            left_media_tokens=self.left_tokens,
+        )

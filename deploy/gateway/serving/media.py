@@ -20,17 +20,17 @@ logger = logging.getLogger("prfaas.deploy.gateway")
 
 async def encode_media(
     services: Services, exchange: Exchange, plan: RequestPlan, pd: str, target: DirectTarget
-) -> None:
+) -> EncodeDone:
     """Wait until the media are encoded for `target`, as far as that is of use. Without it the
     engine encodes them itself, so that no failure matters.
     """
     inbound = exchange.inbound
     # With an adapter engines may make other embeddings of the same media, under other names.
     if inbound.kind != "chat" or not inbound.content.has_media or inbound.adapter:
-        return
+        return EncodeDone()
     report = services.reports().get(pd)
     if report is None or report.encode is None:
-        return
+        return EncodeDone()
     keys, grant = embedding_grant(services.granter, report, plan.media)
     order = EncodeOrder(
         request_id=exchange.request_id,
@@ -50,3 +50,4 @@ async def encode_media(
         logger.warning("%s: media not encoded apart: %s", exchange.request_id, error)
         done = EncodeDone()
     exchange.encoded(done, exchange.elapsed_s() - started_s)
+    return done

@@ -216,7 +216,7 @@ class Serving:
             services.pds[pd].request_ended(target.instance)
             raise NoInstance(f"{pd}: the only engine left has failed this request")
         try:
-            await encode_media(services, exchange, plan, pd, target)
+            done = await encode_media(services, exchange, plan, pd, target)
         except BaseException:
             services.pds[pd].request_ended(target.instance)
             raise
@@ -246,7 +246,13 @@ class Serving:
             # slot. Neither says how long a prefill takes.
             is_looked_up = plan.cached.keys is not None or self._is_cached_nowhere()
             if is_looked_up and not exchange.was_full:
-                feedback.direct_took(self._inbound.model, plan.shape, seconds, pd=pd)
+                feedback.direct_took(
+                    self._inbound.model,
+                    plan.shape,
+                    seconds,
+                    pd=pd,
+                    left_tokens=done.left_tokens,
+                )
         return answer
 
     def _check_first_answer(self, answer: EngineAnswer) -> None:

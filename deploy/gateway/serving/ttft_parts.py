@@ -21,10 +21,9 @@ class TtftParts(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     - read: the client's body. render: the prompt was turned into tokens. look_up: the directory was
       asked what is cached. move: a cached prefix came from another cluster. reserve: a landing.
-    - encode: other instances encoded its media, or their embeddings came from another node. For a
-      prefill it may pass while the job would have waited in the queue anyway.
-    - queue: the rest of the time in the prefill cluster's front. open: the engine was checked and
-      the outbox opened.
+    - encode: the delay by media that other instances encoded, or whose embeddings came from another
+      node. What passes while the prefill waits for an instance anyway is no delay.
+    - queue: in the prefill cluster's front. open: the engine was checked and the outbox opened.
     - engine_queue: the prefill engine got the request and had it in its queue. prefill: from the
       begin of its first forward pass for it to the end of the last one. Without engine_queue the
       engine does not tell them apart, and prefill is both.
