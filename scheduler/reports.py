@@ -90,15 +90,14 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     """The identity of its weights; "": not known yet, or its agent is of an older version."""
     adapters: dict[str, str] = {}
     """The identities of its LoRA adapters by name, as far as they are known."""
-    encoder: str = ""
-    """What the keys of its embeddings of media are made of (`kvmanager.embedding_keys`); "": it
-    saves and loads none, or it is not known yet.
-    """
-
     encodes: bool = False
     """Whether it encodes media for others: because of its role, or beside it."""
     roles: tuple[Role, ...] = ()
     """The roles that it can be given; none: its front is of an older version."""
+    encoder: str = ""
+    """What the keys of its embeddings of media are made of (`kvmanager.embedding_keys`); "": it
+    saves and loads none, or it is not known yet.
+    """
 
 
 class EncodeInstanceReport(msgspec.Struct, frozen=True, kw_only=True):

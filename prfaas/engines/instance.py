@@ -192,9 +192,9 @@ class Instance:
             layout=self.layout,
             weights=self.weights,
             adapters=self.adapters,
-            encoder=self.encoder,
             encodes=self.encodes,
             roles=self.spec.roles,
+            encoder=self.encoder,
         )
 
     def _kv_total_bytes(self) -> int | None:

@@ -377,7 +377,12 @@ def _judge_encoder(instance: Instance, status: StatusReply) -> bool:
         return instance.agent_health.probe_failed(
             f"{instance.spec.agent} keeps no embeddings: its embedding_gib is 0"
         )
-    is_changed = instance.encoder != status.encoder_of(instance.name)
+    if all(one.instance != instance.name for one in status.encoders):
+        return instance.agent_health.probe_failed(
+            f"{instance.spec.agent} has no connection from an encoder called {instance.name}"
+        )
     instance.encoder = status.encoder_of(instance.name)
+    instance.landing_cap_bytes = status.landing_cap_bytes
+    instance.landing_room_bytes = status.landing_room_bytes
     instance.joining = False
-    return instance.agent_health.probe_succeeded() or is_changed
+    return instance.agent_health.probe_succeeded()

@@ -577,7 +577,7 @@ async def test_a_remote_front_that_is_not_there_is_said_to_be() -> None:
 
 
 async def test_an_instance_that_encodes_is_watched_and_gets_no_jobs() -> None:
-    agent = await FakeAgent("p0").start()
+    agent = await FakeAgent("p0", "e0").start()
     engines = [await FakeEngine(agent).start() for _ in range(2)]
     specs = [
         InstanceSpec(name=name, url=engine.url, agent=agent.target, role=role)
@@ -586,7 +586,7 @@ async def test_an_instance_that_encodes_is_watched_and_gets_no_jobs() -> None:
     metrics = PrefillMetrics(CollectorRegistry())
     front = EmbeddedPrefillCluster("east", specs, CONFIG, metrics=metrics)
     try:
-        agent.embeddings = EmbeddingStatus()
+        agent.embeddings, agent.encoder = EmbeddingStatus(), "weights-1"
         await front.start()
         found = (await front.report()).instances[1]
         assert (found.role, found.healthy, found.encodes, found.roles) == (
@@ -603,7 +603,9 @@ async def test_an_instance_that_encodes_is_watched_and_gets_no_jobs() -> None:
         agent.embeddings = None
         await eventually(lambda: not front._instances.by_name["e0"].transfers)
         assert "embedding_gib" in front._instances.by_name["e0"].reason
-        agent.embeddings = EmbeddingStatus()
+        agent.embeddings, agent.encoder = EmbeddingStatus(), ""
+        await eventually(lambda: "no connection" in front._instances.by_name["e0"].reason)
+        agent.encoder = "weights-1"
         engines[0].healthy = False
         await eventually(lambda: not front._instances.by_name["p0"].transfers)
         assert not (await front.report()).healthy

@@ -143,9 +143,9 @@ class FakeAgent:
         self.fingerprints: dict[str, str] = {}
         self.model = ""
         self.adapters: dict[str, str] = {}
+        self.embeddings: EmbeddingStatus | None = None
         self.encoder = ""
         """What its engines say that the keys of their embeddings are made of."""
-        self.embeddings: EmbeddingStatus | None = None
         self.has: dict[bytes, int] = {}
         """The embeddings that it has, and their bytes."""
         self.landing_bytes = 0
@@ -324,10 +324,10 @@ class FakeAgent:
             pid=1,
             data_endpoint="127.0.0.1:9",
             landing_room_bytes=self.landing_room_bytes,
+            embeddings=self.embeddings,
             encoders=[EncoderStatus(name, 2, self.encoder) for name in self.instances]
             if self.encoder
             else [],
-            embeddings=self.embeddings,
         )
 
     async def _pause(self, method: str) -> None:

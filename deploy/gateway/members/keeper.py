@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final, TypeAlias
 
 from msgspec import structs
@@ -93,7 +93,9 @@ class MemberKeeper:
                 raise MemberRefused(message) from error
             finally:
                 await agent.close()
-            if not order.spec().encodes_only:
+            if order.spec().encodes_only:
+                _check_connected(order, [one.instance for one in status.encoders])
+            else:
                 self._check(order, status.engines)
         await front.change_members(order)
 
@@ -123,11 +125,9 @@ class MemberKeeper:
             raise UnknownCluster(cluster, self._fronts) from None
 
     def _check(self, order: Join, engines: Iterable[EngineStatus]) -> None:
-        found = next((item for item in engines if item.instance == order.name), None)
-        if found is None:
-            names = ", ".join(item.instance for item in engines) or "none"
-            message = f"no engine called {order.name} is connected to {order.agent}; there: {names}"
-            raise MemberRefused(message)
+        known = {item.instance: item for item in engines}
+        _check_connected(order, known)
+        found = known[order.name]
         new = structs.replace(engine_report(found), model=order.model)
         for _, item in self.instances():
             if item.healthy and (why := unlike(new, item)):
@@ -173,6 +173,14 @@ class UnknownCluster(LookupError):
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
         super().__init__(f"The region has no cluster `{name[:200]}`. There: {', '.join(known)}.")
+
+
+def _check_connected(order: Join, engines: Collection[str]) -> None:
+    """Raises MemberRefused if the instance that joins is none of the engines at its agent."""
+    if order.name not in engines:
+        names = ", ".join(engines) or "none"
+        message = f"no engine called {order.name} is connected to {order.agent}; there: {names}"
+        raise MemberRefused(message)
 
 
 def _node(cluster: str, instance: InstanceReport) -> NodeName:
