@@ -38,16 +38,23 @@ class EncodeReason(StrEnum):
 class EncodeConfig:
     """Objectives and bounds.
 
-    An instance that only encodes gets as many media at a time as one pass encodes within `ttft_s` *
-    `ttft_share`; one that decodes as well, as many as delay its decodes by no more than `tpot_s`.
-    One medium is always given. `own_cost`: to encode apart may take so many times longer than on
+    An instance is given as many media at a time as one pass encodes within its objective
+    (`pass_s`), and always one. `own_cost`: to encode apart may take so many times longer than on
     the instance that prefills, because other prompts cannot be prefilled there meanwhile.
     """
 
     ttft_s: float = 4.0
+    """Objective for the time to first token, seconds. An instance that only encodes is given as
+    many images at a time as it encodes in a quarter of that.
+    """
     tpot_s: float = 0.2
+    """Objective for the time between two tokens of an answer, seconds. An instance that decodes as
+    well is given as many images at a time as it encodes within that, and at least one.
+    """
     timeout_s: float = 20.0
-    """Longest time from a request's arrival until its media are left to the prefill instance."""
+    """Longest time that a request waits for its images to be encoded apart, seconds. Then the
+    engine that prefills encodes them.
+    """
     pull_s: float = 2.0
     """Longest wait for embeddings that another node has, seconds."""
     ttft_share: float = 0.25
