@@ -51,7 +51,7 @@ class EncodeConfig:
     """Objective for the time between two tokens of an answer, seconds. An instance that decodes as
     well is given as many images at a time as it encodes within that, and at least one.
     """
-    timeout_s: float = 20.0
+    timeout_s: float = 10.0
     """Longest time that a request waits for its images to be encoded apart, seconds. Then the
     engine that prefills encodes them.
     """
