@@ -26,7 +26,11 @@ async def encode_media(
     """
     inbound = exchange.inbound
     # With an adapter engines may make other embeddings of the same media, under other names.
-    if inbound.kind != "chat" or not inbound.content.has_media or inbound.adapter:
+    if (
+        inbound.kind not in ("chat", "responses")
+        or not inbound.content.has_media
+        or inbound.adapter
+    ):
         return EncodeDone()
     report = services.reports().get(pd)
     if report is None or report.encode is None:

@@ -19,8 +19,9 @@ class TtftParts(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     They follow each other in this order and add up to the whole:
 
-    - read: the client's body. render: the prompt was turned into tokens. look_up: the directory was
-      asked what is cached. move: a cached prefix came from another cluster. reserve: a landing.
+    - read: the client's body. media: images and the like were fetched from their addresses. render:
+      the prompt was turned into tokens. look_up: the directory was asked what is cached. move: a
+      cached prefix came from another cluster. reserve: a landing.
     - encode: the delay by media that other instances encoded, or whose embeddings came from another
       node. What passes while the prefill waits for an instance anyway is no delay.
     - queue: in the prefill cluster's front. open: the engine was checked and the outbox opened.
@@ -41,6 +42,7 @@ class TtftParts(msgspec.Struct, kw_only=True, omit_defaults=True):
     """
 
     read_s: float | None = None
+    media_s: float | None = None
     render_s: float | None = None
     look_up_s: float | None = None
     move_s: float | None = None

@@ -31,6 +31,20 @@ def test_a_part_is_passed_on_byte_for_byte() -> None:
     assert msgspec.json.decode(chat_of(found)).keys() == {"messages"}
 
 
+def test_a_response_becomes_a_chat() -> None:
+    url = "data:image/png;base64,AA=="
+    image = {"type": "input_image", "image_url": url, "detail": "auto", "uuid": "a"}
+    answer = {"type": "function_call_output", "output": [image | {"uuid": "b"}]}
+    message = {"role": "user", "content": [{"type": "input_text", "text": "?"}, image]}
+    found = named_media(msgspec.json.encode({"input": [message, answer, {"role": "user"}]}))
+    part = {"type": "image_url", "image_url": {"url": url}}
+    assert {name: msgspec.json.decode(one) for name, one in found.items()} == {
+        "a": part | {"uuid": "a"},
+        "b": part | {"uuid": "b"},
+    }
+    assert named_media(b'{"input": "a text"}') == named_media(b'{"input": [1, 2]}') == {}
+
+
 @pytest.mark.parametrize(
     "part",
     [
