@@ -74,7 +74,7 @@ ACCESS: Final[Mapping[str, ServiceAccess]] = {
         | dict.fromkeys(
             (
                 *("Reserve", "Renew", "AwaitLanding", "Release", "Ended", "Direct", "Place"),
-                "Prefill",
+                *("Encode", "Prefill"),
                 *("Drain", "Resume", "SetRole", "Members", "Time"),
             ),
             _GATEWAY,
@@ -82,7 +82,7 @@ ACCESS: Final[Mapping[str, ServiceAccess]] = {
     ),
     "prfaas.Directory": ServiceAccess(
         servers=frozenset[Role]({"directory"}),
-        callers=dict.fromkeys(("Match", "Nodes"), _SEES),
+        callers=dict.fromkeys(("Match", "Nodes", "FindEmbeddings"), _SEES),
     ),
 }
 
