@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.gateway.serving.records import Outcome, RequestRecord
+from deploy.ops.travel_words import travel_words
 from deploy.table_style import new_table, say
 from kvmanager.config_files.units import format_age, format_bytes, format_rate
-from scheduler.live.media_travel import MediaTravel
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Number, Reason
 from scheduler.routing.instance_choice import ChoiceReason
 from scheduler.routing.spill import PdReason
@@ -199,7 +199,7 @@ def _facts(record: RequestRecord, now_s: float) -> Iterator[tuple[str, str]]:
     if cached := _cached(record):
         yield "cached", cached
     if record.media_travel is not None:
-        yield "media travel", _travel(record.media_travel)
+        yield "media travel", travel_words(record.media_travel)
     if record.cache_move:
         yield "cache move", record.cache_move
     numbers = record.numbers
@@ -273,16 +273,6 @@ def _link(numbers: Mapping[str, Number]) -> str:
     backlog = round(numbers.get("link_backlog_bytes", 0))
     shown = format_rate(rate) + "/s" if rate else "carries nothing"
     return f"{shown}, {format_bytes(backlog)} waiting" if backlog else shown
-
-
-def _travel(found: MediaTravel) -> str:
-    """What crossed the link for media, and what would have been better, with both numbers."""
-    pixels = f"{format_bytes(found.pixel_bytes)}, encoded there after {_seconds(found.pixels_s)} s"
-    embeddings = (
-        f"{format_bytes(found.embedding_bytes)}, there after {_seconds(found.embedding_s)} s"
-    )
-    better = "" if found.what == "pixels" else "; embeddings would have been sooner"
-    return f"as pixels: {pixels} (embeddings: {embeddings}){better}"
 
 
 def _sent(record: RequestRecord) -> str:

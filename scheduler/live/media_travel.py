@@ -1,7 +1,7 @@
 """What should cross the link for the media of a prompt: their pixels, or their embeddings.
 
-Pixels do, in the client's body. The rule of `scheduler.encoding.travel` says with the numbers of the
-moment whether embeddings would have been there sooner. Reads the scheduler's facts and changes
+Pixels do, in the client's body. The rule of `scheduler.encoding.travel` says with the numbers of
+the moment whether embeddings would have been there sooner. Reads the scheduler's facts and changes
 nothing; time is no part of it.
 """
 
@@ -14,7 +14,7 @@ import msgspec
 from netmon.region_link import LinkView
 from scheduler.encoding.travel import travels
 from scheduler.live.core import LiveScheduler
-from scheduler.reports import ClusterReport
+from scheduler.reports import ClusterReport, EncodeReport
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, RequestShape
 from scheduler.routing.media import MediaTask, MediaView, media_delay_s
 
@@ -46,10 +46,9 @@ def media_travel(
     cached = min(shape.prefill_cached_tokens.get(target, 0), shape.num_prompt_tokens)
     num_tokens = media.to_encode(target, cached)
     known = live.knowledge(model).media
-    view = MediaView(model=model, stage=there and there.encode, line=known.line(target))
-    at_home = MediaView(
-        model=model, stage=here and here.encode, line=known.line(live.place(HAND_OFF, pd))
-    )
+    view = MediaView(model=model, stage=_stage(there), line=known.line(target))
+    own = known.line(live.place(HAND_OFF, pd))
+    at_home = MediaView(model=model, stage=_stage(here), line=own)
     if not num_tokens:
         return None
     embedding_bytes = round(num_tokens * token_bytes)
@@ -75,6 +74,10 @@ def _report(live: LiveScheduler, cluster: str) -> ClusterReport | None:
     return live.reports[cluster].report if cluster in live.reports else None
 
 
+def _stage(report: ClusterReport | None) -> EncodeReport | None:
+    return None if report is None else report.encode
+
+
 def _rate(live: LiveScheduler, source: str, target: str) -> float | None:
     """The rate of the link that media take; the other direction stands for it if unmeasured."""
     links: tuple[LinkView, ...] = (live.link(source, target), live.link(target, source))
@@ -83,7 +86,5 @@ def _rate(live: LiveScheduler, source: str, target: str) -> float | None:
 
 def _token_bytes(*reports: ClusterReport | None) -> float | None:
     """The bytes of embeddings for each media token, as a stage at either end has seen them."""
-    stages = (report.encode for report in reports if report is not None)
-    return next(
-        (size for stage in stages if stage is not None and (size := stage.token_bytes)), None
-    )
+    stages = [stage for report in reports if (stage := _stage(report)) is not None]
+    return next((stage.token_bytes for stage in stages if stage.token_bytes), None)

@@ -7,7 +7,7 @@ another node of the cluster pulls it. It does not know requests or routes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvmanager.directory.reader import DirectoryReader
 from kvmanager.embedding_keys import embedding_key
@@ -20,7 +20,7 @@ async def embedded_media(
     reports: Iterable[ClusterReport | None],
     model: str,
     media: Sequence[MediaItem],
-) -> Mapping[str, frozenset[int]]:
+) -> dict[str, frozenset[int]]:
     """By cluster, the numbers of the media in `media` of which it has embeddings. Clusters without
     any are left out. The directory is asked only where engines share embeddings.
     """

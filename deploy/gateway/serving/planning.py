@@ -25,6 +25,7 @@ from kvmanager.media_items import MediaItem
 from kvmanager.token_ids import TokenIds, in_turns, parsing
 from local_pd.errors import PdError
 from local_pd.messages import DirectRequest, DirectTarget
+from scheduler.live.media_travel import media_travel
 from scheduler.routing.decision import Decision, Reason, RequestShape, one_engine
 from scheduler.routing.media import MediaShape
 
@@ -173,13 +174,23 @@ async def _media_shape(
 ) -> MediaShape:
     """A prompt's media for routing. To a prefill cluster they travel in the client's body."""
     spans = tuple((item.offset, item.length) for item in media)
-    nbytes, embedded = len(exchange.inbound.body), {}
+    nbytes, embedded = len(exchange.inbound.body), dict[str, frozenset[int]]()
     # With an adapter, engines may make other embeddings of the same media.
     if services.caches is not None and not exchange.inbound.adapter:
         reports = (*services.reports().values(), *services.prefill_reports().values())
         model = exchange.inbound.model
         embedded = await embedded_media(services.caches.directory, reports, model, media)
     return MediaShape(spans, nbytes, MappingProxyType(embedded))
+
+
+def note_travel(
+    services: Services, exchange: Exchange, decision: Decision, shape: RequestShape
+) -> None:
+    """Note what crosses the link for the media of a request, and what embeddings would take."""
+    model = exchange.inbound.model
+    exchange.record.media_travel = media_travel(
+        services.scheduler.live, model, shape, decision.target, decision.pd
+    )
 
 
 async def direct_target(

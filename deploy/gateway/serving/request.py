@@ -37,6 +37,7 @@ from deploy.gateway.serving.planning import (
     RequestPlan,
     check_tenant,
     direct_target,
+    note_travel,
     plan_request,
 )
 from deploy.gateway.serving.record_views import log_record, response_headers
@@ -44,7 +45,6 @@ from deploy.gateway.serving.records import Outcome
 from deploy.gateway.serving.spilling import LostPds, spill_reason
 from local_pd.errors import NoInstance, PdError
 from scheduler.live.learning.prompt_length import BYTES_PER_TOKEN
-from scheduler.live.media_travel import media_travel
 from scheduler.routing.decision import Decision, Reason, fall_back
 from scheduler.routing.short_term import RouteDecision
 
@@ -142,7 +142,7 @@ class Serving:
                 was_remote = was_remote or decision.route == "prefill_cluster"
             self._exchange.decided(decision, spill_reason(self._exchange, decision))
             if plan.shape.media is not None:
-                self._note_travel(decision, plan)
+                note_travel(self._services, self._exchange, decision, plan.shape)
             try:
                 return await self._try(decision, plan)
             except NotOffloaded as error:
@@ -248,16 +248,6 @@ class Serving:
             if is_looked_up and not exchange.was_full:
                 feedback.direct_took(self._inbound.model, plan.shape, seconds, pd=pd)
         return answer
-
-    def _note_travel(self, decision: Decision, plan: RequestPlan) -> None:
-        """Note what crosses the link for the media, and what their embeddings would take."""
-        self._exchange.record.media_travel = media_travel(
-            self._services.scheduler.live,
-            self._inbound.model,
-            plan.shape,
-            decision.target,
-            decision.pd,
-        )
 
     def _check_first_answer(self, answer: EngineAnswer) -> None:
         """Raises `EngineLost` for a server error if a try is left: the engine may be dying."""
