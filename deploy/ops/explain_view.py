@@ -21,6 +21,7 @@ _ROWS: Final = (
     ("turn into tokens", "", "render_s"),
     ("look up cached", "", "look_up_s"),
     ("move cache", "move_s", "move_s"),
+    ("encode media", "encode_s", ""),
     ("reserve", "", "reserve_s"),
     ("queue", "queue_s", "queue_s"),
     ("open outbox", "", "open_s"),

@@ -242,7 +242,12 @@ class Offload:
             return self._prefill_failed(PrefillFailed("engine_failed", repr(error)))
         self._exchange.prefilled(target, result, self._saved_bytes(slot))
         self._feedback.prefilled(
-            self._inbound.model, target, len(self._prefix), result, pd=self._routed.pd
+            self._inbound.model,
+            target,
+            len(self._prefix),
+            result,
+            pd=self._routed.pd,
+            shape=self._shape,
         )
         return result
 

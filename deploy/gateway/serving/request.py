@@ -281,6 +281,7 @@ class Serving:
             ttft_s,
             was_full=exchange.was_full,
             pd=record.cluster,
+            has_media=self._inbound.content.has_media,
         )
         exchange.metrics.predicted(record.model, record.route, predicted.ttft_s, ttft_s)
 

@@ -8,18 +8,23 @@ from aiohttp import web
 
 from kvmanager.hashing import token_digest
 from kvmanager.media_items import MediaItem
+from scheduler.routing.decision import ONE_ENGINE
 
 PICTURE = "data:image/png;base64,AAAA"
 NUM_TOKENS = 300
 LENGTH = 20
+STREAM = {"stream": True, "max_tokens": 4}
 
 
-def chat(url: str = PICTURE, **fields: Any) -> dict[str, Any]:
+def chat(
+    url: str = PICTURE, options: dict[str, Any] | None = None, **fields: Any
+) -> dict[str, Any]:
     content = [
         {"type": "text", "text": "what is it?"},
         {"type": "image_url", "image_url": {"url": url}, **fields},
     ]
-    return {"model": "tiny", "messages": [{"role": "user", "content": content}]}
+    message = {"role": "user", "content": content}
+    return {"model": "tiny", "messages": [message], **(options or {})}
 
 
 class Renderer:
@@ -36,6 +41,30 @@ class Renderer:
         places = [{"offset": self.offset, "length": LENGTH} for _ in names]
         features = {"mm_hashes": {"image": names}, "mm_placeholders": {"image": places}}
         return web.json_response({"token_ids": [1] * NUM_TOKENS, "features": features})
+
+
+async def test_a_prompt_with_a_picture_is_predicted_with_its_encoding(region: Any) -> None:
+    scheduler = region.gateway.scheduler
+    await region.post(region.long_body(**STREAM))
+    text = await region.record()
+    region.engine.render_reply = Renderer()
+    known = scheduler.knowledge("tiny")
+    for place in ("far", ONE_ENGINE):
+        for num_tokens in (250, 500, 1000, 2000):
+            known.learn(place, num_tokens, 0, num_tokens * 1e-3)
+        for tokens in (10, 20, 40):
+            known.media.encoded(place, tokens, tokens * 0.1)
+    before = known.prefill("far"), known.service("far", scheduler.clock())
+    status, _, _ = await region.post(chat(options=STREAM), "/v1/chat/completions")
+    assert status == 200
+    record = await region.record()
+    assert record.first_target == "far"
+    parts = record.predictions["remote"]
+    assert parts["encode_s"] == pytest.approx(LENGTH * 0.1, rel=0.05)
+    assert record.predicted_ttft_s == pytest.approx(sum(parts.values()), abs=1e-5)
+    assert "encode_s" not in text.predictions["remote"]
+    # Its own times taught nothing about text.
+    assert (known.prefill("far"), known.service("far", scheduler.clock())) == before
 
 
 async def test_a_picture_goes_to_the_prefill_cluster_with_its_name(region: Any) -> None:
