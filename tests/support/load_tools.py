@@ -1,0 +1,38 @@
+"""Load tools of others, run as their users run them."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 240.0
+
+
+async def vllm_bench_serve(
+    url: str, model: str, model_path: Path, directory: Path, *, num_prompts: int, num_tokens: int
+) -> dict[str, Any]:
+    """What `vllm bench serve` measured at `url`, with random prompts of about `num_tokens`."""
+    argv = ["bench", "serve", "--backend", "openai", "--base-url", url, "--model", model]
+    argv += ["--tokenizer", str(model_path), "--dataset-name", "random"]
+    argv += ["--random-input-len", str(num_tokens), "--random-output-len", "8"]
+    argv += ["--num-prompts", str(num_prompts), "--request-rate", "2", "--temperature", "0"]
+    argv += ["--ignore-eos", "--percentile-metrics", "ttft,tpot,e2el"]
+    argv += ["--metric-percentiles", "50,90,99"]
+    argv += ["--save-result", "--result-dir", str(directory), "--result-filename", "found.json"]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "vllm.entrypoints.cli.main", *argv),
+        cwd=directory,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            told, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, told.decode(errors="replace")[-5000:]
+    found = await asyncio.to_thread((directory / "found.json").read_text)
+    return dict(json.loads(found))
