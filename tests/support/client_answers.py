@@ -27,7 +27,9 @@ _CITY: dict[str, object] = {
     "additionalProperties": False,
 }
 _NAME = "weather"
-_FUNCTION: Any = {"type": "function", "function": {"name": _NAME, "parameters": _CITY}}
+_NAMED: Any = {"name": _NAME, "strict": True}
+"""A tool of any API. Strict: vLLM lets the others be called with any JSON."""
+_FUNCTION: Any = {"type": "function", "function": _NAMED | {"parameters": _CITY}}
 _AS_JSON: Any = {"type": "json_schema", "json_schema": {"name": _NAME, "schema": _CITY}}
 _JSON_TOKENS = 128
 """Enough for a call of a tool with all that is around it."""
@@ -224,7 +226,7 @@ async def _responses_schema(
 async def _responses_tools(
     client: openai.AsyncOpenAI, _: anthropic.AsyncAnthropic, model: str, prompt: str
 ) -> list[str]:
-    tool: Any = {"type": "function", "name": _NAME, "parameters": _CITY, "strict": False}
+    tool: Any = _NAMED | {"type": "function", "parameters": _CITY}
     answer = await client.responses.create(
         model=model,
         input=prompt,
@@ -278,7 +280,7 @@ async def _messages_tools(
         messages=_said(prompt),
         max_tokens=_JSON_TOKENS,
         extra_body=GREEDY,
-        tools=[{"name": _NAME, "input_schema": _CITY}],
+        tools=[_NAMED | {"input_schema": _CITY}],
         tool_choice={"type": "tool", "name": _NAME},
     )
     return _called(answer)
@@ -292,7 +294,7 @@ async def _messages_tools_stream(
         messages=_said(prompt),
         max_tokens=_JSON_TOKENS,
         extra_body=GREEDY,
-        tools=[{"name": _NAME, "input_schema": _CITY}],
+        tools=[_NAMED | {"input_schema": _CITY}],
         tool_choice={"type": "any"},
     ) as stream:
         return _called(await stream.get_final_message())
