@@ -14,12 +14,14 @@ MAX_TOKENS = 12
 NUM_CHOICES = 3
 GREEDY = {"temperature": 0}
 TOOL_ARGS = (
-    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    *("--enable-auto-tool-choice", "--tool-call-parser", "pythonic"),
     # A model without sense would fill its answer with blanks.
     "--structured-outputs-config",
     '{"backend": "xgrammar", "disable_any_whitespace": true}',
 )
-"""What engines must be started with, so that they take tools."""
+"""What engines must be started with, so that they take tools. With this parser vLLM holds a call to
+the schema of the tool, and not to the format of one family of models, which allows any blanks.
+"""
 _CITY: dict[str, object] = {
     "type": "object",
     "properties": {"city": {"enum": ["Rome", "Oslo"]}},
@@ -27,9 +29,7 @@ _CITY: dict[str, object] = {
     "additionalProperties": False,
 }
 _NAME = "weather"
-_NAMED: Any = {"name": _NAME, "strict": True}
-"""A tool of any API. Strict: vLLM lets the others be called with any JSON."""
-_FUNCTION: Any = {"type": "function", "function": _NAMED | {"parameters": _CITY}}
+_FUNCTION: Any = {"type": "function", "function": {"name": _NAME, "parameters": _CITY}}
 _AS_JSON: Any = {"type": "json_schema", "json_schema": {"name": _NAME, "schema": _CITY}}
 _JSON_TOKENS = 128
 """Enough for a call of a tool with all that is around it."""
@@ -226,7 +226,7 @@ async def _responses_schema(
 async def _responses_tools(
     client: openai.AsyncOpenAI, _: anthropic.AsyncAnthropic, model: str, prompt: str
 ) -> list[str]:
-    tool: Any = _NAMED | {"type": "function", "parameters": _CITY}
+    tool: Any = {"type": "function", "name": _NAME, "parameters": _CITY, "strict": False}
     answer = await client.responses.create(
         model=model,
         input=prompt,
@@ -280,7 +280,7 @@ async def _messages_tools(
         messages=_said(prompt),
         max_tokens=_JSON_TOKENS,
         extra_body=GREEDY,
-        tools=[_NAMED | {"input_schema": _CITY}],
+        tools=[{"name": _NAME, "input_schema": _CITY}],
         tool_choice={"type": "tool", "name": _NAME},
     )
     return _called(answer)
@@ -294,7 +294,7 @@ async def _messages_tools_stream(
         messages=_said(prompt),
         max_tokens=_JSON_TOKENS,
         extra_body=GREEDY,
-        tools=[_NAMED | {"input_schema": _CITY}],
+        tools=[{"name": _NAME, "input_schema": _CITY}],
         tool_choice={"type": "any"},
     ) as stream:
         return _called(await stream.get_final_message())
