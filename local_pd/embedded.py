@@ -48,7 +48,7 @@ from prfaas.engines.timing import TimedPrefills, TimingOrder, time_prefills
 from prfaas.engines.traced_job import traced_job
 from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.live.long_term.conversion import RoleChange, RoleStatus, applied
-from scheduler.reports import ClusterReport
+from scheduler.reports import ClusterReport, why_fixed
 from transport.rpc import RpcError
 
 if TYPE_CHECKING:  # which needs the extra `traces`
@@ -282,7 +282,8 @@ class EmbeddedPdCluster:
         return ClusterReport(
             name=self._name,
             # A draining instance counts: it serves requests that no other one can.
-            healthy=not self._closed and any(view.serves for view in views),
+            healthy=not self._closed
+            and any(view.serves and view.role != "encode" for view in views),
             queue_depth=0,
             running=sum(view.num_requests for view in views),
             instances=instances,
@@ -308,10 +309,8 @@ class EmbeddedPdCluster:
     async def set_role(self, instance: str, change: RoleChange, *, leader: int = 0) -> RoleStatus:
         self._check_leader(leader)
         found = self._instances.known(instance)
-        if found.role == "both":
-            raise RoleRefused(
-                f"{self._name}: {instance} prefills and decodes; it has no other role"
-            )
+        if why := why_fixed(found.report(0), change.role):
+            raise RoleRefused(f"{self._name}: {why}")
         now = RoleStatus(found.role, found.role_epoch)
         status = applied(now, change)
         if status is None:
@@ -329,6 +328,8 @@ class EmbeddedPdCluster:
 
     async def time_prefills(self, order: TimingOrder) -> TimedPrefills:
         instance = self._instances.known(order.instance)
+        if instance.role == "encode":
+            return TimedPrefills(reason=f"{instance.name} encodes")
         if self._is_busy(instance):
             return TimedPrefills(reason=f"{instance.name} is busy")
         instance.load.given()
@@ -414,5 +415,8 @@ class EmbeddedPdCluster:
         return (load for load in found if load is not None)
 
     def _count_usable(self) -> None:
-        usable = sum(item.serves and not item.draining for item in self._instances.by_name.values())
+        usable = sum(
+            item.serves and not item.draining and item.role != "encode"
+            for item in self._instances.by_name.values()
+        )
         self._metrics.healthy_instances.labels(self._name).set(usable)

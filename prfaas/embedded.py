@@ -32,7 +32,7 @@ from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.metrics import PrefillMetrics, prefill_metrics
 from prfaas.queue import PrefillQueue
 from prfaas.queue_values import Effect, FailJob, QueueConfig, QueuedJob, QueueInstance, StartJob
-from scheduler.reports import ClusterReport
+from scheduler.reports import ClusterReport, serves
 from transport.tasks import start_task
 
 if TYPE_CHECKING:  # which needs the extra `traces`
@@ -96,8 +96,9 @@ class EmbeddedPrefillCluster:
         self._runner = PrefillRunner(config.runner, tracer)
         self._instances = Instances(name, instances, config.instances, self._instance_changed)
         for spec in instances:
-            # The queue knows all instances from the start; probes will say when each is usable.
-            self._queue.instance_changed(_view(spec), 0.0)
+            # The queue knows all that prefill from the start; probes will say when each is usable.
+            if spec.role != "encode":
+                self._queue.instance_changed(_view(spec), 0.0)
         self.departures = Departures(self._instances, idle=self._until_idle, forget=self._forget)
         self._tickets: dict[str, _Ticket] = {}
         self._ticker: asyncio.Task[None] | None = None
@@ -142,8 +143,7 @@ class EmbeddedPrefillCluster:
         )
         return ClusterReport(
             name=self._name,
-            healthy=not self._closed
-            and any(item.healthy and not item.draining for item in instances),
+            healthy=not self._closed and any(serves(item, "") for item in instances),
             queue_depth=self._queue.depth,
             running=self._queue.num_running,
             instances=instances,
@@ -168,6 +168,8 @@ class EmbeddedPrefillCluster:
 
     async def time_prefills(self, order: TimingOrder) -> TimedPrefills:
         instance = self._instances.known(order.instance)
+        if instance.role == "encode":
+            return TimedPrefills(reason=f"{instance.name} only encodes")
         if self._queue.running_on(instance.name):
             return TimedPrefills(reason=f"{instance.name} is busy")
         return await time_prefills(instance, order)
@@ -284,19 +286,21 @@ class EmbeddedPrefillCluster:
         )
 
     def _instance_changed(self, instance: Instance) -> None:
-        view = replace(
-            _view(instance.spec),
-            healthy=instance.transfers,
-            draining=instance.draining,
-            layout_fingerprint=instance.layout_fingerprint,
-            layout=instance.layout,
-        )
-        self._perform(self._queue.instance_changed(view, self._clock()))
+        if instance.role != "encode":
+            view = replace(
+                _view(instance.spec),
+                healthy=instance.transfers,
+                draining=instance.draining,
+                layout_fingerprint=instance.layout_fingerprint,
+                layout=instance.layout,
+            )
+            self._perform(self._queue.instance_changed(view, self._clock()))
         self._count_usable()
 
     def _count_usable(self) -> None:
         usable = sum(
-            item.transfers and not item.draining for item in self._instances.by_name.values()
+            item.transfers and not item.draining and item.role != "encode"
+            for item in self._instances.by_name.values()
         )
         self._metrics.healthy_instances.labels(self._name).set(usable)
 

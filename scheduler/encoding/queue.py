@@ -28,8 +28,8 @@ from collections.abc import Iterable
 from typing import Final
 
 from scheduler.encoding.held import EncodePass, Entry, HeldInstance, HeldRequest, MediumKey
-from scheduler.encoding.rule import predict
 from scheduler.encoding.line import EncodeLine
+from scheduler.encoding.rule import predict
 from scheduler.encoding.times import EncodeTimes
 from scheduler.encoding.values import (
     Effect,

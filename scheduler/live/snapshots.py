@@ -20,7 +20,7 @@ from scheduler.live.learning.knowledge import ModelKnowledge
 from scheduler.live.ledger import DirectPrompt, Ledger
 from scheduler.live.place_work import PlaceWork
 from scheduler.live.thresholds import Thresholds
-from scheduler.reports import ClusterReport, InstanceReport, is_of_model, serves
+from scheduler.reports import ClusterReport, InstanceReport, decodes, is_of_model, serves
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, RequestShape
 from scheduler.routing.media import MediaView
 from scheduler.routing.order_config import OrderConfig
@@ -96,7 +96,7 @@ class ReportDigest:
     @cached_property
     def decoding_layouts(self) -> frozenset[str] | None:
         """The fingerprints of the KVCache that the instances of a PD cluster decode."""
-        return _layouts([item for item in self.instances if item.role != "prefill"], self.model)
+        return _layouts([item for item in self.instances if decodes(item.role)], self.model)
 
     @cached_property
     def can_hand_off(self) -> bool:
@@ -108,7 +108,7 @@ class ReportDigest:
         """The instances that serve a request whole."""
         serving = [item for item in self.instances if serves(item, self.model)]
         # Prefill instances serve whole requests only where no other instance can.
-        return [item for item in serving if item.role != "prefill"] or serving
+        return [item for item in serving if decodes(item.role)] or serving
 
     @cached_property
     def whole_names(self) -> frozenset[str]:

@@ -18,6 +18,7 @@ from kvmanager.agent.messages import (
     CacheModel,
     Cancel,
     CancelReply,
+    EmbeddingStatus,
     EncoderStatus,
     EngineStatus,
     OpenOutbox,
@@ -105,6 +106,7 @@ class FakeAgent:
         self.fingerprints: dict[str, str] = {}
         self.model = ""
         self.adapters: dict[str, str] = {}
+        self.embeddings: EmbeddingStatus | None = None
         self.encoder = ""
         """What its engines say that the keys of their embeddings are made of."""
         self.landing_bytes = 0
@@ -279,6 +281,7 @@ class FakeAgent:
             pid=1,
             data_endpoint="127.0.0.1:9",
             landing_room_bytes=self.landing_room_bytes,
+            embeddings=self.embeddings,
             encoders=[EncoderStatus(name, 2, self.encoder) for name in self.instances]
             if self.encoder
             else [],

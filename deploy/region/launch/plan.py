@@ -37,6 +37,7 @@ from deploy.region.launch.trust import (
     engine_key_file,
     region_key_of,
 )
+from deploy.region.spec.encoding import encoder_role_of
 from deploy.region.spec.region import (
     ClusterSpec,
     NodeSpec,
@@ -46,7 +47,7 @@ from deploy.region.spec.region import (
 )
 from kvmanager.agent.config import AgentSection
 from kvmanager.logs import FORMAT_VARIABLE, LEVEL_VARIABLE, LogLevel
-from prfaas.engines.command import EngineOptions, EngineSpec
+from prfaas.engines.command import EncoderRole, EngineOptions, EngineSpec
 from prfaas.engines.supervision.process import KILL_S, ProcessSpec
 from transport import Endpoint
 
@@ -237,20 +238,23 @@ class Planner:
         them, because names of instances may be longer than paths of sockets.
         """
         region = self.resolved.region
-        if not (region.caches(node) and region.model_of(instance).prefix_caching):
+        caches = region.caches(node) and region.model_of(instance).prefix_caching
+        if not caches or instance.encodes_only:
             return None
         digest = blake3(instance.name.encode()).hexdigest(8)
         sockets = (self.directory.socket(f"{word}.{digest}") for word in ("kv", "replay"))
         return ",".join(f"ipc://{socket}" for socket in sockets)
 
     def _engine(self, node: NodeSpec, instance: RegionInstance) -> PlannedProcess:
+        region = self.resolved.region
         spec = engine_spec(
-            self.resolved.region,
+            region,
             node,
             instance,
             self.directory.socket(node.name),
+            encoder_role=encoder_role_of(region, region.cluster_with(node), instance),
             kv_events=self._kv_events(node, instance),
-            key_file=engine_key_file(self.resolved.region, self.directory),
+            key_file=engine_key_file(region, self.directory),
             devices=self.devices.get(instance.name, {}),
         )
         process = ProcessSpec(
@@ -258,9 +262,9 @@ class Planner:
             argv=spec.argv(),
             log_path=self.directory.logs / f"{instance.name}.log",
             env=spec.environment(dict(self.environment) | self._log_variables("engine")),
-            term_grace_s=grace_s("engine", self.resolved.region.gateway.timeouts),
+            term_grace_s=grace_s("engine", region.gateway.timeouts),
         )
-        url = engine_url(self.resolved.region, node, instance)
+        url = engine_url(region, node, instance)
         return PlannedProcess(instance.name, "engine", url, process)
 
     def _gateway(self, region: RegionSpec, node: str) -> PlannedProcess:
@@ -298,6 +302,7 @@ def engine_spec(
     instance: RegionInstance,
     agent_socket: Path | None,
     *,
+    encoder_role: EncoderRole | None = None,
     kv_events: str | None = None,
     key_file: Path | None = None,
     devices: Mapping[str, str] | None = None,
@@ -314,7 +319,7 @@ def engine_spec(
         "args": model.args + instance.args,
         "env": dict(devices or {}) | model.env | instance.env,
     }
-    by_nixl = agent_socket is not None and instance.nixl_port
+    by_nixl = agent_socket is not None and instance.nixl_port and not instance.encodes_only
     return EngineSpec(
         **options,
         nixl_at=str(Endpoint(node.host, instance.nixl_port)) if by_nixl else None,
@@ -328,6 +333,7 @@ def engine_spec(
         max_num_seqs=region.decode_slots_of(instance),
         enable_prefix_caching=model.prefix_caching,
         agent_socket=None if agent_socket is None else str(agent_socket),
+        encoder_role=encoder_role,
         kv_events=kv_events,
         traces=region.receiver,
     )

@@ -9,6 +9,7 @@ from deploy.region.launch.parts import fronts_apart
 from deploy.region.launch.ports import ResolvedRegion, advertised_address
 from deploy.region.launch.rundir import RunDirectory
 from deploy.region.launch.trust import engine_key_file, region_key_of, signs_grants
+from deploy.region.spec.encoding import encoder_role_of
 from deploy.region.spec.region import (
     ClusterSpec,
     RegionSpec,
@@ -132,6 +133,8 @@ def _instances(region: RegionSpec, cluster: ClusterSpec) -> tuple[InstanceSpec, 
             role=role_of(item, cluster),
             max_concurrent=item.max_concurrent,
             decode_slots=region.decode_slots_of(item),
+            encoder_role=encoder_role_of(region, cluster, item),
+            encodes=item.encodes,
         )
         for node in cluster.nodes
         for item in node.instances

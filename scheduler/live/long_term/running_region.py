@@ -241,7 +241,9 @@ def pd_profile(
 def _counted(
     pd: Reported, model: str, means: PeriodMeans, conversion: Conversion | None
 ) -> Iterator[tuple[InstanceReport, Role]]:
-    """The usable instances of the PD cluster, and the role that each will have."""
+    """The usable instances of the PD cluster that prefill or decode, and the role that each will
+    have.
+    """
     lasting = means.lasting(pd.name, model)
     for item in pd.report.instances if pd.report is not None else ():
         role: Role = item.role
@@ -252,7 +254,8 @@ def _counted(
             role = conversion.wish.to_role
         elif item.draining or not item.role_ready:
             continue
-        yield item, role
+        if role != "encode":
+            yield item, role
 
 
 def _pd_cluster(facts: RegionFacts, missing: list[str], notes: list[str]) -> PdClusterModel | None:
@@ -302,7 +305,11 @@ def _prefill_clusters(
     for source in facts.prefill_clusters:
         lasting = facts.means.lasting(source.name, facts.model)
         if source.report is not None:
-            lasting -= {item.name for item in source.report.instances if item.draining}
+            lasting -= {
+                item.name
+                for item in source.report.instances
+                if item.draining or item.role == "encode"
+            }
         others = _others(facts, source.name)
         if others and not lasting:
             continue  # It is there for other models.
