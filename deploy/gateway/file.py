@@ -20,7 +20,7 @@ from deploy.gateway.cache.region_caches import RegionCaches
 from deploy.gateway.config import GatewayConfig, SharedUplink, with_api_keys
 from deploy.gateway.links.linked_cluster import LinkedPrefillCluster
 from deploy.gateway.links.region_links import RegionLinks
-from kvmanager.agent.client import AgentClients
+from kvmanager.agent.shared_clients import AgentClients
 from kvmanager.config_files.fields import Address, Section, filled_from
 from kvmanager.config_files.problems import FileError, Problem, suggestion
 from kvmanager.config_files.security import GrantsSection, SecuritySection, check_redis

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import aiohttp
 
-from kvmanager.agent.client import AgentClients
 from kvmanager.agent.messages import StatusReply
+from kvmanager.agent.shared_clients import AgentClients
 from prfaas.engines.access import EngineAccess
 from prfaas.engines.client import EngineHttp, open_session
 from prfaas.engines.command import EngineSpec

@@ -1,37 +1,32 @@
 """Embeddings in a real agent's arena: put by one process, found by another."""
 
-import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, TypeVar
 
 import pytest
 from agent_process import AgentProcess, wait_until
+from embedding_ends import (
+    DATA,
+    ENCODER,
+    embeddings_of,
+    encoder_client,
+    finding,
+    found,
+    put,
+    saving,
+)
 
 from kvmanager.agent.embeddings.control import MAX_EMBEDDINGS
 from kvmanager.agent.embeddings.messages import HasEmbeddings, HasEmbeddingsReply
-from kvmanager.agent.engines.embedding_client import EmbeddingClient
-from kvmanager.agent.engines.protocol import EmbeddingFound, EmbeddingRoom, EncoderHello
-from kvmanager.agent.messages import EmbeddingStatus, EncoderStatus
+from kvmanager.agent.engines.protocol import EmbeddingFound, EmbeddingRoom
+from kvmanager.agent.messages import EncoderStatus
 from kvmanager.arena import Arena
 from kvmanager.embedding_keys import embedding_key
 from kvmanager.hashing import join_keys
 from kvmanager.vllm_connector.encode import sides
 from kvmanager.vllm_connector.encode.sides import EmbeddingFinder, EmbeddingSaver
 from transport.rpc import RpcError
-
-Side = TypeVar("Side", EmbeddingSaver, EmbeddingFinder)
-ENCODER = "files:1 bfloat16"
-DATA = bytes(range(256)) * 1000
-"""Several blocks, the last one in part."""
-
-
-def client(agent: AgentProcess, role: Literal["scheduler", "worker"]) -> EmbeddingClient:
-    return EmbeddingClient(
-        agent.socket, EncoderHello("encode-0", role, os.getpid(), encoder=ENCODER)
-    )
 
 
 @pytest.fixture
@@ -40,43 +35,16 @@ def agent(tmp_path: Path) -> Iterator[AgentProcess]:
         yield running
 
 
-@contextmanager
-def connected(side: Side, connecting: EmbeddingClient) -> Iterator[Side]:
-    side.start()
-    wait_until(lambda: connecting.arena is not None, what="the agent has welcomed it")
-    yield side
-    side.close()
-
-
 @pytest.fixture
 def saver(agent: AgentProcess) -> Iterator[EmbeddingSaver]:
-    connecting = client(agent, "worker")
-    with connected(EmbeddingSaver(connecting, ENCODER, timeout_s=20.0), connecting) as made:
+    with saving(agent) as made:
         yield made
 
 
 @pytest.fixture
 def finder(agent: AgentProcess) -> Iterator[EmbeddingFinder]:
-    connecting = client(agent, "scheduler")
-    with connected(EmbeddingFinder(connecting, ENCODER, timeout_s=20.0), connecting) as made:
+    with finding(agent) as made:
         yield made
-
-
-def put(saver: EmbeddingSaver, image: str, data: bytes = DATA) -> bool:
-    return saver.save(image, len(data), lambda: memoryview(data))
-
-
-def found(finder: EmbeddingFinder, image: str, column_bytes: int = 8) -> bytes | None:
-    wait_until(lambda: finder.are_known("r", {image: column_bytes}), what=f"the answer for {image}")
-    data = finder.data(image)
-    finder.drop("r", [image])
-    return data
-
-
-def status(agent: AgentProcess) -> EmbeddingStatus:
-    embeddings = agent.status().embeddings
-    assert embeddings is not None
-    return embeddings
 
 
 def test_what_one_process_saves_another_finds(
@@ -90,7 +58,7 @@ def test_what_one_process_saves_another_finds(
     assert found(finder, "cat", column_bytes=len(DATA) - 1) is None  # not of this prompt's shape
     # The same image of another encoder is another embedding.
     assert embedding_key(ENCODER, "cat") != embedding_key("files:2 bfloat16", "cat")
-    numbers = status(agent)
+    numbers = embeddings_of(agent)
     assert (numbers.num_embeddings, numbers.num_queries, numbers.num_hits) == (1, 4, 2)
     assert len(DATA) <= numbers.held_bytes <= numbers.cap_bytes == 4 << 20
 
@@ -114,7 +82,7 @@ def test_an_agent_says_what_it_has_and_whose_encoders_are_connected(
     told = agent.status()
     assert told.encoders == [EncoderStatus("encode-0", 2, ENCODER)]
     assert (told.encoder_of("encode-0"), told.encoder_of("encode-1")) == (ENCODER, "")
-    numbers = status(agent)
+    numbers = embeddings_of(agent)
     assert (numbers.num_queries, numbers.num_hits) == (0, 0)  # no engine has looked
     saver.close()
     wait_until(lambda: agent.status().encoders == [EncoderStatus("encode-0", 1, ENCODER)])
@@ -128,7 +96,7 @@ def test_old_embeddings_make_room_for_new_ones(
     assert found(finder, "image 0") is None
     assert found(finder, "image 5") == large
     assert not put(saver, "too large", bytes(5 << 20))
-    assert status(agent).held_bytes <= 4 << 20
+    assert embeddings_of(agent).held_bytes <= 4 << 20
 
 
 def test_without_its_agent_a_finder_says_that_there_is_nothing(
@@ -145,7 +113,7 @@ def test_without_its_agent_a_finder_says_that_there_is_nothing(
 
 def test_an_agent_that_keeps_none_refuses_encoders(tmp_path: Path) -> None:
     with AgentProcess(tmp_path, embedding_gib=0) as agent:
-        refused = client(agent, "worker")
+        refused = encoder_client(agent, "worker")
         saver = EmbeddingSaver(refused, ENCODER, timeout_s=20.0)
         saver.start()
         wait_until(lambda: "this agent keeps no embeddings" in agent.log(), what="the refusal")
@@ -284,17 +252,17 @@ def test_an_encoder_that_ends_leaves_its_image_to_others(
         def on_disconnected(self) -> None:
             pass
 
-    ending, rooms = client(agent, "worker"), Rooms()
+    ending, rooms = encoder_client(agent, "worker"), Rooms()
     ending.start(rooms)
     wait_until(lambda: ending.arena is not None, what="the encoder is connected")
     assert ending.put(embedding_key(ENCODER, "cat"), len(DATA))
     wait_until(lambda: bool(rooms.given), what="the encoder has room")
     assert rooms.given[0].runs
-    held = status(agent).held_bytes
+    held = embeddings_of(agent).held_bytes
     assert not put(saver, "cat")  # another encodes it
     assert found(finder, "cat") is None
 
     ending.close()
     wait_until(lambda: put(saver, "cat"), what="the image can be put")
     assert found(finder, "cat") == DATA
-    wait_until(lambda: status(agent).held_bytes == held, what="the memory is given back")
+    wait_until(lambda: embeddings_of(agent).held_bytes == held, what="the memory is given back")
