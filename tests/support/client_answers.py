@@ -153,6 +153,7 @@ async def _tools_stream(
         temperature=0,
         tools=[_FUNCTION],
         tool_choice="required",
+        parallel_tool_calls=False,
         stream=True,
     ):
         for choice in event.choices:
@@ -295,7 +296,7 @@ async def _messages_tools_stream(
         max_tokens=_JSON_TOKENS,
         extra_body=GREEDY,
         tools=[{"name": _NAME, "input_schema": _CITY}],
-        tool_choice={"type": "any"},
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
     ) as stream:
         return _called(await stream.get_final_message())
 
