@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from deploy.gateway.app import Gateway
 from deploy.gateway.cache.moves import MoveMetrics
 from deploy.gateway.config import GatewayConfig, ModelConfig, RecorderSection
+from deploy.gateway.media.metrics import MediaMetrics
 from deploy.gateway.scheduling.recorder import Recorder
 from deploy.gateway.sharing.region_sharing import SharingMetrics
 from kvmanager.agent.messages import CacheStatus, EmbeddingStatus, StatusReply
@@ -139,6 +140,7 @@ def _gateway() -> CollectorRegistry:
     )
     registry = gateway.metrics.registry
     MoveMetrics(registry)
+    MediaMetrics(registry, int)
     SharingMetrics(registry)
     Recorder(RecorderSection(dir=Path()), registry)
     return registry

@@ -12,6 +12,9 @@ from kvmanager.landing import ReservedLanding
 from kvmanager.media_items import MediaItem
 from kvmanager.token_ids import TokenIds
 
+ChatApi = Literal["chat", "responses"]
+"""The endpoints of engines whose prompts may have media that the gateway can name."""
+
 
 class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     """Compute the KVCache of `prompt_token_ids` and send it to `landing`.
@@ -27,8 +30,8 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     `last_token` is what `prompt_token_ids` leaves out, for vLLM's own connectors, which prefill
     whole prompts, and for drafters, whose last KVCache depends on it; it may be left empty for a
     cluster without them. `num_choices` answers are decoded with the KVCache.
-    `media` are the media of the prompt. With any, `chat` is the client's body, a chat: an engine
-    makes the prompt of it by itself, and computes all but its last token.
+    `media` are the media of the prompt. With any, `chat` is the client's body, a request to the
+    `api`: an engine makes the prompt of it by itself, and computes all but its last token.
     """
 
     request_id: str
@@ -47,6 +50,7 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     num_choices: int = 1
     media: tuple[MediaItem, ...] = ()
     chat: bytes = b""
+    api: ChatApi = "chat"
 
     @property
     def uncached_tokens(self) -> int:

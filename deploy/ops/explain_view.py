@@ -18,6 +18,7 @@ from scheduler.routing.spill import PdReason
 
 _ROWS: Final = (
     ("read", "", "read_s"),
+    ("fetch media", "", "media_s"),
     ("turn into tokens", "", "render_s"),
     ("look up cached", "", "look_up_s"),
     ("move cache", "move_s", "move_s"),

@@ -20,6 +20,7 @@ THINGS = frozenset(
         "events",
         "evictions",
         "failures",
+        "fetches",
         "fills",
         "followed",
         "hand_offs",

@@ -225,6 +225,7 @@ class Offload:
             num_choices=self._shape.num_choices,
             media=self._media,
             chat=self._inbound.body if self._media else b"",
+            api="responses" if self._inbound.kind == "responses" else "chat",
         )
         try:
             if target == HAND_OFF:
@@ -305,10 +306,12 @@ class Offload:
     ) -> None:
         """Give the landing back and fall back; raises `PrefillLost` to go elsewhere instead."""
         # Prefill instances of the same cluster are no other place, so the decode engine computes.
-        if self._routed.target != HAND_OFF and try_elsewhere():
-            raise PrefillLost(self._routed.target, error)
-        if self._services.refuses_local_prefill and self._routed.target != HAND_OFF:
-            raise PrefillUnavailable(Reason.PREFILL_FAILED)
+        # Other clusters would refuse the same media, and the client is to hear why from an engine.
+        if self._routed.target != HAND_OFF and not (self._media and error.code == "rejected"):
+            if try_elsewhere():
+                raise PrefillLost(self._routed.target, error)
+            if self._services.refuses_local_prefill:
+                raise PrefillUnavailable(Reason.PREFILL_FAILED)
         self.decision = fall_back(self.decision, Reason.PREFILL_FAILED)
         self._exchange.decided(self.decision)
         self._services.background.spawn(

@@ -94,8 +94,11 @@ class Serving:
 
         Raises what ended the last try. Cancelling gives everything back.
         """
-        # Rendering costs an engine time: who may not be served gets none.
+        # Fetching media costs memory and rendering an engine's time: who may not be served gets
+        # none.
         self._end_admission = check_tenant(self._services, self._exchange)
+        await self._exchange.fetch_media(self._services.media)
+        self._inbound = self._exchange.inbound
         plan = await plan_request(self._services, self._exchange)
         await self._admit(plan)
         # What is no prompt to generate from is no demand either.
@@ -272,8 +275,9 @@ class Serving:
         is_looked_up = record.local_cached_tokens is not None or self._is_cached_nowhere()
         if predicted is None or ttft_s is None or not is_looked_up:
             return
-        # How long the client takes to send its body does not depend on the route.
-        ttft_s -= record.parts.read_s or 0.0
+        # How long the client takes to send its body, and hosts of media to send them, does not
+        # depend on the route.
+        ttft_s -= (record.parts.read_s or 0.0) + (record.parts.media_s or 0.0)
         self._feedback.first_token(
             self._inbound.model,
             record.target,

@@ -19,8 +19,9 @@ class TtftParts(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     They follow each other in this order and add up to the whole:
 
-    - read: the client's body. render: the prompt was turned into tokens. look_up: the directory was
-      asked what is cached. move: a cached prefix came from another cluster. reserve: a landing.
+    - read: the client's body. media: images and the like were fetched from their addresses. render:
+      the prompt was turned into tokens. look_up: the directory was asked what is cached. move: a
+      cached prefix came from another cluster. reserve: a landing.
     - queue: in the prefill cluster's front. open: the engine was checked and the outbox opened.
     - engine_queue: the prefill engine got the request and had it in its queue. prefill: from the
       begin of its first forward pass for it to the end of the last one. Without engine_queue the
@@ -39,6 +40,7 @@ class TtftParts(msgspec.Struct, kw_only=True, omit_defaults=True):
     """
 
     read_s: float | None = None
+    media_s: float | None = None
     render_s: float | None = None
     look_up_s: float | None = None
     move_s: float | None = None
