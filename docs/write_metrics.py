@@ -30,6 +30,7 @@ from local_pd.embedded import EmbeddedPdCluster
 from local_pd.metrics import PdMetrics
 from netmon.metrics import LinkMetrics
 from prfaas.embedded import EmbeddedPrefillCluster
+from prfaas.encoding.metrics import EncodeMetrics
 from prfaas.metrics import PrefillMetrics
 
 PAGE: Final = Path(__file__).with_name("metrics.md")
@@ -116,6 +117,8 @@ def processes() -> dict[str, list[MetricShown]]:
     }
     PrefillMetrics(registries["prefill"])
     PdMetrics(registries["pd"])
+    for front in ("prefill", "pd"):
+        EncodeMetrics(registries[front])
     for component, registry in registries.items():
         ProcessSeries(registry, component)
         registry.register(LoopCollector(f"prfaas_{component}", LoopGaps()))

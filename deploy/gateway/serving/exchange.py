@@ -34,6 +34,7 @@ from kvmanager.tracing.spans import Span
 from local_pd.cluster import PdCluster
 from local_pd.messages import DecodeSlot
 from prfaas.cluster import PrefillCluster
+from prfaas.encoding.values import EncodeDone
 from prfaas.engines.errors import PrefillFailed
 from prfaas.jobs import PrefillResult
 from scheduler.routing.decision import Decision, Reason, RequestShape
@@ -203,6 +204,13 @@ class Exchange:
         """Note how long the decode request waited for the KVCache. It is posted now."""
         self.record.waited_for_landing(wait_s, self.elapsed_s())
         self._took("landing_wait", wait_s)
+
+    def encoded(self, done: EncodeDone, encode_s: float) -> None:
+        """Note that the media of a request that one engine serves whole are encoded, as far as that
+        was of use.
+        """
+        self.record.encoded(done, encode_s)
+        self._took("encode", encode_s)
 
     def leg_begun(self) -> Span:
         """Begin the span of a prefill leg."""
