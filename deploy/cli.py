@@ -70,7 +70,9 @@ _COMMANDS: dict[str, _Entry] = {
     "health": _Entry(
         "deploy.ops.health", "health_command", "Ask one process whether it lives, for probes."
     ),
-    "role": _Entry("deploy.ops.role", "role_app", "Show or change which instances prefill."),
+    "role": _Entry(
+        "deploy.ops.role", "role_app", "Show or change which instances encode, prefill and decode."
+    ),
     "instance": _Entry(
         "deploy.ops.instance", "instance_app", "Show, add or remove instances of a region."
     ),

@@ -198,6 +198,10 @@ traffic: 0.75 requests/s, prompts of 2,443 tokens, 2,443 of them uncached (P90 5
 $ prfaas plan profile --url http://127.0.0.1:8000 --out mine.yaml
 ...
 wrote mine.yaml""",
+    "plan profile-live": """\
+$ prfaas plan profile-live --instance a1-prefill --out loaded.yaml
+...
+wrote loaded.yaml""",
     "plan solve": """\
 $ prfaas plan solve plan.yaml
 3.2 requests/s sustained (exact); 3.27 by the paper's formula (T of the mean length)

@@ -16,6 +16,7 @@ keeps no state. Rules:
 - Serve whole: the engine alone has to be healthy. A prefill instance is taken only when there is
   no other, because a decode on it would slow the prefills it is there for. One that drains is taken
   when there is nothing else at all: it serves still, and a client must not be turned away for it.
+- An instance that encodes media is given nothing else: its engine may lack the language model.
 - Prefill for another: role prefill, with room for one more job; of those `front_placement`
   chooses, by what is cached there against the uncached tokens under way, and the landing's own node
   among equals. There is no queue: a full instance is the sign that the decode engine may as well
@@ -28,7 +29,7 @@ from typing import Final
 
 import msgspec
 
-from scheduler.reports import Role, same_layout
+from scheduler.reports import Role, decodes, same_layout
 from scheduler.routing.front_placement import TokenLoad, place_prefill
 
 DEFAULT_AFFINITY_SLACK: Final = 4
@@ -125,7 +126,7 @@ def decode_order(
     usable = [
         view
         for view in _available(views, model)
-        if view.role in ("decode", "both") and view.transfers and _fits(view, layouts)
+        if decodes(view.role) and view.transfers and _fits(view, layouts)
     ]
     if not usable:
         return Candidates((), _explain(views, model, "decode", layouts, "what is prefilled"))
@@ -151,11 +152,11 @@ def choose_direct(
     views: Sequence[PdInstance], model: str, affinity: Affinity = NO_AFFINITY
 ) -> InstanceChoice:
     """One instance that serves a request from its first to its last token."""
-    usable = [view for view in _available(views, model) if view.serves]
-    usable = usable or [view for view in _of_model(views, model) if view.serves]
+    able = [v for v in _of_model(views, model) if v.serves and v.role != "encode"]
+    usable = [view for view in able if not view.draining] or able
     if not usable:
         return InstanceChoice(None, _explain(views, model, "serve"))
-    decoding = [view for view in usable if view.role != "prefill"] or usable
+    decoding = [view for view in usable if decodes(view.role)] or usable
     least = min(view.num_requests for view in decoding)
     best = min(
         decoding, key=lambda view: (affinity.rank(view, least), view.num_requests, view.name)

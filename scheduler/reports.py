@@ -5,14 +5,20 @@ They travel between fronts and gateway as msgpack; fields may be added with defa
 
 from collections.abc import Iterable
 from itertools import combinations
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
 from kvmanager.agent.messages import CacheModel, EngineStatus
+from scheduler.encoding.line import EncodeLine
 
-Role = Literal["prefill", "decode", "both"]
-"""What an instance of a local PD cluster may be asked to do."""
+Role = Literal["encode", "prefill", "decode", "both"]
+"""What an instance may be asked to do. encode: it encodes images and other media for the instances
+that prefill. both: it prefills and decodes.
+"""
+
+CONVERTIBLE: Final[tuple[Role, ...]] = ("prefill", "decode")
+"""The roles that every instance can change between, unless its role is both."""
 
 
 class JobReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +90,48 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     """The identity of its weights; "": not known yet, or its agent is of an older version."""
     adapters: dict[str, str] = {}
     """The identities of its LoRA adapters by name, as far as they are known."""
+    encodes: bool = False
+    """Whether it encodes media for others: because of its role, or beside it."""
+    roles: tuple[Role, ...] = ()
+    """The roles that it can be given; none: its front is of an older version."""
+    encoder: str = ""
+    """What the keys of its embeddings of media are made of (`kvmanager.embedding_keys`); "": it
+    saves and loads none, or it is not known yet.
+    """
+
+
+class EncodeInstanceReport(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance that encodes media for others.
+
+    `running_media` media with `running_tokens` tokens in their prompts are with it. `busy_s` is how
+    long its passes are predicted to take from now on, and `line` the time of a pass; None: too
+    little is known. It gets `budget_tokens` at a time, but at least one medium. `decodes` says
+    whether it decodes as well.
+    """
+
+    name: str
+    model: str = ""
+    node: str = ""
+    healthy: bool = True
+    decodes: bool = False
+    running_media: int = 0
+    running_tokens: int = 0
+    budget_tokens: int = 0
+    busy_s: float = 0.0
+    line: EncodeLine | None = None
+
+
+class EncodeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The encode stage of a cluster now. The media that run are with their instances.
+
+    Media whose embeddings are there do not wait, and equal media wait once. `token_bytes` is the
+    size of an embedding for each media token, None before the first one.
+    """
+
+    waiting_media: int = 0
+    waiting_tokens: int = 0
+    instances: tuple[EncodeInstanceReport, ...] = ()
+    token_bytes: float | None = None
 
 
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +141,8 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     uncached tokens, which say more about waiting times than the number of jobs. `reason` says why
     the front as a whole is not healthy, where no instance has the reason. `heard` is False where
     the front could not be asked, so that the report says nothing about its instances. `version` is
-    the release of a front that is a process of its own.
+    the release of a front that is a process of its own. `encode` is its encode stage, None where it
+    has none.
     """
 
     name: str
@@ -108,11 +157,43 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     heard: bool = True
     version: str = ""
+    encode: EncodeReport | None = None
 
 
 def serves(instance: InstanceReport, model: str) -> bool:
-    """Whether requests for `model` may be given to the instance."""
-    return is_of_model(instance, model) and instance.healthy and not instance.draining
+    """Whether prompts for `model` may be given to the instance: to prefill, to decode, or both."""
+    # One that encodes may lack the language model.
+    may_serve = instance.role != "encode" and instance.healthy and not instance.draining
+    return may_serve and is_of_model(instance, model)
+
+
+def decodes(role: Role) -> bool:
+    """Whether an instance of this role is there to decode."""
+    return role in ("decode", "both")
+
+
+def convertible_roles(instance: InstanceReport) -> tuple[Role, ...]:
+    """The roles that the instance can be given, with its own."""
+    if instance.role == "both":
+        return ("both",)
+    return instance.roles or CONVERTIBLE
+
+
+def why_fixed(instance: InstanceReport, role: Role) -> str:
+    """Why the instance cannot be given a role; "" if it can."""
+    if role in convertible_roles(instance):
+        return ""
+    if instance.role == "both":
+        return f"{instance.name} has the role both: it prefills and decodes at any time"
+    if instance.role == "encode":
+        return (
+            f"{instance.name} only encodes: its engine has not loaded the language model. Give it "
+            "`whole_model: true` in the region's file"
+        )
+    return (
+        f"the engine of {instance.name} encodes for no other: its cluster was started without an "
+        "instance that has the role encode or `encodes: true`"
+    )
 
 
 def is_of_model(instance: InstanceReport, model: str) -> bool:

@@ -40,12 +40,16 @@ ACCESS: Final[Mapping[str, ServiceAccess]] = {
             "Renew": _FRONTS,
             "Cancel": _FRONTS,
             "Await": _FRONTS,
+            "HasEmbeddings": _FRONTS,
+            "ReserveEmbeddings": _FRONTS,
+            "SendEmbeddings": _FRONTS,
             "WatchCache": _FOLLOWS,
             "ListCache": _SEES,
             "ReserveCacheMove": _GATEWAY,
             "SendCacheMove": _GATEWAY,
-            "CacheMoveStatus": _GATEWAY,
-            "EndCacheMove": _GATEWAY,
+            # Moves of embeddings, too. Whoever opened a move knows its id, and no one can guess it.
+            "CacheMoveStatus": _FRONTS,
+            "EndCacheMove": _FRONTS,
             "DropCached": _GATEWAY,
             "WatchLinks": _GATEWAY,
             "SendLinkProbe": _GATEWAY,
@@ -70,7 +74,7 @@ ACCESS: Final[Mapping[str, ServiceAccess]] = {
         | dict.fromkeys(
             (
                 *("Reserve", "Renew", "AwaitLanding", "Release", "Ended", "Direct", "Place"),
-                "Prefill",
+                *("Encode", "Prefill"),
                 *("Drain", "Resume", "SetRole", "Members", "Time"),
             ),
             _GATEWAY,

@@ -20,7 +20,7 @@ from deploy.gateway.cache.region_caches import RegionCaches
 from deploy.gateway.config import GatewayConfig, SharedUplink, with_api_keys
 from deploy.gateway.links.linked_cluster import LinkedPrefillCluster
 from deploy.gateway.links.region_links import RegionLinks
-from kvmanager.agent.client import AgentClients
+from kvmanager.agent.shared_clients import AgentClients
 from kvmanager.config_files.fields import Address, Section, filled_from
 from kvmanager.config_files.problems import FileError, Problem, suggestion
 from kvmanager.config_files.security import GrantsSection, SecuritySection, check_redis
@@ -356,7 +356,8 @@ def _pd(
             credentials=file.credentials("gateway"),
         )
     instances = file.instances_config(poll_load=True)
-    config = source.cluster_config(instances, keep_leases=True)
+    encode = file.gateway.scheduling.encoding.encode_config()
+    config = source.cluster_config(instances, encode, keep_leases=True)
     return EmbeddedPdCluster(source.name, source.instances, config, tracer=tracer)
 
 
@@ -368,6 +369,7 @@ def _prefill(
     config = PrefillClusterConfig(
         queue=source.queue_config(file.gateway.scheduling.queue.order()),
         instances=file.instances_config(),
+        encode=file.gateway.scheduling.encoding.encode_config(),
     )
     return EmbeddedPrefillCluster(source.name, source.instances, config, tracer=tracer)
 

@@ -73,7 +73,7 @@ def add_command(
     agent: Annotated[str, typer.Option(help="control address of its node agent, HOST:PORT")],
     node: Annotated[str, typer.Option(help="what people call its host")] = "",
     model: Annotated[str, typer.Option(help="served name; default: the region has one")] = "",
-    role: Annotated[str, typer.Option(help="prefill, decode or both")] = "both",
+    role: Annotated[str, typer.Option(help="encode, prefill, decode or both")] = "both",
     max_concurrent: Annotated[int | None, typer.Option(help="prefills at a time")] = None,
     decode_slots: Annotated[int | None, typer.Option(help="requests decoded at a time")] = None,
     wait: WaitOption = True,

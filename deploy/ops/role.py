@@ -35,12 +35,13 @@ if TYPE_CHECKING:
 _PATH = "/v1/pd_role"
 _LOOK_S = 1.0
 
-role_app = command_group("Which instances of the PD clusters prefill and which decode.")
+role_app = command_group("Which instances of the PD clusters encode, prefill and decode.")
 
 
 class NewRole(StrEnum):
     """The roles that an operator can give."""
 
+    ENCODE = "encode"
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -85,9 +86,10 @@ def set_command(
 ) -> None:
     """Change an instance's role: drain it, then give it work of the other kind.
 
-    The instance finishes the requests that it serves. The last usable instance of a role keeps its
-    role. One instance of a cluster changes at a time, and for some minutes after a change no
-    other may.
+    The instance finishes the requests that it serves. The last usable instance that prefills, or
+    that decodes, keeps its role. One that only encodes keeps it too, unless the region's file gives
+    it the whole model. One instance of a cluster changes at a time, and for some minutes after a
+    change no other may.
 
     \b
     prfaas role set d1 prefill

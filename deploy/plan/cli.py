@@ -15,6 +15,7 @@ from deploy.command_line import JsonOption, check_plot, command_group, fail, pri
 from deploy.ops.plan import live_command
 from deploy.plan.kv.cli import kv_command
 from deploy.plan.profile.cli import profile_command
+from deploy.plan.profile.live_cli import profile_live_command
 
 if TYPE_CHECKING:
     from deploy.plan.solve.building import PlanInput
@@ -29,6 +30,7 @@ prfaas plan solve plan.yaml        the best plan for it, and what binds
 prfaas plan sweep plan.yaml --over link_gbps=1,2,5,10
 prfaas plan kv config.json         KVCache size of a model
 prfaas plan profile --url ENGINE   measure an engine for the file's `profiles`
+prfaas plan profile-live           the same from the requests that a region has served
 prfaas plan live                   what a running gateway plans, and why
 
 Numbers: k or K after a token count means 1000, Ki means 1024 (8k = 8000, 8Ki = 8192). Sizes are
@@ -38,6 +40,7 @@ MiB = 2^20 bytes or MB = 10^6 bytes. Link rates are bits: 10Gbit is 10^10 bits a
 plan_app = command_group(_HELP)
 plan_app.command("kv")(kv_command)
 plan_app.command("profile")(profile_command)
+plan_app.command("profile-live")(profile_live_command)
 plan_app.command("live")(live_command)
 
 PlanArgument = Annotated[Path, typer.Argument(metavar="FILE", help="plan file, YAML")]

@@ -1,4 +1,4 @@
-"""The operations between two node agents: cache moves and link probes.
+"""The operations between two node agents: moves of prefixes and embeddings, and link probes.
 
 It does not know why anything is moved, and never retries a call.
 """
@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kvmanager.agent.cache.move_messages import CacheMoveStatusReply, MoveRole
 from kvmanager.agent.client import (
+    CALL_S,
     LINK_CALL_S,
     LINK_PROBE_LEASE_S,
     MOVE_LEASE_S,
     AgentClient,
     CacheMoveOrder,
 )
+from kvmanager.agent.embeddings.messages import ReserveEmbeddings, SendEmbeddings
 from kvmanager.agent.links.messages import SendLinkProbeReply
+from kvmanager.hashing import join_keys
 from transport.rpc import RpcError
 
 MOVE_POLL_S: Final = 5.0
@@ -34,6 +39,33 @@ class CacheMoveResult:
     kept_parts: int
     transfer_s: float = 0.0
     rtt_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOrder:
+    """The embeddings to pull: the bytes of each, which `AgentClient.has_embeddings` tells, by its
+    key. `grant` is a gateway's for the embeddings `granted`; without these for all of `sizes`.
+    """
+
+    sizes: Mapping[bytes, int]
+    grant: bytes = b""
+    granted: Sequence[bytes] = ()
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingsPulled:
+    """What a pull has done. `num_pulled` embeddings of `nbytes` bytes came by this pull, and
+    `num_missing` are not at the destination all the same: it has no room, or somebody else who was
+    putting them there has given up. `seconds` is the time of the whole pull, `transfer_s` that from
+    the first byte sent until the last one was verified.
+    """
+
+    num_pulled: int
+    nbytes: int
+    num_missing: int
+    seconds: float
+    transfer_s: float
 
 
 async def probe_link(
@@ -62,11 +94,67 @@ async def move_cache(
     landing = await destination.reserve_cache_move(order, MOVE_LEASE_S)
     if not landing.parts:
         return CacheMoveResult(0, 0, 0)
-    transfer_id = landing.transfer_id
+    sending = source.send_cache_move(order, landing, MOVE_LEASE_S)
+    landed, sent = await _carried(source, destination, landing.transfer_id, sending)
+    return CacheMoveResult(
+        landing.nbytes, len(landing.parts), landed.kept_parts, sent.transfer_s, sent.rtt_s
+    )
+
+
+async def pull_embeddings(
+    source: AgentClient, destination: AgentClient, order: EmbeddingOrder
+) -> EmbeddingsPulled:
+    """Have `destination` get the embeddings that it lacks from `source`, and wait until they can be
+    found there. Waits for those, too, that somebody else is putting there.
+
+    Raises RpcError: NO_ROOM at the destination for any of them, NOT_FOUND (the source has lost
+    one), INVALID, REFUSED, UNAVAILABLE when the transfer failed. On every error, cancellation
+    included, the transfer is ended at both agents.
+    """
+    began_s = time.monotonic()
+    keys, sizes = list(order.sizes), list(order.sizes.values())
+    grant, granted = order.grant, join_keys(order.granted)
+    landing = await destination.reserve_embeddings(
+        ReserveEmbeddings(join_keys(keys), sizes, MOVE_LEASE_S, grant, granted), CALL_S
+    )
+    transfer_s = 0.0
+    if landing.lacking:
+        request = SendEmbeddings(
+            transfer_id=landing.transfer_id,
+            token=landing.token,
+            keys=join_keys([keys[index] for index in landing.lacking]),
+            nbytes=[sizes[index] for index in landing.lacking],
+            host=landing.host,
+            port=landing.port,
+            lease_s=MOVE_LEASE_S,
+            tenant=order.tenant,
+            grant=grant,
+            granted=granted or join_keys(keys),
+        )
+        sending = source.send_embeddings(request, CALL_S)
+        _, sent = await _carried(source, destination, landing.transfer_id, sending)
+        transfer_s = sent.transfer_s
+    pending = [keys[index] for index in landing.pending]
+    put = await destination.has_embeddings(pending, CALL_S, wait_s=MOVE_LEASE_S) if pending else []
+    return EmbeddingsPulled(
+        num_pulled=len(landing.lacking),
+        nbytes=landing.nbytes,
+        num_missing=len(landing.no_room) + put.count(0),
+        seconds=time.monotonic() - began_s,
+        transfer_s=transfer_s,
+    )
+
+
+async def _carried(
+    source: AgentClient, destination: AgentClient, transfer_id: str, sending: Awaitable[None]
+) -> tuple[CacheMoveStatusReply, CacheMoveStatusReply]:
+    """Begin to send to an open landing, and return what both ends say of their end. On every error
+    the transfer is ended at both agents.
+    """
     try:
-        await source.send_cache_move(order, landing, MOVE_LEASE_S)
+        await sending
         landed = await _wait_end(destination, transfer_id, "landing", source)
-        sent = await _wait_end(source, transfer_id, "send", destination)
+        return landed, await _wait_end(source, transfer_id, "send", destination)
     except BaseException as error:
         ending = asyncio.gather(
             *(_give_up(agent, transfer_id, error) for agent in (source, destination))
@@ -74,9 +162,6 @@ async def move_cache(
         # Shielded: a second cancellation must not keep the agents from hearing of the end.
         await asyncio.shield(ending)
         raise
-    return CacheMoveResult(
-        landing.nbytes, len(landing.parts), landed.kept_parts, sent.transfer_s, sent.rtt_s
-    )
 
 
 async def _wait_end(

@@ -6,7 +6,7 @@ raises RpcError, whose codes are in `kvmanager.agent.messages`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
 
@@ -25,6 +25,14 @@ from kvmanager.agent.cache.move_messages import (
     ReserveCacheMoveReply,
     SendCacheMove,
     SendCacheMoveReply,
+)
+from kvmanager.agent.embeddings.messages import (
+    HasEmbeddings,
+    HasEmbeddingsReply,
+    ReserveEmbeddings,
+    ReserveEmbeddingsReply,
+    SendEmbeddings,
+    SendEmbeddingsReply,
 )
 from kvmanager.agent.grants import move_landing, move_send, probe_send
 from kvmanager.agent.host_messages import HostFacts, HostFactsReply
@@ -59,6 +67,7 @@ from kvmanager.agent.probe_messages import (
     ProbeStatus,
     ProbeStatusReply,
 )
+from kvmanager.hashing import join_keys
 from kvmanager.landing import ReservedLanding
 from transport import Credentials
 from transport.grants import Granter
@@ -247,8 +256,8 @@ class AgentClient:
     async def cache_move_status(
         self, transfer_id: str, role: MoveRole, *, lease_s: float, wait_s: float
     ) -> CacheMoveStatusReply:
-        """The state of one end of a move, when it has ended or after `wait_s`. Renews its lease.
-        NOT_FOUND.
+        """The state of one end of a move of any content, when it has ended or after `wait_s`.
+        Renews its lease. NOT_FOUND.
         """
         request = CacheMoveStatus(transfer_id, role, lease_s, wait_s)
         return await self._call(request, CacheMoveStatusReply, wait_s + CALL_S)
@@ -256,6 +265,28 @@ class AgentClient:
     async def end_cache_move(self, transfer_id: str, reason: str) -> bool:
         """End both roles of a move at the agent. Returns whether one was alive. Idempotent."""
         return (await self._call(EndCacheMove(transfer_id, reason), EndCacheMoveReply)).ended
+
+    # ---- embeddings
+
+    async def has_embeddings(
+        self, keys: Sequence[bytes], timeout_s: float, *, wait_s: float = 0.0
+    ) -> list[int]:
+        """The bytes of each of these embeddings at the agent, 0 for one that it does not have; they
+        count as used now. Waits at most `wait_s` for those that are being put there. `keys`:
+        `kvmanager.embedding_keys`. INVALID: the agent keeps none.
+        """
+        request = HasEmbeddings(join_keys(keys), wait_s)
+        return (await self._call(request, HasEmbeddingsReply, wait_s + timeout_s)).nbytes
+
+    async def reserve_embeddings(
+        self, request: ReserveEmbeddings, timeout_s: float
+    ) -> ReserveEmbeddingsReply:
+        """Reserve memory for those embeddings that this agent lacks. NO_ROOM, INVALID."""
+        return await self._call(request, ReserveEmbeddingsReply, timeout_s)
+
+    async def send_embeddings(self, request: SendEmbeddings, timeout_s: float) -> None:
+        """Begin to send embeddings to a landing. NO_ROOM, NOT_FOUND, INVALID."""
+        await self._call(request, SendEmbeddingsReply, timeout_s)
 
     # ---- probes of the doctor
 
@@ -326,49 +357,3 @@ class AgentClient:
         if not self._receives_at:
             self._receives_at = (await self.status(CALL_S)).data_endpoint
         return self._receives_at
-
-
-class AgentClients:
-    """Opens clients that share one channel to each agent. The channel closes with the last one."""
-
-    def __init__(
-        self, credentials: Credentials | None = None, granter: Granter | None = None
-    ) -> None:
-        self._credentials = credentials
-        self._granter = granter
-        self._shared: dict[str, tuple[RpcClient, set[AgentClient]]] = {}
-
-    def open(self, target: str) -> AgentClient:
-        """A client of the agent with this control address, to be closed by the caller."""
-        if target not in self._shared:
-            self._shared[target] = RpcClient(target, SERVICE, self._credentials), set()
-        channel, users = self._shared[target]
-        client = _SharingClient(target, channel, self._left, self._granter)
-        users.add(client)
-        return client
-
-    async def _left(self, client: AgentClient) -> None:
-        channel, users = self._shared.get(client.target, (None, set()))
-        users.discard(client)
-        # A client that is closed twice must not close a channel that later clients have opened.
-        if channel is not None and not users:
-            del self._shared[client.target]
-            await channel.close()
-
-
-class _SharingClient(AgentClient):
-    """A client whose channel others use as well."""
-
-    def __init__(
-        self,
-        target: str,
-        channel: RpcClient,
-        left: Callable[[AgentClient], Awaitable[None]],
-        granter: Granter | None,
-    ) -> None:
-        super().__init__(target, granter=granter)
-        self._rpc = channel
-        self._left = left
-
-    async def close(self) -> None:
-        await self._left(self)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final
+
+from msgspec import structs
 
 from kvmanager.agent.cache.move_messages import ReserveCacheMove, SendCacheMove
 from kvmanager.agent.links.messages import SendLinkProbe
@@ -74,6 +76,13 @@ def move_send(request: SendCacheMove, agent: str) -> Granted:
         content=_moved(request),
         nbytes=request.nbytes,
     )
+
+
+def embedding_pull(keys: Sequence[bytes]) -> Granted:
+    """Moving some of these embeddings between agents. A front chooses both agents after the gateway
+    has signed, so that none is named, and may move each of them several times.
+    """
+    return Granted(method="PullEmbeddings", content=content_digest(*sorted(keys)))
 
 
 def probe_send(request: SendLinkProbe | ProbeSend) -> Granted:
@@ -142,11 +151,23 @@ class AgentGrants:
         """Probes carry no KVCache: they go without a grant to the endpoints of the configuration,
         which the sender holds them to.
         """
-        if self._names_endpoints:
-            return
+        if not self._names_endpoints:
+            self._require_with_hint(raw, wanted)
+
+    def require_within_send_to(self, raw: bytes, wanted: Granted, endpoint: Endpoint) -> None:
+        """The call must be granted. Its grant need not name the endpoint where the configuration
+        does, which the sender holds the call to.
+        """
+        if not self._names_endpoints:
+            wanted = structs.replace(wanted, endpoint=str(endpoint))
+        self._require_with_hint(raw, wanted)
+
+    def _require_with_hint(self, raw: bytes, wanted: Granted) -> None:
         try:
             self.require(raw, wanted)
         except CallNotGranted as error:
+            if not wanted.endpoint:
+                raise
             message = f"{error}; {wanted.endpoint} could be named in send_to of this agent"
             raise CallNotGranted(message) from error
 

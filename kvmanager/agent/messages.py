@@ -17,7 +17,7 @@ for; REFUSED is what they answer else.
 | ListCache | ListCache -> ListCacheReply | INVALID (no cache here) |
 
 The service has more methods: probes (`probe_messages`), moves of cached prefixes
-(`cache.move_messages`) and links (`links.messages`).
+(`cache.move_messages`), embeddings (`embeddings.messages`) and links (`links.messages`).
 """
 
 from __future__ import annotations
@@ -280,6 +280,18 @@ class EmbeddingStatus(msgspec.Struct, frozen=True):
     num_hits: int = 0
 
 
+class EncoderStatus(msgspec.Struct, frozen=True):
+    """One engine instance that saves or loads embeddings, and its connections for that. `encoder`
+    is what the keys of its embeddings are made of (`kvmanager.embedding_keys`): instances with the
+    same one share embeddings. "": an engine of an older release has not said it.
+    """
+
+    instance: str
+    num_connections: int
+    encoder: str = ""
+    engine: str = ""
+
+
 class StatusReply(msgspec.Struct, frozen=True):
     """`landing_bytes` and `outbox_bytes` count whole blocks, until they are free again.
 
@@ -312,6 +324,11 @@ class StatusReply(msgspec.Struct, frozen=True):
     num_turned_away: int = 0
     """Data connections that were closed or refused because there were too many."""
     embeddings: EmbeddingStatus | None = None
+    encoders: list[EncoderStatus] = []
+
+    def encoder_of(self, instance: str) -> str:
+        """The encoder of this engine instance; "" if it has none or has not said it."""
+        return next((one.encoder for one in self.encoders if one.instance == instance), "")
 
 
 class WatchCache(msgspec.Struct, frozen=True):

@@ -12,7 +12,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvmanager.agent.cache.move_messages import MoveRole
 from kvmanager.agent.messages import CacheStatus, EmbeddingStatus, StatusReply, TransferReport
+from kvmanager.agent.move_records import Move, MoveSend
 
 FamilyT = TypeVar("FamilyT", GaugeMetricFamily, CounterMetricFamily)
 
@@ -71,6 +73,34 @@ class AgentMetrics:
             buckets=_DURATION_BUCKETS_S,
             registry=self.registry,
         )
+        self.moves = Counter(
+            "prfaas_agent_moves",
+            "Moves between agents that are over, by content, end and outcome.",
+            ["content", "role", "outcome"],
+            registry=self.registry,
+        )
+        self.moved = Counter(
+            "prfaas_agent_moved_bytes",
+            "Bytes of complete moves, by content and end.",
+            ["content", "role"],
+            registry=self.registry,
+        )
+        self.move_s = Histogram(
+            "prfaas_agent_move_seconds",
+            "Complete sends of moves: first byte sent until verified by the receiver.",
+            ["content"],
+            buckets=_DURATION_BUCKETS_S,
+            registry=self.registry,
+        )
+
+    def move_over(self, role: MoveRole, move: Move) -> None:
+        """Count the end of one end of a move."""
+        self.moves.labels(move.content, role, move.state).inc()
+        if move.state != "complete":
+            return
+        self.moved.labels(move.content, role).inc(move.nbytes)
+        if isinstance(move, MoveSend):
+            self.move_s.labels(move.content).observe(move.transfer_s)
 
     def transfer_ended(self, report: TransferReport) -> None:
         """Count the end of one end of a transfer."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 from typing import Final
 
 from kvmanager.transfers.records import BadRequest
-from transport import Endpoint
+from transport import Endpoint, Priority
 
 ID_BYTES: Final = 16
 KEY_BYTES: Final = 32
 """The size of tokens and of layout fingerprints."""
 MAX_REASON_CHARS: Final = 1000
+
+PRIORITIES: Final = {"request": Priority.REQUEST, "replication": Priority.REPLICATION}
+"""The priorities of moves, by the words of their requests."""
 
 
 def hex_bytes(text: str, size: int | None, field: str) -> bytes:

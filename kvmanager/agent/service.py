@@ -18,9 +18,12 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from kvmanager.agent.cache.move_control import control_methods
+from kvmanager.agent.cache.moves import PrefixMoves
 from kvmanager.agent.cache.service import AgentCache
 from kvmanager.agent.config import AgentConfig
-from kvmanager.agent.embeddings import AgentEmbeddings
+from kvmanager.agent.embeddings.control import embedding_methods
+from kvmanager.agent.embeddings.moves import EmbeddingMoves
+from kvmanager.agent.embeddings.service import AgentEmbeddings
 from kvmanager.agent.engines.events import EngineCaches
 from kvmanager.agent.engines.instances import EngineNotServed, InstanceBook
 from kvmanager.agent.engines.protocol import (
@@ -123,6 +126,7 @@ class NodeAgent:
             )
             self._watch_links()
             self._follow_engine_caches()
+            self._serve_moves()
             # Last, since an engine may send messages as soon as it is connected.
             await self._engines.start()
             undo.pop_all()
@@ -159,10 +163,22 @@ class NodeAgent:
         if self.cache is not None and self.config.kv_events:
             told = self.cache.engine_blocks_changed
             self.engine_events = EngineCaches(self.config.kv_events, told)
-        mover = self.transfers.mover
-        config = self.config
+
+    def _serve_moves(self) -> None:
+        """Take part in moves between agents, of prefixes and embeddings."""
+        config, mover, arena = self.config, self.transfers.mover, self.arena
+        prefixes = None if self.cache is None else PrefixMoves(mover, arena, self.cache, now_s)
         self.control_methods += control_methods(
-            mover, self.book, self.grants, digest=config.digest, is_lossy=config.is_lossy
+            mover,
+            prefixes,
+            self.book,
+            self.grants,
+            digest=config.digest,
+            is_lossy=config.is_lossy,
+        )
+        moves = None if self.embeddings is None else EmbeddingMoves(mover, arena, self.embeddings)
+        self.control_methods += embedding_methods(
+            self.embeddings, moves, self.grants, digest=config.digest
         )
 
     async def stop(self) -> None:
@@ -178,8 +194,7 @@ class NodeAgent:
         await self.links.close()
         if self.engine_events is not None:
             await self.engine_events.close()
-        if self.transfers.mover is not None:
-            await self.transfers.mover.close()
+        await self.transfers.mover.close()
         await self._engines.stop()
         await self.transfers.stop()
         if self.cache is not None:
@@ -214,6 +229,7 @@ class NodeAgent:
             exposures=self.config.exposures,
             is_encrypted=self.config.tls is not None,
             embeddings=None if self.embeddings is None else self.embeddings.status(),
+            encoders=[] if self.embeddings is None else self.embeddings.encoders(),
         )
 
     async def why_not_ready(self) -> str:
@@ -265,7 +281,7 @@ class NodeAgent:
             welcome = self._welcome(hello)
         except NoCommonVersion as error:
             return HelloRefused(str(error))
-        self.embeddings.connect(conn_id)
+        self.embeddings.connect(conn_id, hello)
         logger.info("encoder %s: its %s is connected", hello.instance, hello.role)
         return welcome
 

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from kvmanager.agent.cache.landing_bases import LandingBase, LandingBases
-from kvmanager.agent.cache.moves import CacheMover
 from kvmanager.agent.cache.service import AgentCache
 from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.engines.protocol import (
@@ -36,6 +35,7 @@ from kvmanager.agent.kept_arena import KeptArena
 from kvmanager.agent.links.probing import AgentProbes
 from kvmanager.agent.messages import LinkStatus, TransferReport
 from kvmanager.agent.metrics import AgentMetrics
+from kvmanager.agent.moves import Mover
 from kvmanager.agent.reports import landing_report, outbox_report
 from kvmanager.agent.sender_admission import AdmittedLanding
 from kvmanager.agent.transfer_io import TransferIo, now_s
@@ -104,8 +104,6 @@ class AgentTransfers:
         )
         self._spans = TransferSpans(tracer, self.io.retransmitted_bytes)
         self._hand_offs = ArenaHandOffs(self, now_s)
-        self.mover: CacheMover | None = None
-        """Moves of cached prefixes; None without a cache."""
         self._config = config
         self._arena = kept.arena
         self._cache = cache
@@ -119,10 +117,12 @@ class AgentTransfers:
         self.data_endpoint = self.io.start()
         self.advertised = self._config.advertised(self.data_endpoint)
         self.prober = AgentProbes(self.io, self._config.transport_config, self.advertised)
-        if self._cache is not None:
-            self.mover = CacheMover(
-                self.io, self._arena, self._cache, advertised=self.advertised, clock_s=now_s
-            )
+        self.mover = Mover(
+            self.io,
+            advertised=self.advertised,
+            clock_s=now_s,
+            on_over=self._metrics.move_over,
+        )
 
     def end_all(self) -> None:
         """End every transfer and every probe, and answer the callers that wait for them."""
@@ -143,8 +143,7 @@ class AgentTransfers:
         for transfer_id in before - self.table.outboxes.records.keys():
             self.io.forget(transfer_id)
             self._hand_offs.forget(transfer_id)
-        if self.mover is not None:
-            self.mover.tick(now_s())
+        self.mover.tick(now_s())
 
     # ---- for the control plane
 
@@ -286,19 +285,16 @@ class AgentTransfers:
         # key promises the exact bytes, which a lossy codec does not keep.
         if effects and self.bases is not None and not self._config.is_lossy:
             self.bases.landed(self.table.landings.records[transfer_id], self.table.holds)
-        if self.mover is not None:
-            self.mover.landing_complete(transfer_id)
+        self.mover.landing_complete(transfer_id)
 
     def landing_failed(self, transfer_id: bytes, reason: str) -> None:
         self.prober.landing_failed(transfer_id, reason)
-        if self.mover is not None:
-            self.mover.landing_failed(transfer_id, reason)
+        self.mover.landing_failed(transfer_id, reason)
         self._perform(self.table.landings.failed(transfer_id, reason, now_s()))
 
     def landing_dropped(self, transfer_id: bytes) -> None:
         self.table.landings.dropped(transfer_id)
-        if self.mover is not None:
-            self.mover.landing_dropped(transfer_id)
+        self.mover.landing_dropped(transfer_id)
 
     def outbox_ended(self, transfer_id: bytes, error: str | None) -> None:
         self._perform(self.table.outboxes.ended(transfer_id, error, now_s()))

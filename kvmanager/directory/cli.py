@@ -16,7 +16,7 @@ from typing import Annotated, Final
 import typer
 import uvloop
 
-from kvmanager.agent.client import AgentClients
+from kvmanager.agent.shared_clients import AgentClients
 from kvmanager.config_files.options import setting
 from kvmanager.config_files.yaml_files import exit_on_bad_file
 from kvmanager.directory.config import DirectoryConfig, load

@@ -1,7 +1,8 @@
 """The encoder's outputs of images that lie in an arena, one entry for each key, and their eviction.
 
 It knows blocks, keys and numbers of connections. It does not know sockets, processes, images or
-what is in the bytes.
+what is in the bytes. A transfer of embeddings to or from another agent is a connection of its own,
+which ends with `leave`.
 
 - An entry is filled by one connection and can be found when it is whole.
 - Whoever finds an entry holds it in its place until they free it.
@@ -16,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvmanager.transfers.blocks import BlockAllocator, OutOfBlocks, Run
+from kvmanager.transfers.blocks import BlockAllocator, Run
 
 
 class NotHeld(Exception):
@@ -32,6 +33,10 @@ class Embedding:
     writer: int | None
     holds: int = 0
 
+    @property
+    def is_evictable(self) -> bool:
+        return self.writer is None and not self.holds
+
 
 @dataclass(slots=True)
 class _Connection:
@@ -42,8 +47,8 @@ class _Connection:
 
 
 class EmbeddingCache:
-    """At most `max_blocks` blocks of an arena. `make_room` frees that many blocks of the arena, as
-    far as possible, by evicting something else.
+    """At most `max_blocks` blocks of an arena. `make_room` evicts something else until so many
+    blocks of the arena are free; False: that is impossible.
     """
 
     def __init__(
@@ -51,12 +56,17 @@ class EmbeddingCache:
         allocator: BlockAllocator,
         block_bytes: int,
         max_blocks: int,
-        make_room: Callable[[int], object] | None = None,
+        make_room: Callable[[int], bool] | None = None,
+        listener: Callable[[bytes, bool], None] = lambda _key, _is_here: None,
     ) -> None:
+        """`listener` is told each time that an entry is whole (True), or that a key has no whole
+        entry and nobody fills one for it any more (False).
+        """
         self._allocator = allocator
         self._block_bytes = block_bytes
         self._max_blocks = max_blocks
-        self._make_room = make_room
+        self._make_room = make_room or (lambda num_blocks: False)
+        self._listener = listener
         self._entries: OrderedDict[bytes, Embedding] = OrderedDict()
         """By key, the least recently used first."""
         self._connections: dict[int, _Connection] = {}
@@ -90,27 +100,45 @@ class EmbeddingCache:
         """The connection has filled this entry. Raises NotHeld."""
         self._end_fill(conn_id, key).writer = None
         self._entries.move_to_end(key)
+        self._listener(key, True)
 
     def cancel(self, conn_id: int, key: bytes) -> None:
         """The connection will not fill this entry. Raises NotHeld."""
         entry = self._end_fill(conn_id, key)
-        del self._entries[key]
+        self._drop(key)
         self._give_back(entry)
 
     def find(self, conn_id: int, handle: int, key: bytes) -> Embedding | None:
+        """`hold` for an engine, whose look-ups are counted. Raises NotHeld."""
+        entry = self.hold(conn_id, handle, key)
+        self.num_queries += 1
+        self.num_hits += entry is not None
+        return entry
+
+    def hold(self, conn_id: int, handle: int, key: bytes) -> Embedding | None:
         """The whole entry with this key, held until `free`. Raises NotHeld for a handle in use."""
         finds = self._connections[conn_id].finds
         if handle in finds:
             raise NotHeld(f"handle {handle} is in use")
-        self.num_queries += 1
-        entry = self._entries.get(key)
-        if entry is None or entry.writer is not None:
+        if not self.use(key):
             return None
-        self.num_hits += 1
-        self._entries.move_to_end(key)
+        entry = self._entries[key]
         entry.holds += 1
         finds[handle] = entry
         return entry
+
+    def is_being_filled(self, key: bytes) -> bool:
+        """Whether somebody fills an entry with this key, which then can be found soon."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.writer is not None
+
+    def use(self, key: bytes) -> int:
+        """The bytes of the whole entry with this key, which counts as used now; 0: no entry."""
+        entry = self._entries.get(key)
+        if entry is None or entry.writer is not None:
+            return 0
+        self._entries.move_to_end(key)
+        return entry.nbytes
 
     def free(self, conn_id: int, handle: int) -> None:
         """End the hold of this `find`. Raises NotHeld."""
@@ -125,7 +153,7 @@ class EmbeddingCache:
         connection.over_s = over_s
         for key in connection.fills:
             # Another may fill the same key, in other blocks.
-            del self._entries[key]
+            self._drop(key)
 
     def process_gone(self, conn_id: int) -> None:
         """The process of a lost connection has ended. Nothing for one that is forgotten."""
@@ -136,6 +164,11 @@ class EmbeddingCache:
             entry.holds -= 1
         for entry in connection.fills.values():
             self._give_back(entry)
+
+    def leave(self, conn_id: int) -> None:
+        """A connection is over, and nobody touches memory for it any more."""
+        self.lost(conn_id, 0.0)
+        self.process_gone(conn_id)
 
     def tick(self, now_s: float) -> None:
         """Forget the lost connections whose time is over."""
@@ -165,27 +198,40 @@ class EmbeddingCache:
         return entry
 
     def _take(self, num_blocks: int) -> Sequence[Run]:
-        while self.num_held_blocks + num_blocks > self._max_blocks:
-            if not self._evict_one():
-                return ()
-        if self._allocator.num_free < num_blocks and self._make_room is not None:
-            self._make_room(num_blocks)
-        while self._allocator.num_free < num_blocks and self._evict_one():
-            pass
-        try:
-            runs = self._allocator.allocate(num_blocks)
-        except OutOfBlocks:
+        # What cannot have room must not cost others theirs.
+        if self.num_held_blocks - self._num_evictable_blocks() + num_blocks > self._max_blocks:
             return ()
+        while self.num_held_blocks + num_blocks > self._max_blocks:
+            self._evict_one()
+        if self._allocator.num_free < num_blocks and not self._make_room(num_blocks):
+            own = self._num_evictable_blocks()
+            if self._allocator.num_free + own < num_blocks and not self._make_room(
+                num_blocks - own
+            ):
+                return ()
+            while self._allocator.num_free < num_blocks:
+                self._evict_one()
+        runs = self._allocator.allocate(num_blocks)
         self.num_held_blocks += num_blocks
         return runs
 
-    def _evict_one(self) -> bool:
-        for key, entry in self._entries.items():
-            if entry.writer is None and not entry.holds:
-                del self._entries[key]
-                self._give_back(entry)
-                return True
-        return False
+    def _num_evictable_blocks(self) -> int:
+        return sum(
+            run.length
+            for entry in self._entries.values()
+            if entry.is_evictable
+            for run in entry.runs
+        )
+
+    def _evict_one(self) -> None:
+        key = next(key for key, entry in self._entries.items() if entry.is_evictable)
+        entry = self._entries[key]
+        self._drop(key)
+        self._give_back(entry)
+
+    def _drop(self, key: bytes) -> None:
+        del self._entries[key]
+        self._listener(key, False)
 
     def _give_back(self, entry: Embedding) -> None:
         self._allocator.free(entry.runs)

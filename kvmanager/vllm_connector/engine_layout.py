@@ -26,6 +26,7 @@ from kvmanager.vllm_connector.drafters import (
     kept_config,
     refuse_drafter,
 )
+from kvmanager.vllm_connector.media_settings import media_settings
 from kvmanager.vllm_connector.memory_order import parts_of, views_of
 from kvmanager.vllm_connector.slabs import PartView
 from kvmanager.vllm_connector.stages import Stage, joined
@@ -151,8 +152,7 @@ def _config_digest(vllm_config: "VllmConfig", engine: Stage) -> str:
     values: list[object] = [config, model.disable_sliding_window, cache.kv_cache_dtype_skip_layers]
     if "longrope" in repr(config):
         values.append(model.max_model_len)  # by which vLLM chooses the factors
-    if model.multimodal_config is not None:
-        values.append(model.multimodal_config.mm_processor_kwargs)
+    values += media_settings(vllm_config)
     # In one order, whatever stages and groups the layers are in.
     values += sorted(
         (name, reading)

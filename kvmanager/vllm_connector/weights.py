@@ -47,6 +47,11 @@ _FILE_FORMATS: Final = frozenset(
 _NO_WEIGHTS: Final = frozenset(
     {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt"}
 )
+_PROCESSOR_FILES: Final = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 _INDEX: Final = "model.safetensors.index.json"
 _MAX_ADAPTERS: Final = 4096
 _ADAPTER_PLACES: Final = ("base_model_name_or_path", "revision", "inference_mode")
@@ -112,6 +117,19 @@ def _identity(vllm_config: VllmConfig, model: Any, hint: str) -> str:
     digest = checkpoint_digest([folder] if folder.is_file() else _weight_files(folder, patterns))
     logger.info("weights %s, identified in %.2f s", digest, time.monotonic() - begun_s)
     return f"files:{digest}"
+
+
+def processor_identity(vllm_config: VllmConfig) -> str:
+    """The identity of the files that say how media become the encoder's input; "" where the hub's
+    commit or nothing says it.
+    """
+    model = vllm_config.model_config
+    folder = _folder(str(model.model), model.revision, vllm_config.load_config.download_dir)
+    if folder is None or not folder.is_dir() or _commit(folder) is not None:
+        return ""
+    files = [folder / name for name in _PROCESSOR_FILES if (folder / name).is_file()]
+    told = [(path.name, blake3(path.read_bytes()).hexdigest()) for path in files]
+    return blake3(repr(told).encode()).hexdigest()[:32] if told else ""
 
 
 def adapter_identity(path: str) -> str:

@@ -22,6 +22,8 @@ from transport import Endpoint
 CONNECTOR: Final = "PrfaasConnector"
 NIXL_CONNECTOR: Final = "NixlConnector"
 CONNECTOR_MODULE: Final = "kvmanager.vllm_connector.connector"
+EC_CONNECTOR: Final = "PrfaasECConnector"
+EC_CONNECTOR_MODULE: Final = "kvmanager.vllm_connector.encode"
 KEY_GUARD: Final = "kvmanager.vllm_connector.key_guard.KeyGuard"
 
 # The `vllm` console command looks up a distribution called vllm, which the CPU build does not have.
@@ -40,6 +42,10 @@ AdapterPath = Annotated[str, Field(min_length=1)]
 MAX_STAGING_MIB: Final = 16 << 10
 """Every worker pins twice as much of its host's memory."""
 LoraRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
+EncoderRole = Literal["ec_producer", "ec_both"]
+"""vLLM's `ec_role`. ec_producer: the engine loads the model's encoder alone and encodes for others.
+ec_both: it has the whole model, and encodes for others or takes what others have encoded.
+"""
 DEFAULT_LORA_RANK: Final = 16
 """vLLM's `max_lora_rank` where nobody sets it."""
 
@@ -113,6 +119,8 @@ class EngineSpec(EngineOptions):
     """Cache prefixes in the engine's own memory."""
     agent_socket: str | None = None
     """Unix socket of the node agent. Left out: the engine runs without our connector."""
+    encoder_role: EncoderRole | None = None
+    """How it shares embeddings of media through its node agent. Left out: it shares none."""
     nixl_at: str | None = None
     """host:port at which NixlConnectors of other engines ask for its memory. Left out: it has
     none.
@@ -173,6 +181,18 @@ class EngineSpec(EngineOptions):
             "kv_connector_extra_config": extra,
         }
 
+    def ec_transfer_config(self) -> dict[str, object]:
+        """The value of vLLM's `--ec-transfer-config`."""
+        extra: dict[str, object] = {"agent_socket": self.agent_socket, "instance": self.instance}
+        if self.weights is not None:
+            extra["weights"] = self.weights
+        return {
+            "ec_connector": EC_CONNECTOR,
+            "ec_connector_module_path": EC_CONNECTOR_MODULE,
+            "ec_role": self.encoder_role,
+            "ec_connector_extra_config": extra,
+        }
+
     def kv_events_config(self) -> dict[str, object]:
         """The value of vLLM's `--kv-events-config`."""
         endpoint, _, replay_endpoint = (self.kv_events or "").partition(",")
@@ -202,7 +222,8 @@ class EngineSpec(EngineOptions):
             argv += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
         if self.pipeline_parallel_size > 1:
             argv += ["--pipeline-parallel-size", str(self.pipeline_parallel_size)]
-        prefix = "" if self.enable_prefix_caching else "no-"
+        keeps_kv = self.encoder_role != "ec_producer"
+        prefix = "" if self.enable_prefix_caching and keeps_kv else "no-"
         argv.append(f"--{prefix}enable-prefix-caching")
         if self.enforce_eager:
             argv.append(_EAGER_WITH_WARM_UP if self._is_pipeline_on_cpu else "--enforce-eager")
@@ -217,16 +238,19 @@ class EngineSpec(EngineOptions):
             argv += ["--ssl-certfile", str(self.tls.cert), "--ssl-keyfile", str(self.tls.key)]
             argv += ["--ssl-ca-certs", str(self.tls.ca), "--ssl-cert-reqs", str(int(CERT_REQUIRED))]
             argv.append("--enable-ssl-refresh")
-        if self.agent_socket is not None:
+        if self.agent_socket is not None and keeps_kv:
             argv += ["--kv-transfer-config", json.dumps(self.kv_transfer_config())]
-        if self.kv_events is not None:
+        if self.agent_socket is not None and self.encoder_role is not None:
+            argv += ["--ec-transfer-config", json.dumps(self.ec_transfer_config())]
+        if self.kv_events is not None and keeps_kv:
             argv += ["--kv-events-config", json.dumps(self.kv_events_config())]
         if self.traces is not None:
             argv += ["--otlp-traces-endpoint", self.traces.endpoint]
         return argv + self._lora_argv() + list(self.args)
 
     def _lora_argv(self) -> list[str]:
-        if not self.adapters:
+        # Adapters change the language model, which an engine that only encodes has not loaded.
+        if not self.adapters or self.encoder_role == "ec_producer":
             return []
         num_adapters = len(self.adapters)
         argv = ["--enable-lora", "--max-loras", str(min(num_adapters, MAX_ACTIVE_ADAPTERS))]

@@ -12,12 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import CacheModel
 from prfaas.engines.client import EngineHttp, EngineLoad
-from prfaas.engines.command import EngineSpec
+from prfaas.engines.command import EncoderRole, EngineSpec
 from prfaas.engines.health import HealthTracker
 from prfaas.engines.load import LoadEstimate
 from prfaas.engines.prefill_run import PrefillPlace
 from prfaas.engines.supervision.supervisor import Supervisor
-from scheduler.reports import InstanceReport, Role
+from scheduler.reports import CONVERTIBLE, InstanceReport, Role, decodes
 
 DEFAULT_MAX_CONCURRENT: Final = 4
 DEFAULT_DECODE_SLOTS: Final = 256
@@ -31,6 +31,9 @@ class InstanceSpec(BaseModel):
     started elsewhere. `max_concurrent` bounds the prefill jobs given to the instance at a time;
     vLLM batches them. `decode_slots` is how many requests its engine decodes at a time (vLLM's
     `max_num_seqs`). `node` names the agent's host in what people read.
+
+    `encoder_role` is the one that the engine was started with, ec_producer where it is left out and
+    the role is encode. With `encodes` an instance that decodes encodes media for others, too.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -43,6 +46,8 @@ class InstanceSpec(BaseModel):
     role: Role = "both"
     max_concurrent: int = Field(default=DEFAULT_MAX_CONCURRENT, ge=1)
     decode_slots: int = Field(default=DEFAULT_DECODE_SLOTS, ge=1)
+    encoder_role: EncoderRole | None = None
+    encodes: bool = False
     engine: EngineSpec | None = None
 
     @model_validator(mode="after")
@@ -52,6 +57,23 @@ class InstanceSpec(BaseModel):
         if self.engine is not None and self.engine.instance != self.name:
             raise ValueError(f"instance {self.name} has an engine called {self.engine.instance}")
         return self
+
+    @property
+    def encodes_only(self) -> bool:
+        """Whether the engine has the model's encoder alone, so that its role is fixed."""
+        role = self._encoder_role
+        return self.role == "encode" if role is None else role == "ec_producer"
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles that the instance can be given, with its own."""
+        if self.encodes_only or self.role == "both":
+            return (self.role,)
+        return CONVERTIBLE if self._encoder_role is None else ("encode", *CONVERTIBLE)
+
+    @property
+    def _encoder_role(self) -> EncoderRole | None:
+        return self.encoder_role or (self.engine.encoder_role if self.engine is not None else None)
 
     @property
     def engine_url(self) -> str:
@@ -94,6 +116,8 @@ class Instance:
         """What its layout is in words, and what identifies its weights; "": not known yet."""
         self.adapters: dict[str, str] = {}
         """The identities of its LoRA adapters by name, from the agent's latest status."""
+        self.encoder = ""
+        """What the keys of its embeddings are made of; "": it has none, or has not told yet."""
         self.draining = False
         self.leaving = False
         """Whether it drains to be forgotten. Nothing ends such a drain."""
@@ -118,6 +142,11 @@ class Instance:
     def transfers(self) -> bool:
         """Whether the engine and its node agent both answer."""
         return self.engine_health.healthy and self.agent_health.healthy
+
+    @property
+    def encodes(self) -> bool:
+        """Whether it encodes media for others."""
+        return self.role == "encode" or (self.spec.encodes and decodes(self.role))
 
     @property
     def reason(self) -> str:
@@ -163,6 +192,9 @@ class Instance:
             layout=self.layout,
             weights=self.weights,
             adapters=self.adapters,
+            encodes=self.encodes,
+            roles=self.spec.roles,
+            encoder=self.encoder,
         )
 
     def _kv_total_bytes(self) -> int | None:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import aiohttp
 
-from kvmanager.agent.client import AgentClients
+from kvmanager.agent.messages import StatusReply
+from kvmanager.agent.shared_clients import AgentClients
 from prfaas.engines.access import EngineAccess
 from prfaas.engines.client import EngineHttp, open_session
 from prfaas.engines.command import EngineSpec
@@ -341,6 +342,8 @@ class Instances:
             status = await instance.agent.status(self._config.probes.timeout_s)
         except RpcError as error:
             return instance.agent_health.probe_failed(error.message)
+        if instance.spec.encodes_only:
+            return _judge_encoder(instance, status)
         engine = next((item for item in status.engines if item.instance == instance.name), None)
         if engine is None:
             # Engine and agent may both be well, but without their connection no KVCache of the
@@ -355,6 +358,7 @@ class Instances:
         instance.layout_fingerprint = engine.layout_fingerprint
         instance.layout, instance.weights = engine.layout, engine.weights
         instance.adapters = engine.adapters
+        instance.encoder = status.encoder_of(instance.name)
         instance.landing_cap_bytes = status.landing_cap_bytes
         instance.landing_room_bytes = status.landing_room_bytes
         # Only one that joins is held to the others: those of the region's first configuration may
@@ -363,3 +367,22 @@ class Instances:
             return instance.agent_health.probe_failed(f"may not join: {why}")
         instance.joining = False
         return instance.agent_health.probe_succeeded() or is_changed
+
+
+def _judge_encoder(instance: Instance, status: StatusReply) -> bool:
+    """Take in what the node agent says of an instance that keeps no KVCache. True if that changed
+    its health.
+    """
+    if status.embeddings is None:
+        return instance.agent_health.probe_failed(
+            f"{instance.spec.agent} keeps no embeddings: its embedding_gib is 0"
+        )
+    if all(one.instance != instance.name for one in status.encoders):
+        return instance.agent_health.probe_failed(
+            f"{instance.spec.agent} has no connection from an encoder called {instance.name}"
+        )
+    instance.encoder = status.encoder_of(instance.name)
+    instance.landing_cap_bytes = status.landing_cap_bytes
+    instance.landing_room_bytes = status.landing_room_bytes
+    instance.joining = False
+    return instance.agent_health.probe_succeeded()

@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from prfaas.engines.command import EncoderRole
 from prfaas.engines.instance import (
     DEFAULT_DECODE_SLOTS,
     DEFAULT_MAX_CONCURRENT,
@@ -35,6 +36,8 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
     role: Role = "both"
     max_concurrent: int = DEFAULT_MAX_CONCURRENT
     decode_slots: int = DEFAULT_DECODE_SLOTS
+    encoder_role: EncoderRole | None = None
+    encodes: bool = False
 
     def spec(self) -> InstanceSpec:
         """The instance. ValueError names the field that is wrong."""

@@ -224,11 +224,13 @@ def _prefill_verdict(request: AdmissionRequest, config: AdmissionConfig) -> Verd
     if config.ttft_slo_s is None:
         return None
     prediction = request.prediction
-    queue_s, move_s, prefill_s, tail_s, slot_s, step_s, overhead_s, contention_s, _ = prediction
+    queue_s, move_s, prefill_s, tail_s, slot_s, step_s, overhead_s, others_s, _, encode_s = (
+        prediction
+    )
     limit_s = config.ttft_slo_s * config.max_prefill_load
     # The tail is nearly all a wait for what others send, since layers leave during the prefill.
     wait_s = queue_s + tail_s + slot_s
-    spare_s = limit_s - (move_s + prefill_s + step_s + overhead_s + contention_s)
+    spare_s = limit_s - (move_s + prefill_s + step_s + overhead_s + others_s + encode_s)
     over_s = wait_s - (spare_s if spare_s > 0 else limit_s)
     if over_s <= 0:
         return None

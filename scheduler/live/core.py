@@ -223,7 +223,7 @@ class LiveScheduler:
 
         def try_at(request: PendingRequest, pd: PdSettings) -> Tried:
             seen = self.snapshot(model, now_s, request, pd.name)
-            config = self._config(model, now_s, pd.name)
+            config = self._config(model, now_s, pd.name, request.shape)
             decision = route(request.shape, seen, config, now_s, excluded=excluded)
             return Tried(pd, request, seen, config, decision)
 
@@ -249,7 +249,7 @@ class LiveScheduler:
         """
 
         def try_in(seen: RegionSnapshot, request: PendingRequest, pd: PdSettings) -> Tried:
-            config = self._config(model, now_s, pd.name)
+            config = self._config(model, now_s, pd.name, request.shape)
             # No prediction may send the prompt away from the PD cluster: it would have to be
             # counted first.
             local = replace(config, margin_s=math.inf)
@@ -333,18 +333,29 @@ class LiveScheduler:
 
     def _services(
         self, known: ModelKnowledge, pd: PdSettings, now_s: float
-    ) -> Mapping[str, ServiceModel]:
+    ) -> dict[str, ServiceModel]:
         """What was learnt of contention for all targets where `pd` decodes."""
         found = {name: known.service(name, now_s) for name in pd.prefill_clusters}
         for target in (HAND_OFF, ONE_ENGINE):
             found[target] = known.service(self.place(target, pd.name), now_s)
         return found
 
-    def _config(self, model: str, now_s: float, pd: str) -> RouteConfig:
+    def _media_services(
+        self, known: ModelKnowledge, pd: PdSettings, now_s: float
+    ) -> dict[str, ServiceModel]:
+        """The same for prompts with media. Where none was answered lately, text stands for them."""
+        found = self._services(known, pd, now_s)
+        for target in found:
+            own = known.media.service(self.place(target, pd.name), now_s)
+            found[target] = own or found[target]
+        return found
+
+    def _config(self, model: str, now_s: float, pd: str, shape: RequestShape) -> RouteConfig:
         routing, known = self.settings.routing, self.knowledge(model)
         # Predictions from unmeasured times are no reason to leave the side that t gives.
         kv, is_known = known.kv, known.is_known
         by_prediction = routing.policy == "predicted" and is_known
+        services = self._services if shape.media is None else self._media_services
         return RouteConfig(
             kv=kv or _NO_KV,
             margin_s=routing.margin_s if by_prediction else math.inf,
@@ -355,7 +366,7 @@ class LiveScheduler:
             hand_off_tokens=self.settings.hand_off_tokens,
             max_link_age_s=routing.max_link_age_s,
             max_tail_s=routing.max_tail_s,
-            service=self._services(known, self.pd(pd), now_s),
+            service=services(known, self.pd(pd), now_s),
             is_known=is_known and kv is not None,
         )
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from scheduler.live.learning.knowledge import ModelKnowledge
 from scheduler.live.ledger import Ledger
-from scheduler.reports import InstanceReport, serves
+from scheduler.reports import InstanceReport, decodes, serves
 from scheduler.routing.views import DecodeView
 
 UNTOLD_SLOTS: Final = 1 << 20
@@ -66,7 +66,7 @@ class LandingRoom:
 
 def decoding(instances: Sequence[InstanceReport], at_s: float, model: str) -> Decoding:
     """Sum up the instances of a PD cluster that decode for a model."""
-    found = [item for item in instances if item.role != "prefill" and serves(item, model)]
+    found = [item for item in instances if decodes(item.role) and serves(item, model)]
     kv_bytes, kv_total_bytes = _kv_memory(found)
     return Decoding(
         at_s=at_s,

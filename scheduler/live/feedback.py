@@ -63,22 +63,27 @@ class Calibrated(Observation, frozen=True):
 
 
 class RequestArrived(Observation, frozen=True):
-    """A request whose home is `pd` was let in, and no engine refused it."""
+    """A request whose home is `pd` was let in, and no engine refused it. Its home would have to
+    encode media of `media_tokens` tokens to prefill it.
+    """
 
     model: str
     num_tokens: int
     cached_tokens: int
     pd: str = ""
+    media_tokens: int = 0
 
     def learn(self, live: LiveScheduler, now_s: float) -> None:
         """It counts as demand, which plans rest on."""
         known = live.knowledge(self.model)
-        known.traffic.arrived(self.num_tokens, self.cached_tokens, now_s)
+        known.traffic.arrived(self.num_tokens, self.cached_tokens, now_s, self.media_tokens)
         names = [pd.name for pd in live.settings.pd_clusters]
         home = self.pd or names[0]
         # Another gateway may have a PD cluster that this one has not been told of yet.
         if len(names) > 1 and home in names:
-            known.traffic_of(home).arrived(self.num_tokens, self.cached_tokens, now_s)
+            known.traffic_of(home).arrived(
+                self.num_tokens, self.cached_tokens, now_s, self.media_tokens
+            )
 
 
 class LegBegun(Observation, frozen=True):
@@ -148,7 +153,8 @@ class Prefilled(Observation, frozen=True):
     """A prefill leg ended with all of its KVCache landed, `tail_s` after the prefill.
 
     `seconds` is the time that the prefill alone took. It is None where that is unknown because the
-    prefill ended in one pass with another. `pd` is the PD cluster that decodes.
+    prefill ended in one pass with another. `pd` is the PD cluster that decodes. `encoded_tokens`
+    are the tokens of media that the instance encoded itself during it, None for a prompt of text.
     """
 
     model: str
@@ -159,6 +165,7 @@ class Prefilled(Observation, frozen=True):
     tail_s: float
     seconds: float | None
     pd: str = ""
+    encoded_tokens: int | None = None
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
         """From the end of the prefill on, the next job has the instance for itself."""
@@ -171,7 +178,12 @@ class Prefilled(Observation, frozen=True):
         place = live.place(self.place, self.pd)
         if self.seconds is not None:
             live.knowledge(self.model).prefilled(
-                place, self.num_tokens, self.cached_tokens, self.seconds, now_s
+                place,
+                self.num_tokens,
+                self.cached_tokens,
+                self.seconds,
+                now_s,
+                encoded_tokens=self.encoded_tokens,
             )
 
 
@@ -244,13 +256,15 @@ class DirectTook(Observation, frozen=True):
     """The answer of `DirectAnswered` for a prompt that was looked up, at an engine of `pd` that was
     not full.
 
-    At a full engine the time would contain the wait for a slot.
+    At a full engine the time would contain the wait for a slot. `encoded_tokens` are the tokens of
+    media that the engine encoded itself, None for a prompt of text.
     """
 
     model: str
     shape: RequestShape
     seconds: float
     pd: str = ""
+    encoded_tokens: int | None = None
 
     def learn(self, live: LiveScheduler, now_s: float) -> None:
         """The time teaches only where the length is known."""
@@ -258,13 +272,21 @@ class DirectTook(Observation, frozen=True):
         if _is_length_known(live, known, self.shape):
             cached_tokens = min(self.shape.local_cached_tokens, num_tokens)
             place = live.place(ONE_ENGINE, self.pd)
-            known.prefilled(place, num_tokens, cached_tokens, self.seconds, now_s)
+            known.prefilled(
+                place,
+                num_tokens,
+                cached_tokens,
+                self.seconds,
+                now_s,
+                encoded_tokens=self.encoded_tokens,
+            )
 
 
 class FirstToken(Observation, frozen=True):
     """The first byte of a stream came, by the route that was predicted, whose target is `place`.
 
     `was_full` says whether the decode instance was full when it got the request. It is in `pd`.
+    `has_media` says whether the prompt has images or other media.
     """
 
     model: str
@@ -273,6 +295,7 @@ class FirstToken(Observation, frozen=True):
     ttft_s: float
     was_full: bool = False
     pd: str = ""
+    has_media: bool = False
 
     def learn(self, live: LiveScheduler, now_s: float) -> None:
         """The prediction's error, and under normal conditions how the place serves, are learnt.
@@ -286,6 +309,7 @@ class FirstToken(Observation, frozen=True):
             self.ttft_s,
             now_s,
             teaches_service=live.is_link_clear(self.place, self.pd) and not self.was_full,
+            has_media=self.has_media,
         )
 
 

@@ -60,7 +60,8 @@ class PlaceWork:
         self.num_places = sum(i.max_concurrent for i in instances if serves(i, model))
         """How many jobs the instances run at once."""
         # Jobs of a model with instances of its own wait for those.
-        self._others = {item.model for item in report.instances} - {"", model}
+        prefilling = (item for item in report.instances if item.role != "encode")
+        self._others = {item.model for item in prefilling} - {"", model}
         self._jobs = {job.transfer_id: job for job in report.jobs}
         self._legs: dict[str, PrefillLeg] = {}
         self._prefill_s: dict[str, float] = {}

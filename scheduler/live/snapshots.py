@@ -20,8 +20,9 @@ from scheduler.live.learning.knowledge import ModelKnowledge
 from scheduler.live.ledger import DirectPrompt, Ledger
 from scheduler.live.place_work import PlaceWork
 from scheduler.live.thresholds import Thresholds
-from scheduler.reports import ClusterReport, InstanceReport, is_of_model, serves
+from scheduler.reports import ClusterReport, InstanceReport, decodes, is_of_model, serves
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, RequestShape
+from scheduler.routing.media import MediaView
 from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.profiles import PrefillProfile
 from scheduler.routing.views import ClusterView, DecodeView, RegionSnapshot
@@ -95,7 +96,7 @@ class ReportDigest:
     @cached_property
     def decoding_layouts(self) -> frozenset[str] | None:
         """The fingerprints of the KVCache that the instances of a PD cluster decode."""
-        return _layouts([item for item in self.instances if item.role != "prefill"], self.model)
+        return _layouts([item for item in self.instances if decodes(item.role)], self.model)
 
     @cached_property
     def can_hand_off(self) -> bool:
@@ -107,7 +108,7 @@ class ReportDigest:
         """The instances that serve a request whole."""
         serving = [item for item in self.instances if serves(item, self.model)]
         # Prefill instances serve whole requests only where no other instance can.
-        return [item for item in serving if item.role != "prefill"] or serving
+        return [item for item in serving if decodes(item.role)] or serving
 
     @cached_property
     def whole_names(self) -> frozenset[str]:
@@ -168,7 +169,7 @@ class SnapshotMaker(msgspec.Struct, frozen=True):
     ) -> RegionSnapshot:
         """The region at `now_s`."""
         name = pd.source.name
-        return RegionSnapshot(
+        seen = RegionSnapshot(
             taken_s=now_s,
             local=self._hand_off(pd, now_s),
             engines=self._engines(pd, now_s),
@@ -180,6 +181,48 @@ class SnapshotMaker(msgspec.Struct, frozen=True):
             ),
             moving=self.moves.moving(),
             failed_moves=self.moves.failed_lately(now_s),
+        )
+        if self.request is None or self.request.shape.media is None:
+            return seen
+        return self._with_media(seen, pd, prefill_clusters)
+
+    def _with_media(
+        self, seen: RegionSnapshot, pd: ReportDigest, prefill_clusters: Sequence[ReportDigest]
+    ) -> RegionSnapshot:
+        """The same, with how each cluster gets and encodes the request's media."""
+        name = pd.source.name
+        hand_off, whole = self.place(HAND_OFF, name), self.place(ONE_ENGINE, name)
+        return msgspec.structs.replace(
+            seen,
+            local=self._encoding(seen.local, hand_off, pd),
+            engines=seen.engines and self._encoding(seen.engines, whole, pd),
+            prefill_clusters=tuple(
+                self._encoding(
+                    cluster, cluster.name, digest, self._media_link(name, cluster, seen.taken_s)
+                )
+                for cluster, digest in zip(seen.prefill_clusters, prefill_clusters, strict=True)
+            ),
+        )
+
+    def _encoding(
+        self, cluster: ClusterView, place: str, digest: ReportDigest, link: LinkView | None = None
+    ) -> ClusterView:
+        report, line = digest.source.report, self.knowledge.media.line(place)
+        stage = None if report is None else report.encode
+        media = MediaView(model=self.model, stage=stage, line=line, link=link)
+        return msgspec.structs.replace(cluster, media=media)
+
+    def _media_link(self, source: str, cluster: ClusterView, now_s: float) -> LinkView:
+        """The link over which media come to a prefill cluster. Where nobody has measured it, the
+        link of its KVCache, which is the other direction, stands for it.
+        """
+        link, back = self.links_in(cluster.name, now_s, (source,))[source], cluster.link
+        if link.available_bytes_per_s is not None or back is None:
+            return link
+        return LinkView(
+            available_bytes_per_s=back.available_bytes_per_s,
+            rtt_s=back.rtt_s,
+            is_floor=back.is_floor,
         )
 
     def decode_side(self, pd: ReportDigest, now_s: float) -> DecodeView:

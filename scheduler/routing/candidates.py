@@ -229,7 +229,10 @@ def local_candidate(
     """
     cluster, target = _local_place(request, snapshot, config)
     num_tokens = request.num_prompt_tokens
-    task = PrefillTask(num_tokens, min(request.local_cached_tokens, num_tokens))
+    cached_tokens = min(request.local_cached_tokens, num_tokens)
+    task = PrefillTask(num_tokens, cached_tokens)
+    if request.media is not None:
+        task = task._replace(media=request.media.task(cluster.name, cached_tokens))
     return _with_best_cache(task, target, cluster, _Asked(request, snapshot, config, excluded))
 
 
@@ -238,8 +241,11 @@ def whole_prediction(
 ) -> Prediction:
     """The prediction for a request that one engine of the PD cluster must serve whole."""
     num_tokens = request.num_prompt_tokens
-    task = PrefillTask(num_tokens, min(request.local_cached_tokens, num_tokens))
+    cached_tokens = min(request.local_cached_tokens, num_tokens)
     cluster = snapshot.engines or snapshot.local
+    task = PrefillTask(num_tokens, cached_tokens)
+    if request.media is not None:
+        task = task._replace(media=request.media.task(cluster.name, cached_tokens))
     service = config.service.get(ONE_ENGINE, ALONE)
     load = snapshot.load(cluster, request.render_s)
     return predict(task, cluster, snapshot.decode, service, load)
@@ -256,6 +262,8 @@ def remote_candidate(
     num_tokens = request.num_prompt_tokens
     cached_tokens = min(request.prefill_cached_tokens.get(cluster.name, 0), num_tokens)
     task = PrefillTask(num_tokens, cached_tokens, *wire_bytes(request, config.kv))
+    if request.media is not None:
+        task = task._replace(media=request.media.task(cluster.name, cached_tokens))
     asked = _Asked(request, snapshot, config, excluded)
     return _with_best_cache(task, cluster.name, cluster, asked)
 
@@ -330,6 +338,8 @@ def _with_cache_of(
 
     def after(move_s: float) -> Prediction:
         moved = task._replace(cached_tokens=num_tokens, move_s=move_s)
+        if asked.request.media is not None:
+            moved = moved._replace(media=asked.request.media.task(cluster.name, num_tokens))
         service = asked.config.service.get(own.target, ALONE)
         return predict(moved, cluster, asked.snapshot.decode, service, before.load)
 

@@ -16,6 +16,8 @@ from typing import Final, Literal
 
 import msgspec
 
+from scheduler.routing.media import MediaShape
+
 Route = Literal["prefill_cluster", "local", "direct"]
 Number = int | float
 
@@ -152,7 +154,7 @@ class RequestShape(msgspec.Struct, frozen=True, kw_only=True):
     `other_adapter_in` names the prefill clusters that do not have the request's LoRA adapter with
     the weights that decode it, as far as is known. `render_s` is how long an engine took to turn it
     into tokens, seconds; 0 if none did. With `has_bound_media` only the engine that serves it can
-    read its media.
+    read its media. `media` are its images and other media, None for text.
     """
 
     num_prompt_tokens: int
@@ -173,6 +175,7 @@ class RequestShape(msgspec.Struct, frozen=True, kw_only=True):
     cached_in_pds: Mapping[str, PdCached] = MappingProxyType({})
     other_adapter_in: frozenset[str] = frozenset()
     render_s: float = 0.0
+    media: MediaShape | None = None
 
     def __post_init__(self) -> None:
         if self.num_prompt_tokens < 0:

@@ -1,11 +1,13 @@
 """When a request's prefill would end and its first token come, at one place, part by part.
 
-    TTFT = queue + move + prefill + transfer tail + wait for a slot + one decode step + overhead
-         + contention
+    TTFT = queue + move + encode + prefill + transfer tail + wait for a slot + one decode step
+         + overhead + contention
 
 1. Queue. The work ahead is spread over the cluster's usable instances; the instance that is free
    first takes the next piece of it. The request begins when nothing is left ahead of it.
 2. Move. A cached prefix may come from elsewhere during the queue; the prefill waits for it.
+   Encode. Images and other media come to the place and are encoded (`scheduler.routing.media`), as
+   far as they are not during the queue. It is 0 for text.
 3. Prefill. T(whole prompt) less what the cached part saves (`scheduler.routing.profiles`).
 4. Tail. The link is a fluid queue, first come, first served, at its present rate. It holds the
    backlog of its last sample, less what it has sent since, what other requests emit meanwhile, and
@@ -29,6 +31,7 @@ from typing import Final, NamedTuple
 
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
+from scheduler.routing.media import MediaTask, media_delay_s
 from scheduler.routing.service import ALONE, Load, ServiceModel
 from scheduler.routing.views import ClusterView, DecodeView
 
@@ -40,7 +43,7 @@ class PrefillTask(NamedTuple):
 
     `num_tokens` is the whole prompt. `cached_tokens` of them are not computed, once the move that
     takes `move_s` is over. `token_bytes` leave evenly during the prefill, `fixed_bytes` at its end;
-    both are 0 where nothing is transferred.
+    both are 0 where nothing is transferred. `media` is None for text.
     """
 
     num_tokens: int
@@ -48,14 +51,16 @@ class PrefillTask(NamedTuple):
     token_bytes: float = 0.0
     fixed_bytes: float = 0.0
     move_s: float = 0.0
+    media: MediaTask | None = None
 
 
 class Prediction(NamedTuple):
     """The parts of the time to first token, in seconds and in the order in which they pass.
 
-    `move_s` is only the delay by the move beyond the queue. `contention_s` is what the parts before
-    it leave out or count twice, and may be negative. `load` is no part of the time; it is what the
-    request meets.
+    `move_s` is only the delay by the move beyond the queue, and `encode_s` only the delay by media
+    beyond both; it passes before the prefill. `contention_s` is what the parts before it leave out
+    or count twice, and may be negative. `load` is no part of the time; it is what the request
+    meets.
     """
 
     queue_s: float = 0.0
@@ -67,27 +72,32 @@ class Prediction(NamedTuple):
     overhead_s: float = 0.0
     contention_s: float = 0.0
     load: Load = NO_LOAD
+    # The last one, since recordings and gateways have predictions as arrays.
+    encode_s: float = 0.0
 
     @property
     def prefill_end_s(self) -> float:
         """Time from now until the prompt is computed."""
-        return self.queue_s + self.move_s + self.prefill_s
+        return self.queue_s + self.move_s + self.prefill_s + self.encode_s
 
     @property
     def landed_s(self) -> float:
         """Time from now until the KVCache is where decoding happens."""
-        return self.queue_s + self.move_s + self.prefill_s + self.tail_s
+        return self.queue_s + self.move_s + self.prefill_s + self.tail_s + self.encode_s
 
     @property
     def ttft_s(self) -> float:
         """Time from now until the first token."""
-        queue_s, move_s, prefill_s, tail_s, slot_s, step_s, overhead_s, contention_s, _ = self
+        queue_s, move_s, prefill_s, tail_s, slot_s, step_s, overhead_s, others_s, _, encode_s = self
         found_s = queue_s + move_s + prefill_s + tail_s + slot_s + step_s + overhead_s
-        return found_s + contention_s
+        return found_s + others_s + encode_s
 
     def parts(self) -> dict[str, float]:
-        """The parts by name; together they are `ttft_s`."""
-        return {name: value for name, value in self._asdict().items() if name != "load"}
+        """The parts by name; together they are `ttft_s`. Media are named only where they count."""
+        found = {name: value for name, value in self._asdict().items() if name != "load"}
+        if not self.encode_s:
+            del found["encode_s"]
+        return found
 
 
 def predict(
@@ -104,12 +114,19 @@ def predict(
     # No instance is usable. The lines below would subtract infinities and give nan.
     if begin_s == math.inf:
         return Prediction(begin_s, 0.0, prefill_s, step_s=decode.step_s)
+    encode_s = 0.0
+    if task.media is not None and cluster.media is not None:
+        encode_s = media_delay_s(task.media, cluster.media, begin_s)
+        # The media cannot come to the place.
+        if encode_s == math.inf:
+            return Prediction(queue_s, 0.0, prefill_s, step_s=decode.step_s, encode_s=encode_s)
+    start_s = begin_s + encode_s
     tail_s = 0.0
     if cluster.link is not None:
         # While the request has an instance, only the others emit KVCache of others.
         beside = 1 - 1 / max(1, len(cluster.free_s))
-        tail_s = transfer_tail_s(cluster.link, begin_s, prefill_s, task, beside=beside)
-    slot_s = slot_wait_s(decode, begin_s + prefill_s + tail_s)
+        tail_s = transfer_tail_s(cluster.link, start_s, prefill_s, task, beside=beside)
+    slot_s = slot_wait_s(decode, start_s + prefill_s + tail_s)
     return Prediction(
         queue_s,
         begin_s - queue_s,
@@ -120,6 +137,7 @@ def predict(
         service.overhead_s,
         service.contention_s(prefill_s, load),
         load,
+        encode_s,
     )
 
 

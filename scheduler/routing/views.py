@@ -13,6 +13,7 @@ from types import MappingProxyType
 import msgspec
 
 from netmon.region_link import LinkView
+from scheduler.routing.media import MediaView
 from scheduler.routing.profiles import PrefillProfile
 from scheduler.routing.service import Load
 
@@ -76,6 +77,7 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     meant for this cluster. `plan_threshold_tokens` is the threshold while the link is well, None
     where the two are not told apart. `can_feed` is False where no instance that decodes can use the
     KVCache of any instance here. `num_busy` instances prefill, also those that should be done.
+    `media` is None for a request of text alone.
     """
 
     name: str
@@ -91,6 +93,7 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     plan_threshold_tokens: float | None = None
     can_feed: bool = True
     num_busy: int = 0
+    media: MediaView | None = None
 
     def __post_init__(self) -> None:
         free_s = self.free_s

@@ -9,9 +9,12 @@ second one, as there, works on the other cores: they share the memory and, where
 threads, its units.
 `prfaas plan solve` then predicts the capacity of the shapes in `capacity_files.py`; what was
 measured comes from the raw numbers of `bench_load.py` (--load), which must have the same settings.
-Goal: within 10%. Conversations are held with a region whose flight recorder is on, once to let its
-gateway learn how the engines serve, and once to measure. `prfaas simulate` plays what was recorded,
-with what was learnt before. Goal: P50 and P90 TTFT within 15%.
+They also have profiles of engines under a full load (`prfaas plan profile-live`), of which that of
+one shape, `LOADED`, predicts the others. Goal: within 10%.
+
+Conversations are held with a region whose flight recorder is on, once to let its gateway learn how
+the engines serve, and once to measure. `prfaas simulate` plays what was recorded, with what was
+learnt before. Goal: P50 and P90 TTFT within 15%.
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ import itertools
 import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -53,6 +55,7 @@ from e2e_systems import BY_THRESHOLD, ROLES, engine, running_engines, stream
 from engine_cores import cores_of
 from load_client import Traffic
 from load_systems import HOST, two_clusters
+from own_command import prfaas
 from running_region import served_model
 from smoke import add_smoke
 
@@ -75,6 +78,12 @@ SAMPLE: Final = 200
 """Lengths drawn for a plan's histogram."""
 CONVERSED: Final = SHAPES[1]
 """The shape of the region that conversations are held with."""
+LOADED: Final = SHAPES[1]
+"""The shape whose engines under load predict all shapes: there one of them only prefills, and the
+other one only decodes.
+"""
+BY_ENGINE: Final = "an engine beside a busy one"
+BY_TRAFFIC: Final = f"engines of '{LOADED.name}' under a full load"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +96,6 @@ class Talks:
     new_tokens: tuple[int, int]
     output_tokens: int
     mean_pause_s: float
-
-
-def prfaas(*words: str) -> dict[str, Any]:
-    """What `prfaas WORDS --json` prints; RuntimeError with its words if it prints no JSON."""
-    argv = [sys.executable, "-m", "deploy.cli", *words, "--json"]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        raise RuntimeError(f"{' '.join(words)}: {done.stdout}{done.stderr}") from None
-    return answer
 
 
 def profiled(arguments: argparse.Namespace, url: str, key: str, model: Path, out: Path) -> None:
@@ -113,9 +111,11 @@ def profiled(arguments: argparse.Namespace, url: str, key: str, model: Path, out
 
 
 def compared_shapes(
-    arguments: argparse.Namespace, profile: Path, measured: Mapping[str, float]
+    arguments: argparse.Namespace, by: str, profile: Path, measured: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """A row for each shape: the capacity that was predicted, and the one of `measured` if any."""
+    """A row for each shape: the capacity that this profile, which is described `by`, predicts, and
+    the one of `measured` if any.
+    """
     traffic = traffic_of(arguments)
     lengths = sorted(traffic.lengths(SAMPLE, seed=0))
     file = profile.with_name("plan.yaml")
@@ -124,17 +124,18 @@ def compared_shapes(
         plan = plan_file(shape, profile, lengths, traffic.output_tokens, 1e3 / traffic.slo_tpot_ms)
         file.write_text(yaml.safe_dump(plan))
         answer = prfaas("plan", "solve", str(file))
-        rows.append(capacity_row(shape, answer, measured.get(shape.measured_as)))
+        rows.append(capacity_row(shape, by, answer, measured.get(shape.measured_as)))
     return rows
 
 
 def capacity_row(
-    shape: Shape, answer: Mapping[str, Any], measured_rps: float | None
+    shape: Shape, by: str, answer: Mapping[str, Any], measured_rps: float | None
 ) -> dict[str, Any]:
     """Predicted against measured, requests/s; without a measurement, nothing is met or missed."""
     row = {
         "part": "capacity",
         "name": shape.name,
+        "by": by,
         "predicted_rps": round(answer["throughput_rps"], 3),
         "binding": answer["binding"],
         "measured_rps": measured_rps,
@@ -145,12 +146,21 @@ def capacity_row(
     return {**row, "error": round(error, 3), "met": abs(error) <= CAPACITY_GOAL}
 
 
-def measured_capacities(load: Path | None) -> dict[str, float]:
-    """Requests/s by system, from the raw numbers of `bench_load.py`."""
+def capacities_of(load: Path | None) -> list[dict[str, Any]]:
+    """The rows of saturated systems in the raw numbers of `bench_load.py`."""
     if load is None:
-        return {}
-    kept = json.loads(load.read_text())
-    return {row["system"]: row["throughput_rps"] for row in kept["capacity"]}
+        return []
+    found: list[dict[str, Any]] = json.loads(load.read_text())["capacity"]
+    return found
+
+
+def loaded_profile(capacities: Sequence[Mapping[str, Any]], file: Path) -> bool:
+    """Write the profile of the engines of `LOADED` under a full load; False if there is none."""
+    profiles = {row["system"]: row.get("profile") for row in capacities}
+    if not profiles.get(LOADED.measured_as):
+        return False
+    file.write_text(yaml.safe_dump({"profile": profiles[LOADED.measured_as]}))
+    return True
 
 
 async def converse(url: str, model: str, talks: Talks, seed: int = 1) -> list[Turn]:
@@ -328,7 +338,11 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
             await converse(url, await served_model(url), talks, seed=2)
             service, render_s = await learnt_of(url)
             turns, arrivals = await conversations(url, recording, talks)
-    rows = compared_shapes(arguments, profile, measured_capacities(arguments.load))
+    capacities = capacities_of(arguments.load)
+    measured = {row["system"]: row["throughput_rps"] for row in capacities}
+    rows = compared_shapes(arguments, BY_ENGINE, profile, measured)
+    if loaded_profile(capacities, loaded := folder / "loaded.yaml"):
+        rows += compared_shapes(arguments, BY_TRAFFIC, loaded, measured)
     rows += replayed(turns, arrivals, talks, profile, 1e3 / arguments.slo_ms[1], service, render_s)
     return {
         "settings": {"model": arguments.model, "talks": asdict(talks)},
@@ -362,7 +376,8 @@ def show(kept: Mapping[str, Any]) -> None:
         verdict = {True: "met", False: "MISSED"}.get(row.get("met"), "not measured")
         error = f"{row['error']:+.1%}" if "error" in row else "-"
         numbers = f"predicted {predicted:>7}  measured {measured!s:>7}  {error:>7}"
-        print(f"{row['name']:>38}  {numbers}  {verdict}")
+        by = f"  by {row['by']}" if "by" in row else ""
+        print(f"{row['name']:>38}  {numbers}  {verdict}{by}")
     for name, why in kept["missing"].items():
         print(f"not measured: {name}: {why}")
 

@@ -4,8 +4,9 @@
     python tests/bench/bench_load.py --smoke --gateway URL
 
 Each system (see `load_systems.py`) is started in turn on the cores of this machine and driven by
-`vllm bench serve`: first with many requests at a time, which gives its capacity and lets its
-scheduler learn, then at rates that are shares of the reference capacity. That is the capacity of
+`vllm bench serve`: first with many requests at a time, which gives its capacity, lets its
+scheduler learn, and gives a profile of its engines under a full load (`prfaas plan
+profile-live`), then at rates that are shares of the reference capacity. That is the capacity of
 `prfaas`, so that every system gets the same rates. Measured in parts, `--add` keeps the rows of
 earlier parts, and takes the reference from them. With --gateway a region that runs already is
 driven alone. nixl needs root (see `e2e_systems.py`).
@@ -33,6 +34,7 @@ from e2e_systems import CHUNK_TOKENS
 from engine_cores import CannotRunError
 from load_client import Client, Run, Traffic, client, rate_runs, settings
 from load_systems import SYSTEMS, Serving
+from own_command import prfaas
 from running_region import served_model
 from smoke import add_smoke
 
@@ -97,6 +99,7 @@ async def drive(
     found = await by.ask(serving.url, serving.model, traffic, saturated)
     if serving.has_records:
         found |= routed(await records_of(serving.url, saturated))
+        found["profile"] = await asyncio.to_thread(loaded_profile, serving.url)
     kept["capacity"].append({"system": name, "concurrency": arguments.many, **found})
     _say(f"{name}: capacity {found.get('throughput_rps')} requests/s")
     for run in rate_runs(rates_of(arguments, name, kept), arguments.seconds, arguments.least):
@@ -108,6 +111,20 @@ async def drive(
         # What is measured stays, whatever happens to the rest of a long run.
         save(arguments.json, kept)
         _say(" ".join(f"{column}={row.get(column)}" for column in COLUMNS))
+
+
+def loaded_profile(url: str) -> Mapping[str, Any] | None:
+    """What `prfaas plan profile-live` makes of what the gateway at `url` has served; None where
+    that is too little.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["plan", "profile-live", "--gateway", url, "--out", f"{folder}/profile.yaml"]
+        answer = prfaas(*words)
+    if not answer["ok"]:
+        _say(f"no profile of {url}: {answer['error']}")
+        return None
+    profile: Mapping[str, Any] = answer["profile"]
+    return profile
 
 
 def rates_of(arguments: argparse.Namespace, name: str, kept: Kept) -> list[float]:

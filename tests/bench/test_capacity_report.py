@@ -9,7 +9,16 @@ import pytest
 import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from bench_capacity import Talks, capacity_row, converse, measured_capacities, ttft_row, why_missing
+from bench_capacity import (
+    LOADED,
+    Talks,
+    capacities_of,
+    capacity_row,
+    converse,
+    loaded_profile,
+    ttft_row,
+    why_missing,
+)
 from capacity_files import (
     SHAPES,
     Shape,
@@ -20,6 +29,7 @@ from capacity_files import (
     trace_of,
 )
 
+from deploy.plan.profile.file import EngineProfileFile
 from deploy.plan.simulate.building import load_simulation
 from deploy.plan.solve.building import load_plan
 from deploy.plan.solve.spec import PlanSpec
@@ -113,19 +123,27 @@ def test_a_recorder_that_has_written_nothing_has_no_arrivals(tmp_path: Path) -> 
     assert recorded_arrivals(tmp_path / "none") == []
 
 
-def test_predictions_are_held_against_what_was_measured(tmp_path: Path) -> None:
+def test_predictions_are_held_against_what_was_measured() -> None:
     answer = {"throughput_rps": 2.2, "binding": "prefill"}
-    row = capacity_row(SHAPES[0], answer, 2.0)
-    assert (row["error"], row["met"]) == (0.1, False)
-    assert capacity_row(SHAPES[0], answer, 2.1)["met"]
-    assert "met" not in capacity_row(SHAPES[0], answer, None)
+    row = capacity_row(SHAPES[0], "traffic", answer, 2.0)
+    assert (row["by"], row["error"], row["met"]) == ("traffic", 0.1, False)
+    assert capacity_row(SHAPES[0], "traffic", answer, 2.1)["met"]
+    assert "met" not in capacity_row(SHAPES[0], "traffic", answer, None)
     turns = [Turn(0, 100, seconds) for seconds in (0.1, 0.4, 0.2)]
     assert ttft_row(turns, 50, 0.23)["met"]
     assert (ttft_row(turns, 90, 0.3)["error"], ttft_row(turns, 90, 0.3)["met"]) == (-0.25, False)
-    load = tmp_path / "load.json"
-    load.write_text(json.dumps({"capacity": [{"system": "prfaas", "throughput_rps": 1.5}]}))
-    assert measured_capacities(load) == {"prfaas": 1.5}
-    assert measured_capacities(None) == {}
+
+
+def test_a_profile_under_load_is_that_of_one_shape(tmp_path: Path) -> None:
+    load, file = tmp_path / "load.json", tmp_path / "loaded.yaml"
+    rows = [{"system": "prfaas", "throughput_rps": 1.5, "profile": None}]
+    load.write_text(json.dumps({"capacity": rows}))
+    assert capacities_of(load) == rows
+    assert capacities_of(None) == []
+    assert not loaded_profile(rows, file)
+    rows.append({"system": LOADED.measured_as, "profile": PROFILE["profile"]})
+    assert loaded_profile(rows, file)
+    assert EngineProfileFile.load(file).profile.prefill.points[1].tokens == 2048
 
 
 def test_a_shape_that_was_not_measured_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

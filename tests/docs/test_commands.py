@@ -55,6 +55,7 @@ RUN_BY = {
     "prfaas health": "tests/deploy/ops/test_health.py",
     "prfaas plan kv": "tests/deploy/plan/test_kv.py",
     "prfaas plan profile": "tests/deploy/plan/test_cli.py",
+    "prfaas plan profile-live": "tests/deploy/plan/test_profile_served.py",
     "prfaas plan live": "tests/deploy/ops/test_plan.py",
     "prfaas plan example": "tests/deploy/plan/test_cli.py",
     "prfaas plan case-study": "tests/deploy/plan/test_cli.py",

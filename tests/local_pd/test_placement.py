@@ -217,3 +217,17 @@ def test_who_prefills_lays_kvcache_out_as_the_landing() -> None:
     assert none.name is None
     said = "p0 (prefill) lays KVCache out otherwise than the landing: GQA"
     assert none.reason == f"no instance can prefill: {said}"
+
+
+def test_an_instance_that_encodes_gets_no_other_work() -> None:
+    views = [view("e0", "encode"), view("d0", "decode", num_requests=9), view("p0", "prefill")]
+    assert decode_order(views, "m").names == ("d0",)
+    assert choose_direct(views, "m").name == "d0"
+    assert choose_prefill(views, wish()).name == "p0"
+    # Not even when there is nothing else: it may lack the language model.
+    alone = [view("e0", "encode"), view("d0", "decode", serves=False, transfers=False)]
+    choice = choose_direct(alone, "m")
+    assert choice.name is None
+    assert "e0 (encode) is of another role" in choice.reason
+    assert not decode_order(alone, "m").names
+    assert choose_prefill(alone, wish()).name is None

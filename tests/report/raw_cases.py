@@ -142,6 +142,7 @@ def capacity() -> dict[str, Any]:
     shape: dict[str, Any] = {
         "part": "capacity",
         "name": "one PD cluster",
+        "by": "engines",
         "predicted_rps": 2.2,
         "binding": "decode",
     }

@@ -175,9 +175,9 @@ def test_predictions_have_the_phases_of_the_bench() -> None:
 def test_planner_and_simulator_stand_beside_what_was_measured() -> None:
     section = report_planner.section([raw("capacity", capacity())])
     assert rows(section, "")[2:] == [
-        ["one PD cluster, requests/s", "decode", "*missed*", "2.2", "2", "+10%"],
-        ["three engines, requests/s", "decode", "-", "2.2", "-", "-"],
-        ["TTFT P50, s", "-", "met", "0.3", "0.29", "+3%"],
+        ["one PD cluster, requests/s", "engines", "decode", "*missed*", "2.2", "2", "+10%"],
+        ["three engines, requests/s", "engines", "decode", "-", "2.2", "-", "-"],
+        ["TTFT P50, s", "an engine beside a busy one", "-", "met", "0.3", "0.29", "+3%"],
     ]
     assert "Not measured: three engines (2 cores)." in section.text
 

@@ -16,6 +16,7 @@ from certificates import make_authority, make_node
 
 from kvmanager.agent import host_messages, messages, probe_messages
 from kvmanager.agent.cache import move_messages
+from kvmanager.agent.embeddings import messages as embedding_messages
 from kvmanager.agent.links import messages as link_messages
 from kvmanager.agent.messages import SERVICE
 from kvmanager.directory.messages import SERVICE as DIRECTORY
@@ -112,7 +113,10 @@ def test_every_method_of_fronts_and_directory_is_in_the_table() -> None:
 def test_every_method_of_an_agent_is_in_the_table() -> None:
     requests = {
         name.removesuffix("Reply")
-        for module in (messages, probe_messages, move_messages, link_messages, host_messages)
+        for module in (
+            *(messages, probe_messages, move_messages, embedding_messages),
+            *(link_messages, host_messages),
+        )
         for name, kind in vars(module).items()
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and name.endswith("Reply")
     }

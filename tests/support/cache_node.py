@@ -76,7 +76,6 @@ class Node:
 
     def holds_nothing_for_moves(self) -> bool:
         mover = self.agent.transfers.mover
-        assert mover is not None
         self.pool.check_invariants()
         return not mover.num_open("landing") and not mover.num_open("send")
 

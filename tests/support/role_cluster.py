@@ -19,6 +19,7 @@ class FakeInstance:
     healthy: bool = True
     running: int = 0
     model: str = ""
+    roles: tuple[Role, ...] = ()
 
 
 class FakeCluster:
@@ -119,4 +120,5 @@ def _report(name: str, item: FakeInstance) -> InstanceReport:
         draining=item.draining,
         running=item.running,
         max_concurrent=4,
+        roles=item.roles,
     )

@@ -248,7 +248,8 @@ def node_loads(reports: Iterable[ClusterReport | None]) -> list[NodeLoad]:
     healthy: dict[NodeName, bool] = {}
     for report in reports:
         for instance in report.instances if report is not None else ():
-            if report is not None and instance.node:
+            # Nothing is prefilled or decoded on a node that only encodes.
+            if report is not None and instance.node and instance.role != "encode":
                 name = NodeName(report.name, instance.node_name or instance.node)
                 running[name] = running.get(name, 0) + instance.running
                 usable = instance.healthy and not instance.draining

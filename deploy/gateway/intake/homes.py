@@ -48,7 +48,9 @@ class Homes:
 
 
 def may_have(report: ClusterReport | None, model: str) -> bool:
-    """Whether the cluster has instances of the model, healthy or not, as far as is known."""
+    """Whether the cluster has instances that answer requests for the model, healthy or not, as far
+    as is known.
+    """
     if report is None or not report.instances:
         return True
-    return any(item.model in ("", model) for item in report.instances)
+    return any(item.role != "encode" and item.model in ("", model) for item in report.instances)

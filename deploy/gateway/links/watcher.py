@@ -21,7 +21,7 @@ from deploy.gateway.config import GatewayConfig
 from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
 from scheduler.live.snapshots import Reported
-from scheduler.reports import ClusterReport, InstanceReport
+from scheduler.reports import ClusterReport, InstanceReport, decodes
 from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.deploy.gateway")
@@ -173,7 +173,7 @@ def without_incompatible(
         return None
     usable: dict[str, set[str]] = {}
     for item in (item for pd in pds if pd is not None for item in pd.instances):
-        if item.role != "prefill" and item.layout_fingerprint:
+        if decodes(item.role) and item.layout_fingerprint:
             usable.setdefault(item.model, set()).add(item.layout_fingerprint)
 
     def is_incompatible(item: InstanceReport) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final, TypeAlias
 
 from msgspec import structs
@@ -22,7 +22,7 @@ from local_pd.cluster import PdCluster
 from prfaas.cluster import PrefillCluster
 from prfaas.engines.errors import UnknownInstance
 from prfaas.engines.members import Join, Leave, LetGo, MemberRefused
-from scheduler.reports import ClusterReport, InstanceReport, engine_report, unlike
+from scheduler.reports import ClusterReport, InstanceReport, decodes, engine_report, unlike
 from transport.rpc import RpcError
 from transport.tasks import start_task
 
@@ -93,7 +93,10 @@ class MemberKeeper:
                 raise MemberRefused(message) from error
             finally:
                 await agent.close()
-            self._check(order, status.engines)
+            if order.spec().encodes_only:
+                _check_connected(order, [one.instance for one in status.encoders])
+            else:
+                self._check(order, status.engines)
         await front.change_members(order)
 
     async def leave(self, cluster: str, order: Leave, *, force: bool) -> None:
@@ -122,18 +125,16 @@ class MemberKeeper:
             raise UnknownCluster(cluster, self._fronts) from None
 
     def _check(self, order: Join, engines: Iterable[EngineStatus]) -> None:
-        found = next((item for item in engines if item.instance == order.name), None)
-        if found is None:
-            names = ", ".join(item.instance for item in engines) or "none"
-            message = f"no engine called {order.name} is connected to {order.agent}; there: {names}"
-            raise MemberRefused(message)
+        known = {item.instance: item for item in engines}
+        _check_connected(order, known)
+        found = known[order.name]
         new = structs.replace(engine_report(found), model=order.model)
         for _, item in self.instances():
             if item.healthy and (why := unlike(new, item)):
                 raise MemberRefused(why)
 
     def _check_not_last(self, cluster: str, own: InstanceReport) -> None:
-        if own.role == "prefill" or cluster not in self._decoding:
+        if not decodes(own.role) or cluster not in self._decoding:
             return
         others = (
             item
@@ -174,10 +175,18 @@ class UnknownCluster(LookupError):
         super().__init__(f"The region has no cluster `{name[:200]}`. There: {', '.join(known)}.")
 
 
+def _check_connected(order: Join, engines: Collection[str]) -> None:
+    """Raises MemberRefused if the instance that joins is none of the engines at its agent."""
+    if order.name not in engines:
+        names = ", ".join(engines) or "none"
+        message = f"no engine called {order.name} is connected to {order.agent}; there: {names}"
+        raise MemberRefused(message)
+
+
 def _node(cluster: str, instance: InstanceReport) -> NodeName:
     return NodeName(cluster, instance.node_name or instance.node)
 
 
 def _decodes(instance: InstanceReport, model: str) -> bool:
     is_usable = instance.healthy and not instance.draining
-    return is_usable and instance.role != "prefill" and instance.model == model
+    return is_usable and decodes(instance.role) and instance.model == model

@@ -139,7 +139,7 @@ _JOIN: Final[Schema] = {
     "properties": {
         name: {"type": "string"} for name in ("cluster", "name", "url", "agent", "node", "model")
     }
-    | {"role": {"enum": ["both", "prefill", "decode"]}}
+    | {"role": {"enum": ["both", "encode", "prefill", "decode"]}}
     | {name: {"type": "integer", "minimum": 1} for name in ("max_concurrent", "decode_slots")},
     "required": ["cluster", "name", "url", "agent"],
     "additionalProperties": False,

@@ -126,8 +126,8 @@ class Calibration:
                         yield cluster, item, event
 
     def _event(self, cluster: str, item: InstanceReport, model: str) -> Calibrated | None:
-        """None where the instance does not serve the model, or its place is known."""
-        if item.model not in ("", model):
+        """None where the instance does not prefill for the model, or its place is known."""
+        if item.role == "encode" or item.model not in ("", model):
             return None
         live = self._scheduler.live
         pd = cluster if cluster in self._pds else ""

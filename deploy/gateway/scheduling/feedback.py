@@ -6,6 +6,7 @@ takes no decision.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -34,7 +35,8 @@ from scheduler.live.feedback import (
     TtftMeasured,
 )
 from scheduler.live.learning.prompt_length import PromptContent
-from scheduler.routing.decision import RequestShape
+from scheduler.routing.decision import HAND_OFF, RequestShape
+from scheduler.routing.media import MediaShape
 from scheduler.routing.prediction import Prediction
 
 
@@ -90,9 +92,11 @@ class Feedback:
         if shape.is_exact:
             return shape
         lengths = self.scheduler.knowledge(model).lengths
-        return msgspec.structs.replace(
-            shape, num_prompt_tokens=lengths.num_tokens(content, shape.bound_tokens)
-        )
+        num_tokens = lengths.num_tokens(content, shape.bound_tokens)
+        media = None
+        if content.media and content.has_media:
+            media = _at_the_end(num_tokens, lengths.media_tokens(content))
+        return msgspec.structs.replace(shape, num_prompt_tokens=num_tokens, media=media)
 
     def counted(self, model: str, content: PromptContent, num_tokens: int) -> None:
         """An engine rendered a prompt, or its answer said how long the prompt was."""
@@ -102,7 +106,9 @@ class Feedback:
         """A request was let in, whose home is this PD cluster."""
         num_tokens = shape.num_prompt_tokens
         cached_tokens = min(shape.local_cached_tokens, num_tokens)
-        self.scheduler.tell(RequestArrived(model, num_tokens, cached_tokens, home))
+        media_tokens = _encoded_tokens(shape, home, cached_tokens) or 0
+        event = RequestArrived(model, num_tokens, cached_tokens, home, media_tokens)
+        self.scheduler.tell(event)
 
     def leg_begun(
         self,
@@ -155,11 +161,19 @@ class Feedback:
         self.scheduler.tell(LegOver(landing.transfer_id))
 
     def prefilled(
-        self, model: str, place: str, num_tokens: int, result: PrefillResult, *, pd: str = ""
+        self,
+        model: str,
+        place: str,
+        num_tokens: int,
+        result: PrefillResult,
+        *,
+        pd: str = "",
+        shape: RequestShape | None = None,
     ) -> None:
-        """A prefill leg ended with all of its KVCache landed in `pd`."""
+        """A prefill leg ended with all of its KVCache landed in `pd`. `shape` is the request's."""
         # A prefill this short ended in one pass with another, so its own time is unknown.
         is_shared = result.service_s <= LEAST_SERVICE_S < result.prefill_s
+        cluster = pd if place == HAND_OFF else place
         event = Prefilled(
             model=model,
             place=place,
@@ -169,6 +183,9 @@ class Feedback:
             tail_s=result.transfer_tail_s,
             seconds=None if is_shared else result.service_s or result.prefill_s,
             pd=pd,
+            encoded_tokens=_left(
+                _encoded_tokens(shape, cluster, result.cached_tokens), result.left_media_tokens
+            ),
         )
         self.scheduler.tell(event)
 
@@ -190,15 +207,24 @@ class Feedback:
         return self.scheduler.tell(DirectAnswered(instance, begun_s))
 
     def direct_took(
-        self, model: str, shape: RequestShape, seconds: float | None, *, pd: str = ""
+        self,
+        model: str,
+        shape: RequestShape,
+        seconds: float | None,
+        *,
+        pd: str = "",
+        left_tokens: int | None = None,
     ) -> None:
         """The time from `direct_answered` for a prompt that was looked up, at an engine of `pd`
         that was not full.
 
-        At a full engine the time would contain the wait for a slot.
+        At a full engine the time would contain the wait for a slot. `left_tokens` are those of the
+        media that no other instance had encoded; None: all of them.
         """
         if seconds is not None:
-            self.scheduler.tell(DirectTook(model, shape, seconds, pd))
+            cached_tokens = shape.local_cached_tokens
+            encoded_tokens = _left(_encoded_tokens(shape, pd, cached_tokens), left_tokens)
+            self.scheduler.tell(DirectTook(model, shape, seconds, pd, encoded_tokens))
 
     def first_token(
         self,
@@ -209,13 +235,15 @@ class Feedback:
         *,
         was_full: bool = False,
         pd: str = "",
+        has_media: bool = False,
     ) -> None:
         """The first byte of a stream came, by the route that was predicted.
 
         `was_full` says whether the decode instance, which is in `pd`, was full when it got the
         request.
         """
-        self.scheduler.ask(FirstToken(model, place, predicted, ttft_s, was_full, pd))
+        event = FirstToken(model, place, predicted, ttft_s, was_full, pd, has_media)
+        self.scheduler.ask(event)
 
     def measured(self, model: str, record: RequestRecord) -> None:
         """The parts of the TTFT of a request whose KVCache came from elsewhere are known."""
@@ -237,6 +265,33 @@ class Feedback:
         first_s = record.ttft_s if record.is_stream else record.predicted_ttft_s
         seconds = max(0.0, record.total_s - (first_s or 0.0))
         self.scheduler.tell(AnswerDecoded(model, record.output_tokens, seconds))
+
+
+def _at_the_end(num_tokens: int, media_tokens: Sequence[int]) -> MediaShape:
+    """Media of these lengths in a prompt that was not counted. Nobody knows where they lie; at its
+    end, the cached part of the prompt has the fewest of them.
+    """
+    spans, end = [], num_tokens
+    for length in reversed(media_tokens):
+        spans.append((max(0, end - length), length))
+        end = max(0, end - length)
+    return MediaShape(tuple(reversed(spans)))
+
+
+def _encoded_tokens(shape: RequestShape | None, cluster: str, cached_tokens: int) -> int | None:
+    """The media tokens that an instance of a cluster has to encode for a prompt of which so much is
+    cached; None for text.
+    """
+    if shape is None or shape.media is None:
+        return None
+    return shape.media.to_encode(cluster, cached_tokens)
+
+
+def _left(media_tokens: int | None, left_tokens: int | None) -> int | None:
+    """Of these media tokens, those that an instance encoded itself."""
+    if media_tokens is None or left_tokens is None:
+        return media_tokens
+    return min(media_tokens, left_tokens)
 
 
 def usage_of(body: bytes) -> Usage:

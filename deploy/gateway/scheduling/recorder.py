@@ -233,7 +233,9 @@ def without_texts(report: ClusterReport | None) -> ClusterReport | None:
     if report is None:
         return None
     instances = tuple(
-        msgspec.structs.replace(item, reason="", cache=None, layout="", weights="", adapters={})
+        msgspec.structs.replace(
+            item, reason="", cache=None, layout="", weights="", adapters={}, encoder=""
+        )
         for item in report.instances
     )
     return msgspec.structs.replace(report, reason="", instances=instances)

@@ -31,12 +31,12 @@ from scheduler.live.long_term.conversion import (
     Ended,
     PdRole,
 )
-from scheduler.reports import ClusterReport, InstanceReport, Role
+from scheduler.reports import ClusterReport, InstanceReport, Role, why_fixed
 from transport.rpc import RpcError
 
 _BODY: Final = (
-    '{"instance": NAME, "role": "prefill" or "decode"}; "expected_epoch": N and "wait": true may be'
-    " added"
+    '{"instance": NAME, "role": "encode", "prefill" or "decode"}; "expected_epoch": N and "wait": '
+    "true may be added"
 )
 _TRUE: Final = ("1", "true")
 _UNKNOWN_INSTANCE: Final = "unknown_instance"
@@ -174,9 +174,9 @@ class RolePages:
         order = _order(body)
         report = await self._report()
         instance = _named(report, order.instance)
-        if instance.role == "both":
-            message = f"{order.instance} has the role both: it prefills and decodes at any time."
-            raise ApiError(409, "role_both", message, param="instance")
+        if why := why_fixed(instance, order.role):
+            code = "role_both" if instance.role == "both" else "role_fixed"
+            raise ApiError(409, code, f"{why}.", param="instance")
         if instance.role == order.role:
             return 200, await self._kept(instance, order)
         self._begin(report, instance, order)

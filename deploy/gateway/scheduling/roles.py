@@ -48,7 +48,7 @@ from scheduler.live.long_term.conversion import (
     SetRole,
     Start,
 )
-from scheduler.reports import ClusterReport, InstanceReport
+from scheduler.reports import ClusterReport, InstanceReport, convertible_roles
 from transport.rpc import RpcError
 from transport.tasks import start_task
 
@@ -354,6 +354,7 @@ def _view(report: ClusterReport, instance: InstanceReport) -> RoleView:
         role=instance.role,
         epoch=instance.role_epoch,
         is_usable=is_usable(instance),
+        roles=convertible_roles(instance),
         num_requests=instance.running,
         num_tokens=sum(j.uncached_tokens for j in report.jobs if j.instance == instance.name),
     )
@@ -365,6 +366,8 @@ def _lost_role(report: ClusterReport, current: Conversion) -> str:
     own = next((item for item in report.instances if item.name == current.instance), None)
     if own is None:
         return f"{report.name} has no instance {current.instance} any more"
+    if role == "encode":  # Instances that prefill encode for themselves.
+        return ""
     others = [i for i in report.instances if i.model == own.model and i.name != own.name]
     return "" if _num_usable(others, role) else f"no other usable {role} instance is left"
 

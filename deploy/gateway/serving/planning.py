@@ -24,6 +24,7 @@ from kvmanager.token_ids import TokenIds, in_turns, parsing
 from local_pd.errors import PdError
 from local_pd.messages import DirectRequest, DirectTarget
 from scheduler.routing.decision import Decision, Reason, RequestShape, one_engine
+from scheduler.routing.media import MediaShape
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -158,10 +159,16 @@ async def judge(services: Services, exchange: Exchange) -> RequestPlan:
             is_exact=True,
             other_adapter_in=adapter.without,
             render_s=exchange.record.parts.render_s or 0.0,
+            media=_media_shape(media, inbound.body) if media else None,
         )
     )
     decision = services.scheduler.route(inbound.model, shape, home=home, priority=inbound.priority)
     return RequestPlan(decision, shape, token_ids, media, cached)
+
+
+def _media_shape(media: tuple[MediaItem, ...], body: bytes) -> MediaShape:
+    """A prompt's media for routing. To a prefill cluster they travel in the client's body."""
+    return MediaShape(tuple((item.offset, item.length) for item in media), len(body))
 
 
 async def direct_target(

@@ -8,15 +8,16 @@ once.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from deploy.plan.profile.ends import Ends, kv_cache_size
 
 if TYPE_CHECKING:
     from deploy.plan.profile.engine import ServedModel
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from deploy.plan.profile.measuring import ProfilePlan, Wishes
     from deploy.plan.profile.stats import Measured
     from deploy.plan.profile.view import ProfilingView
-
-_LONG_TOKENS = 10**9
-"""Longer than any window, tokens."""
 
 
 def profile_command(
@@ -88,10 +86,10 @@ def profile_command(
         output_tokens=output_tokens,
         context_tokens=context[0] if context else None,
     )
-    ends = _Ends(out, as_json)
+    ends = Ends(out, as_json)
     ends.check_target(force)
     job = _new_job(url, api_key, model, wishes)
-    kv_cache = _kv_cache(config, ends)
+    kv_cache = kv_cache_size(config, ends)
     reason, status = _run(job)
     # Decode steps alone make no profile.
     if reason and not (keep_partial and job.measured.prefill):
@@ -171,70 +169,6 @@ def _file(job: _Job, kv_cache: KvCacheSize | None, *, complete: bool) -> EngineP
     )
     profile = build_profile(job.measured, job.plan.setup, provenance, kv_cache)
     return EngineProfileFile(profile=profile)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ends:
-    """Where results and errors go."""
-
-    out: Path
-    as_json: bool
-
-    def check_target(self, force: bool) -> None:
-        """Fail before anything is measured if the result could not be written."""
-        if self.out.is_dir() or not self.out.absolute().parent.is_dir():
-            self.fail(f"{self.out} cannot be written: give --out a file in an existing folder", 2)
-        if self.out.exists() and not force:
-            self.fail(f"{self.out} exists; --force replaces it, --out names another", 2)
-
-    def write(self, file: EngineProfileFile) -> None:
-        """Write the file, whole or not at all."""
-        try:
-            file.dump(self.out)
-        except OSError as error:
-            self.fail(f"{self.out} cannot be written: {error}", 2)
-
-    def show(self, file: EngineProfileFile) -> None:
-        """Print the file's numbers on stdout."""
-        if self.as_json:
-            typer.echo(json.dumps({"ok": True, "file": str(self.out)} | file.as_json()))
-            return
-        from rich.console import Console
-
-        from deploy.plan.profile.view import tables
-
-        console = Console()
-        for table in tables(file.profile):
-            console.print(table)
-        notes = file.profile.provenance.notes if file.profile.provenance else ()
-        for line in (*(f"- {note}" for note in notes), f"wrote {self.out}"):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    def fail(self, message: str, status: int) -> NoReturn:
-        """Say what went wrong, and exit."""
-        if self.as_json:
-            typer.echo(json.dumps({"ok": False, "error": message}))
-        else:
-            typer.echo(message, err=True)
-        raise typer.Exit(status)
-
-
-def _kv_cache(config: Path | None, ends: _Ends) -> KvCacheSize | None:
-    """The sizes from the model's config. Windows count as full, as in long prompts."""
-    if config is None:
-        return None
-    from deploy.plan.model_config import config_file, read_config
-    from deploy.plan.profile.file import KvCacheSize
-    from kvmanager.hf_config import read_model_kv
-
-    path = config_file(config)
-    try:
-        kv = read_model_kv(read_config(path))
-    except ValueError as error:
-        ends.fail(f"--config {path}: {error}", 2)
-    # Windows are full at this length, so all but the part per token is fixed.
-    fixed_bytes = kv.bytes_for(_LONG_TOKENS) - _LONG_TOKENS * kv.bytes_per_token
-    return KvCacheSize(fixed_bytes=fixed_bytes, bytes_per_token=kv.bytes_per_token)
 
 
 def _numbers(text: str, option: str, parse: Callable[[str], int]) -> tuple[int, ...]:

@@ -88,9 +88,10 @@ def tables(profile: EngineProfile) -> list[Table]:
         )
     if profile.decode is None:
         return [prefill]
+    context = profile.decode.context_tokens
     decode = new_table(
         numbers=("streams", "step ms", "spread ms", "tokens/s in all", "samples"),
-        title=f"decode (after {profile.decode.context_tokens} tokens of context)",
+        title=f"decode (after {context} tokens of context)" if context else "decode",
     )
     for step in profile.decode.steps:
         decode.add_row(

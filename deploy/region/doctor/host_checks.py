@@ -47,9 +47,10 @@ def engine_checks(hosts: Iterable[HostView]) -> list[Check]:
     hosts, found = list(hosts), list[Check]()
     for host in hosts:
         connected = {engine.instance for engine in host.status.engines}
+        encoders = {encoder.instance for encoder in host.status.encoders}
         for item in host.node.instances:
             about = f"engine {item.name}"
-            if item.name in connected:
+            if item.name in (encoders if item.encodes_only else connected):
                 found.append(ok(about, f"connected to the agent of {host.node.name}"))
                 continue
             what = f"it is not connected to the agent of {host.node.name}"

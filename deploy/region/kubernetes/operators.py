@@ -157,12 +157,17 @@ def scaled_engines(region: RegionSpec, pods: Sequence[Pod]) -> Mapping[str, int]
     """The engines that may be stopped while the planner wants fewer: in prefill clusters all but
     the first of each model. The number is that of engines before it.
 
-    The engines of PD clusters stay: stopping one would end the answers that it decodes.
+    The engines of PD clusters stay: stopping one would end the answers that it decodes. So do those
+    that encode, because the planner's number does not count them.
     """
     kinds = {cluster.name: cluster.kind for cluster in region.clusters}
+    engines = (item for cluster in region.clusters for item in cluster.instances)
+    encoding = {item.name for item in engines if item.role == "encode"}
     seen: Counter[tuple[str, str]] = Counter()
     found = {}
     for pod in pods:
+        if pod.process in encoding:
+            continue
         if pod.kind == "engine" and kinds[pod.cluster] == "prefill":
             if before := seen[pod.cluster, pod.model]:
                 found[pod.process] = before

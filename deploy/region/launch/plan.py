@@ -15,6 +15,7 @@ from typing import Literal
 from blake3 import blake3
 
 from deploy.gateway.config import TimeoutConfig
+from deploy.gateway.media.config import MediaSection
 from deploy.lab.emulator.control import relay_argv
 from deploy.processes import module_argv, module_environment
 from deploy.region.launch.addresses import engine_tls, engine_url, front_address, gateway_url
@@ -37,6 +38,7 @@ from deploy.region.launch.trust import (
     engine_key_file,
     region_key_of,
 )
+from deploy.region.spec.encoding import encoder_role_of
 from deploy.region.spec.region import (
     ClusterSpec,
     NodeSpec,
@@ -46,7 +48,7 @@ from deploy.region.spec.region import (
 )
 from kvmanager.agent.config import AgentSection
 from kvmanager.logs import FORMAT_VARIABLE, LEVEL_VARIABLE, LogLevel
-from prfaas.engines.command import EngineOptions, EngineSpec
+from prfaas.engines.command import EncoderRole, EngineOptions, EngineSpec
 from prfaas.engines.supervision.process import KILL_S, ProcessSpec
 from transport import Endpoint
 
@@ -56,6 +58,8 @@ Kind = Literal["relay", "agent", "engine", "front", "gateway"]
 # use them.
 STOP_ORDER: tuple[Kind, ...] = ("gateway", "front", "engine", "agent", "relay")
 
+_NO_HOST = "media.invalid"
+"""A name that no host has (RFC 2606)."""
 _CLOSE_S = 5.0
 _ENGINE_GRACE_S = 15.0
 
@@ -237,20 +241,23 @@ class Planner:
         them, because names of instances may be longer than paths of sockets.
         """
         region = self.resolved.region
-        if not (region.caches(node) and region.model_of(instance).prefix_caching):
+        caches = region.caches(node) and region.model_of(instance).prefix_caching
+        if not caches or instance.encodes_only:
             return None
         digest = blake3(instance.name.encode()).hexdigest(8)
         sockets = (self.directory.socket(f"{word}.{digest}") for word in ("kv", "replay"))
         return ",".join(f"ipc://{socket}" for socket in sockets)
 
     def _engine(self, node: NodeSpec, instance: RegionInstance) -> PlannedProcess:
+        region = self.resolved.region
         spec = engine_spec(
-            self.resolved.region,
+            region,
             node,
             instance,
             self.directory.socket(node.name),
+            encoder_role=encoder_role_of(region, region.cluster_with(node), instance),
             kv_events=self._kv_events(node, instance),
-            key_file=engine_key_file(self.resolved.region, self.directory),
+            key_file=engine_key_file(region, self.directory),
             devices=self.devices.get(instance.name, {}),
         )
         process = ProcessSpec(
@@ -258,9 +265,9 @@ class Planner:
             argv=spec.argv(),
             log_path=self.directory.logs / f"{instance.name}.log",
             env=spec.environment(dict(self.environment) | self._log_variables("engine")),
-            term_grace_s=grace_s("engine", self.resolved.region.gateway.timeouts),
+            term_grace_s=grace_s("engine", region.gateway.timeouts),
         )
-        url = engine_url(self.resolved.region, node, instance)
+        url = engine_url(region, node, instance)
         return PlannedProcess(instance.name, "engine", url, process)
 
     def _gateway(self, region: RegionSpec, node: str) -> PlannedProcess:
@@ -292,12 +299,21 @@ def engine_logging(level: LogLevel) -> dict[str, object]:
     }
 
 
+def media_args(media: MediaSection) -> tuple[str, ...]:
+    """Arguments with which an engine fetches no media but those that it is to fetch: what the
+    gateway overlooks gets 400. `args` of a model or an instance win over them.
+    """
+    domains = media.domains if media.fetch == "engine" else (_NO_HOST,)
+    return ("--allowed-media-domains", *domains)
+
+
 def engine_spec(
     region: RegionSpec,
     node: NodeSpec,
     instance: RegionInstance,
     agent_socket: Path | None,
     *,
+    encoder_role: EncoderRole | None = None,
     kv_events: str | None = None,
     key_file: Path | None = None,
     devices: Mapping[str, str] | None = None,
@@ -311,10 +327,14 @@ def engine_spec(
         "tensor_parallel_size": region.tensor_parallel_size_of(instance),
         "pipeline_parallel_size": region.pipeline_parallel_size_of(instance),
         "block_size": instance.block_size or model.block_size,
-        "args": model.args + instance.args,
-        "env": dict(devices or {}) | model.env | instance.env,
+        "args": media_args(region.gateway.media) + model.args + instance.args,
+        # vLLM checks the hosts of first addresses only, and not where these redirect.
+        "env": {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}
+        | dict(devices or {})
+        | model.env
+        | instance.env,
     }
-    by_nixl = agent_socket is not None and instance.nixl_port
+    by_nixl = agent_socket is not None and instance.nixl_port and not instance.encodes_only
     return EngineSpec(
         **options,
         nixl_at=str(Endpoint(node.host, instance.nixl_port)) if by_nixl else None,
@@ -328,6 +348,7 @@ def engine_spec(
         max_num_seqs=region.decode_slots_of(instance),
         enable_prefix_caching=model.prefix_caching,
         agent_socket=None if agent_socket is None else str(agent_socket),
+        encoder_role=encoder_role,
         kv_events=kv_events,
         traces=region.receiver,
     )

@@ -9,6 +9,7 @@ from deploy.region.launch.parts import fronts_apart
 from deploy.region.launch.ports import ResolvedRegion, advertised_address
 from deploy.region.launch.rundir import RunDirectory
 from deploy.region.launch.trust import engine_key_file, region_key_of, signs_grants
+from deploy.region.spec.encoding import encoder_role_of
 from deploy.region.spec.region import (
     ClusterSpec,
     RegionSpec,
@@ -92,6 +93,7 @@ def front_file(
 ) -> PrefillFrontConfig | PdFrontConfig:
     """The file of a front that is a process of its own."""
     region, first = resolved.region, cluster.nodes[0]
+    scheduling = region.gateway.scheduling
     settings = {
         "name": cluster.name,
         "listen": str(Endpoint(first.bound_host, cluster.front_port)),
@@ -104,9 +106,10 @@ def front_file(
         "region_key": region_key_of(region, directory.region_key, cluster.name),
         "trusted_network": region.security.trusted_network,
         "traces": region.receiver,
+        "encoding": scheduling.encoding,
     }
     if cluster.kind == "prefill":
-        return PrefillFrontConfig.of(**settings, queue=region.gateway.scheduling.queue)
+        return PrefillFrontConfig.of(**settings, queue=scheduling.queue)
     return PdFrontConfig.of(**settings, hand_off=cluster.hand_off)
 
 
@@ -132,6 +135,8 @@ def _instances(region: RegionSpec, cluster: ClusterSpec) -> tuple[InstanceSpec, 
             role=role_of(item, cluster),
             max_concurrent=item.max_concurrent,
             decode_slots=region.decode_slots_of(item),
+            encoder_role=encoder_role_of(region, cluster, item),
+            encodes=item.encodes,
         )
         for node in cluster.nodes
         for item in node.instances

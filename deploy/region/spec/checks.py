@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from deploy.gateway.config import open_listeners
+from deploy.region.spec.encoding import check_encoding
 from deploy.region.spec.region import (
     ClusterSpec,
     ModelSpec,
@@ -22,6 +23,7 @@ from deploy.region.spec.region import (
 from kvmanager.config_files.problems import KeyPath, Problem, suggestion
 from kvmanager.config_files.security import check_redis
 from kvmanager.config_files.units import parse_rate
+from scheduler.reports import decodes
 from transport import Endpoint
 
 MAX_NUM_SEQS: Final = "--max-num-seqs"
@@ -37,6 +39,7 @@ def check_region(region: RegionSpec) -> list[Problem]:
         *_check_adapters(region),
         *_check_staging(region),
         *_check_clusters(region),
+        *check_encoding(region),
         *_check_gateway(region),
         *_check_links(region),
         *_check_uplinks(region),
@@ -119,8 +122,11 @@ def _check_clusters(region: RegionSpec) -> Iterator[Problem]:
         yield Problem(("clusters",), "no PD cluster; give one cluster `kind: pd`")
     for c, cluster in enumerate(region.clusters):
         roles = {role_of(instance, cluster) for instance in cluster.instances}
-        if cluster.kind == "pd" and roles == {"prefill"}:
+        if cluster.kind == "pd" and not any(map(decodes, roles)):
             message = "no instance decodes; give one `role: decode` or `role: both`"
+            yield Problem(("clusters", c), message)
+        if cluster.kind == "prefill" and roles == {"encode"}:
+            message = "no instance prefills; leave the role of one out"
             yield Problem(("clusters", c), message)
         yield from _check_hand_off(region, ("clusters", c), cluster)
         if cluster.kind == "prefill" and cluster.spill is not None:
@@ -189,8 +195,11 @@ def _check_node(
                 # vLLM's handshake reaches one connector of an engine, and both would need it.
                 message = "pipeline stages and hand_off: nixl exclude each other; write 1 here"
                 yield Problem((*at, "pipeline_parallel_size"), message)
-        if cluster.kind == "prefill" and instance.role not in (None, "prefill"):
-            message = f"role {instance.role!r} in a prefill cluster; leave it out or write prefill"
+        if cluster.kind == "prefill" and instance.role not in (None, "prefill", "encode"):
+            message = (
+                f"role {instance.role!r} in a prefill cluster; leave it out, or write prefill or "
+                "encode"
+            )
             yield Problem((*at, "role"), message)
 
 

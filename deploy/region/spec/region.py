@@ -22,10 +22,10 @@ from kvmanager.logs import LogFormat, LogLevel
 from local_pd.handoff import HandOffWay
 from prfaas.engines.command import EngineOptions
 from prfaas.engines.instance import DEFAULT_DECODE_SLOTS, DEFAULT_MAX_CONCURRENT
+from scheduler.reports import Role
 from scheduler.routing.spill import Spill
 
 ClusterKind = Literal["prefill", "pd"]
-InstanceRole = Literal["prefill", "decode", "both"]
 
 
 def _spelled_by(parse: Any) -> AfterValidator:
@@ -63,8 +63,16 @@ class RegionInstance(Section):
 
     name: Name
     """The name of the instance; no other instance of the region may have it."""
-    role: InstanceRole | None = None
-    """The role of the instance. Left out: prefill in a prefill cluster, both in a PD cluster."""
+    role: Role | None = None
+    """The role of the instance. encode: it encodes images and other media for those that prefill in
+    its cluster. Left out: prefill in a prefill cluster, both in a PD cluster.
+    """
+    whole_model: bool = False
+    """With the role encode: it loads the language model as well, so that `prfaas role` and the
+    long-term loop may give it another role. false: it loads the encoder alone.
+    """
+    encodes: bool = False
+    """With the role decode or both: it also encodes for those that prefill in its cluster."""
     model: str | None = None
     """The name of the model that it serves. It may be left out if there is only one."""
     port: Port = 0
@@ -92,6 +100,11 @@ class RegionInstance(Section):
     CUDA_VISIBLE_DEVICES, or VLLM_CPU_OMP_THREADS_BIND for an engine on the CPU, `prfaas up` divides
     the GPUs and cores of the host among its engines.
     """
+
+    @property
+    def encodes_only(self) -> bool:
+        """Whether its engine loads the model's encoder alone."""
+        return self.role == "encode" and not self.whole_model
 
 
 class AgentSpec(AgentSection):
@@ -325,6 +338,14 @@ class RegionSpec(Section):
                 return cluster
         raise KeyError(name)
 
+    def cluster_with(self, node: NodeSpec) -> ClusterSpec:
+        """The cluster that has this node. StopIteration if none has."""
+        return next(
+            cluster
+            for cluster in self.clusters
+            if any(item.name == node.name for item in cluster.nodes)
+        )
+
     def home_at(self, node: str) -> str:
         """The PD cluster of requests that name none, at the gateway of a node: the one that the
         file says, else the one that has the node, else the first.
@@ -394,7 +415,8 @@ class RegionSpec(Section):
         it.
         """
         return node.agent.cache_gib != 0 and any(
-            self.model_of(instance).prefix_caching for instance in node.instances
+            self.model_of(instance).prefix_caching and not instance.encodes_only
+            for instance in node.instances
         )
 
 
@@ -403,7 +425,7 @@ def gateway_process(region: RegionSpec, node: str) -> str:
     return f"gateway.{node}" if len(region.gateway.nodes) > 1 else "gateway"
 
 
-def role_of(instance: RegionInstance, cluster: ClusterSpec) -> InstanceRole:
+def role_of(instance: RegionInstance, cluster: ClusterSpec) -> Role:
     """The instance's role, or the one that its kind of cluster implies."""
     return instance.role or ("prefill" if cluster.kind == "prefill" else "both")
 

@@ -22,14 +22,16 @@ from kvmanager.agent.cache.move_messages import (
     SendCacheMove,
     SendCacheMoveReply,
 )
-from kvmanager.agent.cache.move_records import MovedParts
-from kvmanager.agent.cache.moves import CacheMover
+from kvmanager.agent.cache.moved_parts import MovedParts
+from kvmanager.agent.cache.moves import PrefixMoves
 from kvmanager.agent.engines.instances import InstanceBook
 from kvmanager.agent.engines.protocol import MAX_CACHE_BLOCKS
 from kvmanager.agent.grants import AgentGrants, move_landing, move_send
+from kvmanager.agent.moves import Mover
 from kvmanager.agent.request_values import (
     KEY_BYTES,
     MAX_REASON_CHARS,
+    PRIORITIES,
     endpoint_of,
     hex_bytes,
     transfer_id_of,
@@ -38,29 +40,30 @@ from kvmanager.hashing import split_keys
 from kvmanager.layout import KVLayout
 from kvmanager.pool.shape import CacheShape
 from kvmanager.transfers.records import BadRequest
-from transport import Elements, OutgoingSpec, Priority
+from transport import Elements, OutgoingSpec
 
-_PRIORITIES: Final = {"request": Priority.REQUEST, "replication": Priority.REPLICATION}
 _REPLICATION_TENANT: Final = "replication"
 
 
 class CacheMoveControl:
     """The handlers. They raise the errors of the transfer table, and UnknownLayout.
 
-    `mover` None: this agent has no prefix cache. `digest`: whether moves are checked by a digest.
-    `is_lossy`: whether transfers of requests may lose precision.
+    `prefixes` None: this agent has no prefix cache. `digest`: whether moves are checked by a
+    digest. `is_lossy`: whether transfers of requests may lose precision.
     """
 
     def __init__(
         self,
-        mover: CacheMover | None,
+        mover: Mover,
+        prefixes: PrefixMoves | None,
         book: InstanceBook,
         grants: AgentGrants,
         *,
         digest: bool,
         is_lossy: bool,
     ) -> None:
-        self._mover_or_none = mover
+        self._mover = mover
+        self._prefixes_or_none = prefixes
         self._book = book
         self._grants = grants
         self._digest = digest
@@ -70,7 +73,7 @@ class CacheMoveControl:
         # A caller that may choose the keys of a landing can plant KVCache.
         with self._grants.once(request.grant, move_landing(request, self._grants.agent)):
             what, _ = self._what(request)
-            return self._mover.open_landing(what, request.lease_s)
+            return self._prefixes.open_landing(what, request.lease_s)
 
     async def send(self, request: SendCacheMove) -> SendCacheMoveReply:
         # A caller that may choose the destination can read KVCache.
@@ -85,13 +88,13 @@ class CacheMoveControl:
             hex_bytes(request.token, KEY_BYTES, "token"),
             what.fingerprint,
             endpoint_of(request.host, request.port),
-            priority=_PRIORITIES[request.priority],
+            priority=PRIORITIES[request.priority],
             tenant=request.tenant or _REPLICATION_TENANT,
             # The receiver keeps the parts under their exact keys: no lossy codec may take them.
             elements=Elements.BYTES if self._is_lossy else Elements(layout.elements),
             digest=self._digest,
         )
-        return SendCacheMoveReply(await self._mover.open_send(what, wire, request.lease_s))
+        return SendCacheMoveReply(await self._prefixes.open_send(what, wire, request.lease_s))
 
     async def status(self, request: CacheMoveStatus) -> CacheMoveStatusReply:
         transfer_id = transfer_id_of(request.transfer_id)
@@ -105,13 +108,13 @@ class CacheMoveControl:
     async def drop(self, request: DropCached) -> DropCachedReply:
         _, _, shape = self._cut(request)
         _, keys = _keys(request.block_keys)
-        return DropCachedReply(self._mover.drop_cached(shape, keys, request.keep_blocks))
+        return DropCachedReply(self._prefixes.drop_cached(shape, keys, request.keep_blocks))
 
     @property
-    def _mover(self) -> CacheMover:
-        if self._mover_or_none is None:
+    def _prefixes(self) -> PrefixMoves:
+        if self._prefixes_or_none is None:
             raise BadRequest("this agent has no prefix cache (cache_gib is 0)")
-        return self._mover_or_none
+        return self._prefixes_or_none
 
     def _what(self, request: ReserveCacheMove | SendCacheMove) -> tuple[MovedParts, KVLayout]:
         fingerprint, layout, shape = self._cut(request)
@@ -140,7 +143,8 @@ def _keys(joined: bytes) -> tuple[bytes, list[bytes]]:
 
 
 def control_methods(
-    mover: CacheMover | None,
+    mover: Mover,
+    prefixes: PrefixMoves | None,
     book: InstanceBook,
     grants: AgentGrants,
     *,
@@ -148,7 +152,7 @@ def control_methods(
     is_lossy: bool,
 ) -> list[tuple[type[msgspec.Struct], type[msgspec.Struct], Callable[[Any], Awaitable[Any]]]]:
     """Request, reply and handler of each method."""
-    control = CacheMoveControl(mover, book, grants, digest=digest, is_lossy=is_lossy)
+    control = CacheMoveControl(mover, prefixes, book, grants, digest=digest, is_lossy=is_lossy)
     return [
         (ReserveCacheMove, ReserveCacheMoveReply, control.reserve),
         (SendCacheMove, SendCacheMoveReply, control.send),

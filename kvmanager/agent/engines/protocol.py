@@ -125,6 +125,8 @@ class EncoderHello(msgspec.Struct, frozen=True, tag="encoder_hello"):
     version: int = PROTOCOL_VERSION
     oldest_version: int = VERSION_WITH_EMBEDDINGS
     engine: Annotated[str, msgspec.Meta(max_length=200)] = ""
+    encoder: Annotated[str, msgspec.Meta(max_length=1024)] = ""
+    """What the keys of its embeddings are made of (`kvmanager.embedding_keys`)."""
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):

@@ -14,8 +14,8 @@ answer may send the request to a consumer. Every tensor-parallel rank has the sa
 the first one saves them. Consumers find in vLLM's scheduler, and the step carries the bytes.
 
 Engines share embeddings if they have the same weights, by their files or by the name `weights` in
-`ec_connector_extra_config`, and start from the same model path, which vLLM puts into its hashes of
-images.
+`ec_connector_extra_config`, and the same settings for images. An image without a `uuid` is also
+named after the model's path, by vLLM.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from vllm.version import __version__ as vllm_version
 
 from kvmanager.agent.engines.embedding_client import EmbeddingClient
 from kvmanager.agent.engines.protocol import EncoderHello
+from kvmanager.vllm_connector.encode.identity import encoder_identity
 from kvmanager.vllm_connector.encode.sides import (
     DEFAULT_ANSWER_TIMEOUT_S,
     EmbeddingFinder,
     EmbeddingSaver,
 )
 from kvmanager.vllm_connector.versions.check import check_vllm
-from kvmanager.vllm_connector.weights import weights_identity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,7 +60,9 @@ class EmbeddingMetadata(ECConnectorMetadata):
     loads: dict[str, tuple[bytes, int]] = field(default_factory=dict)
     """By identifier the bytes of an embedding and the number of its rows."""
     offers: list[str] = field(default_factory=list)
-    """The images of requests that run in a producer: the worker may have them encoded already."""
+    """The images of requests that begin to run in a producer: the worker may have them encoded
+    already.
+    """
 
 
 class PrfaasECConnector(ECConnectorBase):
@@ -85,15 +87,14 @@ class PrfaasECConnector(ECConnectorBase):
         self._saver: EmbeddingSaver | None = None
         self._metadata = EmbeddingMetadata()
         is_scheduler = role is ECConnectorRole.SCHEDULER
+        encoder = encoder_identity(vllm_config)
         hello = EncoderHello(
             instance=extra.get("instance") or f"encoder-{uuid.uuid4().hex[:8]}",
             role="scheduler" if is_scheduler else "worker",
             pid=os.getpid(),
             engine=f"vllm {vllm_version}",
+            encoder=encoder,
         )
-        declared = extra.get("weights")
-        weights = f"declared:{declared}" if declared else weights_identity(vllm_config)
-        encoder = f"{weights} {self._dtype}"
         timeout_s = float(extra.get("answer_timeout_s", DEFAULT_ANSWER_TIMEOUT_S))
         client = EmbeddingClient(extra["agent_socket"], hello)
         if is_scheduler and self.is_consumer:
@@ -129,8 +130,7 @@ class PrfaasECConnector(ECConnectorBase):
             # The reader has only the model's type to read the bytes by.
             logger.warning("an embedding of %s is not kept: the model has another type", mm_hash)
             return
-        rows = output.detach().to("cpu").contiguous().view(torch.uint8)
-        self._saver.save(mm_hash, memoryview(rows.numpy().reshape(-1)))
+        self._saver.save(mm_hash, output.nbytes, lambda: _bytes_of(output))
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
         from vllm.platforms import current_platform
@@ -149,8 +149,6 @@ class PrfaasECConnector(ECConnectorBase):
             for index, feature in enumerate(request.mm_features)
             if feature.mm_position.offset + feature.mm_position.length > num_computed_tokens
         }
-        if self.is_producer:
-            self._metadata.offers += wanted
         return self._finder is None or self._finder.are_known(request.request_id, wanted)
 
     def has_cache_item(self, identifier: str) -> bool:
@@ -173,4 +171,14 @@ class PrfaasECConnector(ECConnectorBase):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> EmbeddingMetadata:
         metadata, self._metadata = self._metadata, EmbeddingMetadata()
+        if self.is_producer:
+            # Once for each request: a request that waits or is prefilled in chunks is asked about
+            # in every step.
+            for new in scheduler_output.scheduled_new_reqs:
+                metadata.offers += [feature.identifier for feature in new.mm_features]
         return metadata
+
+
+def _bytes_of(output: torch.Tensor) -> memoryview:
+    rows = output.detach().to("cpu").contiguous().view(torch.uint8)
+    return memoryview(rows.numpy().reshape(-1))

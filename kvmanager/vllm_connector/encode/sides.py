@@ -18,24 +18,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from blake3 import blake3
-
 from kvmanager.agent.engines.embedding_client import EmbeddingClient
 from kvmanager.agent.engines.protocol import EmbeddingFound, EmbeddingRoom
-from kvmanager.hashing import KEY_BYTES
+from kvmanager.embedding_keys import embedding_key
 
 logger = logging.getLogger("prfaas.kvmanager.ec_connector")
 
 DEFAULT_ANSWER_TIMEOUT_S: Final = 0.5
 """How long an engine waits for an answer of its agent."""
-
-
-def embedding_key(encoder: str, identifier: str) -> bytes:
-    """The key of an image's embedding. `encoder` names the weights and all else that the bytes
-    depend on, `identifier` is vLLM's hash of the image and of how it is processed.
-    """
-    digest = blake3(f"{len(encoder)}:{encoder}:{identifier}".encode())
-    return digest.digest(KEY_BYTES)
+MAX_HELD_BYTES: Final = 2 << 30
+"""The most that a scheduler keeps of embeddings for requests that wait; the rest is encoded again.
+vLLM asks for the images of all waiting requests at once.
+"""
 
 
 class EmbeddingSaver:
@@ -59,14 +53,15 @@ class EmbeddingSaver:
         """Disconnect."""
         self._client.close()
 
-    def save(self, identifier: str, data: memoryview) -> bool:
-        """Put an embedding; returns whether this call has put it. False as well if the agent has it
-        already, has no room, is away or does not answer in time.
+    def save(self, identifier: str, nbytes: int, data: Callable[[], memoryview]) -> bool:
+        """Put an embedding of `nbytes`; returns whether this call has put it. False as well if the
+        agent has it already, has no room, is away or does not answer in time. `data` is called only
+        if there is room.
         """
         key = embedding_key(self._encoder, identifier)
         with self._answered:
             self._rooms[key] = None
-            if not self._client.put(key, data.nbytes):
+            if not self._client.put(key, nbytes):
                 del self._rooms[key]
                 return False
             self._answered.wait_for(lambda: self._rooms.get(key, True) is not None, self._timeout_s)
@@ -75,9 +70,9 @@ class EmbeddingSaver:
         # Without an arena the connection is lost, and the agent takes its memory back.
         if room is None or not room.runs or arena is None:
             return False
-        start = 0
-        for view in arena.view(room.runs, data.nbytes).views(0, data.nbytes):
-            view[:] = data[start : start + view.nbytes]
+        start, filled = 0, data()
+        for view in arena.view(room.runs, nbytes).views(0, nbytes):
+            view[:] = filled[start : start + view.nbytes]
             start += view.nbytes
         return self._client.written(key)
 
@@ -171,24 +166,27 @@ class EmbeddingFinder:
     def on_embedding_found(self, found: EmbeddingFound) -> None:
         with self._lock:
             image = self._asked.pop(found.handle, None)
-        data, arena = None, self._client.arena
-        if found.runs and arena is not None:
-            # This thread copies, and the engine's own goes on meanwhile.
-            views = arena.view(found.runs, found.nbytes).views(0, found.nbytes)
-            data = b"".join(views)
-            self._client.free(found.handle)
-        if image is None:
-            return
+            held_bytes = sum(len(one.data) for one in self._images.values() if one.data)
+        is_wanted = image is not None and held_bytes + found.nbytes <= MAX_HELD_BYTES
         # A step that was scheduled without the encoder could not do anything about it.
-        if found.nbytes % image.column_bytes:
+        if image is not None and found.nbytes % image.column_bytes:
             logger.warning(
                 "an embedding of %d bytes is not used: a column has %d",
                 found.nbytes,
                 image.column_bytes,
             )
-            data = None
-        with self._lock:
-            image.data, image.is_known = data, True
+            is_wanted = False
+        data, arena = None, self._client.arena
+        if found.runs and arena is not None:
+            if is_wanted:
+                # This thread copies, and the engine's own goes on meanwhile.
+                data = b"".join(arena.view(found.runs, found.nbytes).views(0, found.nbytes))
+            # Once the connection is lost, nothing protects what was copied from other writers.
+            if not self._client.free(found.handle):
+                data = None
+        if image is not None:
+            with self._lock:
+                image.data, image.is_known = data, True
 
     def on_disconnected(self) -> None:
         with self._lock:

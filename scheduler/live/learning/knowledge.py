@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from statistics import median
 from typing import Final
@@ -26,8 +25,10 @@ from scheduler.live.learning.learned_profile import (
     profile_through,
 )
 from scheduler.live.learning.measured_traffic import TrafficMeter, TrafficState
+from scheduler.live.learning.media_knowledge import MediaKnowledge, MediaPlaceState
+from scheduler.live.learning.place_services import PlaceServices
 from scheduler.live.learning.prompt_length import LengthEstimator, LengthsState
-from scheduler.live.learning.service_meter import ServiceMeter, ServiceState
+from scheduler.live.learning.service_meter import ServiceState
 from scheduler.routing.prediction import Prediction
 from scheduler.routing.profiles import KvProfile, PrefillProfile
 from scheduler.routing.service import ALONE, ServiceModel
@@ -35,12 +36,6 @@ from scheduler.routing.service import ALONE, ServiceModel
 MEAN_GAIN: Final = 0.05
 NUM_ERRORS: Final = 64
 NUM_SIZES: Final = 64
-SERVICE_KEPT_S: Final = 300.0
-"""How long a service model is believed after its last observation, seconds. Otherwise a place that
-a bad moment made look slow would never be tried again.
-"""
-
-
 MAX_CALIBRATIONS: Final = 16
 """The keys that are remembered of a place, the latest ones."""
 
@@ -77,6 +72,8 @@ class KnowledgeState(msgspec.Struct, frozen=True, array_like=True):
     step: MeanState
     homes: dict[str, TrafficState] = {}
     """The traffic of each home, where there are several."""
+    media: dict[str, MediaPlaceState] = {}
+    """What prompts with media have taught, by place."""
 
 
 class Mean:
@@ -147,14 +144,6 @@ class KvMeter:
         return KvProfile(max(0.0, (y - slope * x) / num), slope)
 
 
-@dataclass(slots=True)
-class _Service:
-    """How one place serves, and when that was last observed."""
-
-    meter: ServiceMeter
-    at_s: float
-
-
 class ModelKnowledge:
     """What was learnt of one served model."""
 
@@ -166,7 +155,8 @@ class ModelKnowledge:
         # The answers of `prefill`, and the place with the most prefills, from which others borrow.
         self._best: dict[str, PrefillProfile] = {}
         self._most: LearnedProfile | None = None
-        self._services: dict[str, _Service] = {}
+        self._services = PlaceServices()
+        self.media = MediaKnowledge()
         self._tried_s: dict[str, float] = {}
         self._calibrations: dict[str, list[str]] = {}
         self._errors: dict[str, deque[float]] = {}
@@ -185,9 +175,7 @@ class ModelKnowledge:
         for place, kept in state.places.items():
             if kept.profile is not None:
                 found._profiles[place] = LearnedProfile.restored(kept.profile)
-            if kept.service is not None and kept.service_age_s is not None:
-                meter = ServiceMeter.restored(kept.service)
-                found._services[place] = _Service(meter, now_s - kept.service_age_s)
+            found._services.restore(place, kept.service, kept.service_age_s, now_s)
             if kept.tried_age_s is not None:
                 found._tried_s[place] = now_s - kept.tried_age_s
             if kept.calibrations:
@@ -198,11 +186,12 @@ class ModelKnowledge:
             found._kv.observe(*size)
         found._decode.restore(state.decode)
         found._step.restore(state.step)
+        found.media.restore(state.media.items(), now_s)
         return found
 
     def state(self, now_s: float) -> KnowledgeState:
         """The argument of `restored`. It has ages, since another process has another clock."""
-        places = self._profiles.keys() | self._services.keys() | self._tried_s.keys()
+        places = {*self._profiles, *self._services.places, *self._tried_s}
         return KnowledgeState(
             self.traffic.state(now_s),
             self.lengths.state(),
@@ -211,15 +200,15 @@ class ModelKnowledge:
             self._decode.state(),
             self._step.state(),
             {home: traffic.state(now_s) for home, traffic in self._homes.items()},
+            self.media.state(now_s),
         )
 
     def _place_state(self, place: str, now_s: float) -> PlaceState:
-        profile, service = self._profiles.get(place), self._services.get(place)
+        profile = self._profiles.get(place)
         tried_s = self._tried_s.get(place)
         return PlaceState(
             None if profile is None else profile.state(),
-            None if service is None else service.meter.state(),
-            None if service is None else now_s - service.at_s,
+            *self._services.state(place, now_s),
             None if tried_s is None else now_s - tried_s,
             list(self._errors.get(place, ())),
             list(self._calibrations.get(place, ())),
@@ -286,11 +275,25 @@ class ModelKnowledge:
         return own.profile
 
     def prefilled(
-        self, place: str, num_tokens: int, cached_tokens: int, seconds: float, now_s: float
+        self,
+        place: str,
+        num_tokens: int,
+        cached_tokens: int,
+        seconds: float,
+        now_s: float,
+        *,
+        encoded_tokens: int | None = None,
     ) -> None:
-        """A prefill took `seconds` by itself."""
+        """A prefill took `seconds` by itself. Media with `encoded_tokens` were encoded during it,
+        None if the prompt is text. Those teach nothing about text, unless nothing else has yet: any
+        time is nearer than a guess.
+        """
         self.tried(place, now_s)
-        self.learn(place, num_tokens, cached_tokens, seconds)
+        if encoded_tokens is None or not self.is_known:
+            self.learn(place, num_tokens, cached_tokens, seconds)
+            return
+        text_s = self.prefill(place).prefill_s(num_tokens, cached_tokens)
+        self.media.encoded(place, encoded_tokens, seconds - text_s)
 
     def learn(self, place: str, num_tokens: int, cached_tokens: int, seconds: float) -> None:
         """Take over how long a prefill took, whenever it was."""
@@ -316,7 +319,7 @@ class ModelKnowledge:
     @property
     def places(self) -> list[str]:
         """All places that prefilled or answered for this model."""
-        return sorted(self._profiles.keys() | self._services.keys())
+        return sorted({*self._profiles, *self._services.places})
 
     @property
     def is_measured(self) -> bool:
@@ -345,9 +348,7 @@ class ModelKnowledge:
 
     def service(self, place: str, now_s: float) -> ServiceModel:
         """How requests are served there beside others; `ALONE` without a recent observation."""
-        found = self._services.get(place)
-        is_recent = found is not None and now_s - found.at_s <= SERVICE_KEPT_S
-        return found.meter.model if found is not None and is_recent else ALONE
+        return self._services.model(place, now_s) or ALONE
 
     def error(self, place: str) -> float | None:
         """Median of |predicted / measured - 1| of the latest TTFTs; None before the first."""
@@ -366,11 +367,12 @@ class ModelKnowledge:
         now_s: float,
         *,
         teaches_service: bool = True,
+        has_media: bool = False,
     ) -> None:
         """A first token came, predicted when the request was routed and measured from its arrival.
 
         It teaches nothing about how the place serves if the profile of another place predicted it,
-        or if `teaches_service` is False.
+        or if `teaches_service` is False. With `has_media` it teaches nothing about text.
         """
         predicted_s = predicted.ttft_s
         if not (0 < measured_s < math.inf and 0 <= predicted_s < math.inf):
@@ -379,15 +381,11 @@ class ModelKnowledge:
         errors.append(abs(predicted_s / measured_s - 1))
         # Without a calibration, another place's profile predicted the first `MIN_SEEN` prefills.
         own = self.profile(place)
-        is_borrowed = not own.has_prior and own.num_seen <= MIN_SEEN
+        is_borrowed = not own.has_prior and own.num_seen <= MIN_SEEN and not has_media
         if is_borrowed or not teaches_service:
             return
-        found = self._services.get(place)
-        # After a long pause the old observations describe another state, so a new meter starts.
-        if found is None or now_s - found.at_s > SERVICE_KEPT_S:
-            found = self._services[place] = _Service(ServiceMeter(), now_s)
-        found.at_s = now_s
-        found.meter.observe(predicted, measured_s)
+        services = self.media if has_media else self._services
+        services.observe(place, predicted, measured_s, now_s)
 
     def decoded(self, num_tokens: int, seconds: float, now_s: float) -> None:
         """An answer of `num_tokens` ended `seconds` after its first token."""

@@ -19,6 +19,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from scheduler.live.learning.media_window import MediaDemand, MediaWindow, MediaWindowState
 from scheduler.planning.lengths import EmpiricalLengths, Floats
 from scheduler.planning.region_model import Traffic
 
@@ -73,6 +74,8 @@ class MeasuredTraffic:
     """The share of all prompt tokens that were cached."""
     rate_rps: float
     """Arrivals per second over the window of `uncached`."""
+    media: MediaDemand | None = None
+    """The media in that window; None without any."""
 
     @property
     def num_requests(self) -> float:
@@ -111,6 +114,7 @@ class TrafficState(msgspec.Struct, frozen=True, array_like=True):
 
     uncached: ChannelState | None
     output: ChannelState | None
+    media: MediaWindowState | None = None
 
 
 class TrafficMeter:
@@ -119,6 +123,7 @@ class TrafficMeter:
     def __init__(self) -> None:
         self._uncached = _Channel(num_extra=1)
         self._output = _Channel(num_extra=0)
+        self._media = MediaWindow()
 
     def part(self) -> TrafficMeter:
         """A meter of some of these requests. It counts their prompts, and takes their answers to be
@@ -135,24 +140,34 @@ class TrafficMeter:
         for channel, kept in ((found._uncached, state.uncached), (found._output, state.output)):
             if kept is not None:
                 channel.restore(kept, now_s)
+        found._media.restore(state.media, now_s)
         return found
 
     def restore_prompts(self, state: TrafficState, now_s: float) -> None:
         """Take over the prompts of a state, for a `part`: its answers are those of all."""
         if state.uncached is not None:
             self._uncached.restore(state.uncached, now_s)
+        self._media.restore(state.media, now_s)
 
     def state(self, now_s: float) -> TrafficState:
         """The argument of `restored`."""
-        return TrafficState(self._uncached.state(now_s), self._output.state(now_s))
+        return TrafficState(
+            self._uncached.state(now_s), self._output.state(now_s), self._media.state(now_s)
+        )
 
-    def arrived(self, prompt_tokens: int, cached_tokens: int, now_s: float) -> None:
-        """A request came. At least one token of it is always computed."""
+    def arrived(
+        self, prompt_tokens: int, cached_tokens: int, now_s: float, media_tokens: int = 0
+    ) -> None:
+        """A request came. At least one token of it is always computed. Media of `media_tokens`
+        tokens have to be encoded for it.
+        """
         if not 0 <= cached_tokens <= prompt_tokens:
             raise ValueError(
                 f"{cached_tokens} of {prompt_tokens} tokens cached; give 0 <= cached <= prompt"
             )
         self._uncached.add(max(1, prompt_tokens - cached_tokens), now_s, max(1, prompt_tokens))
+        if media_tokens > 0:
+            self._media.add(media_tokens, now_s)
 
     def finished(self, output_tokens: int, now_s: float) -> None:
         """A request ended with `output_tokens`. One without output says nothing of decode."""
@@ -171,6 +186,7 @@ class TrafficMeter:
             input_tokens=input_tokens,
             hit_ratio=max(0.0, 1 - uncached.mean_tokens / input_tokens),
             rate_rps=prompts.num / uncached.window_s,
+            media=self._media.since(now_s - uncached.window_s, prompts.num),
         )
 
     def forget_before_change(self, now_s: float) -> None:

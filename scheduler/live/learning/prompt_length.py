@@ -131,6 +131,15 @@ class LengthEstimator:
         likely = max(1, round(text + content.num_ids + media))
         return likely if at_most is None else min(likely, at_most)
 
+    def media_tokens(self, content: PromptContent) -> list[int]:
+        """About how many tokens each unit of media has that engines must encode."""
+        return [
+            max(1, round(self.tokens_per_unit(kind)))
+            for kind, num in content.media.items()
+            if kind is not Media.EMBEDS
+            for _ in range(num)
+        ]
+
     def counted(self, content: PromptContent, num_tokens: int) -> None:
         """An engine counted `num_tokens` in a prompt.
 

@@ -1,6 +1,8 @@
-"""Turning one instance of a PD cluster from prefill to decode or back, step by step.
+"""Turning one instance of a PD cluster from one stage to another, step by step: from prefill to
+decode or back, or between one of these and encode.
 
-Every instance can prefill and decode; its role is only what the cluster front sends to it. So a
+Every instance can prefill and decode, and in a cluster with an encode stage those that have the
+whole model can encode, too; the role is only what the cluster front sends to the instance. So a
 conversion drains and relabels the instance, without a restart:
 
     (none) --start--> DRAINING --drained--> RELABELLING --relabelled--> DWELLING --time--> (none)
@@ -12,7 +14,9 @@ conversion drains and relabels the instance, without a restart:
 Rules:
 
 - A cluster has one `Converter` and one conversion at a time, dwelling included. The other instances
-  of the role keep serving: the last usable instance of a role is never taken.
+  of the role keep serving: the last usable instance that prefills, or that decodes, is never
+  taken. The last one that encodes may be: the others encode what they prefill.
+- An instance takes only roles that its engine was started for.
 - The least loaded instance is taken, because it drains soonest.
 - Every order of a role carries an epoch, one more than the instance's last. An instance refuses an
   epoch that is not above its own, so a late or repeated order cannot undo a newer one. When nobody
@@ -31,9 +35,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final, Literal
 
-from scheduler.reports import Role
+from scheduler.reports import CONVERTIBLE, Role
 
-PdRole = Literal["prefill", "decode"]
+PdRole = Literal["encode", "prefill", "decode"]
 """The roles that an instance can be converted from and to. `both` is never converted: the instance
 serves either kind of work already, and an operator chose that for it.
 """
@@ -91,8 +95,8 @@ class ConversionWish:
 
 @dataclass(frozen=True, slots=True)
 class RoleView:
-    """An instance as a candidate. `num_tokens` counts the prompt and output that it has left
-    to do.
+    """An instance as a candidate, and the `roles` that it can be given. `num_tokens` counts the
+    prompt and output that it has left to do.
     """
 
     name: str
@@ -101,6 +105,7 @@ class RoleView:
     is_usable: bool = True
     num_requests: int = 0
     num_tokens: int = 0
+    roles: tuple[Role, ...] = CONVERTIBLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,15 +229,20 @@ class Converter:
         if self._current is not None:
             return Start((), f"{self._current.instance} is {self._current.phase}")
         usable = [view for view in instances if view.role == wish.from_role and view.is_usable]
-        if len(usable) < 2:
+        if len(usable) < (1 if wish.from_role == "encode" else 2):
             both = [view.name for view in instances if view.role == "both"]
-            count = f"{len(usable)} usable {wish.from_role} instances; one must stay"
+            count = f"{len(usable)} usable {wish.from_role} instances"
+            count += "" if wish.from_role == "encode" else "; one must stay"
             why = f", and {never_converted(both)}" if both else ""
             return Start((), f"{wish.cluster} has {count}{why}")
         asked_for = [view for view in usable if only in ("", view.name)]
         if not asked_for:
             return Start((), f"{only} is no usable {wish.from_role} instance of {wish.cluster}")
-        chosen = min(asked_for, key=lambda view: (view.num_requests, view.num_tokens, view.name))
+        able = [view for view in asked_for if wish.to_role in view.roles]
+        if not able:
+            names = ", ".join(view.name for view in asked_for)
+            return Start((), f"{names} cannot be given the role {wish.to_role}")
+        chosen = min(able, key=lambda view: (view.num_requests, view.num_tokens, view.name))
         self._current = Conversion(
             chosen.name, wish, chosen.epoch + 1, ConversionPhase.DRAINING, now_s
         )

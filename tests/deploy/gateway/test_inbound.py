@@ -322,3 +322,16 @@ def test_media_in_the_answer_of_a_tool_is_seen() -> None:
     assert not parse({"messages": turns}, "messages").shape.has_bound_media
     output = {"type": "function_call_output", "output": [{"type": "input_image"}]}
     assert parse({"input": [output]}, "responses").shape.has_bound_media
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": [{"role": "user", "content": "uuid"}], "\xff": 1}',
+        b'{"messages": [{"role": "user", "content": [{"uuid": 1, "\xff": 1}]}]}',
+    ],
+)
+def test_a_name_beside_bytes_that_are_no_text_is_a_client_error(body: bytes) -> None:
+    with pytest.raises(ApiError, match="not valid JSON") as refused:
+        parse(body, "chat")
+    assert refused.value.status == 400

@@ -1,6 +1,7 @@
 """Names of media in a body are mixed with a salt; everything else stays."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ def renamed(body: Any, salt: str = "salt") -> Any:
         {"uuid": "x", "messages": [{"role": "tool", "uuid": "x"}]},
         {"uuid": 1, "messages": "x"},
         {"uuid": 1, "messages": [1]},
+        {"documents": [{"uuid": "x", "text": "y", "content": "z"}, "uuid"]},
         {"uuid": 1},
     ],
 )
@@ -51,6 +53,25 @@ def test_every_name_depends_on_the_salt(name: Any) -> None:
         assert once == expected
     assert len(names) == 2
     assert str(name) not in names
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda compared: {"query": compared, "documents": ["a", compared]},
+        lambda compared: {"queries": [compared, "a"], "items": compared},
+        lambda compared: {"data_1": compared, "data_2": [compared]},
+        lambda compared: {"text_1": compared, "text_2": [compared]},
+        lambda compared: {"input": [compared]},
+    ],
+)
+def test_names_in_what_is_compared_depend_on_the_salt_as_well(
+    place: Callable[[Any], Any],
+) -> None:
+    medium = {"type": "image_url", "image_url": {"url": "data:"}, "uuid": "logo"}
+    own = renamed(chat([medium]))["messages"][0]["content"][0]
+    assert own["uuid"] != "logo"
+    assert renamed(place({"content": [medium]})) == place({"content": [own]})
 
 
 def test_of_two_names_the_last_one_counts() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from role_cluster import FakeCluster, drained
+from role_cluster import FakeCluster, FakeInstance, drained
 
 from deploy.gateway.errors import ApiError
 from deploy.gateway.scheduling.role_pages import InstanceRole, RegionRolePages, RolePages
@@ -175,6 +175,21 @@ async def test_orders_that_cannot_be_are_refused(rig: Rig) -> None:
     rig.pd.is_silent = True
     said = await rig.refused(503, "cluster_unavailable", **order)
     assert said.endswith("gone")
+
+
+async def test_an_instance_encodes_if_its_engine_can(rig: Rig) -> None:
+    said = await rig.refused(409, "role_fixed", instance="d0", role="encode")
+    assert "started without an instance that has the role encode" in said
+    rig.pd.instances["e0"] = FakeInstance("encode", roles=("encode",))
+    said = await rig.refused(409, "role_fixed", instance="e0", role="prefill")
+    assert "has not loaded the language model" in said
+    assert "whole_model: true" in said
+    assert (await rig.order(instance="e0", role="encode"))[0] == 200
+    await rig.refused(400, "invalid_body", instance="d0", role="both")
+    rig.pd.instances["d0"].roles = ("encode", "prefill", "decode")
+    drained(rig.pd, "d0")
+    status, role = await rig.order("1", instance="d0", role="encode")
+    assert (status, role.role, role.epoch) == (200, "encode", 1)
 
 
 async def test_one_conversion_runs_at_a_time(rig: Rig) -> None:

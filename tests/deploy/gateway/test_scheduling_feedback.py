@@ -23,6 +23,7 @@ from prfaas.jobs import PrefillResult
 from scheduler.live.events import AdmitAsked
 from scheduler.live.learning.prompt_length import PromptContent
 from scheduler.routing.decision import ONE_ENGINE, RequestShape
+from scheduler.routing.media import MediaShape
 from scheduler.routing.prediction import Prediction
 from scheduler.routing.service import ALONE
 
@@ -60,7 +61,9 @@ class Case:
         )
         return landing
 
-    def prefilled(self, num_tokens: int = 1000, **fields: Any) -> None:
+    def prefilled(
+        self, num_tokens: int = 1000, shape: RequestShape | None = None, **fields: Any
+    ) -> None:
         values: dict[str, Any] = {
             "queue_s": 0.0,
             "prefill_s": 2.0,
@@ -70,7 +73,7 @@ class Case:
             "service_s": 2.0,
         }
         result = PrefillResult(instance="p0", **(values | fields))
-        self.feedback.prefilled(MODEL, "far", num_tokens, result)
+        self.feedback.prefilled(MODEL, "far", num_tokens, result, shape=shape)
 
     def fill(self, **fields: Any) -> None:
         """Every slot of `d0` is taken, and 20 more requests wait inside of it."""
@@ -282,6 +285,8 @@ def test_bytes_of_images_are_no_tokens_of_the_regions_traffic() -> None:
     shape = case.feedback.likely(MODEL, inbound.shape, inbound.content)
     assert inbound.content.has_media
     assert 1000 < shape.num_prompt_tokens < 1100
+    assert shape.media is not None
+    assert shape.media.spans == ((shape.num_prompt_tokens - 1024, 1024),)
     for _ in range(300):
         case.feedback.arrived(MODEL, RequestShape(num_prompt_tokens=1000))
     for _ in range(16):
@@ -290,6 +295,38 @@ def test_bytes_of_images_are_no_tokens_of_the_regions_traffic() -> None:
     found = case.known.traffic.measured(100.0)
     assert found is not None
     assert found.uncached.mean_tokens == pytest.approx(1000, rel=0.01)
+
+
+def test_a_prefill_with_media_teaches_how_long_they_are_encoded_and_no_more() -> None:
+    case = Case()
+    for _ in range(8):
+        case.prefilled()
+    before = case.known.prefill("far")
+    media = MediaShape(((100, 400), (600, 200)))
+    shape = RequestShape(num_prompt_tokens=1001, media=media)
+    for _ in range(4):
+        case.prefilled(shape=shape, service_s=2.6)
+        # The first one is in the part that the engine found cached.
+        computed_s = before.prefill_s(1000, 500)
+        case.prefilled(shape=shape, service_s=computed_s + 0.2, cached_tokens=500)
+    assert case.known.prefill("far") is before
+    line = case.known.media.line("far")
+    assert line is not None
+    assert line.seconds(600) == pytest.approx(0.6, rel=0.01)
+    assert line.seconds(200) == pytest.approx(0.2, rel=0.01)
+
+
+def test_media_are_demand_until_they_are_cached() -> None:
+    case = Case()
+    shape = RequestShape(num_prompt_tokens=1000, media=MediaShape(((100, 400),)))
+    case.feedback.arrived(MODEL, shape, home="home")
+    case.feedback.arrived(MODEL, replace(shape, local_cached_tokens=500), home="home")
+    case.feedback.arrived(MODEL, RequestShape(num_prompt_tokens=1000), home="home")
+    case.known.decoded(10, 1.0, 100.0)
+    found = case.known.traffic.measured(100.0)
+    assert found is not None
+    assert found.media is not None
+    assert found.media.mean_tokens == pytest.approx(400 / 3)
 
 
 def test_a_prompt_of_an_image_is_no_minute_of_work_ahead_of_others() -> None:

@@ -16,7 +16,7 @@ from deploy.gateway.app import Gateway
 from deploy.gateway.cache.region_caches import RegionCaches
 from deploy.gateway.config import GatewayConfig, ModelConfig
 from deploy.gateway.server import start_server
-from kvmanager.agent.client import AgentClients
+from kvmanager.agent.shared_clients import AgentClients
 from kvmanager.directory.embedded import EmbeddedDirectory
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.metrics import PdMetrics

@@ -196,3 +196,37 @@ async def test_orders_of_a_former_leader_are_refused(rig: PdRig) -> None:
     await rig.front.set_role("d0", RoleChange("decode", 2), leader=8)
     with pytest.raises(RoleRefused, match="another gateway leads"):
         await rig.front.set_role("d0", RoleChange("prefill", 3), leader=7)
+
+
+async def test_an_instance_is_converted_to_encode_and_back_if_its_engine_can(rig: PdRig) -> None:
+    with pytest.raises(RoleRefused, match="encodes for no other"):
+        await rig.front.set_role("d1", RoleChange("encode", 1))
+    instance = rig.embedded._instances.by_name["d1"]
+    instance.spec = instance.spec.model_copy(update={"encoder_role": "ec_both"})
+    await rig.front.drain("d1")
+    status = await rig.front.set_role("d1", RoleChange("encode", 1))
+    assert (status.role, status.epoch) == ("encode", 1)
+    await rig.front.resume("d1")
+    report = {item.name: item for item in (await rig.front.report()).instances}
+    assert (report["d1"].role, report["d1"].encodes, report["d1"].draining) == (
+        "encode",
+        True,
+        False,
+    )
+    assert not report["d0"].encodes
+    # It gets no other work, not even where it is asked for.
+    assert {(await rig.reserve()).instance for _ in range(3)} == {"d0"}
+    rig.engines["d0"].healthy = False
+    await eventually(lambda: not rig.embedded._instances.by_name["d0"].serves)
+    assert (await rig.front.direct(DirectRequest(request_id="r"))).instance == "p0"
+    await rig.front.set_role("d1", RoleChange("decode", 2))
+    assert (await rig.front.direct(DirectRequest(request_id="r"))).instance == "d1"
+
+
+async def test_an_engine_with_the_encoder_alone_keeps_its_role(rig: PdRig) -> None:
+    instance = rig.embedded._instances.by_name["d1"]
+    instance.spec = instance.spec.model_copy(update={"role": "encode"})
+    instance.role = "encode"
+    with pytest.raises(RoleRefused, match="whole_model: true"):
+        await rig.front.set_role("d1", RoleChange("decode", 1))
+    assert (await rig.front.set_role("d1", RoleChange("encode", 1))).role == "encode"

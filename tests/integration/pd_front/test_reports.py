@@ -36,14 +36,17 @@ async def test_reports_count_a_landing_at_once_on_all_instances_of_its_node(rig:
     no_more_probes.set()
 
 
-async def test_reports_have_the_adapters_of_each_engine(rig: PdRig) -> None:
+async def test_reports_have_the_adapters_and_the_encoder_of_each_engine(rig: PdRig) -> None:
     rig.nodes[1].adapters = {"poet": "files:1"}
+    rig.nodes[1].encoder = "files:2 torch.bfloat16"
 
-    async def told() -> dict[str, dict[str, str]]:
-        return {item.name: item.adapters for item in (await rig.front.report()).instances}
+    async def told() -> dict[str, tuple[dict[str, str], str]]:
+        instances = (await rig.front.report()).instances
+        return {item.name: (item.adapters, item.encoder) for item in instances}
 
-    await eventually(lambda: bool(rig.embedded._instances.by_name["d1"].adapters))
-    assert await told() == {"d0": {}, "p0": {}, "d1": {"poet": "files:1"}}
+    await eventually(lambda: bool(rig.embedded._instances.by_name["d1"].encoder))
+    d1 = {"poet": "files:1"}, "files:2 torch.bfloat16"
+    assert await told() == {"d0": ({}, ""), "p0": ({}, ""), "d1": d1}
 
 
 async def test_an_idle_instance_is_timed_and_a_busy_one_is_not(rig: PdRig) -> None:

@@ -1,6 +1,7 @@
 """The parts of an engine's configuration that its KVCache's identity has."""
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,11 +41,14 @@ def engine(**changes: Any) -> tuple[Any, Stage]:
         "disable_sliding_window": False,
         "max_model_len": 4096,
         "multimodal_config": None,
+        "model": "/nonexistent/model",
+        "revision": None,
     }
     config = SimpleNamespace(
         model_config=SimpleNamespace(**(model | changes)),
         cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=changes.pop("skip", [])),
         speculative_config=None,
+        load_config=SimpleNamespace(download_dir=None),
     )
     return config, Stage((), readings)
 
@@ -72,7 +76,8 @@ def test_places_releases_and_limits_are_no_part_of_it(changes: dict[str, Any]) -
         {"hf": {"text_config.sliding_window": None}},
         {"disable_sliding_window": True},
         {"skip": ["0"]},
-        {"multimodal_config": SimpleNamespace(mm_processor_kwargs={"size": 2})},
+        {"multimodal_config": MultiModalConfig(mm_processor_kwargs={"size": 2})},
+        {"multimodal_config": MultiModalConfig(media_io_kwargs={"video": {"num_frames": 8}})},
         {
             "state": MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.bfloat16,)),
         },
@@ -96,6 +101,18 @@ def test_a_text_only_engine_and_one_that_takes_images_understand_each_other() ->
     # vLLM's --language-model-only. Both compute the same KVCache of the same text.
     text_only = digest(multimodal_config=MultiModalConfig(language_model_only=True))
     assert text_only == digest(multimodal_config=MultiModalConfig())
+
+
+def test_files_that_say_how_images_are_scaled_are_a_part_of_it(tmp_path: Path) -> None:
+    def found(**changes: Any) -> str:
+        media = MultiModalConfig()
+        return digest(multimodal_config=media, model=str(tmp_path), **changes)
+
+    without = found()
+    (tmp_path / "preprocessor_config.json").write_text('{"max_pixels": 1000}')
+    small = found()
+    (tmp_path / "preprocessor_config.json").write_text('{"max_pixels": 9000}')
+    assert len({without, small, found()}) == 3
 
 
 def test_engines_with_and_without_prefix_caching_understand_each_other() -> None:

@@ -199,3 +199,32 @@ def test_urls() -> None:
 def test_an_unknown_key_is_named() -> None:
     with pytest.raises(ValidationError, match="max_len"):
         spec(max_len=5)
+
+
+def test_an_engine_shares_embeddings_beside_its_kvcache_or_alone() -> None:
+    """As vLLM reads it: an ec_producer loads the encoder alone, and has no KVCache."""
+    fields: dict[str, object] = {
+        "agent_socket": "/run/agent.sock",
+        "enable_prefix_caching": True,
+        "kv_events": "ipc:///run/e0",
+        "weights": "v7",
+        "adapters": {"poet": "/poet"},
+    }
+    both = spec(**fields, encoder_role="ec_both").argv()
+    assert {"--kv-transfer-config", "--kv-events-config", "--enable-lora"} <= set(both)
+    alone = spec(**fields, encoder_role="ec_producer").argv()
+    assert "--no-enable-prefix-caching" in alone
+    assert not {"--kv-transfer-config", "--kv-events-config", "--enable-lora"} & set(alone)
+    for argv, role in ((both, "ec_both"), (alone, "ec_producer")):
+        assert json.loads(argv[argv.index("--ec-transfer-config") + 1]) == {
+            "ec_connector": "PrfaasECConnector",
+            "ec_connector_module_path": "kvmanager.vllm_connector.encode",
+            "ec_role": role,
+            "ec_connector_extra_config": {
+                "agent_socket": "/run/agent.sock",
+                "instance": "prefill-0",
+                "weights": "v7",
+            },
+        }
+    assert "--ec-transfer-config" not in spec(**fields).argv()
+    assert "--ec-transfer-config" not in spec(encoder_role="ec_both").argv()

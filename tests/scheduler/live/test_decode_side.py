@@ -216,3 +216,17 @@ def test_landings_reserved_since_the_report_take_room_on_their_node() -> None:
     assert snapshot(scheduler, MODEL).landing_room_bytes == 0
     region.at_s = 100.3
     assert snapshot(scheduler, MODEL).landing_room_bytes == 5000
+
+
+def test_an_instance_that_encodes_is_no_place_for_prompts() -> None:
+    region = Region()
+    eye = instance("e0", "encode", running=7, decode_slots=256)
+    region.home = report("home", instance("d0", "decode", running=3, decode_slots=4), eye)
+    region.far = report("far", instance("p0"), instance("e1", "encode"))
+    seen = snapshot(taught(region))
+    assert (seen.decode.slots_total, seen.decode.slots_used) == (4, 3)
+    assert len(seen.prefill_clusters[0].free_s) == 1
+    region.home, region.far = report("home", eye), report("far", instance("e1", "encode"))
+    seen = snapshot(taught(region))
+    assert seen.decode.slots_total == 0
+    assert not seen.prefill_clusters[0].is_healthy

@@ -9,6 +9,7 @@ const find = (selector) => document.querySelector(selector);
 // The parts of a TTFT in their order, in groups that share a colour.
 const GROUPS = [
   ["before", "read render look_up move reserve"],
+  ["encode", "encode"],
   ["queue", "queue open engine_queue"],
   ["prefill", "prefill"],
   ["transfer", "transfer_tail news"],
@@ -83,7 +84,7 @@ const tables = {
     { title: "Where and why", className: "why", text: whyThere },
     { title: "TTFT", className: "ttft", draw: (cell, row) => {
       const parts = Object.entries(row.parts || {}).filter(([, value]) => value > 0).map(([name, value]) => [name.replace(/_s$/, ""), value]);
-      bar(cell, parts, row.ttft_s, longest, (name) => `part-${GROUP_OF.get(name) ?? 6}`);
+      bar(cell, parts, row.ttft_s, longest, (name) => `part-${GROUP_OF.get(name) ?? 7}`);
     } },
   ], { empty: "No request yet.", order: (a, b) => b.started_s - a.started_s }),
   decisions: new Table(find(".decisions"), [
@@ -150,7 +151,8 @@ function showPlan() {
   const rows = Object.entries(plan.thresholds || {}).map(([name, value]) => [`Planned threshold of ${name}`, `${tokens(value)} tokens`]);
   for (const row of view.models.values()) {
     const count = (found) => Object.entries(found || {}).map(([name, value]) => `${value} in ${name}`).join(", ");
-    rows.push([`Division of ${row.model || "the model"}`, `prefill ${count(row.num_prefill) || "–"}; decode ${count(row.num_decode) || "–"}`]);
+    const encode = count(row.num_encode) ? `encode ${count(row.num_encode)}; ` : "";
+    rows.push([`Division of ${row.model || "the model"}`, `${encode}prefill ${count(row.num_prefill) || "–"}; decode ${count(row.num_decode) || "–"}`]);
     if (row.unknown) rows.push([`No plan for ${row.model || "the model"}`, row.unknown]);
   }
   pairs(byId("plan"), [["Mode", plan.mode || "–"], ["Conversion", plan.conversion || "none"], ...rows]);

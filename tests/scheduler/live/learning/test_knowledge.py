@@ -6,12 +6,12 @@ import pytest
 
 from scheduler.live.learning.knowledge import (
     NUM_SIZES,
-    SERVICE_KEPT_S,
     KvMeter,
     Mean,
     ModelKnowledge,
 )
 from scheduler.live.learning.learned_profile import GUESS, MIN_SEEN
+from scheduler.live.learning.place_services import SERVICE_KEPT_S
 from scheduler.routing.decision import ONE_ENGINE
 from scheduler.routing.prediction import Prediction
 from scheduler.routing.service import ALONE, Load, ServiceModel

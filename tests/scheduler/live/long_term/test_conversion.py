@@ -16,12 +16,14 @@ from scheduler.live.long_term.conversion import (
     Converter,
     Drain,
     Ended,
+    PdRole,
     RoleChange,
     RoleStatus,
     RoleView,
     SetRole,
     applied,
 )
+from scheduler.reports import CONVERTIBLE, Role
 
 CONFIG = ConversionConfig(drain_limit_s=100, relabel_limit_s=10, dwell_s=50)
 TO_DECODE = ConversionWish("near", "prefill", "decode")
@@ -88,6 +90,38 @@ def test_the_last_usable_instance_of_a_role_stays() -> None:
     )
     start = Converter().start(ConversionWish("near", "decode", "prefill"), VIEWS[:-1], 0)
     assert start.reason == "near has 1 usable decode instances; one must stay"
+
+
+ALL_STAGES: tuple[PdRole, ...] = ("encode", "prefill", "decode")
+
+
+def test_an_instance_changes_only_to_roles_of_its_engine() -> None:
+    to_encode = ConversionWish("near", "prefill", "encode")
+    start = Converter().start(to_encode, VIEWS, 0)
+    assert start.effects == ()
+    assert start.reason == "p0, p1, p2 cannot be given the role encode"
+    views = (*VIEWS, replace(VIEWS[0], name="p3", num_requests=9, roles=ALL_STAGES))
+    start = Converter().start(to_encode, views, 0)
+    assert start.effects == (Drain("p3"),)
+    assert start.reason == "p3 has the fewest requests (9) of 4"
+    assert not Converter().start(to_encode, views, 0, only="p1").effects
+
+
+def test_the_last_instance_that_encodes_may_do_other_work() -> None:
+    """Those that prefill encode what they find nobody to encode."""
+    wish = ConversionWish("near", "encode", "decode")
+    alone = RoleView("e0", "encode", 3, roles=ALL_STAGES)
+    converter = Converter(CONFIG)
+    assert converter.start(wish, (*VIEWS, alone), 0).effects == (Drain("e0"),)
+    assert converter.drained("e0", 1) == (SetRole("e0", RoleChange("decode", 4)),)
+    fixed = replace(alone, roles=("encode",))
+    start = Converter().start(wish, (*VIEWS, fixed), 0)
+    assert (start.effects, start.reason) == ((), "e0 cannot be given the role decode")
+    start = Converter().start(wish, VIEWS[:-1], 0)
+    assert (start.effects, start.reason) == ((), "near has 0 usable encode instances")
+    only = RoleView("p0", "prefill", roles=ALL_STAGES)
+    start = Converter().start(ConversionWish("near", "prefill", "encode"), (only,), 0)
+    assert start.reason == "near has 1 usable prefill instances; one must stay"
 
 
 def test_there_are_never_two_at_once() -> None:
@@ -183,8 +217,12 @@ def test_without_a_dwell_the_next_conversion_may_begin_at_once() -> None:
     assert converter.start(TO_DECODE, VIEWS, 2).effects
 
 
+def roles_of(name: str) -> tuple[Role, ...]:
+    return ALL_STAGES if name in ("i0", "i3", "i5") else CONVERTIBLE
+
+
 class Cluster(RuleBasedStateMachine):
-    """Five instances that follow the effects; events come in any order, also lost and late.
+    """Six instances that follow the effects; events come in any order, also lost and late.
 
     An order does not outlive the next wish: its request has timed out long before.
     """
@@ -195,7 +233,7 @@ class Cluster(RuleBasedStateMachine):
         self.now_s = 0.0
         self.instances = {
             f"i{n}": RoleStatus("prefill" if n < 3 else "decode", n) for n in range(5)
-        }
+        } | {"i5": RoleStatus("encode", 5)}
         self.drained: set[str] = set()
         self.orders: list[SetRole] = []
 
@@ -208,16 +246,18 @@ class Cluster(RuleBasedStateMachine):
             elif not isinstance(effect, Ended):
                 self.drained.discard(effect.instance)  # type: ignore[attr-defined]
 
-    @rule(to_prefill=st.booleans())
-    def wish(self, to_prefill: bool) -> None:
+    @rule(roles=st.permutations(ALL_STAGES))
+    def wish(self, roles: list[PdRole]) -> None:
         if self.converter.current is None:
             self.orders.clear()
-        roles = ("decode", "prefill") if to_prefill else ("prefill", "decode")
-        views = [RoleView(name, s.role, s.epoch) for name, s in self.instances.items()]
-        wish = ConversionWish("near", *roles)  # type: ignore[arg-type]
+        views = [
+            RoleView(name, s.role, s.epoch, roles=roles_of(name))
+            for name, s in self.instances.items()
+        ]
+        wish = ConversionWish("near", *roles[:2])
         self.perform(self.converter.start(wish, views, self.now_s).effects)
 
-    @rule(name=st.sampled_from(["i0", "i1", "i2", "i3", "i4"]), event=st.integers(0, 1))
+    @rule(name=st.sampled_from(["i0", "i1", "i2", "i3", "i4", "i5"]), event=st.integers(0, 1))
     def event(self, name: str, event: int) -> None:
         if event:
             self.perform(self.converter.drained(name, self.now_s))
@@ -251,7 +291,11 @@ class Cluster(RuleBasedStateMachine):
     @invariant()
     def every_role_keeps_an_instance_that_serves(self) -> None:
         serving = {s.role for name, s in self.instances.items() if name not in self.drained}
-        assert serving == {"prefill", "decode"}
+        assert serving >= {"prefill", "decode"}
+
+    @invariant()
+    def an_instance_has_only_roles_of_its_engine(self) -> None:
+        assert all(s.role in roles_of(name) for name, s in self.instances.items())
 
 
 Cluster.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)

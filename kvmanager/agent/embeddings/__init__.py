@@ -1,0 +1,1 @@
+"""The embeddings of a node agent: what engines put and find, and what moves between agents."""

@@ -1,0 +1,1 @@
+"""The encode stage: which instance encodes which media when, and whether that pays."""
