@@ -33,6 +33,7 @@ BENCHES = (
     "copier",
     "loops",
     "handoff",
+    "embeddings",
     "hostile",
     "e2e",
     "load",

@@ -279,6 +279,18 @@ def check_capacity(kept: Any) -> None:
     assert len(kept["turns"]) == 4, kept["turns"]
 
 
+def check_embeddings(kept: Any) -> None:
+    rows = kept["rows"]
+    assert names(rows, "what", "width") == {(w, n) for w in ("bytes", "pull") for n in (64, 256)}
+    for row in rows:
+        if row["what"] == "bytes":
+            kinds = ("png_bytes", "jpeg_bytes", "embedding_bytes", "kvcache_bytes")
+            assert is_positive(*(row[kind] for kind in kinds)), row
+        else:
+            assert is_positive(row["nbytes"], *row["seconds"], *row["transfer_s"]), row
+            assert len(row["seconds"]) == len(row["transfer_s"]) == 2, row
+
+
 CHECKS: Final[dict[str, Callable[[Any], None]]] = {
     "transport": check_transport,
     "lanes": check_lanes,
@@ -295,6 +307,7 @@ CHECKS: Final[dict[str, Callable[[Any], None]]] = {
     "copier": check_copier,
     "loops": check_loops,
     "handoff": check_handoff,
+    "embeddings": check_embeddings,
     "hostile": check_hostile,
     "prediction": check_prediction,
     "region": check_region,
