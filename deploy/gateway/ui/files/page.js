@@ -8,7 +8,7 @@ const find = (selector) => document.querySelector(selector);
 
 // The parts of a TTFT in their order, in groups that share a colour.
 const GROUPS = [
-  ["before", "read render look_up move reserve"],
+  ["before", "read media render look_up move reserve"],
   ["encode", "encode"],
   ["queue", "queue open engine_queue"],
   ["prefill", "prefill"],
@@ -99,6 +99,11 @@ const tables = {
     { title: "Held", className: "number", text: (row) => bytes(row.nbytes) },
     { title: "Blocks", className: "number", text: (row) => tokens(row.num_blocks) },
     { title: "Evictions", className: "number", text: (row) => tokens(row.evictions) },
+    { title: "Embeddings", className: "number", text: (row) => {
+      if (!row.num_embeddings) return "–";
+      const hits = row.embedding_hit_share == null ? "" : `, ${percent(row.embedding_hit_share)} hits`;
+      return `${tokens(row.num_embeddings)}, ${bytes(row.embedding_bytes)}${hits}`;
+    } },
     { title: "State", className: "why", text: (row) => row.error || "ok" },
   ], { empty: "This region keeps no prefix caches.", order: by("cluster", "node") }),
   gateways: new Table(find(".gateways"), [
