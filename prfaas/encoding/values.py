@@ -22,7 +22,7 @@ class EncodeOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Have the media of a request encoded that `instance` will serve whole.
 
     `chat` is the client's body. `media` are its media as far as they are known: without them their
-    tokens are guessed. `granted_keys` and `grant` are those of `PrefillJob`.
+    tokens are guessed. `granted_keys`, `grant` and `embedding_nodes` are those of `PrefillJob`.
     """
 
     request_id: str
@@ -34,6 +34,7 @@ class EncodeOrder(msgspec.Struct, frozen=True, kw_only=True):
     traceparent: str = ""
     granted_keys: bytes = b""
     grant: bytes = b""
+    embedding_nodes: tuple[str, ...] = ()
 
 
 class EncodeDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +54,7 @@ class Media:
 
     `nodes` are the control addresses of the node agents of the instances that may prefill. `wait_s`
     is how long the prefill is predicted to wait anyway. Without `may_delay_decodes` no instance
-    encodes them that decodes as well.
+    encodes them that decodes as well. Agents at `holders` are known to have some of the embeddings.
     """
 
     key: str
@@ -68,6 +69,7 @@ class Media:
     traceparent: str = ""
     granted_keys: bytes = b""
     grant: bytes = b""
+    holders: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, job: PrefillJob, nodes: frozenset[str]) -> Media:
@@ -84,6 +86,7 @@ class Media:
             traceparent=job.traceparent,
             granted_keys=job.embedding_keys,
             grant=job.embedding_grant,
+            holders=frozenset(job.embedding_nodes),
         )
 
     @classmethod
@@ -104,6 +107,7 @@ class Media:
             traceparent=order.traceparent,
             granted_keys=order.granted_keys,
             grant=order.grant,
+            holders=frozenset(order.embedding_nodes),
         )
 
 
