@@ -38,8 +38,9 @@ BENCHES = (
     "e2e",
     "load",
     "capacity",
+    "images",
 )
-NEED_ENGINES = ("prediction", "region", "e2e", "load", "capacity")
+NEED_ENGINES = ("prediction", "region", "e2e", "load", "capacity", "images")
 """Start regions of real engines. Their smoke runs ask one that the engine tests have running."""
 SMOKE = "--smoke"
 RESULTS = Path("bench-results")

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
+from bench_smoke import run_smoke
 from engine_region import everything_is_given_back, running, settled_record
 from tiny_vision import IMAGE_ARGS, TINY_VISION, image_url, vision_environment
 
@@ -165,3 +166,8 @@ async def test_names_of_clients_keep_a_prompt_on_one_engine(served: Served) -> N
     record = await served.record(answer)
     assert (record["route"], record["reason"].split(";")[0]) == ("direct", "multimodal")
     await everything_is_given_back(served.region)
+
+
+async def test_the_bench_of_images_runs_on_this_region(served: Served, tmp_path: Path) -> None:
+    """At its smallest size, and it keeps all of its rows."""
+    await asyncio.to_thread(run_smoke, "images", tmp_path, "--gateway", served.region.gateway_url)

@@ -279,6 +279,15 @@ def check_capacity(kept: Any) -> None:
     assert len(kept["turns"]) == 4, kept["turns"]
 
 
+def check_images(kept: Any) -> None:
+    rows = kept["rows"]
+    assert [row["case"] for row in rows] == ["lone", "again", "together", "text"], rows
+    for row in rows:
+        assert is_positive(row["num"], row["ttft_p50_ms"], row["body_bytes"]), row
+        assert is_positive(row["embedding_bytes"]) == (row["case"] != "text"), row
+    assert len(kept["raw"]) == 5, kept["raw"]
+
+
 def check_embeddings(kept: Any) -> None:
     rows = kept["rows"]
     assert names(rows, "what", "width") == {(w, n) for w in ("bytes", "pull") for n in (64, 256)}
@@ -314,5 +323,6 @@ CHECKS: Final[dict[str, Callable[[Any], None]]] = {
     "e2e": check_e2e,
     "load": check_load,
     "capacity": check_capacity,
+    "images": check_images,
 }
 """By bench, what must be in its JSON after a smoke run. AssertionError names what is not."""
