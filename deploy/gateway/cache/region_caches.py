@@ -108,15 +108,15 @@ class RegionCaches:
         return CachedPrompt(keys, places, tuple(await self.directory.match(rule, keys.blocks)))
 
     async def embedding_nodes(
-        self, report: ClusterReport | None, media: Sequence[MediaItem]
+        self, report: ClusterReport | None, identifiers: Sequence[str]
     ) -> tuple[str, ...]:
         """The control addresses of the nodes of this cluster that are known to have embeddings of
         some of these media. None are looked for where nothing encodes apart.
         """
-        if report is None or report.encode is None or not media:
+        if report is None or report.encode is None or not identifiers:
             return ()
         encoders = {item.encoder for item in report.instances if item.encoder}
-        keys = [embedding_key(one, item.identifier) for one in encoders for item in media]
+        keys = [embedding_key(one, name) for one in encoders for name in identifiers]
         holders = await self.directory.embedding_holders(keys)
         names = {name for nodes in holders for name in nodes if name.cluster == report.name}
         return tuple(self._targets[name] for name in sorted(names) if name in self._targets)

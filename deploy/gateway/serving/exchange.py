@@ -30,7 +30,6 @@ from deploy.gateway.serving.background import Background
 from deploy.gateway.serving.record_views import span_attributes
 from deploy.gateway.serving.records import RequestRecord
 from kvmanager.load_times import LoadTimes
-from kvmanager.media_items import MediaItem
 from kvmanager.tracing.spans import Span
 from local_pd.cluster import PdCluster
 from local_pd.messages import DecodeSlot
@@ -81,10 +80,10 @@ class Services:
         return Feedback(self.scheduler)
 
     async def embedding_nodes(
-        self, report: ClusterReport | None, media: Sequence[MediaItem]
+        self, report: ClusterReport | None, identifiers: Sequence[str]
     ) -> tuple[str, ...]:
         """The nodes of a cluster that are known to have embeddings of these media."""
-        return () if self.caches is None else await self.caches.embedding_nodes(report, media)
+        return () if self.caches is None else await self.caches.embedding_nodes(report, identifiers)
 
     def adapter_places(self, inbound: InboundRequest, pd: str) -> AdapterPlaces:
         """Where the request's LoRA adapter has the weights with which `pd` decodes it."""

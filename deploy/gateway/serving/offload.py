@@ -212,7 +212,8 @@ class Offload:
         """Run the prefill leg. Returns failures, since the decode leg goes on without it."""
         target = self._routed.target
         report = self._encoding_report()
-        keys, grant = embedding_grant(self._services.granter, report, self._media)
+        names = [one.identifier for one in self._media]
+        keys, grant = embedding_grant(self._services.granter, report, names)
         job = PrefillJob(
             request_id=self._exchange.request_id,
             prompt_token_ids=self._prefix,
@@ -232,7 +233,7 @@ class Offload:
             api="responses" if self._inbound.kind == "responses" else "chat",
             embedding_keys=keys,
             embedding_grant=grant,
-            embedding_nodes=await self._services.embedding_nodes(report, self._media),
+            embedding_nodes=await self._services.embedding_nodes(report, names),
             wait_s=self._predicted_wait_s(),
         )
         try:

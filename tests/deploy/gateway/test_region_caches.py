@@ -10,7 +10,6 @@ from deploy.gateway.cache.region_caches import RegionCaches
 from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeCoverage, NodeName, NodeState, ResumeRule
 from kvmanager.embedding_keys import embedding_key
-from kvmanager.media_items import MediaItem
 from kvmanager.token_ids import TokenIds
 from scheduler.reports import ClusterReport, EncodeReport, InstanceReport
 
@@ -80,7 +79,7 @@ async def test_the_nodes_of_a_cluster_that_have_embeddings_of_media_are_named() 
     home = report("home", b1="x:1", b2="x:2", b3="x:3")
     await caches.watch(home)
     await caches.watch(report("far", a1="y:1"))
-    media = [MediaItem(name, 0, 4) for name in ("cat", "dog")]
+    media = ["cat", "dog"]
     instances = tuple(structs.replace(one, encoder="w bf16") for one in home.instances)
     encoding = structs.replace(home, instances=instances, encode=EncodeReport())
     gone = NodeName("home", "b9")
