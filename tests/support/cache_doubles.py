@@ -24,6 +24,7 @@ class FakeDirectory:
         self.held = held
         self.states: list[NodeState] = []
         self.embeddings: dict[bytes, list[NodeName]] = {}
+        self.embeddings_asked: list[list[bytes]] = []
         self.asked: list[tuple[ResumeRule, list[bytes]]] = []
         self.followed: Mapping[NodeName, str] = {}
         self.is_closed = False
@@ -33,7 +34,8 @@ class FakeDirectory:
         return [coverage(name, num_blocks) for name, num_blocks in self.held.items()]
 
     async def embedding_holders(self, keys: Sequence[bytes]) -> list[list[NodeName]]:
-        return [list(self.embeddings.get(key, ())) for key in keys]
+        self.embeddings_asked.append(list(keys))
+        return [self.embeddings.get(key, []) for key in keys]
 
     async def nodes(self) -> list[NodeState]:
         return self.states
