@@ -224,7 +224,8 @@ def _encode_doubts(samples: Sequence[EncodeSample], encode: MeasuredEncode | Non
         if (point.spread_seconds or 0) > _WIDE_SPREAD * point.seconds:
             yield (
                 f"encoding of {_images(point.images or 0)}: samples "
-                f"{point.spread_seconds:.3g} s apart around {point.seconds:.3g} s; measure with more --repeats"
+                f"{point.spread_seconds:.3g} s apart around {point.seconds:.3g} s; "
+                "measure with more --repeats"
             )
 
 
