@@ -18,16 +18,22 @@ from deploy.lab.demo.regions import demo_region
 from deploy.lab.demo.scenario import text
 from deploy.lab.demo.tiny_models import build_model
 from deploy.region.launch.launcher import RunningRegion
+from deploy.region.spec.region import ClusterSpec, RegionInstance, RegionSpec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MODEL = replace(TINY_VISION, engine_args=(*TINY_VISION.engine_args, *IMAGE_ARGS))
+HAND_OFF_TOKENS = 40
+THRESHOLD_TOKENS = 100
 NUM_TOKENS = 8
 SIDE = 128
 """Pixels; such an image becomes 64 tokens."""
 QUESTIONS = ((1,), (2,), (1, 2), (2, 1), (3, 3, 1), (4, 5))
 """The images of each prompt, by their seeds. All have the same text."""
 SHARED = text(300, seed=5)
+SHORT = text(30, seed=6)
+SHORT_SIDE = 64
+"""Such an image becomes 16 tokens, so that a short prompt is handed over inside the PD cluster."""
 BROKEN = "data:image/png;base64,AAAA"
 
 
@@ -37,7 +43,9 @@ class Served:
     plain_url: str
     session: aiohttp.ClientSession
 
-    async def ask(self, url: str, urls: Sequence[str], **fields: Any) -> tuple[int, dict[str, Any]]:
+    async def ask(
+        self, url: str, urls: Sequence[str], words: str = SHARED, **fields: Any
+    ) -> tuple[int, dict[str, Any]]:
         """The status and the answer of a chat about the images at `urls`."""
         images = [{"type": "image_url", "image_url": {"url": one}} for one in urls]
         body = {
@@ -45,14 +53,18 @@ class Served:
             "max_tokens": NUM_TOKENS,
             "temperature": 0,
             "messages": [
-                {"role": "user", "content": [{"type": "text", "text": SHARED}, *images]},
+                {"role": "user", "content": [{"type": "text", "text": words}, *images]},
             ],
         }
         async with self.session.post(f"{url}/v1/chat/completions", json=body | fields) as response:
             return response.status, await response.json()
 
-    async def about(self, url: str, seeds: Sequence[int], **fields: Any) -> dict[str, Any]:
-        status, answer = await self.ask(url, [picture(seed) for seed in seeds], **fields)
+    async def about(
+        self, url: str, seeds: Sequence[int], *, short: bool = False, **fields: Any
+    ) -> dict[str, Any]:
+        side, words = (SHORT_SIDE, SHORT) if short else (SIDE, SHARED)
+        urls = [image_url(seed, side, side) for seed in seeds]
+        status, answer = await self.ask(url, urls, words, **fields)
         assert status == 200, answer
         return answer
 
@@ -74,6 +86,27 @@ class Served:
         return await settled_record(self.region, answer["id"].removeprefix("chatcmpl-"))
 
 
+def with_encoders(spec: RegionSpec) -> RegionSpec:
+    """The region with an instance that only encodes in its prefill cluster, and one that decodes
+    and encodes in its PD cluster.
+    """
+
+    def changed(cluster: ClusterSpec) -> ClusterSpec:
+        node, items = cluster.nodes[0], cluster.instances
+        if cluster.kind == "prefill":
+            items = (*items, RegionInstance(name="a1-encode", role="encode"))
+        else:
+            items = tuple(
+                item.model_copy(update={"encodes": item.role == "decode"}) for item in items
+            )
+        return cluster.model_copy(update={"nodes": (node.model_copy(update={"instances": items}),)})
+
+    gateway = spec.gateway.model_copy(update={"hand_off_tokens": HAND_OFF_TOKENS})
+    return spec.model_copy(
+        update={"clusters": tuple(map(changed, spec.clusters)), "gateway": gateway}
+    )
+
+
 def picture(seed: int) -> str:
     return image_url(seed, SIDE, SIDE)
 
@@ -90,7 +123,7 @@ async def served(
         for name, value in vision_environment().items():
             patch.setenv(name, value)
         path = await asyncio.to_thread(build_model, MODEL, models_dir)
-        spec = demo_region(MODEL, path, threshold_tokens=100, local_prefill=False)
+        spec = with_encoders(demo_region(MODEL, path, threshold_tokens=THRESHOLD_TOKENS))
         folder = tmp_path_factory.mktemp("images")
         async with (
             running(spec, folder / "region") as region,
@@ -165,3 +198,41 @@ async def test_names_of_clients_keep_a_prompt_on_one_engine(served: Served) -> N
     record = await served.record(answer)
     assert (record["route"], record["reason"].split(";")[0]) == ("direct", "multimodal")
     await everything_is_given_back(served.region)
+
+
+async def test_probe(served: Served) -> None:
+    import json
+    from kvmanager.embedding_keys import embedding_key  # noqa
+
+    url = served.region.gateway_url
+    for path in ("/prfaas/instances", "/prfaas/region", "/metrics"):
+        async with served.session.get(url + path) as response:
+            text = await response.text()
+        print(
+            path,
+            text
+            if path != "/metrics"
+            else "\n".join(l for l in text.splitlines() if "instances" in l),
+        )
+    for short in (True, False):
+        for seeds in ((1,), (2, 3), (1,)):
+            answer = await served.about(url, seeds, short=short)
+            sure = await served.expected(seeds, short=short)
+            print(short, seeds, said(answer), sure, json.dumps(await served.record(answer)))
+    access = served.region.engine_access()
+    for name in ("a1-encode", "b1-decode"):
+        part = {"type": "image_url", "image_url": {"url": picture(77)}, "uuid": "prfaas-x"}
+        body = {
+            "model": MODEL.name,
+            "max_tokens": 1,
+            "messages": [{"role": "user", "content": [part]}],
+        }
+        at = f"{served.region.engine(name).address}/v1/chat/completions"
+        async with served.session.post(at, json=body, headers=access.headers) as response:
+            print(name, response.status, await response.text())
+    from engine_region import agent_status, engine_metrics
+
+    for node in ("a1", "b1"):
+        status = await agent_status(served.region, node)
+        print(node, status.embeddings, status.encoders, [e.instance for e in status.engines])
+    print(await engine_metrics(served.region, "a1-encode"))

@@ -188,6 +188,7 @@ async def direct_target(
         model=exchange.inbound.model,
         exclude=tuple(sorted(lost)),
         prefer_nodes=prefer_nodes,
+        has_media=exchange.inbound.content.has_media,
     )
     return await services.pds[pd].direct(request)
 
