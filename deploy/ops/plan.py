@@ -93,6 +93,12 @@ def _print_model(console: Console, plan: ModelPlanNow) -> None:
         )
         for note in plan.region.notes:
             say(console, note)
+    if plan.encode is not None:
+        stage, own = (format_duration(s) for s in (plan.encode.stage_s, plan.encode.own_s))
+        say(
+            console,
+            f"encoding: {stage} a request on an instance that encodes, {own} on one that prefills",
+        )
     if plan.unknown:
         say(console, f"no plan: {plan.unknown}")
 
@@ -130,6 +136,7 @@ def _settings_table(found: PlanOverview) -> Table:
         goal = goals.get((plan.model, plan.pd))
         whose = f" of {plan.model}" if len(found.models) > 1 else ""
         for role, now, best in (
+            ("encode", plan.num_encode, {} if goal is None else goal.num_encode),
             ("prefill", plan.num_prefill, {} if goal is None else goal.num_prefill),
             ("decode", plan.num_decode, {} if goal is None else goal.num_decode),
         ):
@@ -183,10 +190,12 @@ def _traffic(traffic: TrafficNow) -> str:
         f"prompts of {traffic.input_tokens:,.0f} tokens, {traffic.uncached_tokens:,.0f} of them "
         f"uncached (P90 {traffic.uncached_p90_tokens:,.0f})"
     )
+    media = traffic.media_tokens_per_s
+    encoded = f"{media:,.0f} media tokens/s to encode, " if media else ""
     measured = f"{traffic.num_requests:,.0f} requests in {format_age(traffic.window_s)}"
     return (
         f"traffic: {traffic.rate_rps:.2f} requests/s, {prompts}, "
-        f"{traffic.output_tokens:,.0f} tokens out; {measured}"
+        f"{encoded}{traffic.output_tokens:,.0f} tokens out; {measured}"
     )
 
 

@@ -61,6 +61,10 @@ class Curve:
     def scaled(self, factor: float) -> Curve:
         return Curve(self.coefficients * factor, self.starts)
 
+    def raised(self, constant: float) -> Curve:
+        """The curve with so much more at every length."""
+        return Curve(self.coefficients + np.array([constant, 0.0, 0.0]), self.starts)
+
 
 @dataclass(frozen=True)
 class FittedCurve:

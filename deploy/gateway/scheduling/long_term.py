@@ -25,6 +25,7 @@ from deploy.gateway.scheduling.plan_overview import (
     PlanDecision,
     PlanOverview,
     decision_now,
+    encode_now,
     region_now,
     traffic_now,
 )
@@ -37,6 +38,7 @@ from scheduler.live.long_term.conversion import (
     Drain,
     Ended,
 )
+from scheduler.live.long_term.encode_facts import num_encoding
 from scheduler.live.long_term.events import (
     LOOK_S,
     ConversionAnswered,
@@ -152,7 +154,9 @@ class LongTermService:
         (pd,) = (item for item in self._scheduler.reports() if item.name == plan.pd)
         present.see([pd], {})
         current = self._roles[plan.pd].current
-        num_prefill, num_decode = division(pd, model, present.take(), current)
+        means = present.take()
+        num_prefill, num_decode = division(pd, model, means, current)
+        num_encode = num_encoding(pd.report, model, means.lasting(pd.name, model), current)
         region, places = plan.region, live.pd_places(plan.pd)
         known = live.knowledge(model)
         return ModelPlanNow(
@@ -163,6 +167,8 @@ class LongTermService:
             traffic=None if measured is None else traffic_now(measured),
             region=None if region is None else region_now(region, known, places, plan.notes),
             unknown=plan.unknown,
+            num_encode={pd.name: num_encode} if num_encode else {},
+            encode=None if plan.encode is None else encode_now(plan.encode),
         )
 
     async def _run(self) -> None:

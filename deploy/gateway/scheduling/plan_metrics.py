@@ -112,7 +112,11 @@ class PlanMetrics(Collector):
     def _planned(self) -> Mapping[Place, int]:
         found: dict[Place, int] = {}
         for (model, _), goal in self._goals.items():
-            for role, nums in (("prefill", goal.num_prefill), ("decode", goal.num_decode)):
+            for role, nums in (
+                ("encode", goal.num_encode),
+                ("prefill", goal.num_prefill),
+                ("decode", goal.num_decode),
+            ):
                 found |= {(cluster, role, model): num for cluster, num in nums.items()}
         return found
 
@@ -121,7 +125,11 @@ class PlanMetrics(Collector):
         members = self._members_now()
         needed: dict[Place, float] = {}
         for (model, _), goal in self._goals.items():
-            for role, nums in (("prefill", goal.needed_prefill), ("decode", goal.needed_decode)):
+            for role, nums in (
+                ("encode", goal.needed_encode),
+                ("prefill", goal.needed_prefill),
+                ("decode", goal.needed_decode),
+            ):
                 for cluster, num in nums.items():
                     # What does both is one kind of instance, which has both kinds of work.
                     is_both = (cluster, "both", model) in members

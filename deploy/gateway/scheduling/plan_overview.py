@@ -13,6 +13,7 @@ import msgspec
 
 from scheduler.live.learning.knowledge import ModelKnowledge
 from scheduler.live.learning.measured_traffic import MeasuredTraffic
+from scheduler.live.long_term.encode_step import EncodeStage
 from scheduler.live.long_term.events import PlanStep
 from scheduler.live.long_term.model_plan import PlanGoal
 from scheduler.live.long_term.running_region import pd_profile
@@ -32,6 +33,17 @@ class TrafficNow(msgspec.Struct, frozen=True, kw_only=True):
     uncached_p90_tokens: float
     output_tokens: float
     hit_ratio: float
+    media_tokens_per_s: float = 0.0
+    """Tokens of images and other media that have to be encoded."""
+
+
+class EncodeNow(msgspec.Struct, frozen=True, kw_only=True):
+    """What the media of a request take on average, requests without media included: seconds of an
+    instance that encodes, and of one that prefills.
+    """
+
+    stage_s: float
+    own_s: float
 
 
 class ClusterModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +108,8 @@ class ModelPlanNow(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of one served model for the PD cluster `pd`.
 
     `num_prefill` and `num_decode` count its usable instances there, as they will be after the
-    conversion that runs. `unknown` says why there is no plan.
+    conversion that runs, and so does `num_encode` where there are any. `unknown` says why there is
+    no plan. `encode` is None where no encode stage is planned.
     """
 
     model: str
@@ -106,6 +119,8 @@ class ModelPlanNow(msgspec.Struct, frozen=True, kw_only=True):
     region: RegionModel | None = None
     unknown: str = ""
     pd: str = ""
+    num_encode: dict[str, int] = {}
+    encode: EncodeNow | None = None
 
 
 class PlanOverview(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,7 +151,15 @@ def traffic_now(measured: MeasuredTraffic) -> TrafficNow:
         uncached_p90_tokens=float(uncached.lengths.quantile([0.9])[0]),
         output_tokens=measured.output.mean_tokens,
         hit_ratio=measured.hit_ratio,
+        media_tokens_per_s=(
+            0.0 if measured.media is None else measured.media.mean_tokens * measured.rate_rps
+        ),
     )
+
+
+def encode_now(stage: EncodeStage) -> EncodeNow:
+    """The encode stage in numbers that people want to see."""
+    return EncodeNow(stage_s=stage.stage_s, own_s=stage.own_s)
 
 
 def region_now(

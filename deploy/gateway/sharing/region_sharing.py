@@ -248,7 +248,7 @@ class RegionSharing:
         live = self._scheduler.live
         plan, changed = (
             plan_state(live, now_s),
-            [dict(item.changed) for item in live.plans.values()],
+            [(dict(item.changed), dict(item.changed_encode)) for item in live.plans.values()],
         )
         if (plan.thresholds, changed) != self._planned:
             self._planned = plan.thresholds, changed

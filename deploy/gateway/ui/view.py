@@ -54,7 +54,7 @@ def view(pages: Mapping[str, Any]) -> View:
         "plan": {"now": _taken(plan, _PLAN)} if plan else {},
         "models": {
             f"{row.get('model')} {row.get('pd')}": _taken(
-                row, ("model", "pd", "num_prefill", "num_decode", "unknown")
+                row, ("model", "pd", "num_encode", "num_prefill", "num_decode", "unknown")
             )
             for row in plan.get("models", ())
         },

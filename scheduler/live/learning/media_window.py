@@ -11,6 +11,8 @@ from typing import Final
 
 import msgspec
 
+from scheduler.encoding.line import EncodeLine
+
 MEMORY_S: Final = 7200.0
 """Older requests are dropped, as those of `measured_traffic`."""
 SLICE_S: Final = 60.0
@@ -23,6 +25,16 @@ class MediaDemand(msgspec.Struct, frozen=True):
     """Media tokens to encode for each request, those without media included."""
     relative_error: float
     """Standard error of the mean, over the mean."""
+    typical_tokens: float
+    """The mean size of a request's media, each request weighed by it."""
+
+    def seconds(self, line: EncodeLine | None) -> float:
+        """What encoding takes for each request, those without media included; 0 while nobody knows
+        how long it takes.
+        """
+        if line is None:
+            return 0.0
+        return self.mean_tokens * line.seconds(self.typical_tokens) / self.typical_tokens
 
 
 class MediaWindowState(msgspec.Struct, frozen=True, array_like=True):
@@ -56,8 +68,8 @@ class MediaWindow:
         if not tokens or num_requests <= 0:
             return None
         # Requests come as they like (Poisson), so the variance of their sum is that of the squares.
-        error = math.sqrt(math.fsum(kept[2] for kept in found)) / tokens
-        return MediaDemand(tokens / num_requests, error)
+        squares = math.fsum(kept[2] for kept in found)
+        return MediaDemand(tokens / num_requests, math.sqrt(squares) / tokens, squares / tokens)
 
     def state(self, now_s: float) -> MediaWindowState | None:
         """The argument of `restore`; None if nothing was counted."""

@@ -198,7 +198,7 @@ def _step(live: LiveScheduler, model: str, plan: ModelPlan) -> PlanStep:
         goal=(
             None
             if decision.plan is None
-            else plan_goal(decision.plan, decision.numbers.get("rate_rps", 0.0))
+            else plan_goal(decision.plan, decision.numbers.get("rate_rps", 0.0), decision.encode)
         ),
         changes=tuple(changes),
         waits_for=waits_for,
@@ -246,6 +246,7 @@ def _facts(
         converting=frozenset({pd} if busy is not None and busy.is_busy else ()),
         other_models={other for other, _ in live.plans} - {model},
         pd_places=live.pd_places(pd),
+        media=None if measured is None else measured.media,
     )
 
 

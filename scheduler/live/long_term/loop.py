@@ -21,7 +21,10 @@ Rules:
    other direction. While a conversion runs, its cluster is asked for no other. A failed conversion
    counts as one in the other direction: an instance that cannot be drained must not be taken from
    its work every few minutes.
-5. t follows at every step where that gains `MIN_THRESHOLD_GAIN`. A step moves at most
+5. Where the traffic has media and the cluster an encode stage, the stage gains or loses an instance
+   by the same rules (`encode_step`), if that gains more than another division of the others can.
+   Its conversions dwell apart from those between prefill and decode, but only one begins at a time.
+6. t follows at every step where that gains `MIN_THRESHOLD_GAIN`. A step moves at most
    `MAX_MOVED_SHARE` of the requests to the other side.
 
 While an instance drains it is lost to both roles. So t counts on the fewer prefill instances: at
@@ -38,14 +41,29 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
 
 import numpy as np
 
 from scheduler.live.learning.measured_traffic import MeasuredTraffic
-from scheduler.live.long_term.conversion import DWELL_S, ConversionWish
+from scheduler.live.long_term.conversion import ConversionWish
+from scheduler.live.long_term.encode_step import (
+    EncodeGoal,
+    EncodeSearch,
+    EncodeStage,
+    encode_step,
+    encode_wish,
+    raised,
+)
+from scheduler.live.long_term.step_config import (
+    MAX_ERROR,
+    NUM_ERRORS,
+    ROUNDING,
+    LongTermConfig,
+    StepReason,
+    gain_of,
+)
 from scheduler.planning.allocation import Allocation, measured_region
 from scheduler.planning.division_search import Bounds, Division, best_at, best_within, thresholds_of
 from scheduler.planning.joint import JointRegion
@@ -54,62 +72,12 @@ from scheduler.planning.region_model import Region
 from scheduler.planning.route_search import NoRouteError
 from scheduler.planning.throughput import Mode
 
-NUM_ERRORS: Final = 4.0
-"""How many standard errors the measured means may be off. It is above 3, because many steps look at
-the same traffic, and chance exceeds 3 within weeks."""
+__all__ = ["LongTermConfig", "LongTermDecision", "LongTermQuestion", "StepReason", "bounds_of"]
+
 MIN_THRESHOLD_GAIN: Final = 0.005
 """The throughput that another t must gain, as a share of the present one."""
 MAX_MOVED_SHARE: Final = 0.5
 """The largest share of requests that one step of t may move to the other side."""
-_ROUNDING = 1e-9
-_MAX_ERROR = 0.5
-"""The largest error assumed of a mean, as a share of it."""
-
-
-class StepReason(StrEnum):
-    """Why instances are converted, or why not. Values are stable: they are metric labels."""
-
-    CONVERT = "convert"
-    BEST_ALREADY = "best_already"
-    SMALL_GAIN = "small_gain"
-    UNSURE = "unsure"
-    DWELLING = "dwelling"
-    CONVERTING = "converting"
-    TOO_FEW_REQUESTS = "too_few_requests"
-    NO_ROUTE = "no_route"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LongTermConfig:
-    """How eagerly the loop acts."""
-
-    period_s: float = 300.0
-    """The time between two solutions, seconds."""
-    min_requests: int = 200
-    """Nothing changes before this many requests have been measured."""
-    min_gain: float = 0.03
-    """The throughput that conversions must gain altogether, as a share of the present one."""
-    dwell_s: float = DWELL_S
-    """The least time from one conversion of a cluster to its next, seconds. It also holds for
-    conversions that operators order. It is less than a period, so that a shift that asks for
-    several instances gets one each period.
-    """
-    reverse_dwell_s: float = 1800.0
-    """The least time from a conversion to one in the other direction, seconds."""
-
-    def __post_init__(self) -> None:
-        if not (self.period_s > 0 and self.min_requests >= 1):
-            raise ValueError(
-                f"period_s {self.period_s:g} must be above 0, min_requests {self.min_requests} "
-                "at least 1"
-            )
-        if not 0 <= self.dwell_s <= self.reverse_dwell_s:
-            raise ValueError(
-                f"dwell_s {self.dwell_s:g} must be at most reverse_dwell_s "
-                f"{self.reverse_dwell_s:g}, neither negative"
-            )
-        if not self.min_gain > 0:
-            raise ValueError(f"min_gain {self.min_gain:g} must be above 0")
 
 
 @dataclass(frozen=True)
@@ -121,6 +89,10 @@ class LongTermDecision:
     next_rps       after the conversions of this step
     best_rps       with the best division
     gain           best over present, less 1
+
+    Where there is an encode stage: `encode_gain` of the best number of instances that encode over
+    the present one, and `encode_left`, the share of media that the present ones leave to instances
+    that prefill at the measured rate.
     """
 
     reason: StepReason
@@ -134,6 +106,8 @@ class LongTermDecision:
     adopted: Plan | None = None
     """The routing that `thresholds_after` stand for; None: they stay as they are."""
     numbers: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    encode: EncodeGoal | None = None
+    """The encode stage of the best plan; None: there is none, or nothing to encode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +118,8 @@ class LongTermQuestion:
     serve `model`. Where several PD clusters share prefill clusters or links, `joint` divides these.
     `changed` says for each PD cluster when a conversion was last asked of it or ended, and by how
     much it changed N_p (0 if it failed). `adopted` is the routing that the present thresholds stand
-    for, where one threshold does not describe it.
+    for, where one threshold does not describe it. `encode` is the encode stage of the PD cluster,
+    and `changed_encode` is for its conversions what `changed` is for the others.
     """
 
     model: str
@@ -157,6 +132,10 @@ class LongTermQuestion:
     now_s: float
     joint: JointRegion | None = None
     """All PD clusters of the region that are planned for now. None: `region` is all there is."""
+    encode: EncodeStage | None = None
+    changed_encode: Mapping[str, tuple[float, int]] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
 
     def answer(self) -> LongTermDecision:
         """Decide. Takes milliseconds to seconds, and may be called in any thread."""
@@ -165,7 +144,10 @@ class LongTermQuestion:
             numbers = {"requests": num_requests, "min_requests": self.config.min_requests}
             return self._unchanged(StepReason.TOO_FEW_REQUESTS, numbers)
         try:
-            return self._with_share()._decide(self.measured)
+            shared = self._with_share()
+            if shared.encode is None:
+                return shared._decide(self.measured)
+            return shared._decide_encode(shared.encode, self.measured)
         except NoRouteError:
             return self._unchanged(StepReason.NO_ROUTE, {"requests": num_requests})
 
@@ -175,6 +157,49 @@ class LongTermQuestion:
             return self
         key = self.model, self.region.pd_clusters[0].name
         return replace(self, region=self.joint.shares[key], joint=None)
+
+    def _decide_encode(self, stage: EncodeStage, measured: MeasuredTraffic) -> LongTermDecision:
+        """The step of the encode stage, or else one between prefill and decode."""
+        (name, num_prefill), *_ = self.current.num_prefill.items()
+        search = EncodeSearch(self._modelled(measured), stage, num_prefill)
+        found = encode_step(
+            search,
+            self.config,
+            is_converting=name in self.current.converting,
+            changed_s=self.changed.get(name, (-math.inf, 0))[0],
+            changed=self.changed_encode.get(name),
+            now_s=self.now_s,
+        )
+        left = search.left_share(measured.rate_rps)
+        numbers = {"encode_gain": found.gain, "encode_left": left}
+        goal = EncodeGoal.of(search.best, stage, measured.rate_rps)
+        if found.after is None or found.role is None:
+            # What the stage leaves to instances that prefill is work of theirs.
+            region = raised(self.region, left * stage.own_s if stage.num_encode else stage.own_s)
+            decision = replace(self, encode=None, region=region)._decide(measured)
+            return replace(
+                decision, numbers=MappingProxyType({**decision.numbers, **numbers}), encode=goal
+            )
+        numbers |= {
+            "requests": measured.num_requests,
+            "rate_rps": measured.rate_rps,
+            "present_rps": search.present.rps,
+            "next_rps": found.after.rps,
+            "best_rps": search.best.rps,
+            "gain": found.gain,
+        }
+        # An instance that will prefill does not yet, and one that will encode no longer does.
+        until = found.after if found.way > 0 else search.present
+        return LongTermDecision(
+            found.reason,
+            self._towards(until.plan),
+            self._towards(found.after.plan),
+            (encode_wish(name, found.way, found.role, self.model),),
+            search.best.plan,
+            found.after.plan,
+            MappingProxyType(numbers),
+            goal,
+        )
 
     def _decide(self, measured: MeasuredTraffic) -> LongTermDecision:
         current = self.current
@@ -219,7 +244,7 @@ class LongTermQuestion:
         present, after, best = plans
         steps = _steps(self.current.num_prefill, best)
         gain = _gain(best, present)
-        if not any(steps.values()) or gain < _ROUNDING:
+        if not any(steps.values()) or gain < ROUNDING:
             return StepReason.BEST_ALREADY
         if gain < self.config.min_gain:
             return StepReason.SMALL_GAIN
@@ -241,7 +266,7 @@ class LongTermQuestion:
         prefill.
         """
         uncached, output = (
-            min(_MAX_ERROR, NUM_ERRORS * sample.relative_error)
+            min(MAX_ERROR, NUM_ERRORS * sample.relative_error)
             for sample in (measured.uncached, measured.output)
         )
         unlucky = self._modelled(measured, 1 - way * uncached, 1 + way * output)
@@ -265,7 +290,8 @@ class LongTermQuestion:
                 changed_s, last = self.changed.get(name, (-math.inf, step))
                 same = last == step
                 dwell_s = self.config.dwell_s if same else self.config.reverse_dwell_s
-                if self.now_s - changed_s >= dwell_s:
+                encode_s = self.now_s - self.changed_encode.get(name, (-math.inf, 0))[0]
+                if self.now_s - changed_s >= dwell_s and encode_s >= self.config.dwell_s:
                     division[name] += step
         return division
 
@@ -343,7 +369,4 @@ def _rps(plan: Plan) -> float:
 
 def _gain(new: Plan, old: Plan) -> float:
     """The gain in throughput, as a share of the old one."""
-    before, after = _rps(old), _rps(new)
-    if before > 0:
-        return after / before - 1
-    return math.inf if after > 0 else 0.0
+    return gain_of(_rps(new), _rps(old))

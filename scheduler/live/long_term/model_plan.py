@@ -15,6 +15,7 @@ import msgspec
 
 from scheduler.live.learning.measured_traffic import MeasuredTraffic
 from scheduler.live.long_term.conversion import ConversionWish
+from scheduler.live.long_term.encode_step import EncodeGoal, EncodeStage
 from scheduler.live.long_term.loop import LongTermConfig, LongTermDecision, LongTermQuestion
 from scheduler.live.long_term.running_region import Modelled, NotModelled
 from scheduler.planning.division_search import thresholds_of
@@ -37,11 +38,14 @@ class PlanGoal(msgspec.Struct, frozen=True, kw_only=True):
     bottlenecks: list[str]
     needed_prefill: dict[str, float] = {}
     needed_decode: dict[str, float] = {}
+    num_encode: dict[str, int] = {}
+    needed_encode: dict[str, float] = {}
 
 
-def plan_goal(plan: Plan, rate_rps: float) -> PlanGoal:
+def plan_goal(plan: Plan, rate_rps: float, encode: EncodeGoal | None = None) -> PlanGoal:
     """The goal that a plan describes, for measured traffic of this rate."""
     num_prefill = {name: round(num) for name, num in plan.num_prefill.items()}
+    pd = plan.region.pd_clusters[0].name
     return PlanGoal(
         num_prefill=num_prefill,
         num_decode={
@@ -53,6 +57,8 @@ def plan_goal(plan: Plan, rate_rps: float) -> PlanGoal:
         bottlenecks=[f"{part.kind} of {part.name}" for part in plan.bottlenecks(Mode.EXACT)],
         needed_prefill=dict(needed_instances(plan, rate_rps, "prefill")),
         needed_decode=dict(needed_instances(plan, rate_rps, "decode")),
+        num_encode={} if encode is None else {pd: encode.num_encode},
+        needed_encode={} if encode is None else {pd: encode.needed_encode},
     )
 
 
@@ -84,6 +90,8 @@ class ModelPlan:
         self.unknown = "no period is over yet"
         self.notes: tuple[str, ...] = ()
         """What was left out of the region, and why."""
+        self.encode: EncodeStage | None = None
+        """The encode stage as last planned; None where it was not, or nothing is encoded."""
         self.question: LongTermQuestion | None = None
         """The question that `decide` will answer."""
         self.answer: LongTermDecision | None = None
@@ -95,6 +103,8 @@ class ModelPlan:
         """The thresholds for when `converts` has its new role."""
         self.changed: dict[str, tuple[float, int]] = {}
         """When and how each PD cluster was last converted, as in `LongTermQuestion.changed`."""
+        self.changed_encode: dict[str, tuple[float, int]] = {}
+        """The same of its encode stage."""
         self._adopted: Plan | None = None
 
     def ask(
@@ -108,9 +118,10 @@ class ModelPlan:
         """Pose the question for a period that is over. `joint` divides what PD clusters share."""
         self.question = self.answer = None
         if isinstance(modelled, NotModelled):
-            self.region, self.unknown, self.notes = None, modelled.reason, ()
+            self.region, self.unknown, self.notes, self.encode = None, modelled.reason, (), None
             return
         self.region, self.unknown, self.notes = modelled.region, "", modelled.notes
+        self.encode = modelled.encode
         self.question = LongTermQuestion(
             model=self.model,
             config=config,
@@ -121,6 +132,8 @@ class ModelPlan:
             adopted=self._adopted,
             now_s=now_s,
             joint=joint,
+            encode=modelled.encode,
+            changed_encode=dict(self.changed_encode),
         )
 
     def decide(self) -> LongTermDecision | None:
@@ -132,7 +145,7 @@ class ModelPlan:
         self._adopted = decision.adopted or self._adopted
         # Dwelling counts from the wish, so that a wish that hangs is not repeated meanwhile.
         for wish in decision.conversions:
-            self.changed[wish.cluster] = question.now_s, _way(wish)
+            self._changed_by(wish)[wish.cluster] = question.now_s, _way(wish)
         return decision
 
     def to_set(self) -> ThresholdPlan | None:
@@ -158,7 +171,7 @@ class ModelPlan:
         if instance:
             self.converts = instance
             self._after = ThresholdPlan(decision.thresholds_after, sends)
-        elif self.converts or wish.from_role == "prefill":
+        elif self.converts or wish.from_role == "prefill" or wish.to_role == "encode":
             return None  # The threshold is for another division than the present one.
         return ThresholdPlan(decision.thresholds, sends)
 
@@ -169,14 +182,21 @@ class ModelPlan:
 
         The new division is there, or the old one is again.
         """
-        self.changed[wish.cluster] = now_s, _way(wish) if is_converted else 0
+        self._changed_by(wish)[wish.cluster] = now_s, _way(wish) if is_converted else 0
         if instance != self.converts:
             return None
         # After a failure the thresholds in force are those for the old division already.
         after, self.converts, self._after = self._after, "", None
         return after if is_converted else None
 
+    def _changed_by(self, wish: ConversionWish) -> dict[str, tuple[float, int]]:
+        return self.changed_encode if _is_of_encode(wish) else self.changed
+
+
+def _is_of_encode(wish: ConversionWish) -> bool:
+    return "encode" in (wish.from_role, wish.to_role)
+
 
 def _way(wish: ConversionWish) -> int:
-    """By how much a conversion changes N_p."""
-    return 1 if wish.to_role == "prefill" else -1
+    """By how much a conversion changes N_p, or the number of instances that encode."""
+    return 1 if wish.to_role == ("encode" if _is_of_encode(wish) else "prefill") else -1

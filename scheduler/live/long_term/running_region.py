@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
 from scheduler.live.learning.knowledge import ModelKnowledge
 from scheduler.live.learning.learned_profile import MIN_SEEN, LearnedProfile
+from scheduler.live.learning.media_window import MediaDemand
 from scheduler.live.long_term.conversion import Conversion, never_converted
+from scheduler.live.long_term.encode_facts import encode_stage, has_stage
+from scheduler.live.long_term.encode_step import EncodeStage
 from scheduler.live.snapshots import LinkPair, Reported
 from scheduler.planning.allocation import Allocation
 from scheduler.planning.curves import Curve
@@ -165,15 +168,20 @@ class RegionFacts:
     converting: frozenset[str] = frozenset()
     other_models: Set[str] = frozenset()
     pd_places: tuple[str, str] = (HAND_OFF, ONE_ENGINE)
+    media: MediaDemand | None = None
+    """The media of that traffic; None without any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Modelled:
-    """The region, its present settings, and what was left out of it and why."""
+    """The region, its present settings, and what was left out of it and why. `encode` is the encode
+    stage of the PD cluster, None where none can be planned or there is nothing to encode.
+    """
 
     region: Region
     current: Allocation
     notes: tuple[str, ...] = ()
+    encode: EncodeStage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +217,40 @@ def model_region(facts: RegionFacts) -> Modelled | NotModelled:
         num_decode={pd.name: num_decode},
         converting=facts.converting,
     )
-    return Modelled(region, current, tuple(notes))
+    if facts.media is None:
+        return Modelled(region, current, tuple(notes))
+    return _with_media(Modelled(region, current, tuple(notes)), facts, facts.media)
+
+
+def _with_media(found: Modelled, facts: RegionFacts, media: MediaDemand) -> Modelled:
+    """The same for traffic with media. Where no instance encodes for others, those that prefill do,
+    so that their prefills take longer.
+    """
+    knowledge, model = facts.knowledge, facts.model
+
+    def own_s(source: Reported, place: str) -> float:
+        if has_stage(source.report, model):
+            return 0.0
+        return media.seconds(knowledge.media.line(place))
+
+    sources = {source.name: source for source in facts.prefill_clusters}
+    clusters = tuple(
+        replace(c, prefill=c.prefill.raised(own_s(sources[c.name], c.name)))
+        for c in found.region.prefill_clusters
+    )
+    (pd,) = found.region.pd_clusters
+    pd = replace(pd, prefill=pd.prefill.raised(own_s(facts.pd, facts.pd_places[0])))
+    found = replace(
+        found, region=replace(found.region, prefill_clusters=clusters, pd_clusters=(pd,))
+    )
+    if facts.pd.report is None or not has_stage(facts.pd.report, model):
+        return found
+    lasting = facts.means.lasting(pd.name, model)
+    own = knowledge.media.line(facts.pd_places[0])
+    stage = encode_stage(facts.pd.report, model, lasting, media, own, facts.conversion)
+    if isinstance(stage, str):
+        return replace(found, notes=(*found.notes, f"the encode stage of {pd.name} stays: {stage}"))
+    return replace(found, encode=stage)
 
 
 def division(

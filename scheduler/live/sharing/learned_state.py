@@ -33,12 +33,15 @@ class PlannedThreshold(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ConversionAge(msgspec.Struct, frozen=True, array_like=True):
-    """When a PD cluster was last converted for a model, and by how much that changed N_p."""
+    """When a PD cluster was last converted for a model, and by how much that changed N_p; with
+    `is_encode`, the number of instances that encode.
+    """
 
     model: str
     cluster: str
     age_s: float
     way: int
+    is_encode: bool = False
 
 
 class PlanState(msgspec.Struct, frozen=True, array_like=True):
@@ -123,9 +126,11 @@ def plan_state(live: LiveScheduler, now_s: float) -> PlanState:
         live.settings.threshold_tokens,
         [PlannedThreshold(*planned) for planned in live.thresholds.planned()],
         [
-            ConversionAge(model, cluster, now_s - at_s, way)
+            ConversionAge(model, cluster, now_s - at_s, way, is_encode)
             for (model, _), plan in live.plans.items()
-            for cluster, (at_s, way) in plan.changed.items()
+            # Gateways from before the encode stage take all for changes of N_p: the last one holds.
+            for is_encode, changed in ((True, plan.changed_encode), (False, plan.changed))
+            for cluster, (at_s, way) in changed.items()
         ],
     )
 
@@ -141,4 +146,5 @@ def adopt_plan(live: LiveScheduler, plan: PlanState, made_s: float) -> None:
     for conversion in plan.conversions:
         followed = live.plans.get((conversion.model, conversion.cluster))
         if followed is not None:
-            followed.changed[conversion.cluster] = made_s - conversion.age_s, conversion.way
+            changed = followed.changed_encode if conversion.is_encode else followed.changed
+            changed[conversion.cluster] = made_s - conversion.age_s, conversion.way

@@ -18,7 +18,9 @@ from deploy.gateway.scheduling.plan_metrics import PlanMetrics
 from deploy.gateway.scheduling.plan_overview import PlanDecision, PlanOverview
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
+from scheduler.encoding.line import EncodeLine
 from scheduler.live.long_term.conversion import ConversionOutcome, ConversionWish
+from scheduler.reports import EncodeInstanceReport, EncodeReport
 
 
 class Service(LongTermService):
@@ -457,3 +459,49 @@ async def test_off_means_off(make: Make) -> None:
     service.start()
     assert service.overview().next_step_s is None
     await service.close()
+
+
+async def test_an_instance_goes_to_the_encode_stage_when_media_ask_for_it(
+    live: LiveRegion, make: Make, metrics: Metrics
+) -> None:
+    roles = ("encode", "prefill", "decode")
+    report = near(4, 4)
+    able = [msgspec.structs.replace(item, roles=roles) for item in report.instances]
+    able.append(instance("e-0", "encode", roles=roles, encodes=True))
+    line = EncodeReport(
+        instances=(
+            EncodeInstanceReport(name="e-0", budget_tokens=8000, line=EncodeLine(0.1, 1e-3)),
+        )
+    )
+    live.pd = msgspec.structs.replace(report, instances=tuple(able), encode=line)
+    service = make()
+    assert (await service.decide()).reason == "convert"
+    assert live.roles.asked[-1].to_role == "prefill"  # text alone: as without a stage
+    live.roles.refusal = ""
+    live.roles.current = None
+    live.pd = msgspec.structs.replace(report, instances=tuple(able), encode=line)
+    for second in range(300):
+        live.knowledge.traffic.arrived(4000, 0, live.now_s - 300.0 + second, 3000)
+    live.now_s += 3600.0
+    for second in range(900):
+        live.knowledge.traffic.arrived(4000, 0, live.now_s - 300.0 + second / 3, 3000)
+        live.knowledge.traffic.finished(128, live.now_s - 300.0 + second / 3)
+    decision = await service.decide()
+    assert decision.reason == "convert"
+    (wish,) = live.roles.asked[1:]
+    assert wish.to_role == "encode"
+    assert decision.conversions == [f"near: {wish.from_role} to encode"]
+    assert decision.goal is not None
+    assert decision.goal.num_encode["near"] > 1
+    assert (
+        metrics.value("instances", model_name=MODEL, cluster="near", role="encode")
+        == (decision.goal.num_encode["near"])
+    )
+    (model,) = service.overview().models
+    assert model.traffic is not None
+    assert model.traffic.media_tokens_per_s > 0
+    assert model.encode is not None
+    assert model.num_encode == {"near": 2}  # it counts as converted
+    live.roles.end()
+    assert live.pd is not None
+    assert sum(item.role == "encode" for item in live.pd.instances) == 2

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from deploy.cli import app
 from deploy.gateway.scheduling.plan_overview import (
     ClusterModel,
+    EncodeNow,
     LinkModel,
     ModelPlanNow,
     PlanDecision,
@@ -147,6 +148,25 @@ def test_several_models_are_shown_apart() -> None:
     ):
         assert part in text, part
     assert "of tiny" not in printed(PLANNED)
+
+
+def test_an_encode_stage_is_shown_where_there_is_one() -> None:
+    assert "encode" not in printed(PLANNED)
+    goal = msgspec.structs.replace(GOAL, num_encode={"near": 3})
+    decision = msgspec.structs.replace(PLANNED.decisions[0], goal=goal)
+    assert TINY.traffic is not None
+    traffic = msgspec.structs.replace(TINY.traffic, media_tokens_per_s=1234.0)
+    encode = EncodeNow(stage_s=0.12, own_s=0.3)
+    model = msgspec.structs.replace(TINY, num_encode={"near": 1}, encode=encode, traffic=traffic)
+    found = msgspec.structs.replace(PLANNED, models=[model], decisions=[decision])
+    text = printed(found)
+    for part in (
+        "near encode instances",
+        "1,234 media tokens/s to encode",
+        "encoding: 120ms",
+        "300ms on",
+    ):
+        assert part in text, part
 
 
 def test_without_a_plan_it_says_why() -> None:

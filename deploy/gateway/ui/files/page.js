@@ -150,7 +150,8 @@ function showPlan() {
   const rows = Object.entries(plan.thresholds || {}).map(([name, value]) => [`Planned threshold of ${name}`, `${tokens(value)} tokens`]);
   for (const row of view.models.values()) {
     const count = (found) => Object.entries(found || {}).map(([name, value]) => `${value} in ${name}`).join(", ");
-    rows.push([`Division of ${row.model || "the model"}`, `prefill ${count(row.num_prefill) || "–"}; decode ${count(row.num_decode) || "–"}`]);
+    const encode = count(row.num_encode) ? `encode ${count(row.num_encode)}; ` : "";
+    rows.push([`Division of ${row.model || "the model"}`, `${encode}prefill ${count(row.num_prefill) || "–"}; decode ${count(row.num_decode) || "–"}`]);
     if (row.unknown) rows.push([`No plan for ${row.model || "the model"}`, row.unknown]);
   }
   pairs(byId("plan"), [["Mode", plan.mode || "–"], ["Conversion", plan.conversion || "none"], ...rows]);
