@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,13 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
-from engine_region import everything_is_given_back, running, settled_record
+from engine_region import (
+    agent_status,
+    everything_is_given_back,
+    running,
+    settled_record,
+    until,
+)
 from tiny_vision import IMAGE_ARGS, TINY_VISION, image_url, vision_environment
 
 from deploy.lab.demo.reference import MIN_MARGIN_NATS, plain_engine
@@ -19,11 +26,11 @@ from deploy.lab.demo.scenario import text
 from deploy.lab.demo.tiny_models import build_model
 from deploy.region.launch.launcher import RunningRegion
 from deploy.region.spec.region import ClusterSpec, RegionInstance, RegionSpec
+from kvmanager.agent.messages import EmbeddingStatus
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MODEL = replace(TINY_VISION, engine_args=(*TINY_VISION.engine_args, *IMAGE_ARGS))
-HAND_OFF_TOKENS = 40
 THRESHOLD_TOKENS = 100
 NUM_TOKENS = 8
 SIDE = 128
@@ -31,10 +38,12 @@ SIDE = 128
 QUESTIONS = ((1,), (2,), (1, 2), (2, 1), (3, 3, 1), (4, 5))
 """The images of each prompt, by their seeds. All have the same text."""
 SHARED = text(300, seed=5)
-SHORT = text(30, seed=6)
-SHORT_SIDE = 64
-"""Such an image becomes 16 tokens, so that a short prompt is handed over inside the PD cluster."""
+LOCAL = text(300, seed=6)
+"""Nothing of it is cached when the prefill cluster is gone."""
 BROKEN = "data:image/png;base64,AAAA"
+
+
+Records = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +69,18 @@ class Served:
             return response.status, await response.json()
 
     async def about(
-        self, url: str, seeds: Sequence[int], *, short: bool = False, **fields: Any
+        self, url: str, seeds: Sequence[int], words: str = SHARED, **fields: Any
     ) -> dict[str, Any]:
-        side, words = (SHORT_SIDE, SHORT) if short else (SIDE, SHARED)
-        urls = [image_url(seed, side, side) for seed in seeds]
-        status, answer = await self.ask(url, urls, words, **fields)
+        status, answer = await self.ask(url, list(map(picture, seeds)), words, **fields)
         assert status == 200, answer
         return answer
 
-    async def expected(self, seeds: Sequence[int], **fields: Any) -> str:
+    async def expected(self, seeds: Sequence[int], words: str = SHARED, **fields: Any) -> str:
         """How the answer of a plain engine begins, up to the first token that it is not sure of:
         engines that cut a prompt elsewhere round otherwise.
         """
         wanted = {"logprobs": True, "top_logprobs": 2} | fields
-        answer = await self.about(self.plain_url, seeds, **wanted)
+        answer = await self.about(self.plain_url, seeds, words, **wanted)
         sure = ""
         for token in answer["choices"][0]["logprobs"]["content"]:
             first, second = (one["logprob"] for one in token["top_logprobs"])
@@ -81,6 +88,18 @@ class Served:
                 break
             sure += token["token"]
         return sure
+
+    async def are_right(self, asked: Sequence[Sequence[int]], words: str = SHARED) -> Records:
+        """Ask for all answers at once, and hold them against the plain engine's. Returns their
+        records.
+        """
+        url = self.region.gateway_url
+        answers = await asyncio.gather(*(self.about(url, seeds, words) for seeds in asked))
+        expected = {tuple(seeds): await self.expected(seeds, words) for seeds in asked}
+        for seeds, answer in zip(asked, answers, strict=True):
+            assert said(answer).startswith(expected[tuple(seeds)]), seeds
+        assert sum(map(len, expected.values())) >= len(expected), "the plain engine is sure"
+        return [await self.record(answer) for answer in answers]
 
     async def record(self, answer: dict[str, Any]) -> dict[str, Any]:
         return await settled_record(self.region, answer["id"].removeprefix("chatcmpl-"))
@@ -101,10 +120,7 @@ def with_encoders(spec: RegionSpec) -> RegionSpec:
             )
         return cluster.model_copy(update={"nodes": (node.model_copy(update={"instances": items}),)})
 
-    gateway = spec.gateway.model_copy(update={"hand_off_tokens": HAND_OFF_TOKENS})
-    return spec.model_copy(
-        update={"clusters": tuple(map(changed, spec.clusters)), "gateway": gateway}
-    )
+    return spec.model_copy(update={"clusters": tuple(map(changed, spec.clusters))})
 
 
 def picture(seed: int) -> str:
@@ -172,7 +188,13 @@ async def test_images_are_prefilled_in_another_cluster(served: Served) -> None:
 async def test_choices_and_tools_do_not_change_what_is_prefilled(served: Served) -> None:
     url, seeds = served.region.gateway_url, (7, 8)
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-    fields = {"n": 2, "temperature": 1.0, "top_k": 1, "tools": [tool], "tool_choice": "none"}
+    fields: dict[str, Any] = {
+        "n": 2,
+        "temperature": 1.0,
+        "top_k": 1,
+        "tools": [tool],
+        "tool_choice": "none",
+    }
     answer = await served.about(url, seeds, **fields)
     sure = await served.expected(seeds, **fields)
     assert len(answer["choices"]) == 2
@@ -191,7 +213,7 @@ async def test_what_is_no_image_is_refused(served: Served) -> None:
 async def test_names_of_clients_keep_a_prompt_on_one_engine(served: Served) -> None:
     part = {"type": "image_url", "image_url": {"url": picture(1)}, "uuid": "mine"}
     content = [{"type": "text", "text": SHARED}, part]
-    fields = {"messages": [{"role": "user", "content": content}]}
+    fields: dict[str, Any] = {"messages": [{"role": "user", "content": content}]}
     status, answer = await served.ask(served.region.gateway_url, [], **fields)
     assert status == 200, answer
     assert said(answer).startswith(await served.expected((1,)))
@@ -200,39 +222,58 @@ async def test_names_of_clients_keep_a_prompt_on_one_engine(served: Served) -> N
     await everything_is_given_back(served.region)
 
 
-async def test_probe(served: Served) -> None:
-    import json
-    from kvmanager.embedding_keys import embedding_key  # noqa
+async def embeddings(region: RunningRegion, node: str) -> EmbeddingStatus:
+    found = (await agent_status(region, node)).embeddings
+    assert found is not None
+    return found
 
-    url = served.region.gateway_url
-    for path in ("/prfaas/instances", "/prfaas/region", "/metrics"):
-        async with served.session.get(url + path) as response:
-            text = await response.text()
-        print(
-            path,
-            text
-            if path != "/metrics"
-            else "\n".join(l for l in text.splitlines() if "instances" in l),
-        )
-    for short in (True, False):
-        for seeds in ((1,), (2, 3), (1,)):
-            answer = await served.about(url, seeds, short=short)
-            sure = await served.expected(seeds, short=short)
-            print(short, seeds, said(answer), sure, json.dumps(await served.record(answer)))
-    access = served.region.engine_access()
-    for name in ("a1-encode", "b1-decode"):
-        part = {"type": "image_url", "image_url": {"url": picture(77)}, "uuid": "prfaas-x"}
-        body = {
-            "model": MODEL.name,
-            "max_tokens": 1,
-            "messages": [{"role": "user", "content": [part]}],
-        }
-        at = f"{served.region.engine(name).address}/v1/chat/completions"
-        async with served.session.post(at, json=body, headers=access.headers) as response:
-            print(name, response.status, await response.text())
-    from engine_region import agent_status, engine_metrics
 
-    for node in ("a1", "b1"):
-        status = await agent_status(served.region, node)
-        print(node, status.embeddings, status.encoders, [e.instance for e in status.engines])
-    print(await engine_metrics(served.region, "a1-encode"))
+def became(records: Records) -> Counter[str]:
+    """What became of all media, by the records of their requests."""
+    return sum((Counter(one["media"]) for one in records), Counter())
+
+
+@pytest.mark.shows(
+    kind="full attention with gated delta net",
+    dtype="bfloat16",
+    prefill="TP 1",
+    decode="TP 1",
+    more="images encoded by an engine of their own, where they are prefilled, or where they are "
+    "decoded",
+)
+async def test_answers_are_those_of_one_engine_wherever_images_are_encoded(served: Served) -> None:
+    region = served.region
+    # By an instance of the prefill cluster that does nothing else.
+    asked = [(31,), (32,), (31, 33), (33, 31), (34, 34, 32), (35,), (36,), (37, 38)]
+    before = await embeddings(region, "a1")
+    found = await served.are_right(asked)
+    assert {one["prefill_instance"] for one in found} == {"a1-prefill"}, found
+    assert {"encoded", "shared", "found"} & set(became(found)), found
+    after = await embeddings(region, "a1")
+    assert after.num_embeddings > before.num_embeddings
+    assert after.num_hits > before.num_hits
+    # By the instance that prefills.
+    await region.engine("a1-encode").kill(restart=False)
+    asked = [(seed + 20, *more) for seed, *more in asked]
+    found = await served.are_right(asked)
+    assert {one["prefill_instance"] for one in found} == {"a1-prefill"}, found
+    assert {one["prefill_error"] for one in found} == {""}, found
+    # By the instance that decodes: without the prefill cluster, prompts are handed over locally.
+    leave = f"{region.gateway_url}/prfaas/instances/a1-prefill?force=1"
+    async with served.session.delete(leave) as response:
+        assert response.status == 202, await response.text()
+
+    async def is_gone() -> bool:
+        async with served.session.get(f"{region.gateway_url}/prfaas/instances") as response:
+            listed = (await response.json())["instances"]
+        return all(one["instance"] != "a1-prefill" for one in listed)
+
+    await until(is_gone, "the prefill cluster has no instance that prefills")
+    found = await served.are_right(asked, LOCAL)
+    assert {one["target"] for one in found} == {"hand_off"}, found
+    assert {one["prefill_instance"] for one in found} == {"b1-prefill"}, found
+    assert {"encoded", "shared", "found"} & set(became(found)), found
+    await everything_is_given_back(region, without="a1-encode")
+    # Without an agent as well: who answers encodes.
+    await region.agent("b1").kill(restart=False)
+    await served.are_right([(71,), (72, 73)], LOCAL)
