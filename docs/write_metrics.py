@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from deploy.gateway.app import Gateway
 from deploy.gateway.cache.moves import MoveMetrics
 from deploy.gateway.config import GatewayConfig, ModelConfig, RecorderSection
+from deploy.gateway.media.metrics import MediaMetrics
 from deploy.gateway.scheduling.recorder import Recorder
 from deploy.gateway.sharing.region_sharing import SharingMetrics
 from kvmanager.agent.messages import CacheStatus, EmbeddingStatus, StatusReply
@@ -29,6 +30,7 @@ from local_pd.embedded import EmbeddedPdCluster
 from local_pd.metrics import PdMetrics
 from netmon.metrics import LinkMetrics
 from prfaas.embedded import EmbeddedPrefillCluster
+from prfaas.encoding.metrics import EncodeMetrics
 from prfaas.metrics import PrefillMetrics
 
 PAGE: Final = Path(__file__).with_name("metrics.md")
@@ -115,6 +117,8 @@ def processes() -> dict[str, list[MetricShown]]:
     }
     PrefillMetrics(registries["prefill"])
     PdMetrics(registries["pd"])
+    for front in ("prefill", "pd"):
+        EncodeMetrics(registries[front])
     for component, registry in registries.items():
         ProcessSeries(registry, component)
         registry.register(LoopCollector(f"prfaas_{component}", LoopGaps()))
@@ -139,6 +143,7 @@ def _gateway() -> CollectorRegistry:
     )
     registry = gateway.metrics.registry
     MoveMetrics(registry)
+    MediaMetrics(registry, int)
     SharingMetrics(registry)
     Recorder(RecorderSection(dir=Path()), registry)
     return registry

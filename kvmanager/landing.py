@@ -4,11 +4,16 @@ Knows neither who reserved it nor what is sent.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from kvmanager.agent.messages import OpenOutboxReply, ReserveReply
+
+ENCODES_ONLY: Final = {"prfaas_encodes_only": True}
+"""The `kv_transfer_params` of a prompt that is there for the embeddings of its media. Its KVCache
+is of no use.
+"""
 
 
 class ReservedLanding(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,7 +35,9 @@ async def serve_pd(config: PdFrontConfig, path: Path) -> None:
     """
     instances = config.instances_config(poll_load=True)
     # The gateways that call this front keep the leases of their landings.
-    cluster_config = config.cluster_config(instances, keep_leases=False)
+    cluster_config = config.cluster_config(
+        instances, config.encoding.encode_config(), keep_leases=False
+    )
     tracer = open_tracer(config.traces, "prfaas-pd", config.name)
     cluster = EmbeddedPdCluster(config.name, config.instances, cluster_config, tracer=tracer)
     await serve_front(

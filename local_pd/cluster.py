@@ -14,6 +14,7 @@ from local_pd.messages import (
     LandingReport,
     ReserveRequest,
 )
+from prfaas.encoding.values import EncodeDone, EncodeOrder
 from prfaas.engines.members import MemberOrder
 from prfaas.engines.timing import TimedPrefills, TimingOrder
 from prfaas.jobs import PrefillJob, PrefillResult
@@ -67,6 +68,14 @@ class PdCluster(Protocol):
         """Choose one engine that serves a whole request; a draining one only if no other is left.
         The instance counts one request more until `request_ended`. Raises NoInstance,
         FrontUnreachable.
+        """
+        ...
+
+    async def encode(self, order: EncodeOrder) -> EncodeDone:
+        """Have the media of a request encoded for the instance that will serve it whole, as far as
+        an instance of this cluster encodes for others and that is of use. Raises FrontUnreachable;
+        without it, too, that instance encodes what it does not find. Cancelling withdraws the
+        media.
         """
         ...
 

@@ -37,6 +37,9 @@ from local_pd.placement import (
     choose_direct,
     decode_order,
 )
+from prfaas.encoding.metrics import EncodeMetrics
+from prfaas.encoding.stage import EncodeStage
+from prfaas.encoding.values import EncodeDone, EncodeOrder, Media
 from prfaas.engines.client import EngineLoad
 from prfaas.engines.departures import Departures
 from prfaas.engines.errors import PrefillFailed
@@ -47,6 +50,7 @@ from prfaas.engines.prefill_run import PrefillRunner, RunnerConfig
 from prfaas.engines.timing import TimedPrefills, TimingOrder, time_prefills
 from prfaas.engines.traced_job import traced_job
 from prfaas.jobs import PrefillJob, PrefillResult
+from scheduler.encoding.values import EncodeConfig
 from scheduler.live.long_term.conversion import RoleChange, RoleStatus, applied
 from scheduler.reports import ClusterReport, why_fixed
 from transport.rpc import RpcError
@@ -81,6 +85,7 @@ class PdClusterConfig:
     keep_leases: bool = True
     instances: InstancesConfig = field(default_factory=lambda: InstancesConfig(poll_load=True))
     runner: RunnerConfig = field(default_factory=RunnerConfig)
+    encode: EncodeConfig = field(default_factory=EncodeConfig)
 
 
 class EmbeddedPdCluster:
@@ -93,6 +98,7 @@ class EmbeddedPdCluster:
         config: PdClusterConfig | None = None,
         *,
         metrics: PdMetrics | None = None,
+        encode_metrics: EncodeMetrics | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self._config = config or PdClusterConfig()
@@ -108,12 +114,16 @@ class EmbeddedPdCluster:
             lease_s=self._config.lease_s,
             keep_leases=self._config.keep_leases,
         )
+        self._stage = EncodeStage(
+            name, self._instances, self._config.encode, metrics=encode_metrics, tracer=tracer
+        )
         self._handoff = LocalHandoff(
             name,
             self._instances,
             self._runner,
             self._views,
             self._landings.node,
+            self._stage,
             max_attempts=self._config.max_prefill_attempts,
             way=self._config.hand_off,
         )
@@ -257,6 +267,16 @@ class EmbeddedPdCluster:
             instance=choice.name, engine_url=instance.spec.engine_url, reason=choice.reason
         )
 
+    async def encode(self, order: EncodeOrder) -> EncodeDone:
+        instance = self._instances.by_name.get(order.instance)
+        if instance is None or self._closed or not self._stage.is_there:
+            return EncodeDone()
+        media = Media.whole(order, instance.spec.agent)
+        encoded = await self._stage.bring(media, await self._stage.encode(media), instance)
+        return EncodeDone(
+            encode_s=encoded.seconds, media=encoded.counts, left_tokens=encoded.left_tokens
+        )
+
     async def prefill_locally(self, job: PrefillJob) -> PrefillResult:
         with traced_job(self._tracer, self._name, job) as job:
             return await self._prefill_locally(job)
@@ -290,6 +310,7 @@ class EmbeddedPdCluster:
             instances=instances,
             running_tokens=self._handoff.num_tokens,
             jobs=self._handoff.jobs(),
+            encode=self._stage.report(),
         )
 
     async def drain(self, instance: str, *, leader: int = 0) -> None:
@@ -344,6 +365,7 @@ class EmbeddedPdCluster:
         await self.departures.close()
         # Instances close last, because jobs that end and clean-ups still call engines and agents.
         await self._handoff.close()
+        await self._stage.close()
         await self._landings.close()
         await self._runner.close()
         await self._instances.close()
@@ -369,6 +391,7 @@ class EmbeddedPdCluster:
             num_idle = 0 if self._is_busy(instance) else num_idle + 1
 
     async def _forget(self, instance: Instance) -> None:
+        self._stage.forget(instance.name)
         await self._handoff.forget(instance.name)
         self._landings.slots.forget(instance.name)
         self._count_usable()
@@ -384,7 +407,8 @@ class EmbeddedPdCluster:
     def _is_busy(self, instance: Instance) -> bool:
         name = instance.name
         num_held = self._landings.slots.num_held(name, time.monotonic())
-        return bool(self._num_requests(instance) or num_held or self._handoff.given(name).num_jobs)
+        num_given = self._handoff.given(name).num_jobs + self._stage.running_on(name)
+        return bool(self._num_requests(instance) or num_held or num_given)
 
     def _views(self) -> list[PdInstance]:
         given = self._handoff.given
@@ -408,7 +432,8 @@ class EmbeddedPdCluster:
             for item in self._instances.by_name.values()
         ]
 
-    def _instance_changed(self, _instance: Instance) -> None:
+    def _instance_changed(self, instance: Instance) -> None:
+        self._stage.instance_changed(instance)
         self._count_usable()
 
     def _loads(self) -> Iterator[EngineLoad]:

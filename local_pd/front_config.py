@@ -14,6 +14,8 @@ from local_pd.embedded import PdClusterConfig
 from local_pd.handoff import HandOffWay
 from prfaas.engines.front_config import FrontConfig
 from prfaas.engines.instances import InstancesConfig
+from prfaas.front_config import EncodingSection
+from scheduler.encoding.values import EncodeConfig
 from transport import Role
 
 
@@ -25,12 +27,19 @@ class PdPlacement(Section):
     affinity_slack: Annotated[int, Field(ge=0)]
     hand_off: HandOffWay
 
-    def cluster_config(self, instances: InstancesConfig, *, keep_leases: bool) -> PdClusterConfig:
+    def cluster_config(
+        self, instances: InstancesConfig, encode: EncodeConfig, *, keep_leases: bool
+    ) -> PdClusterConfig:
         """The cluster's settings. With `keep_leases` it renews its landings' leases by itself."""
-        return settings_of(self, PdClusterConfig, instances=instances, keep_leases=keep_leases)
+        return settings_of(
+            self, PdClusterConfig, instances=instances, encode=encode, keep_leases=keep_leases
+        )
 
 
 class PdFrontConfig(FrontConfig, PdPlacement):
     """The file of `prfaas pd`."""
 
     role: ClassVar[Role] = "pd-front"
+
+    encoding: EncodingSection = EncodingSection.of()
+    """How instances encode images and other media for others."""

@@ -3,7 +3,8 @@
 Inside a node the prefill engine writes the KVCache into the landing. Between nodes it goes through
 the same transport as between sites, or vLLM's NixlConnector reads it from engine to engine. There
 is no queue: when all prefill instances are full, the decode engine may just as well compute the
-prompt. It does not choose the decode instance.
+prompt. The media of a prompt are encoded before its instance is chosen. It does not choose the
+decode instance.
 """
 
 import asyncio
@@ -14,6 +15,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from local_pd.placement import InstanceChoice, PdInstance, PrefillWish, choose_prefill
+from prfaas.encoding.embeddings import nodes_of
+from prfaas.encoding.stage import EncodeStage
+from prfaas.encoding.values import Encoded, Media
 from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.instances import Instances
 from prfaas.engines.ownership import cancel_requested
@@ -70,6 +74,7 @@ class LocalHandoff:
         runner: PrefillRunner,
         views: Callable[[], Sequence[PdInstance]],
         landing_node: Callable[[PrefillJob], str],
+        stage: EncodeStage,
         *,
         max_attempts: int,
         way: HandOffWay = "auto",
@@ -80,10 +85,13 @@ class LocalHandoff:
         self._runner = runner
         self._views = views
         self._landing_node = landing_node
+        self._stage = stage
         self._way = way
         self._max_attempts = max_attempts
         self._clock = clock
         self._given: dict[str, Given] = {}
+        self._encoding: dict[str, tuple[PrefillJob, float]] = {}
+        """The jobs whose media are encoded now, and since when, by transfer."""
         self._tasks: set[asyncio.Task[PrefillResult]] = set()
         self._closed = False
 
@@ -93,12 +101,16 @@ class LocalHandoff:
         return sum(given.num_tokens for given in self._given.values())
 
     def jobs(self) -> tuple[JobReport, ...]:
-        """All running jobs, each with its present instance."""
+        """All running jobs, each with its present instance, and those that wait for their media."""
         now_s = self._clock()
-        return tuple(
-            _reported(item, instance, now_s)
+        running = tuple(
+            _reported(item.job, item.uncached_tokens, instance, now_s - item.started_s)
             for instance, given in self._given.items()
             for item in given.tries
+        )
+        return running + tuple(
+            _reported(job, job.uncached_tokens, "", now_s - since_s)
+            for job, since_s in self._encoding.values()
         )
 
     def given(self, instance: str) -> Given:
@@ -145,6 +157,7 @@ class LocalHandoff:
     async def _run(self, job: PrefillJob) -> PrefillResult:
         tried: list[str] = []
         failure: PrefillFailed | None = None
+        encoded = await self._encode(job) if job.media and self._stage.is_there else None
         while len(tried) < self._max_attempts:
             node = self._landing_node(job)
             choice = choose_prefill(self._views(), _wish(job, tried, node))
@@ -152,7 +165,7 @@ class LocalHandoff:
                 raise failure or PrefillFailed("no_instance", f"{self._cluster}: {choice.reason}")
             tried.append(choice.name)
             try:
-                return await self._try(job, choice.name, choice, node, attempt=len(tried))
+                return await self._try(job, choice, node, encoded, attempt=len(tried))
             except AttemptFailed as error:
                 logger.warning("%s: local prefill on %s: %s", self._cluster, choice.name, error)
                 self._instances.attempt_failed(choice.name, error)
@@ -162,10 +175,32 @@ class LocalHandoff:
         assert failure is not None
         raise failure
 
+    async def _encode(self, job: PrefillJob) -> Encoded:
+        """Have the media of a job encoded. Raises PrefillFailed if no instance could prefill now:
+        then the engine that decodes had better begin.
+        """
+        choice = choose_prefill(self._views(), _wish(job, (), self._landing_node(job)))
+        if choice.name is None:
+            raise PrefillFailed("no_instance", f"{self._cluster}: {choice.reason}")
+        prefilling = (one for one in self._instances.by_name.values() if one.role == "prefill")
+        key = job.landing.transfer_id
+        self._encoding[key] = job, self._clock()
+        try:
+            return await self._stage.encode(Media.of(job, nodes_of(prefilling, job.model)))
+        finally:
+            del self._encoding[key]
+
     async def _try(
-        self, job: PrefillJob, name: str, choice: InstanceChoice, node: str, *, attempt: int
+        self,
+        job: PrefillJob,
+        choice: InstanceChoice,
+        node: str,
+        encoded: Encoded | None,
+        *,
+        attempt: int,
     ) -> PrefillResult:
-        instance = self._instances.by_name[name]
+        assert choice.name is not None
+        name, instance = choice.name, self._instances.by_name[choice.name]
         # NixlConnector would not notice that two engines have different adapters of one name, and
         # its sender forgets the KVCache once one request has read it. It does not compare media.
         by_nixl = not job.adapter and job.num_choices == 1 and not job.media
@@ -178,13 +213,17 @@ class LocalHandoff:
                 return await self._runner.run_nixl(
                     job, place, attempt=attempt, reason=choice.reason
                 )
-            return await self._runner.run(
+            if encoded is not None:
+                media = Media.of(job, frozenset((instance.spec.agent,)))
+                encoded = await self._stage.bring(media, encoded, instance)
+            result = await self._runner.run(
                 job,
                 place,
                 attempt=attempt,
                 reason=choice.reason,
                 by_transport=self._way == "transport",
             )
+            return result if encoded is None else encoded.noted(result)
         finally:
             given.tries.remove(mine)
             given.changed.set()
@@ -205,13 +244,13 @@ def _wish(job: PrefillJob, tried: Sequence[str], node: str) -> PrefillWish:
     )
 
 
-def _reported(item: _Try, instance: str, now_s: float) -> JobReport:
+def _reported(job: PrefillJob, uncached_tokens: int, instance: str, for_s: float) -> JobReport:
     return JobReport(
-        transfer_id=item.job.landing.transfer_id,
-        num_tokens=len(item.job.prompt_token_ids),
-        uncached_tokens=item.uncached_tokens,
-        for_s=max(0.0, now_s - item.started_s),
+        transfer_id=job.landing.transfer_id,
+        num_tokens=len(job.prompt_token_ids),
+        uncached_tokens=uncached_tokens,
+        for_s=max(0.0, for_s),
         instance=instance,
-        priority=item.job.priority,
-        model=item.job.model,
+        priority=job.priority,
+        model=job.model,
     )

@@ -28,6 +28,7 @@ from local_pd.messages import (
     SlotRequest,
 )
 from local_pd.server import SERVICE
+from prfaas.encoding.values import EncodeDone, EncodeOrder
 from prfaas.engines.errors import PrefillFailed, UnknownInstance
 from prfaas.engines.members import MemberOrder
 from prfaas.engines.ownership import Cleanups, cancel_requested
@@ -50,6 +51,8 @@ logger = logging.getLogger("prfaas.local_pd")
 
 
 CALL_TIMEOUT_S: Final = 10.0
+ENCODE_TIMEOUT_S: Final = 120.0
+"""Longer than any front waits for media."""
 DRAIN_TIMEOUT_S: Final = MAX_DRAIN_S + 10.0
 """Longer than the caller's own limit for a drain, which must end first because its error says what
 happened.
@@ -132,6 +135,12 @@ class RemotePdCluster:
     async def direct(self, request: DirectRequest) -> DirectTarget:
         try:
             return await self._gathered.direct(request)
+        except RpcError as error:
+            raise self._explain(error) from error
+
+    async def encode(self, order: EncodeOrder) -> EncodeDone:
+        try:
+            return await self._client.call("Encode", order, EncodeDone, ENCODE_TIMEOUT_S)
         except RpcError as error:
             raise self._explain(error) from error
 

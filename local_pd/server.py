@@ -30,6 +30,7 @@ from local_pd.messages import (
     RoleRequest,
     SlotRequest,
 )
+from prfaas.encoding.values import EncodeDone, EncodeOrder
 from prfaas.engines.errors import UnknownInstance
 from prfaas.engines.members import MemberRefused, MemberRequest
 from prfaas.engines.prefill_rpc import (
@@ -73,6 +74,7 @@ class PdServer(RpcServer):
             "Ended": Method(InstanceName, Empty, self._request_ended),
             "Direct": Method(DirectRequest, DirectTarget, self._direct),
             "Place": Method(PlaceRequest, PlaceReply, self._place),
+            "Encode": Method(EncodeOrder, EncodeDone, self._encode),
             "Prefill": Method(PrefillJob, PrefillReply, self._prefill),
             "Report": Method(Empty, ClusterReport, self._report),
             "Drain": Method(InstanceOrder, Empty, self._drain),
@@ -120,6 +122,9 @@ class PdServer(RpcServer):
             return Placed(target=await self._cluster.direct(request))
         except PdError as error:
             return Placed(code=CODE_OF[type(error)], message=error.message)
+
+    async def _encode(self, order: EncodeOrder) -> EncodeDone:
+        return await self._cluster.encode(order)
 
     async def _prefill(self, job: PrefillJob) -> PrefillReply:
         return await to_reply(self._cluster.prefill_locally(job))

@@ -39,7 +39,9 @@ async def serve_prefill(config: PrefillFrontConfig, path: Path) -> None:
         config.name,
         config.instances,
         PrefillClusterConfig(
-            queue=config.queue_config(config.queue.order()), instances=config.instances_config()
+            queue=config.queue_config(config.queue.order()),
+            instances=config.instances_config(),
+            encode=config.encoding.encode_config(),
         ),
         tracer=tracer,
     )

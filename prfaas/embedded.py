@@ -15,6 +15,10 @@ from typing import TYPE_CHECKING, Final
 
 from kvmanager.logs import about_request
 from kvmanager.tracing.spans import begin
+from prfaas.encoding.embeddings import nodes_of
+from prfaas.encoding.metrics import EncodeMetrics
+from prfaas.encoding.stage import EncodeStage
+from prfaas.encoding.values import Encoded, Media
 from prfaas.engines.departures import Departures
 from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.instance import Instance, InstanceSpec
@@ -32,6 +36,7 @@ from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.metrics import PrefillMetrics, prefill_metrics
 from prfaas.queue import PrefillQueue
 from prfaas.queue_values import Effect, FailJob, QueueConfig, QueuedJob, QueueInstance, StartJob
+from scheduler.encoding.values import EncodeConfig
 from scheduler.reports import ClusterReport, serves
 from transport.tasks import start_task
 
@@ -50,6 +55,7 @@ class PrefillClusterConfig:
     queue: QueueConfig = field(default_factory=QueueConfig)
     instances: InstancesConfig = field(default_factory=InstancesConfig)
     runner: RunnerConfig = field(default_factory=RunnerConfig)
+    encode: EncodeConfig = field(default_factory=EncodeConfig)
 
 
 @dataclass(slots=True)
@@ -61,6 +67,9 @@ class _Ticket:
     queued_s: float
     """Since when it waits in the queue (time.monotonic)."""
     task: asyncio.Task[PrefillResult] | None = None
+    encoding: asyncio.Task[None] | None = None
+    """The task that waits for its media; None: it has none to wait for."""
+    encoded: Encoded | None = None
 
     def resolve(self, result: PrefillResult) -> None:
         """Tell the submitter, if it still waits."""
@@ -83,6 +92,7 @@ class EmbeddedPrefillCluster:
         config: PrefillClusterConfig | None = None,
         *,
         metrics: PrefillMetrics | None = None,
+        encode_metrics: EncodeMetrics | None = None,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -95,6 +105,15 @@ class EmbeddedPrefillCluster:
         self._tracer = tracer
         self._runner = PrefillRunner(config.runner, tracer)
         self._instances = Instances(name, instances, config.instances, self._instance_changed)
+        self._stage = EncodeStage(
+            name,
+            self._instances,
+            config.encode,
+            metrics=encode_metrics,
+            tracer=tracer,
+            clock=clock,
+            on_change=self._tell_changed,
+        )
         for spec in instances:
             # The queue knows all that prefill from the start; probes will say when each is usable.
             if spec.role != "encode":
@@ -138,8 +157,7 @@ class EmbeddedPrefillCluster:
 
     async def report(self) -> ClusterReport:
         instances = tuple(
-            item.report(self._queue.running_on(item.name))
-            for item in self._instances.by_name.values()
+            item.report(self._running_on(item.name)) for item in self._instances.by_name.values()
         )
         return ClusterReport(
             name=self._name,
@@ -151,6 +169,7 @@ class EmbeddedPrefillCluster:
             queued_tokens=self._queue.queued_tokens,
             running_tokens=self._queue.running_tokens,
             jobs=self._queue.jobs(self._clock()),
+            encode=self._stage.report(),
         )
 
     async def drain(self, instance: str) -> None:
@@ -170,7 +189,7 @@ class EmbeddedPrefillCluster:
         instance = self._instances.known(order.instance)
         if instance.role == "encode":
             return TimedPrefills(reason=f"{instance.name} only encodes")
-        if self._queue.running_on(instance.name):
+        if self._running_on(instance.name):
             return TimedPrefills(reason=f"{instance.name} is busy")
         return await time_prefills(instance, order)
 
@@ -185,17 +204,20 @@ class EmbeddedPrefillCluster:
             ticket.refuse(PrefillFailed("closed", f"cluster {self._name} is shutting down"))
             self._take_back(key, ticket)
         tasks = [ticket.task for ticket in tickets.values() if ticket.task is not None]
-        await asyncio.gather(*tasks, return_exceptions=True)
+        waits = [ticket.encoding for ticket in tickets.values() if ticket.encoding is not None]
+        await asyncio.gather(*tasks, *waits, return_exceptions=True)
+        await self._stage.close()
         await self._runner.close()
         await self._instances.close()
 
     async def _until_idle(self, instance: Instance) -> None:
-        while self._queue.running_on(instance.name) > 0:
+        while self._running_on(instance.name) > 0:
             await self._changed.wait()
 
     async def _forget(self, instance: Instance) -> None:
         # Prefills that were given up there still give their outboxes back.
         await self._until_idle(instance)
+        self._stage.forget(instance.name)
         self._perform(self._queue.instance_left(instance.name, self._clock()))
         self._count_usable()
 
@@ -208,12 +230,24 @@ class EmbeddedPrefillCluster:
             raise PrefillFailed("invalid", f"transfer {key} has a job in {self._name} already")
         ticket = _Ticket(job, asyncio.get_running_loop().create_future(), time.monotonic())
         self._tickets[key] = ticket
-        self._perform(self._queue.submit(_queued(job), self._clock()))
+        # With media, its turn may come while they are encoded, and others start meanwhile.
+        waits = bool(job.media) and self._stage.is_there
+        self._perform(self._queue.submit(_queued(job), self._clock(), held=waits))
+        if waits and self._tickets.get(key) is ticket:
+            ticket.encoding = start_task(self._encode(key, ticket), f"media of {key}")
         try:
             return await ticket.done
         except asyncio.CancelledError:
             self._take_back(key, ticket)
             raise
+
+    async def _encode(self, key: str, ticket: _Ticket) -> None:
+        """Wait for the media of a held job, and let it go."""
+        nodes = nodes_of(self._instances.by_name.values(), ticket.job.model)
+        try:
+            ticket.encoded = await self._stage.encode(Media.of(ticket.job, nodes))
+        finally:
+            self._perform(self._queue.let_go(key, self._clock()))
 
     def _take_back(self, key: str, ticket: _Ticket) -> None:
         """Withdraw a job: from the queue at once, from an instance when its try has cleaned up."""
@@ -224,17 +258,24 @@ class EmbeddedPrefillCluster:
         else:
             ticket.task.cancel()
         self._perform(self._queue.withdraw(key, self._clock()))
+        if ticket.encoding is not None:
+            ticket.encoding.cancel()
 
     def _perform(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, FailJob):
                 ticket = self._tickets.pop(effect.key)
+                if ticket.encoding is not None:
+                    ticket.encoding.cancel()
                 ticket.refuse(PrefillFailed(effect.code, effect.message))
             else:
                 self._start(self._tickets[effect.key], effect)
         self._metrics.waiting.labels(self._name).set(self._queue.depth)
         self._metrics.waiting_tokens.labels(self._name).set(self._queue.queued_tokens)
         self._metrics.running.labels(self._name).set(self._queue.num_running)
+        self._tell_changed()
+
+    def _tell_changed(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -242,23 +283,35 @@ class EmbeddedPrefillCluster:
         if start.attempt > 1:
             self._metrics.retries.labels(self._name).inc()
         instance = self._instances.by_name[start.instance]
-        place = instance.place()
         waited = begin(self._tracer, "queue", ticket.job.traceparent, ticket.queued_s)
-        waited.end(time.monotonic(), {"prfaas.attempt": start.attempt})
+        # Its media may have kept it after its turn had come.
+        waited_until_s = max(ticket.queued_s, time.monotonic() - start.held_s)
+        waited.end(waited_until_s, {"prfaas.attempt": start.attempt})
         job = ticket.job
         with about_request(job.request_id, job.traceparent[3:35]):
             ticket.task = asyncio.create_task(
-                self._runner.run(
-                    job,
-                    place,
-                    queue_s=start.queue_s,
-                    attempt=start.attempt,
-                    reason=start.reason,
-                ),
+                self._run(ticket, instance, start),
                 name=f"prefill {start.key}",
             )
         # A callback, because a task cancelled before its first step runs no code of its own.
         ticket.task.add_done_callback(lambda task: self._try_over(ticket, start, task))
+
+    async def _run(self, ticket: _Ticket, instance: Instance, start: StartJob) -> PrefillResult:
+        """One try. What it needs of its media comes to its node first."""
+        job, encoded = ticket.job, ticket.encoded
+        if encoded is not None:
+            # What passed while it would have waited anyway is in `queue_s`.
+            encoded = replace(encoded, seconds=start.held_s)
+            media = Media.of(job, frozenset((instance.spec.agent,)))
+            encoded = await self._stage.bring(media, encoded, instance)
+        result = await self._runner.run(
+            job,
+            instance.place(),
+            queue_s=start.queue_s,
+            attempt=start.attempt,
+            reason=start.reason,
+        )
+        return result if encoded is None else encoded.noted(result)
 
     def _try_over(
         self, ticket: _Ticket, start: StartJob, task: asyncio.Task[PrefillResult]
@@ -285,7 +338,12 @@ class EmbeddedPrefillCluster:
             )
         )
 
+    def _running_on(self, instance: str) -> int:
+        """Jobs on an instance, and media that it encodes for others."""
+        return self._queue.running_on(instance) + self._stage.running_on(instance)
+
     def _instance_changed(self, instance: Instance) -> None:
+        self._stage.instance_changed(instance)
         if instance.role != "encode":
             view = replace(
                 _view(instance.spec),

@@ -1,7 +1,8 @@
-"""Configuration of a prefill cluster's front: the bounds of its queue and the order of its jobs.
+"""Configuration of a prefill cluster's front: the bounds of its queue, the order of its jobs, and
+how their media are encoded.
 
-The section for the order is also part of a region's and a gateway's file. Does not know clusters
-or jobs.
+The sections for the order and for encoding are also part of a region's and a gateway's file. Does
+not know clusters or jobs.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvmanager.config_files.fields import (
 from kvmanager.config_files.units import parse_tokens
 from prfaas.engines.front_config import FrontConfig
 from prfaas.queue_values import QueueConfig
+from scheduler.encoding.values import EncodeConfig
 from scheduler.routing.order_config import DEFAULT_BUCKETS, LengthBucket, OrderConfig
 from transport import Role
 
@@ -77,10 +79,26 @@ class QueueBounds(Section):
         return settings_of(self, QueueConfig, order=order)
 
 
+@filled_from(EncodeConfig)
+class EncodingSection(Section):
+    """How instances encode images and other media for others, where a cluster has such ones."""
+
+    ttft_s: Seconds
+    tpot_s: Seconds
+    timeout_s: Seconds
+
+    def encode_config(self) -> EncodeConfig:
+        """The settings of an encode stage."""
+        return settings_of(self, EncodeConfig)
+
+
 class PrefillFrontConfig(FrontConfig, QueueBounds):
     """The file of `prfaas prefill`."""
 
     role: ClassVar[Role] = "prefill-front"
+
+    encoding: EncodingSection = EncodingSection.of()
+    """How instances encode images and other media for others."""
 
     queue: QueueSection = QueueSection.of()
     """The order in which waiting jobs start."""

@@ -12,6 +12,9 @@ from kvmanager.landing import ReservedLanding
 from kvmanager.media_items import MediaItem
 from kvmanager.token_ids import TokenIds
 
+ChatApi = Literal["chat", "responses"]
+"""The endpoints of engines whose prompts may have media that the gateway can name."""
+
 
 class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     """Compute the KVCache of `prompt_token_ids` and send it to `landing`.
@@ -27,8 +30,10 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     `last_token` is what `prompt_token_ids` leaves out, for vLLM's own connectors, which prefill
     whole prompts, and for drafters, whose last KVCache depends on it; it may be left empty for a
     cluster without them. `num_choices` answers are decoded with the KVCache.
-    `media` are the media of the prompt. With any, `chat` is the client's body, a chat: an engine
-    makes the prompt of it by itself, and computes all but its last token.
+    `media` are the media of the prompt. With any, `chat` is the client's body, a request to the
+    `api`: an engine makes the prompt of it by itself, and computes all but its last token.
+    `embedding_grant` lets node agents move the embeddings of the joined `embedding_keys` between
+    them, those of the media. `wait_s` is how long the job is predicted to wait for an instance.
     """
 
     request_id: str
@@ -47,6 +52,10 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     num_choices: int = 1
     media: tuple[MediaItem, ...] = ()
     chat: bytes = b""
+    api: ChatApi = "chat"
+    embedding_keys: bytes = b""
+    embedding_grant: bytes = b""
+    wait_s: float = 0.0
 
     @property
     def uncached_tokens(self) -> int:
@@ -58,11 +67,16 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
 class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
     """A prefill leg that ended with every byte verified at the landing.
 
-    `queue_s` is the time in the front's queue, `open_s` what it then took to open the outbox, and
-    `prefill_s` the time from then to the end of the engine's last forward pass. `engine_queue_s` is
-    the part of `prefill_s` before the engine began to compute: the request's way there and the
-    engine's own queue. None: the engine does not say. `service_s` is the part of `prefill_s` after
-    the instance had ended the prefills before this one.
+    `media` counts its media by what became of them (`scheduler.encoding.values.EncodeReason`); {}:
+    no instance encodes for others. The instance itself had to encode those that have
+    `left_media_tokens` tokens. `encode_s` is the time that it waited for media after its turn had
+    come. `queue_s` is the rest of the time in the front's queue, and `open_s` what it then
+    took to open the outbox.
+
+    `prefill_s` is the time from then to the end of the engine's last forward pass. `engine_queue_s`
+    is the part of it before the engine began to compute: the request's way there and the engine's
+    own queue. None: the engine does not say. `service_s` is the part of `prefill_s` after the
+    instance had ended the prefills before this one.
 
     `transfer_tail_s` is the time from there to the receiver's confirmation, and `transfer_s` from
     the first byte on the wire to the same. `progress` is how the transfer went, in seconds since
@@ -93,3 +107,6 @@ class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     hand_off: Literal["transport", "arena", "nixl"] = "transport"
     kv_transfer_params: dict[str, Any] = {}
+    encode_s: float = 0.0
+    media: dict[str, int] = {}
+    left_media_tokens: int | None = None

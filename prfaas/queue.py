@@ -19,6 +19,7 @@ instance and there is another one. Rules:
   are known. Engines whose arguments change one after the other differ for a while.
 - Without a healthy instance that may serve a job, the job fails at once: its decode engine is
   waiting, and computes the prompt as soon as it is told.
+- A job that is held starts only when it is let go; meanwhile others may start. It keeps its place.
 - A job never waits longer than `max_wait_s`. A job that was tried before then fails with the error
   of that try.
 
@@ -49,6 +50,11 @@ class _Entry:
     tried: tuple[str, ...] = ()
     instance: str | None = None
     withdrawn: bool = False
+    held: bool = False
+    """Whether it waits for something else than an instance."""
+    turn_s: float | None = None
+    """Since when it could have started, were it not held."""
+    held_s: float = 0.0
     last_failure: tuple[PrefillCode, str] | None = None
 
     @property
@@ -150,21 +156,33 @@ class PrefillQueue:
         """All waiting and running jobs, in no order. Their `transfer_id` is the key."""
         return tuple(entry.report(now_s) for entry in self._entries.values())
 
-    def submit(self, job: QueuedJob, now_s: float) -> list[Effect]:
-        """Take a new job: start it, queue it (without an effect) or fail it."""
+    def submit(self, job: QueuedJob, now_s: float, *, held: bool = False) -> list[Effect]:
+        """Take a new job: start it, queue it (without an effect) or fail it. `held`: it may not
+        start before `let_go`.
+        """
         if job.key in self._entries:
             raise ValueError(f"job {job.key} is already here")
         trouble = self._no_instance(job, ())
         if trouble is not None:
             return [FailJob(job.key, "no_instance", trouble)]
         self._num_submitted += 1
-        entry = _Entry(job, self._num_submitted, now_s, job.uncached_tokens)
+        entry = _Entry(job, self._num_submitted, now_s, job.uncached_tokens, held=held)
         self._enqueue(entry)
         effects = self._advance(now_s)
         if self._is_over_bound(entry):
             self._drop(entry)
             effects.append(FailJob(job.key, "queue_full", self._full_message()))
         return effects
+
+    def let_go(self, key: str, now_s: float) -> list[Effect]:
+        """A held job may start. Does nothing for one that is gone."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return []
+        if entry.held and entry.turn_s is not None:
+            entry.held_s = now_s - entry.turn_s
+        entry.held = False
+        return self._advance(now_s)
 
     def instance_changed(self, view: QueueInstance, now_s: float) -> list[Effect]:
         """Take in a new instance, or a change of its health, draining or limits."""
@@ -293,12 +311,12 @@ class PrefillQueue:
         with_room = [item for item in self._instances.values() if item.has_room]
         if not with_room or not self._by_age:
             return None
-        chosen = self._order.next(now_s, self._may_start(with_room))
+        chosen = self._order.next(now_s, self._may_start(with_room, now_s))
         return None if chosen is None else self._start(self._entries[chosen.key], with_room, now_s)
 
-    def _may_start(self, with_room: list[_Instance]) -> Callable[[str], bool]:
-        """A function that says whether an instance `with_room` takes a job. It keeps its answers,
-        since many jobs have the same model and layout, and no failed instances.
+    def _may_start(self, with_room: list[_Instance], now_s: float) -> Callable[[str], bool]:
+        """A function that says whether an instance `with_room` takes a job now. It keeps its
+        answers, since many jobs have the same model and layout, and no failed instances.
         """
         known: dict[tuple[str, str, tuple[str, ...], bool], bool] = {}
 
@@ -308,7 +326,9 @@ class PrefillQueue:
             asked = job.model, job.layout_fingerprint, tried, job.has_media
             if asked not in known:
                 known[asked] = any(_takes(item, job, tried) for item in with_room)
-            return known[asked]
+            if entry.held and known[asked] and entry.turn_s is None:
+                entry.turn_s = now_s
+            return known[asked] and not entry.held
 
         return may_start
 
@@ -327,8 +347,14 @@ class PrefillQueue:
         entry.instance, entry.uncached_tokens = placement.instance, placement.uncached_tokens
         entry.started_s = now_s
         entry.attempt += 1
-        queue_s = now_s - entry.submitted_s
-        return StartJob(job.key, placement.instance, queue_s, entry.attempt, placement.reason)
+        return StartJob(
+            job.key,
+            placement.instance,
+            queue_s=now_s - entry.submitted_s - entry.held_s,
+            attempt=entry.attempt,
+            reason=placement.reason,
+            held_s=entry.held_s,
+        )
 
     def _no_instance(self, job: QueuedJob, tried: tuple[str, ...]) -> str | None:
         """Why no instance can take such a job, now or later; None: one can."""

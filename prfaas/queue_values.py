@@ -82,8 +82,9 @@ class QueuedJob:
 
 @dataclass(frozen=True, slots=True)
 class StartJob:
-    """Run the job on this instance. `queue_s` is its wait since it was submitted; `reason` says why
-    the instance was chosen.
+    """Run the job on this instance. `queue_s` is its wait since it was submitted, without the
+    `held_s` for which it was held although an instance had room for it. `reason` says why the
+    instance was chosen.
     """
 
     key: str
@@ -91,6 +92,7 @@ class StartJob:
     queue_s: float
     attempt: int
     reason: str = field(default="", compare=False)
+    held_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

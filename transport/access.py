@@ -74,7 +74,7 @@ ACCESS: Final[Mapping[str, ServiceAccess]] = {
         | dict.fromkeys(
             (
                 *("Reserve", "Renew", "AwaitLanding", "Release", "Ended", "Direct", "Place"),
-                "Prefill",
+                *("Encode", "Prefill"),
                 *("Drain", "Resume", "SetRole", "Members", "Time"),
             ),
             _GATEWAY,

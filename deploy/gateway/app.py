@@ -33,6 +33,7 @@ from deploy.gateway.intake.limits import Limits
 from deploy.gateway.intake.traced import RequestTraces
 from deploy.gateway.links.region_links import RegionLinks
 from deploy.gateway.links.watcher import RegionWatcher
+from deploy.gateway.media.fetcher import MediaFetcher
 from deploy.gateway.members.keeper import MemberKeeper
 from deploy.gateway.members.pages import MemberPages
 from deploy.gateway.metrics import GatewayMetrics
@@ -267,6 +268,7 @@ class Gateway:
         if self._region_links is not None:
             await self._region_links.close()
         if self._services is not None:
+            self._services.media.close()
             await self._services.engines.close()
         if self._recorder is not None:
             # Closing writes what waits to disk, which may block.
@@ -398,6 +400,12 @@ class Gateway:
             scheduler=self.scheduler,
             admission=self.admission,
             places=self._watcher.cache_places,
+            media=MediaFetcher(
+                config.media,
+                self._limits,
+                self.metrics.registry,
+                max_body_bytes=config.max_body_bytes,
+            ),
             caches=caches,
             placement=None if caches is None else self._build_placement(caches),
             granter=self._granter,

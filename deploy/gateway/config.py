@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from deploy.gateway.api_keys import ApiKey, tenants_by_key
+from deploy.gateway.media.config import MediaSection
 from deploy.gateway.scheduling.config import SchedulingConfig
 from kvmanager.config_files.fields import (
     Address,
@@ -188,6 +189,8 @@ class GatewaySection(Section):
     """A client that sends its body or reads its answer more slowly, bytes per second or such as
     8kbit, is cut off; see `timeouts.body_grace_s` and `timeouts.client_stall_s`.
     """
+    media: MediaSection = MediaSection()
+    """Images, videos and audio at addresses in requests: who fetches them, within which limits."""
     directory: DirectorySection = DirectorySection()
     """Which directory follows what is cached where."""
     scheduling: SchedulingConfig = SchedulingConfig()

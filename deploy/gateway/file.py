@@ -356,7 +356,8 @@ def _pd(
             credentials=file.credentials("gateway"),
         )
     instances = file.instances_config(poll_load=True)
-    config = source.cluster_config(instances, keep_leases=True)
+    encode = file.gateway.scheduling.encoding.encode_config()
+    config = source.cluster_config(instances, encode, keep_leases=True)
     return EmbeddedPdCluster(source.name, source.instances, config, tracer=tracer)
 
 
@@ -368,6 +369,7 @@ def _prefill(
     config = PrefillClusterConfig(
         queue=source.queue_config(file.gateway.scheduling.queue.order()),
         instances=file.instances_config(),
+        encode=file.gateway.scheduling.encoding.encode_config(),
     )
     return EmbeddedPrefillCluster(source.name, source.instances, config, tracer=tracer)
 

@@ -248,6 +248,7 @@ class Pages:
             self._needed_caches()
             checked = check_tenant(services, exchange)
             try:
+                await exchange.fetch_media(services.media)
                 judged = await judge(services, exchange)
             except NotRendered as error:
                 message = f"The prompt's tokens cannot be known ({error.reason.value})."

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.gateway.serving.records import Outcome, RequestRecord
+from deploy.ops.media_words import media_words
 from deploy.table_style import new_table, say
 from kvmanager.config_files.units import format_age, format_bytes, format_rate
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Number, Reason
@@ -18,11 +19,13 @@ from scheduler.routing.spill import PdReason
 
 _ROWS: Final = (
     ("read", "", "read_s"),
+    ("fetch media", "", "media_s"),
     ("turn into tokens", "", "render_s"),
     ("look up cached", "", "look_up_s"),
     ("move cache", "move_s", "move_s"),
     ("encode media", "encode_s", ""),
     ("reserve", "", "reserve_s"),
+    ("encode media", "encode_s", "encode_s"),
     ("queue", "queue_s", "queue_s"),
     ("open outbox", "", "open_s"),
     ("engine's queue", "", "engine_queue_s"),
@@ -196,6 +199,8 @@ def _facts(record: RequestRecord, now_s: float) -> Iterator[tuple[str, str]]:
     yield "prompt", _prompt(record)
     if cached := _cached(record):
         yield "cached", cached
+    if record.media:
+        yield "media", media_words(record.media)
     if record.cache_move:
         yield "cache move", record.cache_move
     numbers = record.numbers

@@ -33,6 +33,7 @@ _ID_ENDS: Final = (4, 3)
 """Characters of a shortened id before and behind the dots."""
 _LEGEND: Final = {
     "b": ("before", "white"),
+    "e": ("encode", "bright_magenta"),
     "q": ("queue", "yellow"),
     "p": ("prefill", "blue"),
     "t": ("transfer", "cyan"),
@@ -44,6 +45,7 @@ _LEGEND: Final = {
 """The groups of parts, named as on the gateway's page."""
 _LETTERS: Final = {
     **dict.fromkeys(("read", "render", "look_up", "move", "reserve"), "b"),
+    "encode": "e",
     **dict.fromkeys(("queue", "open", "engine_queue"), "q"),
     "prefill": "p",
     **dict.fromkeys(("transfer_tail", "news"), "t"),

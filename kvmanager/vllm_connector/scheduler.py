@@ -19,6 +19,7 @@ from kvmanager.agent.engines.client import EngineClient
 from kvmanager.agent.engines.protocol import CacheFound, CacheSlots, Welcome
 from kvmanager.arena import Arena
 from kvmanager.hashing import token_digest
+from kvmanager.landing import ENCODES_ONLY
 from kvmanager.layout import KVKind, KVLayout
 from kvmanager.pool.shape import CacheShape
 from kvmanager.vllm_connector.cache.keys import leave_out_last_token, media_of, set_apart
@@ -163,8 +164,10 @@ class SchedulerSide:
             self._pass_began_s, self._wait_until_s = time.monotonic(), 0.0
         self._present.add(request.request_id)
         # A connector beside this one brings the KVCache, with windows and states of the end alone:
-        # blocks before it are not whole, and must not be cached.
-        if (request.kv_transfer_params or {}).get(LOADED_BY_ANOTHER):
+        # blocks before it are not whole, and must not be cached. Nor need those be that nobody
+        # will ask for again.
+        said = request.kv_transfer_params or {}
+        if said.get(LOADED_BY_ANOTHER) or ENCODES_ONLY.items() <= said.items():
             return
         params = self._accepted(request)
         if isinstance(params, ConsumerParams):

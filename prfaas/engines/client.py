@@ -15,6 +15,7 @@ import msgspec
 from kvmanager.token_ids import TokenIds, in_turns, writing
 from prfaas.engines.access import EngineAccess
 from prfaas.engines.errors import EngineRefused, EngineUnreachable
+from prfaas.jobs import ChatApi
 
 _RUNNING: Final = "vllm:num_requests_running"
 _WAITING: Final = "vllm:num_requests_waiting"
@@ -26,6 +27,7 @@ _SAMPLE: Final = re.compile(
 )
 _DEFERRED: Final = 'reason="deferred"'
 _ONE_TOKEN_OF_A_CHAT: Final = {
+    "max_tokens": 1,
     "max_completion_tokens": 1,
     "min_tokens": 0,
     "n": 1,
@@ -41,6 +43,20 @@ _ONE_TOKEN_OF_A_CHAT: Final = {
 demands would make the engine read the answer. Few models put any of this into the prompt; then its
 digest differs, nothing is sent, and the engine that decodes prefills.
 """
+_ONE_TOKEN_OF_A_RESPONSE: Final = {
+    "max_output_tokens": 1,
+    "stream": False,
+    "stream_options": None,
+    "store": False,
+    "include": None,
+    "top_logprobs": 0,
+    "text": None,
+    "structured_outputs": None,
+    "tool_choice": "none",
+}
+"""The same of vLLM's `ResponsesRequest`."""
+_SURE: Final = 100.0
+"""The most that vLLM adds to the score of a token that is wanted."""
 _KV_BLOCKS: Final = re.compile(
     r'^vllm:cache_config_info\{[^\n]*\bnum_gpu_blocks="([0-9]+)"', re.MULTILINE
 )
@@ -74,8 +90,12 @@ class _TokenDetails(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
+    """The second two are those of a response."""
+
     prompt_tokens: int = 0
     prompt_tokens_details: _TokenDetails | None = None
+    input_tokens: int = 0
+    input_tokens_details: _TokenDetails | None = None
 
 
 class _Completion(msgspec.Struct):
@@ -115,6 +135,7 @@ class EngineHttp:
         prompt: TokenIds | bytes,
         kv_transfer_params: dict[str, Any],
         *,
+        api: ChatApi = "chat",
         model: str = "",
         cache_salt: str | None = None,
         traceparent: str = "",
@@ -122,7 +143,7 @@ class EngineHttp:
         timeout_s: float = 600.0,
     ) -> EnginePrefill:
         """Run a prompt with one output token, which nobody reads. `next_token`: the only one that
-        it may be. `prompt` is token ids, or the body of a chat.
+        it may be. `prompt` is token ids, or the body of a request to the `api`.
 
         Cancelling the awaiting task closes the connection, which makes the engine abort the
         request. Raises EngineUnreachable, EngineRefused.
@@ -131,13 +152,17 @@ class EngineHttp:
         if isinstance(prompt, TokenIds):
             path = "/v1/completions"
             # Written in turns: a prompt of a million tokens would hold up the event loop.
-            body = {"prompt": msgspec.Raw(await in_turns(writing(prompt)))}
+            body = {"prompt": msgspec.Raw(await in_turns(writing(prompt))), "max_tokens": 1}
+            body |= _only(next_token)
+        elif api == "responses":
+            path = "/v1/responses"
+            body = _undecoded(prompt) | _ONE_TOKEN_OF_A_RESPONSE
+            if next_token is not None:
+                body["logit_bias"] = {str(next_token): _SURE}
         else:
             path = "/v1/chat/completions"
-            # Undecoded: its media may have megabytes.
-            body = msgspec.json.decode(prompt, type=dict[str, msgspec.Raw]) | _ONE_TOKEN_OF_A_CHAT
+            body = _undecoded(prompt) | _ONE_TOKEN_OF_A_CHAT | _only(next_token)
         body |= {
-            "max_tokens": 1,
             "temperature": 0.0,
             "request_id": request_id,
             "kv_transfer_params": kv_transfer_params,
@@ -146,8 +171,6 @@ class EngineHttp:
             body["model"] = model
         if cache_salt:
             body["cache_salt"] = cache_salt
-        if next_token is not None:
-            body["allowed_token_ids"] = [next_token]
         headers = {"Content-Type": "application/json"}
         if traceparent:
             headers["traceparent"] = traceparent
@@ -159,9 +182,10 @@ class EngineHttp:
         except msgspec.MsgspecError as error:
             # Not an answer of vLLM's, so it tells nothing about the request: the same as no answer.
             raise EngineUnreachable(f"{self.base_url}: unexpected answer: {error}") from error
-        details = answer.usage.prompt_tokens_details
+        usage = answer.usage
+        details = usage.prompt_tokens_details or usage.input_tokens_details
         return EnginePrefill(
-            num_prompt_tokens=answer.usage.prompt_tokens,
+            num_prompt_tokens=usage.prompt_tokens or usage.input_tokens,
             cached_tokens=(details.cached_tokens or 0) if details is not None else 0,
             kv_transfer_params=answer.kv_transfer_params or {},
         )
@@ -194,6 +218,15 @@ class EngineHttp:
             raise EngineUnreachable(f"{url}: {str(error) or type(error).__name__}") from error
         except TimeoutError as error:
             raise EngineUnreachable(f"{url}: no answer within {timeout_s:g} s") from error
+
+
+def _undecoded(body: bytes) -> dict[str, Any]:
+    """The fields of a client's body, whose media may have megabytes."""
+    return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+
+
+def _only(token: int | None) -> dict[str, list[int]]:
+    return {} if token is None else {"allowed_token_ids": [token]}
 
 
 async def _body(response: aiohttp.ClientResponse) -> bytes:

@@ -357,6 +357,7 @@ class PrefillRunner:
                 job.request_id,
                 job.chat or token_ids,
                 params,
+                api=job.api,
                 # An engine knows an adapter as one more model.
                 model=job.adapter or place.model or job.model,
                 cache_salt=job.cache_salt,

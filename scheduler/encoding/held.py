@@ -29,6 +29,8 @@ class Entry:
     medium: Medium
     requests: dict[str, None] = field(default_factory=dict)
     nodes: frozenset[str] = frozenset()
+    may_delay_decodes: bool = False
+    """Whether one of the requests allows it."""
     tried: tuple[str, ...] = ()
     number: int | None = None
     """Its pass; None while it waits."""
@@ -93,7 +95,8 @@ class HeldInstance:
         """Whether the medium may be given to it, now or later."""
         view = self.view
         is_of = not entry.key[0] or not view.model or view.model == entry.key[0]
-        return view.healthy and is_of and view.name not in entry.tried
+        may_encode = entry.may_delay_decodes or not view.decodes
+        return view.healthy and is_of and may_encode and view.name not in entry.tried
 
     def report(
         self, line: EncodeLine | None, budget_tokens: int, now_s: float

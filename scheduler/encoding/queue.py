@@ -27,6 +27,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final
 
+from msgspec import structs
+
 from scheduler.encoding.held import EncodePass, Entry, HeldInstance, HeldRequest, MediumKey
 from scheduler.encoding.line import EncodeLine
 from scheduler.encoding.rule import predict
@@ -79,6 +81,11 @@ class EncodeQueue:
         """Media on one instance."""
         found = self._instances.get(instance)
         return 0 if found is None else found.num_media
+
+    def passes_on(self, instance: str) -> tuple[int, ...]:
+        """The passes on one instance."""
+        found = self._instances.get(instance)
+        return () if found is None else tuple(found.passes)
 
     def submit(self, request: EncodeRequest, now_s: float) -> list[Effect]:
         """Take the media of a request: start them, queue them or leave them to the prefill."""
@@ -202,8 +209,12 @@ class EncodeQueue:
             return None
         if len(self._waiting) + num_media > self._config.max_waiting:
             return EncodeReason.QUEUE_FULL
+        report = self.report(now_s)
+        if not request.may_delay_decodes:
+            only = tuple(one for one in report.instances if not one.decodes)
+            report = structs.replace(report, instances=only)
         return predict(
-            self.report(now_s),
+            report,
             request.model,
             num_tokens,
             wait_s=request.wait_s,
@@ -216,6 +227,7 @@ class EncodeQueue:
             entry = self._media[key] = self._waiting[key] = Entry(key, medium)
         entry.requests[request.key] = None
         entry.nodes |= request.nodes
+        entry.may_delay_decodes |= request.may_delay_decodes
 
     def _try_again(self, entry: Entry) -> bool:
         """Let a medium whose instance failed wait for another one, if one is left."""
@@ -289,6 +301,13 @@ class EncodeQueue:
 
     def _advance(self, now_s: float) -> list[Effect]:
         """Start passes while an instance has room for one and media wait for it."""
+        effects: list[Effect] = []
+        while starts := self._next_passes(now_s):
+            effects += starts
+        return effects
+
+    def _next_passes(self, now_s: float) -> list[StartPass]:
+        """Start one more pass on each instance with room for one, as far as media wait for it."""
         free = [one for one in self._instances.values() if one.is_free]
         given: dict[str, list[Entry]] = {one.view.name: [] for one in free}
         room = {one.view.name: self._budget(one.view, now_s) for one in free}

@@ -38,16 +38,25 @@ class EncodeReason(StrEnum):
 class EncodeConfig:
     """Objectives and bounds.
 
-    An instance that only encodes gets as many media at a time as one pass encodes within `ttft_s` *
-    `ttft_share`; one that decodes as well, as many as delay its decodes by no more than `tpot_s`.
-    One medium is always given. `own_cost`: to encode apart may take so many times longer than on
+    An instance is given as many media at a time as one pass encodes within its objective
+    (`pass_s`), and always one. `own_cost`: to encode apart may take so many times longer than on
     the instance that prefills, because other prompts cannot be prefilled there meanwhile.
     """
 
     ttft_s: float = 4.0
+    """Objective for the time to first token, seconds. An instance that only encodes is given as
+    many images at a time as it encodes in a quarter of that.
+    """
     tpot_s: float = 0.2
-    timeout_s: float = 20.0
-    """Longest time from a request's arrival until its media are left to the prefill instance."""
+    """Objective for the time between two tokens of an answer, seconds. An instance that decodes as
+    well is given as many images at a time as it encodes within that, and at least one.
+    """
+    timeout_s: float = 10.0
+    """Longest time that a request waits for its images to be encoded apart, seconds. Then the
+    engine that prefills encodes them.
+    """
+    pull_s: float = 2.0
+    """Longest wait for embeddings that another node has, seconds."""
     ttft_share: float = 0.25
     own_cost: float = 2.0
     max_waiting: int = 1024
@@ -55,8 +64,9 @@ class EncodeConfig:
     max_attempts: int = 2
 
     def __post_init__(self) -> None:
-        above_0 = self.ttft_s, self.tpot_s, self.timeout_s, self.ttft_share, self.own_cost
-        if min(above_0) <= 0 or self.max_waiting < 0 or self.max_attempts < 1:
+        seconds = self.ttft_s, self.tpot_s, self.timeout_s, self.pull_s
+        shares = self.ttft_share, self.own_cost
+        if min(*seconds, *shares) <= 0 or self.max_waiting < 0 or self.max_attempts < 1:
             raise ValueError(f"{self}: times, shares and attempts must be above 0")
 
     def pass_s(self, *, decodes: bool) -> float:
@@ -75,7 +85,8 @@ class Medium:
 @dataclass(frozen=True, slots=True)
 class EncodeRequest:
     """Media of one request. `key` is unique. `nodes` are those where the prefill may run. `wait_s`
-    is how long the prefill is predicted to wait anyway.
+    is how long the prefill is predicted to wait anyway. Without `may_delay_decodes` no instance is
+    asked that decodes as well.
     """
 
     key: str
@@ -83,6 +94,7 @@ class EncodeRequest:
     model: str = ""
     nodes: frozenset[str] = frozenset()
     wait_s: float = 0.0
+    may_delay_decodes: bool = True
 
 
 @dataclass(frozen=True, slots=True)

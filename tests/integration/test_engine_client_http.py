@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import aiohttp
 import pytest
@@ -100,6 +101,43 @@ async def test_a_prefill_says_all_that_the_engine_must_know(
             "cache_salt": "s",
         }
     ]
+
+
+async def test_a_prefill_of_a_response_is_one_of_the_clients_body(
+    session: aiohttp.ClientSession,
+) -> None:
+    seen: list[tuple[str, dict[str, Any]]] = []
+
+    async def reply(request: web.Request) -> web.Response:
+        seen.append((request.path, await request.json()))
+        details = {"cached_tokens": 2}
+        usage = {"input_tokens": 9, "input_tokens_details": details, "output_tokens": 1}
+        return web.json_response({"status": "incomplete", "usage": usage})
+
+    app = web.Application()
+    app.router.add_post("/v1/responses", reply)
+    app.router.add_post("/v1/chat/completions", reply)
+    runner, url = await serve(app)
+    http, params = EngineHttp(url, session), {"prfaas": {}}
+    body = b'{"input": [{"x": 1.0e0}], "stream": true, "max_output_tokens": 7, "seed": 1}'
+    found = await http.prefill("r", body, params, api="responses", next_token=5)
+    assert (found.num_prompt_tokens, found.cached_tokens) == (9, 2)
+    await http.prefill("r", b'{"messages": [], "max_tokens": 7}', params, next_token=5)
+    (path, response), (chat_path, chat) = seen
+    assert (path, chat_path) == ("/v1/responses", "/v1/chat/completions")
+    assert response["input"] == [{"x": 1.0}]
+    expected = {
+        "max_output_tokens": 1,
+        "stream": False,
+        "seed": 1,
+        "temperature": 0.0,
+        "logit_bias": {"5": 100.0},
+        "kv_transfer_params": params,
+    }
+    assert expected.items() <= response.items()
+    assert "max_tokens" not in response
+    assert (chat["max_tokens"], chat["allowed_token_ids"]) == (1, [5])
+    await runner.cleanup()
 
 
 async def test_cancelling_a_prefill_closes_its_connection(

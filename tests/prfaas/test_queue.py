@@ -68,6 +68,39 @@ def test_a_job_runs_where_kvcache_is_laid_out_as_in_its_landing() -> None:
     q.check_invariants()
 
 
+def test_a_held_job_lets_others_pass_and_keeps_its_place() -> None:
+    q = queue(view("p0"))
+    assert q.submit(job("a"), 0.0, held=True) == []
+    assert q.submit(job("b"), 1.0) == [StartJob("b", "p0", 0.0, 1)]
+    assert q.submit(job("c"), 2.0) == []
+    assert q.let_go("a", 3.0) == []
+    # Its turn had come when it was submitted, and it was held for 3 s.
+    assert q.finished("b", 5.0) == [StartJob("a", "p0", 2.0, 1, held_s=3.0)]
+    assert q.finished("a", 6.0) == [StartJob("c", "p0", 4.0, 1)]
+    assert q.let_go("gone", 6.0) == []
+
+
+def test_what_a_job_would_have_waited_anyway_is_no_delay_by_what_held_it() -> None:
+    q = queue(view("p0"))
+    q.submit(job("a"), 0.0)
+    q.submit(job("b"), 0.0, held=True)
+    q.submit(job("c"), 0.0, held=True)
+    assert q.let_go("b", 1.0) == []
+    assert q.finished("a", 2.0) == [StartJob("b", "p0", 2.0, 1)]
+    assert q.finished("b", 4.0) == []
+    assert q.let_go("c", 5.0) == [StartJob("c", "p0", 4.0, 1, held_s=1.0)]
+
+
+def test_a_held_job_waits_no_longer_than_any_other() -> None:
+    q = queue(view("p0"), max_wait_s=10.0)
+    q.submit(job("a"), 0.0, held=True)
+    (failed,) = q.tick(10.0)
+    assert isinstance(failed, FailJob)
+    assert failed.code == "queue_timeout"
+    assert q.let_go("a", 11.0) == []
+    q.check_invariants()
+
+
 def test_a_job_whose_landing_no_instance_can_fill_fails_at_once() -> None:
     q = queue(view("p0", layout_fingerprint="a", layout="GQA"))
     wanted = QueuedJob("b", "m", 0, 100, layout_fingerprint="b")
@@ -342,17 +375,21 @@ def test_random_operations_lose_no_job_and_break_no_bound(seed: int) -> None:
     rng = random.Random(seed)
     q = queue(max_queued=3, max_wait_s=20.0)
     alive: dict[str, str] = {}  # key -> queued | running
+    held: set[str] = set()
     views: dict[str, QueueInstance] = {}
     num_jobs = 0
     for step in range(120):
         now_s = float(step)
-        kind = rng.choice(["submit", "submit", "instance", "finish", "fail", "withdraw", "tick"])
+        kind = rng.choice(
+            ["submit", "submit", "instance", "finish", "fail", "withdraw", "tick", "let_go"]
+        )
         running = [key for key, state in alive.items() if state == "running"]
         effects = []
         if kind == "submit":
             num_jobs += 1
             key = f"j{num_jobs}"
             alive[key] = "queued"
+            held |= {key} if (is_held := rng.random() < 0.3) else set()
             effects = q.submit(
                 QueuedJob(
                     key,
@@ -362,7 +399,12 @@ def test_random_operations_lose_no_job_and_break_no_bound(seed: int) -> None:
                     cached_tokens={f"p{rng.randrange(4)}": rng.randrange(200_000)},
                 ),
                 now_s,
+                held=is_held,
             )
+        elif kind == "let_go" and held:
+            key = rng.choice(sorted(held))
+            held.remove(key)
+            effects = q.let_go(key, now_s)
         elif kind == "instance":
             name = f"p{rng.randrange(3)}"
             views[name] = view(
@@ -395,6 +437,8 @@ def test_random_operations_lose_no_job_and_break_no_bound(seed: int) -> None:
             if isinstance(effect, StartJob):
                 chosen = views[effect.instance]
                 assert chosen.healthy
+                assert effect.key not in held
+                assert effect.queue_s >= 0 <= effect.held_s
                 assert not chosen.draining
                 assert effect.attempt <= 2
                 alive[effect.key] = "running"

@@ -174,7 +174,7 @@ async def test_what_an_answer_says_of_its_prompt_counts(open_region: Any) -> Non
             return web.json_response({"choices": [], "usage": usage})
 
         region.engine.reply = long
-        part = {"type": "image_url", "image_url": {"url": "http://x"}}
+        part = {"type": "image_url", "image_url": {"url": "data:,"}}
         body = {"model": "tiny", "messages": [{"role": "user", "content": [part]}]}
         headers = {"Authorization": "Bearer two"}
         assert (await region.post(body, "/v1/chat/completions", headers=headers))[0] == 200

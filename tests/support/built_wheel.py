@@ -67,9 +67,11 @@ class Installed:
         return installed
 
     def pip(self, *words: object) -> None:
-        """Run pip on the environment."""
+        """Run pip on the environment, without the settings that pip has on this machine: they may
+        constrain versions.
+        """
         options = ("--disable-pip-version-check", "--quiet", "--python", self.python)
-        done = run(sys.executable, "-m", "pip", *options, *words)
+        done = run(sys.executable, "-m", "pip", *options, *words, PIP_CONFIG_FILE=os.devnull)
         assert done.returncode == 0, done.stderr
 
     def install(self, *wheels: Path) -> None:

@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
+from kvmanager.agent.embeddings.messages import HasEmbeddings, HasEmbeddingsReply
 from kvmanager.agent.messages import (
     SERVICE,
     Await,
@@ -31,9 +33,10 @@ from kvmanager.agent.messages import (
     StatusReply,
     TransferReport,
 )
-from kvmanager.hashing import token_digest
+from kvmanager.hashing import split_keys, token_digest
 from kvmanager.landing import ReservedLanding
 from kvmanager.load_times import LoadTimes
+from kvmanager.media_items import MediaItem
 from kvmanager.token_ids import TokenIds
 from prfaas.jobs import PrefillJob
 from transport.rpc import Method, RpcError, RpcServer
@@ -73,6 +76,40 @@ def prefill_job(
     )
 
 
+def image_part(name: str) -> dict[str, Any]:
+    """An image in a chat, as the gateway passes it on."""
+    return {
+        "type": "image_url",
+        "image_url": {"url": f"data:image/png;base64,{name}"},
+        "uuid": name,
+    }
+
+
+def image_job(number: int, *names: str, model: str = "") -> PrefillJob:
+    """A job whose prompt has these images, each of two tokens."""
+    job = prefill_job(number, num_tokens=2 * len(names) + 4, model=model)
+    media = tuple(MediaItem(name, 2 * index, 2) for index, name in enumerate(names))
+    digest = token_digest(job.prompt_token_ids, media).hex()
+    content = [image_part(name) for name in names]
+    chat = {"messages": [{"role": "user", "content": [*content, {"type": "text", "text": "?"}]}]}
+    return msgspec.structs.replace(
+        job,
+        media=media,
+        chat=msgspec.json.encode(chat),
+        landing=msgspec.structs.replace(job.landing, token_digest=digest),
+    )
+
+
+def encoded_names(engine: "FakeEngine") -> list[str]:
+    """The images of the chats that an engine got with one medium alone, in their order."""
+    found = []
+    for body in engine.requests:
+        parts = body["messages"][0]["content"]
+        if [part["type"] for part in parts] == ["image_url"]:
+            found.append(parts[0]["uuid"])
+    return found
+
+
 @dataclass(slots=True)
 class _End:
     """One end of a transfer."""
@@ -109,6 +146,8 @@ class FakeAgent:
         self.embeddings: EmbeddingStatus | None = None
         self.encoder = ""
         """What its engines say that the keys of their embeddings are made of."""
+        self.has: dict[bytes, int] = {}
+        """The embeddings that it has, and their bytes."""
         self.landing_bytes = 0
         self.tells_room = True
         self.outboxes: dict[str, _End] = {}
@@ -139,6 +178,7 @@ class FakeAgent:
             "OpenOutbox": Method(OpenOutbox, OpenOutboxReply, self._open_outbox),
             "Await": Method(Await, TransferReport, self._await),
             "Status": Method(Status, StatusReply, self._status),
+            "HasEmbeddings": Method(HasEmbeddings, HasEmbeddingsReply, self._has_embeddings),
         }
         self._server = RpcServer(bind, {SERVICE: methods})
         self.target = f"127.0.0.1:{await self._server.start()}"
@@ -246,6 +286,9 @@ class FakeAgent:
 
     def _is_here(self, transfer_id: str) -> bool:
         return transfer_id in self.landings and transfer_id not in self._by_transport
+
+    async def _has_embeddings(self, request: HasEmbeddings) -> HasEmbeddingsReply:
+        return HasEmbeddingsReply([self.has.get(key, 0) for key in split_keys(request.keys)])
 
     async def _status(self, _request: Status) -> StatusReply:
         await self._pause("Status")

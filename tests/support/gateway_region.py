@@ -22,7 +22,7 @@ from deploy.gateway.server import start_admin_server, start_server
 from kvmanager.agent.grants import reservation
 from kvmanager.agent.messages import CacheModel
 from kvmanager.landing import ReservedLanding, consumer_params
-from local_pd.errors import NoInstance, NoLandingRoom, RoleRefused
+from local_pd.errors import NoInstance, NoLandingRoom, PdError, RoleRefused
 from local_pd.messages import (
     DecodeSlot,
     DirectRequest,
@@ -30,12 +30,13 @@ from local_pd.messages import (
     LandingReport,
     ReserveRequest,
 )
+from prfaas.encoding.values import EncodeDone, EncodeOrder
 from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.members import MemberOrder
 from prfaas.engines.timing import TimedPrefills, TimingOrder
 from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.live.long_term.conversion import RoleChange, RoleStatus
-from scheduler.reports import ClusterReport, InstanceReport
+from scheduler.reports import ClusterReport, EncodeReport, InstanceReport
 from transport.grants import Granted, Granter
 
 Reply = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
@@ -237,6 +238,12 @@ class FakePd:
         self.num_reports = 0
         self.set_report: ClusterReport | None = None
         """What a test lets it report in place of its own state."""
+        self.stage: EncodeReport | None = None
+        """Its encode stage, if a test gives it one."""
+        self.encode_orders: list[EncodeOrder] = []
+        self.encode_done: EncodeDone | PdError = EncodeDone()
+        self.encode_gate = asyncio.Event()
+        self.encode_gate.set()
 
     @property
     def has_prefill_instances(self) -> bool:
@@ -317,6 +324,13 @@ class FakePd:
         engine = next((item for item in usable if item.name not in request.exclude), usable[0])
         return DirectTarget(instance=engine.name, engine_url=engine.url)
 
+    async def encode(self, order: EncodeOrder) -> EncodeDone:
+        self.encode_orders.append(order)
+        await self.encode_gate.wait()
+        if isinstance(self.encode_done, PdError):
+            raise self.encode_done
+        return self.encode_done
+
     async def prefill_locally(self, job: PrefillJob) -> PrefillResult:
         assert self.prefill is not None
         return await self.prefill.submit(job)
@@ -344,6 +358,7 @@ class FakePd:
             queue_depth=0,
             running=0,
             instances=tuple(instances),
+            encode=self.stage,
         )
 
     async def drain(self, instance: str, *, leader: int = 0) -> None: ...

@@ -167,7 +167,7 @@ class Intake:
         span = self.traces.begin(inbound, request.headers, headers["traceparent"], started_s)
         headers["traceparent"] = span.traceparent
         record = _new_record(inbound, headers, tenant, home)
-        return Exchange(inbound, headers, record, self.metrics, started_s, span)
+        return Exchange(inbound, headers, record, self.metrics, started_s, span, accepted)
 
     def _check_priority(
         self, tenant: str, inbound: InboundRequest, headers: Mapping[str, str]

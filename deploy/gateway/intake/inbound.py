@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from deploy.gateway.errors import ApiError
 from deploy.gateway.intake.endpoints import Kind
 from deploy.gateway.intake.media_names import with_content_names, with_own_names
+from deploy.gateway.intake.media_urls import MediaAddress, media_addresses
 from deploy.gateway.intake.prompt_content import Body, prompt_content, turns_of
 from deploy.gateway.intake.raw_fields import is_one_of, is_set, optional, starts_with
 from kvmanager.token_ids import Steps, TokenIds, parsing
@@ -82,6 +83,9 @@ class InboundRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether an event of its stream may have many tokens."""
     request_id: str | None
     adapter: str = ""
+    media_addresses: tuple[MediaAddress, ...] = ()
+    """Where media in `body` are that are not in it. No engine may get it before they are looked at.
+    """
 
     def work_tokens(self, num_prompt_tokens: int) -> int:
         """Tokens that engines compute for it at most, with so many in all its prompts together:
@@ -114,14 +118,16 @@ def parsing_request(kind: Kind, body: bytes, *, template_tokens: int) -> Steps[I
     token_ids = yield from _client_token_ids(kind, fields)
     content = prompt_content(kind, body, fields, token_ids)
     bound_tokens, named = len(body) + template_tokens, None
+    addresses: tuple[MediaAddress, ...] = ()
     if kind != "completion":
         # No name of a client may be one that is made of content. Engines take what has a name for
         # a medium, whatever its type.
         try:
             body = with_own_names(body, "")
+            addresses = media_addresses(body)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise _invalid_json(body, error) from None
-    if content.has_media:
+    if content.has_media and not addresses:
         named = _with_named_media(kind, fields, body, sum(content.media.values()))
         yield
     return InboundRequest(
@@ -151,6 +157,21 @@ def parsing_request(kind: Kind, body: bytes, *, template_tokens: int) -> Steps[I
         ),
         has_long_events=is_set(fields.stream_interval),
         request_id=optional(_str_decoder, fields.request_id),
+        media_addresses=addresses,
+    )
+
+
+def with_fetched_media(request: InboundRequest, body: bytes) -> InboundRequest:
+    """The request with a body in which media are that were at addresses before."""
+    named, num_media = None, sum(request.content.media.values())
+    if num_media:
+        fields = _body_decoder.decode(body)
+        named = _with_named_media(request.kind, fields, body, num_media)
+    shape = msgspec.structs.replace(
+        request.shape, has_bound_media=request.content.has_media and named is None
+    )
+    return msgspec.structs.replace(
+        request, body=body if named is None else named, shape=shape, media_addresses=()
     )
 
 
@@ -261,8 +282,13 @@ def _with_named_media(kind: Kind, fields: Body, body: bytes, num_media: int) -> 
     """`body` with names for its media that are the same at all sites; None where only the engine
     that serves it can read all `num_media` of them.
     """
-    # With options for their processor engines make names of their own.
-    if kind != "chat" or is_set(fields.mm_processor_kwargs) or is_set(fields.media_io_kwargs):
+    # Engines know no names in /v1/messages. With options for their processor they make names of
+    # their own.
+    if (
+        kind not in ("chat", "responses")
+        or is_set(fields.mm_processor_kwargs)
+        or is_set(fields.media_io_kwargs)
+    ):
         return None
     try:
         named, num_named = with_content_names(body)

@@ -36,10 +36,11 @@ class AcceptedBody:
     `tenant`, if it has one.
 
     `is_served` is set once an engine got the request. Only then the time it took says how soon
-    other requests end.
+    other requests end. `client` is the address that it came from.
     """
 
     tenant: str = ""
+    client: str = ""
     body: bytes = b""
     nbytes: int = 0
     is_served: bool = False
@@ -127,7 +128,7 @@ class Limits:
         """
         # No await before the count below: requests at one moment must not pass the limit together.
         self._let_in(request)
-        accepted, started_s = AcceptedBody(tenant), time.monotonic()
+        accepted, started_s = AcceptedBody(tenant, request.remote or ""), time.monotonic()
         self.num_in_flight += 1
         self._idle.clear()
         try:
@@ -136,11 +137,27 @@ class Limits:
         finally:
             if accepted.is_served:
                 self._retry_after.ended(time.monotonic() - started_s)
-            self.num_body_bytes -= accepted.nbytes
-            _take(self._tenant_bytes, tenant, accepted.nbytes)
+            self.give_back(accepted)
             self.num_in_flight -= 1
             if not self.num_in_flight:
                 self._idle.set()
+
+    def buffer(self, accepted: AcceptedBody, nbytes: int) -> None:
+        """Count bytes of it that have arrived. Raises `ApiError` 429 if all bodies, or those of the
+        tenant, take too much now.
+        """
+        accepted.nbytes += nbytes
+        self.num_body_bytes += nbytes
+        self._tenant_bytes[accepted.tenant] += nbytes
+        self._check_memory(0)
+        if accepted.tenant:
+            self._check_tenant_memory(accepted.tenant)
+
+    def give_back(self, accepted: AcceptedBody) -> None:
+        """The bytes of `accepted` do not count any more."""
+        self.num_body_bytes -= accepted.nbytes
+        _take(self._tenant_bytes, accepted.tenant, accepted.nbytes)
+        accepted.nbytes = 0
 
     async def read_small(self, request: web.Request) -> bytes:
         """Read a body of at most `SMALL_BODY_BYTES`, which does not count towards the limits.
@@ -220,22 +237,11 @@ class Limits:
             if len(body) + len(chunk) > max_bytes:
                 raise _too_large(max_bytes, "max_body_bytes" if accepted is not None else "")
             if accepted is not None:
-                self._charge(accepted, len(chunk))
+                self.buffer(accepted, len(chunk))
             # Not a list of chunks: one of tiny chunks would take many times their bytes.
             body += chunk
             on_bytes(len(body))
         return bytes(body)
-
-    def _charge(self, accepted: AcceptedBody, nbytes: int) -> None:
-        """Count bytes that have arrived. Raises `ApiError` 429 if all bodies, or those of the
-        tenant, take too much now.
-        """
-        accepted.nbytes += nbytes
-        self.num_body_bytes += nbytes
-        self._tenant_bytes[accepted.tenant] += nbytes
-        self._check_memory(0)
-        if accepted.tenant:
-            self._check_tenant_memory(accepted.tenant)
 
     def _let_in(self, request: web.Request) -> None:
         """Raises `ApiError` if the headers alone say that there is no room for the request."""

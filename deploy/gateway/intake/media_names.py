@@ -11,34 +11,30 @@ Pure; does not know tenants.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Set
 from typing import Any, Final
 
 import msgspec
 from blake3 import blake3
 from msgspec import Raw
 
-_CHAT: Final = frozenset({"messages"})
-_ALL: Final = _CHAT | {
-    "input",
-    "query",
-    "queries",
-    "documents",
-    "items",
-    "data_1",
-    "data_2",
-    "text_1",
-    "text_2",
+from deploy.gateway.intake.media_parts import with_parts
+from deploy.gateway.intake.raw_fields import optional
+
+_TEXTS: Final = frozenset({"text", "input_text", "output_text", "refusal"})
+"""Types of parts that are text, and have no medium unless they have a name."""
+_FIELD_OF_TYPE: Final = {
+    "image_url": "image_url",
+    "video_url": "video_url",
+    "audio_url": "audio_url",
+    "input_audio": "input_audio",
+    "input_image": "image_url",
 }
-"""The fields of all endpoints that hold what has parts: turns of a conversation, and what is to be
-compared.
-"""
-_MEDIA: Final = ("image_url", "video_url", "audio_url", "input_audio")
-"""Types of parts of a chat, and the field with the medium in each."""
+"""Types of parts with a medium, and the field with it."""
+_MORE_FIELDS: Final = {"input_image": frozenset({"detail"})}
+"""Fields beside these that engines leave alone."""
 _CONTENT_NAME: Final = "content-"
 """Begins a name made of bytes. No name that `with_own_names` makes begins like this."""
 _object_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
-_items_decoder: Final = msgspec.json.Decoder(list[Raw])
 
 
 def with_own_names(body: bytes, salt: str) -> bytes:
@@ -48,24 +44,33 @@ def with_own_names(body: bytes, salt: str) -> bytes:
     # The key may be written with escapes, and nearly no request has it.
     if b"uuid" not in body and b"\\u00" not in body:
         return body
-    return _with_parts(body, _ALL, lambda part: _with_own_name(part, salt))
+
+    def own(_place: str, fields: dict[str, Any]) -> dict[str, Any] | None:
+        name = bytes(fields.get("uuid", b"null"))
+        if name == b"null":
+            return None
+        return fields | {"uuid": hashlib.sha256(salt.encode() + name).hexdigest()}
+
+    return with_parts(body, own)
 
 
 def with_content_names(body: bytes) -> tuple[bytes, int]:
-    """`body`, a chat, with a `uuid` made of its bytes for each medium in it, and how many got one.
-    0 if there is one whose bytes are elsewhere, that has a name, or that is written in a way
-    unknown here. Raises what decoding raises.
+    """`body`, a chat or a response, with a `uuid` made of its bytes for each medium in it, and how
+    many got one. 0 if there is one whose bytes are elsewhere, that has a name, or that is written
+    in a way unknown here. Raises what decoding raises.
     """
     num_named = 0
 
-    def changed(part: Raw) -> Raw | dict[str, Any]:
+    def named(_place: str, fields: dict[str, Any]) -> dict[str, Any] | None:
         nonlocal num_named
-        named = _with_content_name(part)
-        num_named += named is not part
-        return named
+        name = _content_name(fields)
+        if name is None:
+            return None
+        num_named += 1
+        return fields | {"uuid": name}
 
     try:
-        return _with_parts(body, _CHAT, changed), num_named
+        return with_parts(body, named), num_named
     except _Unnamed:
         return body, 0
 
@@ -74,58 +79,34 @@ class _Unnamed(Exception):
     """A part cannot be named by its content."""
 
 
-def _with_parts(
-    body: bytes, names: Set[str], changed: Callable[[Raw], Raw | dict[str, Any]]
-) -> bytes:
-    fields: dict[str, Any] = _object_decoder.decode(body)
-    for name in names & fields.keys():
-        try:
-            several = _items_decoder.decode(fields[name])
-        except msgspec.ValidationError:
-            fields[name] = _changed(fields[name], changed)
-        else:
-            fields[name] = [_changed(one, changed) for one in several]
-    return msgspec.json.encode(fields)
-
-
-def _changed(value: Raw, changed: Callable[[Raw], Raw | dict[str, Any]]) -> Raw | dict[str, Any]:
-    """`value` with the parts of its content changed, if it has any."""
-    try:
-        fields: dict[str, Any] = _object_decoder.decode(value)
-        parts = _items_decoder.decode(fields.get("content", b"null"))
-    except msgspec.ValidationError:
-        return value
-    return fields | {"content": [changed(part) for part in parts]}
-
-
-def _with_content_name(part: Raw) -> Raw | dict[str, Any]:
-    try:
-        fields: dict[str, Any] = _object_decoder.decode(part)
-    except msgspec.ValidationError:
-        return part  # a text
+def _content_name(fields: dict[str, Any]) -> str | None:
+    """The name of a part's medium; None for a text. Raises `_Unnamed`."""
     kind = msgspec.json.decode(fields.get("type", b"null"))
-    if kind == "text":
-        return part
+    if not isinstance(kind, str):
+        raise _Unnamed
+    if kind in _TEXTS and "uuid" not in fields:
+        return None
     # With a name, engines guess the kind of a part by its fields, so there may be no others.
-    if kind not in _MEDIA or fields.keys() != {"type", kind}:
+    field = _FIELD_OF_TYPE.get(kind)
+    if field is None or fields.keys() - _MORE_FIELDS.get(kind, frozenset()) != {"type", field}:
         raise _Unnamed
-    medium = msgspec.json.decode(fields[kind])
-    if kind != "input_audio":
-        url = medium.get("url") if isinstance(medium, dict) else medium
-        if not (isinstance(url, str) and url.startswith("data:")):
+    if field == "input_audio":
+        audio = msgspec.json.decode(fields[field])
+        if not (isinstance(audio, dict) and isinstance(audio.get("data"), str)):
             raise _Unnamed
-    elif not (isinstance(medium, dict) and isinstance(medium.get("data"), str)):
+        content = fields[field]
+    else:
+        content = _data_uri(fields[field])
+    # Neither decoded nor copied: it may have megabytes.
+    digest = blake3(field.encode() + b"\0").update(memoryview(content))
+    return _CONTENT_NAME + digest.hexdigest()
+
+
+def _data_uri(value: Raw) -> Raw:
+    """The data URI in a field, however the APIs write it around. Raises `_Unnamed`."""
+    holder = optional(_object_decoder, value)
+    url = value if holder is None else holder.get("url")
+    if url is None or bytes(memoryview(url)[:6]) != b'"data:':
         raise _Unnamed
-    digest = blake3(kind.encode() + b"\0" + bytes(fields[kind])).hexdigest()
-    return fields | {"uuid": _CONTENT_NAME + digest}
-
-
-def _with_own_name(part: Raw, salt: str) -> Raw | dict[str, Any]:
-    try:
-        fields: dict[str, Any] = _object_decoder.decode(part)
-    except msgspec.ValidationError:
-        return part  # a text
-    name = bytes(fields.get("uuid", b"null"))
-    if name == b"null":
-        return part
-    return fields | {"uuid": hashlib.sha256(salt.encode() + name).hexdigest()}
+    # Engines leave the wish for a detail alone. What else there is may count.
+    return url if holder is None or holder.keys() <= {"url", "detail"} else value

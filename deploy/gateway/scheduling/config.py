@@ -20,7 +20,7 @@ from kvmanager.config_files.fields import (
     filled_from,
     settings_of,
 )
-from prfaas.front_config import QueueSection
+from prfaas.front_config import EncodingSection, QueueSection
 from scheduler.live.admission import AdmissionConfig, AdmissionPolicy
 from scheduler.live.long_term.conversion import ConversionConfig
 from scheduler.live.long_term.loop import LongTermConfig
@@ -151,6 +151,8 @@ class SchedulingConfig(Section):
     """How the side of one request is chosen."""
     queue: QueueSection = QueueSection.of()
     """The order in which prefill jobs wait."""
+    encoding: EncodingSection = EncodingSection.of()
+    """How instances encode images and other media for others, where a cluster has such ones."""
     admission: AdmissionSection = AdmissionSection.of()
     """Which requests are refused before they cost anything."""
     long_term: LongTermSection = LongTermSection.of()

@@ -183,7 +183,9 @@ class Feedback:
             tail_s=result.transfer_tail_s,
             seconds=None if is_shared else result.service_s or result.prefill_s,
             pd=pd,
-            encoded_tokens=_encoded_tokens(shape, cluster, result.cached_tokens),
+            encoded_tokens=_left(
+                _encoded_tokens(shape, cluster, result.cached_tokens), result.left_media_tokens
+            ),
         )
         self.scheduler.tell(event)
 
@@ -205,16 +207,23 @@ class Feedback:
         return self.scheduler.tell(DirectAnswered(instance, begun_s))
 
     def direct_took(
-        self, model: str, shape: RequestShape, seconds: float | None, *, pd: str = ""
+        self,
+        model: str,
+        shape: RequestShape,
+        seconds: float | None,
+        *,
+        pd: str = "",
+        left_tokens: int | None = None,
     ) -> None:
         """The time from `direct_answered` for a prompt that was looked up, at an engine of `pd`
         that was not full.
 
-        At a full engine the time would contain the wait for a slot.
+        At a full engine the time would contain the wait for a slot. `left_tokens` are those of the
+        media that no other instance had encoded; None: all of them.
         """
         if seconds is not None:
             cached_tokens = shape.local_cached_tokens
-            encoded_tokens = _encoded_tokens(shape, pd, cached_tokens)
+            encoded_tokens = _left(_encoded_tokens(shape, pd, cached_tokens), left_tokens)
             self.scheduler.tell(DirectTook(model, shape, seconds, pd, encoded_tokens))
 
     def first_token(
@@ -276,6 +285,13 @@ def _encoded_tokens(shape: RequestShape | None, cluster: str, cached_tokens: int
     if shape is None or shape.media is None:
         return None
     return shape.media.to_encode(cluster, cached_tokens)
+
+
+def _left(media_tokens: int | None, left_tokens: int | None) -> int | None:
+    """Of these media tokens, those that an instance encoded itself."""
+    if media_tokens is None or left_tokens is None:
+        return media_tokens
+    return min(media_tokens, left_tokens)
 
 
 def usage_of(body: bytes) -> Usage:

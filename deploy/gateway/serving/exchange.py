@@ -17,6 +17,8 @@ from deploy.gateway.config import TimeoutConfig
 from deploy.gateway.intake.endpoints import ENDPOINTS, Endpoint
 from deploy.gateway.intake.homes import Reports
 from deploy.gateway.intake.inbound import InboundRequest
+from deploy.gateway.intake.limits import AcceptedBody
+from deploy.gateway.media.fetcher import MediaFetcher
 from deploy.gateway.metrics import GatewayMetrics
 from deploy.gateway.proxy.engine import EngineAnswer, EngineHttpClient
 from deploy.gateway.proxy.slow_client import ClientPatience
@@ -32,6 +34,7 @@ from kvmanager.tracing.spans import Span
 from local_pd.cluster import PdCluster
 from local_pd.messages import DecodeSlot
 from prfaas.cluster import PrefillCluster
+from prfaas.encoding.values import EncodeDone
 from prfaas.engines.errors import PrefillFailed
 from prfaas.jobs import PrefillResult
 from scheduler.routing.decision import Decision, Reason, RequestShape
@@ -64,6 +67,7 @@ class Services:
     scheduler: RegionScheduler
     admission: Admission
     places: Callable[[str, str], CachePlaces]
+    media: MediaFetcher
     caches: RegionCaches | None = None
     placement: PrefixPlacement | None = None
     refuses_local_prefill: bool = False
@@ -86,7 +90,8 @@ class Services:
 class Exchange:
     """A parsed request, the headers with which engines get it, and its record.
 
-    `started_s` is the time of its arrival (time.monotonic).
+    `started_s` is the time of its arrival (time.monotonic). `accepted` counts the memory of its
+    body.
     """
 
     inbound: InboundRequest
@@ -98,6 +103,7 @@ class Exchange:
     """The request in a trace. Each step that is a part of the TTFT becomes a span below it, with
     the duration that `record.parts` has.
     """
+    accepted: AcceptedBody
     predicted: Prediction | None = None
     """What was predicted for the route that is being taken; None if nothing usable was."""
     was_full: bool = False
@@ -145,6 +151,17 @@ class Exchange:
         self.record.parts.read_s = read_s
         self.span.past("read", self.started_s, self.started_s + read_s)
 
+    async def fetch_media(self, fetcher: MediaFetcher) -> None:
+        """Have the media at addresses in the request's body. Raises `ApiError`."""
+        if not self.inbound.media_addresses:
+            return
+        begun_s = self.elapsed_s()
+        try:
+            self.inbound = await fetcher.complete(self.inbound, self.accepted)
+        finally:
+            self.record.parts.media_s = media_s = self.elapsed_s() - begun_s
+            self._took("media", media_s)
+
     def counted(self, num_tokens: int, render_s: float | None = None) -> None:
         """Note the exact length of the prompt, and how long its rendering took."""
         self.record.num_prompt_tokens = num_tokens
@@ -187,6 +204,13 @@ class Exchange:
         """Note how long the decode request waited for the KVCache. It is posted now."""
         self.record.waited_for_landing(wait_s, self.elapsed_s())
         self._took("landing_wait", wait_s)
+
+    def encoded(self, done: EncodeDone, encode_s: float) -> None:
+        """Note that the media of a request that one engine serves whole are encoded, as far as that
+        was of use.
+        """
+        self.record.encoded(done, encode_s)
+        self._took("encode", encode_s)
 
     def leg_begun(self) -> Span:
         """Begin the span of a prefill leg."""

@@ -28,12 +28,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, TypeAlias
 
 from deploy.gateway.errors import EngineTimeout
-from deploy.gateway.grants import granted_job, reservation_grant
+from deploy.gateway.grants import embedding_grant, granted_job, reservation_grant
 from deploy.gateway.intake.inbound import with_kv_transfer_params
 from deploy.gateway.proxy.engine import EngineAnswer
 from deploy.gateway.proxy.usage import Correction
@@ -210,6 +211,7 @@ class Offload:
     async def _prefill(self, slot: DecodeSlot, traceparent: str) -> PrefillResult | PrefillFailed:
         """Run the prefill leg. Returns failures, since the decode leg goes on without it."""
         target = self._routed.target
+        keys, grant = self._embedding_grant()
         job = PrefillJob(
             request_id=self._exchange.request_id,
             prompt_token_ids=self._prefix,
@@ -226,6 +228,10 @@ class Offload:
             num_choices=self._shape.num_choices,
             media=self._media,
             chat=self._inbound.body if self._media else b"",
+            api="responses" if self._inbound.kind == "responses" else "chat",
+            embedding_keys=keys,
+            embedding_grant=grant,
+            wait_s=self._predicted_wait_s(),
         )
         try:
             if target == HAND_OFF:
@@ -251,6 +257,20 @@ class Offload:
             shape=self._shape,
         )
         return result
+
+    def _embedding_grant(self) -> tuple[bytes, bytes]:
+        if not self._media:
+            return b"", b""
+        target, services = self._routed.target, self._services
+        reports = services.reports() if target == HAND_OFF else services.prefill_reports()
+        report = reports.get(self._routed.pd if target == HAND_OFF else target)
+        return embedding_grant(services.granter, report, self._media)
+
+    def _predicted_wait_s(self) -> float:
+        """How long the prefill is expected to wait for an instance."""
+        predicted = self._routed.predicted
+        wait_s = 0.0 if predicted is None else predicted.queue_s
+        return wait_s if math.isfinite(wait_s) else 0.0
 
     def _prefill_failed(self, error: PrefillFailed) -> PrefillFailed:
         target = self._routed.target
@@ -306,10 +326,12 @@ class Offload:
     ) -> None:
         """Give the landing back and fall back; raises `PrefillLost` to go elsewhere instead."""
         # Prefill instances of the same cluster are no other place, so the decode engine computes.
-        if self._routed.target != HAND_OFF and try_elsewhere():
-            raise PrefillLost(self._routed.target, error)
-        if self._services.refuses_local_prefill and self._routed.target != HAND_OFF:
-            raise PrefillUnavailable(Reason.PREFILL_FAILED)
+        # Other clusters would refuse the same media, and the client is to hear why from an engine.
+        if self._routed.target != HAND_OFF and not (self._media and error.code == "rejected"):
+            if try_elsewhere():
+                raise PrefillLost(self._routed.target, error)
+            if self._services.refuses_local_prefill:
+                raise PrefillUnavailable(Reason.PREFILL_FAILED)
         self.decision = fall_back(self.decision, Reason.PREFILL_FAILED)
         self._exchange.decided(self.decision)
         self._services.background.spawn(

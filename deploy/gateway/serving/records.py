@@ -15,6 +15,7 @@ from deploy.gateway.intake.endpoints import Kind
 from deploy.gateway.serving.ttft_parts import LegTimes, TtftParts, spread
 from kvmanager.load_times import LoadTimes
 from local_pd.messages import DecodeSlot
+from prfaas.encoding.values import EncodeDone
 from prfaas.jobs import PrefillResult
 from scheduler.routing.decision import Decision, Number, RequestShape
 from scheduler.routing.short_term import RouteDecision
@@ -55,6 +56,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     `cached_tokens` is what the prefill engine found cached, and `num_prefill_attempts` how many
     instances of its cluster were tried. `decode_reason` is why the PD cluster chose the instance.
     `hand_off` is the way of the KVCache from one engine to the other (`PrefillResult.hand_off`).
+    `media` counts the images and other media that instances encode for others, by what became of
+    them (`scheduler.encoding.values.EncodeReason`).
 
     `landing_wait_s` runs from the start of the prefill leg until the decode request is posted or
     the wait is given up. It covers queue, prefill and transfer, so it is no part of the TTFT beside
@@ -105,6 +108,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     transfer_progress: tuple[tuple[float, int, int], ...] = ()
     sent_share_at_prefill_end: float | None = None
     hand_off: str = ""
+    media: dict[str, int] = {}
     cached_tokens: int | None = None
     local_cached_tokens: int | None = None
     prefill_cached_tokens: dict[str, int] = {}
@@ -180,8 +184,15 @@ class RequestRecord(msgspec.Struct, kw_only=True):
             prefill_s=result.prefill_s,
             engine_queue_s=result.engine_queue_s,
             transfer_tail_s=result.transfer_tail_s,
+            encode_s=result.encode_s if result.media else None,
         )
+        self.media = dict(result.media)
         self._spread()
+
+    def encoded(self, done: EncodeDone, encode_s: float) -> None:
+        """Note what became of the media of a request that one engine serves whole."""
+        self.media = dict(done.media)
+        self.parts.encode_s = encode_s
 
     def waited_for_landing(self, wait_s: float, now_s: float) -> None:
         """Note the end of the wait for the KVCache, `now_s` after arrival: the decode engine is

@@ -32,6 +32,7 @@ from deploy.gateway.scheduling.admission import AdmittedRequest
 from deploy.gateway.scheduling.feedback import Usage, usage_of
 from deploy.gateway.serving.exchange import Exchange, Services
 from deploy.gateway.serving.local_prefill import PrefillUnavailable, check_prefill
+from deploy.gateway.serving.media import encode_media
 from deploy.gateway.serving.offload import NotOffloaded, Offload, PrefillLost
 from deploy.gateway.serving.planning import (
     RequestPlan,
@@ -94,8 +95,11 @@ class Serving:
 
         Raises what ended the last try. Cancelling gives everything back.
         """
-        # Rendering costs an engine time: who may not be served gets none.
+        # Fetching media costs memory and rendering an engine's time: who may not be served gets
+        # none.
         self._end_admission = check_tenant(self._services, self._exchange)
+        await self._exchange.fetch_media(self._services.media)
+        self._inbound = self._exchange.inbound
         plan = await plan_request(self._services, self._exchange)
         await self._admit(plan)
         # What is no prompt to generate from is no demand either.
@@ -214,6 +218,11 @@ class Serving:
         if target.instance in self._lost_instances and self._lost_pds.may_leave(pd):
             services.pds[pd].request_ended(target.instance)
             raise NoInstance(f"{pd}: the only engine left has failed this request")
+        try:
+            done = await encode_media(services, exchange, plan, pd, target)
+        except BaseException:
+            services.pds[pd].request_ended(target.instance)
+            raise
         # Taken before the request is sent: the engine may answer before `open` returns.
         begun_s = services.scheduler.clock()
         key = feedback.direct_begun(target.instance, plan.shape)
@@ -240,7 +249,13 @@ class Serving:
             # slot. Neither says how long a prefill takes.
             is_looked_up = plan.cached.keys is not None or self._is_cached_nowhere()
             if is_looked_up and not exchange.was_full:
-                feedback.direct_took(self._inbound.model, plan.shape, seconds, pd=pd)
+                feedback.direct_took(
+                    self._inbound.model,
+                    plan.shape,
+                    seconds,
+                    pd=pd,
+                    left_tokens=done.left_tokens,
+                )
         return answer
 
     def _check_first_answer(self, answer: EngineAnswer) -> None:
@@ -272,8 +287,9 @@ class Serving:
         is_looked_up = record.local_cached_tokens is not None or self._is_cached_nowhere()
         if predicted is None or ttft_s is None or not is_looked_up:
             return
-        # How long the client takes to send its body does not depend on the route.
-        ttft_s -= record.parts.read_s or 0.0
+        # How long the client takes to send its body, and hosts of media to send them, does not
+        # depend on the route.
+        ttft_s -= (record.parts.read_s or 0.0) + (record.parts.media_s or 0.0)
         self._feedback.first_token(
             self._inbound.model,
             record.target,

@@ -19,8 +19,11 @@ class TtftParts(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     They follow each other in this order and add up to the whole:
 
-    - read: the client's body. render: the prompt was turned into tokens. look_up: the directory was
-      asked what is cached. move: a cached prefix came from another cluster. reserve: a landing.
+    - read: the client's body. media: images and the like were fetched from their addresses. render:
+      the prompt was turned into tokens. look_up: the directory was asked what is cached. move: a
+      cached prefix came from another cluster. reserve: a landing.
+    - encode: the delay by media that other instances encoded, or whose embeddings came from another
+      node. What passes while the prefill waits for an instance anyway is no delay.
     - queue: in the prefill cluster's front. open: the engine was checked and the outbox opened.
     - engine_queue: the prefill engine got the request and had it in its queue. prefill: from the
       begin of its first forward pass for it to the end of the last one. Without engine_queue the
@@ -39,10 +42,12 @@ class TtftParts(msgspec.Struct, kw_only=True, omit_defaults=True):
     """
 
     read_s: float | None = None
+    media_s: float | None = None
     render_s: float | None = None
     look_up_s: float | None = None
     move_s: float | None = None
     reserve_s: float | None = None
+    encode_s: float | None = None
     queue_s: float | None = None
     open_s: float | None = None
     engine_queue_s: float | None = None
@@ -76,11 +81,14 @@ class LegTimes(msgspec.Struct, frozen=True, kw_only=True):
     prefill_s: float
     engine_queue_s: float | None
     transfer_tail_s: float
+    encode_s: float | None = None
+    """None: nothing encodes for others there."""
 
     @property
     def total_s(self) -> float:
         """From the order at the front until the sender knew that everything had arrived."""
-        return self.queue_s + self.open_s + self.prefill_s + self.transfer_tail_s
+        in_front_s = (self.encode_s or 0.0) + self.queue_s
+        return in_front_s + self.open_s + self.prefill_s + self.transfer_tail_s
 
 
 def spread(
@@ -126,6 +134,8 @@ def _spread_leg(parts: TtftParts, leg: LegTimes, landing_wait_s: float | None) -
     all the same.
     """
     parts.queue_s, parts.open_s = leg.queue_s, leg.open_s
+    if leg.encode_s is not None:
+        parts.encode_s = leg.encode_s
     queue_s, tail_s = leg.engine_queue_s or 0.0, leg.transfer_tail_s
     parts.prefill_s = leg.prefill_s - queue_s
     excess_s = 0.0 if landing_wait_s is None else leg.total_s - landing_wait_s

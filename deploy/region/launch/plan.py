@@ -15,6 +15,7 @@ from typing import Literal
 from blake3 import blake3
 
 from deploy.gateway.config import TimeoutConfig
+from deploy.gateway.media.config import MediaSection
 from deploy.lab.emulator.control import relay_argv
 from deploy.processes import module_argv, module_environment
 from deploy.region.launch.addresses import engine_tls, engine_url, front_address, gateway_url
@@ -57,6 +58,8 @@ Kind = Literal["relay", "agent", "engine", "front", "gateway"]
 # use them.
 STOP_ORDER: tuple[Kind, ...] = ("gateway", "front", "engine", "agent", "relay")
 
+_NO_HOST = "media.invalid"
+"""A name that no host has (RFC 2606)."""
 _CLOSE_S = 5.0
 _ENGINE_GRACE_S = 15.0
 
@@ -296,6 +299,14 @@ def engine_logging(level: LogLevel) -> dict[str, object]:
     }
 
 
+def media_args(media: MediaSection) -> tuple[str, ...]:
+    """Arguments with which an engine fetches no media but those that it is to fetch: what the
+    gateway overlooks gets 400. `args` of a model or an instance win over them.
+    """
+    domains = media.domains if media.fetch == "engine" else (_NO_HOST,)
+    return ("--allowed-media-domains", *domains)
+
+
 def engine_spec(
     region: RegionSpec,
     node: NodeSpec,
@@ -316,8 +327,12 @@ def engine_spec(
         "tensor_parallel_size": region.tensor_parallel_size_of(instance),
         "pipeline_parallel_size": region.pipeline_parallel_size_of(instance),
         "block_size": instance.block_size or model.block_size,
-        "args": model.args + instance.args,
-        "env": dict(devices or {}) | model.env | instance.env,
+        "args": media_args(region.gateway.media) + model.args + instance.args,
+        # vLLM checks the hosts of first addresses only, and not where these redirect.
+        "env": {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}
+        | dict(devices or {})
+        | model.env
+        | instance.env,
     }
     by_nixl = agent_socket is not None and instance.nixl_port and not instance.encodes_only
     return EngineSpec(

@@ -93,6 +93,7 @@ def front_file(
 ) -> PrefillFrontConfig | PdFrontConfig:
     """The file of a front that is a process of its own."""
     region, first = resolved.region, cluster.nodes[0]
+    scheduling = region.gateway.scheduling
     settings = {
         "name": cluster.name,
         "listen": str(Endpoint(first.bound_host, cluster.front_port)),
@@ -105,9 +106,10 @@ def front_file(
         "region_key": region_key_of(region, directory.region_key, cluster.name),
         "trusted_network": region.security.trusted_network,
         "traces": region.receiver,
+        "encoding": scheduling.encoding,
     }
     if cluster.kind == "prefill":
-        return PrefillFrontConfig.of(**settings, queue=region.gateway.scheduling.queue)
+        return PrefillFrontConfig.of(**settings, queue=scheduling.queue)
     return PdFrontConfig.of(**settings, hand_off=cluster.hand_off)
 
 

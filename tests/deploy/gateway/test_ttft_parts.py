@@ -1,6 +1,7 @@
 """How the parts of a TTFT are made of what each process measured."""
 
 import pytest
+from msgspec import structs
 
 from deploy.gateway.serving.ttft_parts import LegTimes, TtftParts, spread
 from kvmanager.load_times import LoadTimes
@@ -52,6 +53,15 @@ def test_every_part_has_its_own_measure() -> None:
             "other": 0.0,
         }
     )
+
+
+def test_the_wait_for_media_is_a_part_of_the_leg() -> None:
+    leg = structs.replace(LEG, encode_s=0.3)
+    assert leg.total_s == pytest.approx(LEG.total_s + 0.3)
+    found = parts_of(2.0, leg=leg, landing_wait_s=leg.total_s)
+    assert (found["encode"], found["queue"]) == (0.3, 0.1)
+    assert list(found)[1:3] == ["encode", "queue"]
+    assert "encode" not in parts_of(2.0)
 
 
 def test_a_later_decode_request_waited_for_news() -> None:

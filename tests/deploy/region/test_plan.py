@@ -11,6 +11,7 @@ import yaml
 
 from deploy.gateway.config import TimeoutConfig
 from deploy.gateway.file import GatewayFile
+from deploy.gateway.media.config import MediaSection
 from deploy.region.launch.addresses import gateway_url
 from deploy.region.launch.plan import Planner, stop_limit_s
 from deploy.region.launch.ports import resolve_ports
@@ -337,6 +338,39 @@ def test_a_gateway_may_drain_as_long_as_the_file_says(region: RegionSpec) -> Non
     assert grace_s["gateway"] > 300.0 + 7.0
     assert gateway_file(planned.resolved, planned.directory).gateway.timeouts == timeouts
     assert stop_limit_s(timeouts) > sum(grace_s.values())
+
+
+@pytest.mark.parametrize(
+    ("media", "domains"),
+    [
+        ({}, ["media.invalid"]),
+        ({"fetch": "refuse"}, ["media.invalid"]),
+        ({"domains": ["*.example.org"]}, ["media.invalid"]),
+        ({"fetch": "engine", "domains": ["a.example", "b.example"]}, ["a.example", "b.example"]),
+    ],
+)
+def test_engines_fetch_media_only_where_the_file_says_so(
+    region: RegionSpec, media: dict[str, object], domains: list[str]
+) -> None:
+    section = MediaSection.model_validate(media)
+    gateway = region.gateway.model_copy(update={"media": section})
+    planned = planner(region.model_copy(update={"gateway": gateway}))
+    for item in planned.processes():
+        if item.kind == "engine":
+            argv = item.process.argv
+            at = argv.index("--allowed-media-domains") + 1
+            assert argv[at : at + len(domains)] == domains
+            assert len(argv) == at + len(domains) or argv[at + len(domains)].startswith("--")
+            assert item.process.env["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] == "0"
+    assert gateway_file(planned.resolved, planned.directory).gateway.media == section
+
+
+def test_arguments_of_a_model_win_over_ours(region: RegionSpec) -> None:
+    own = ("--allowed-media-domains", "own.example")
+    model = region.models[0].model_copy(update={"args": own})
+    planned = planner(region.model_copy(update={"models": (model, *region.models[1:])}))
+    (argv, *_) = (item.process.argv for item in planned.processes() if item.kind == "engine")
+    assert argv.index("own.example") > argv.index("media.invalid")
 
 
 def test_wildcard_gateways_are_reached_on_loopback(region: RegionSpec) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvmanager.hashing import token_digest
-from kvmanager.media_items import MediaItem
+from kvmanager.hashing import block_keys, root_key, token_digest
+from kvmanager.media_items import MediaItem, block_extras
+from prfaas.engines.errors import PrefillFailed
 from scheduler.routing.decision import ONE_ENGINE
 
 PICTURE = "data:image/png;base64,AAAA"
@@ -36,9 +37,12 @@ class Renderer:
 
     async def __call__(self, _request: Any, body: dict[str, Any]) -> web.Response:
         self.bodies.append(body)
-        parts = body["messages"][0]["content"]
-        names = [part.get("uuid", "by path") for part in parts if part["type"] != "text"]
-        places = [{"offset": self.offset, "length": LENGTH} for _ in names]
+        (turn,) = body.get("messages") or body["input"]
+        parts = [part for part in turn["content"] if "text" not in part["type"]]
+        names = [part.get("uuid", "by path") for part in parts]
+        places = [
+            {"offset": self.offset + at * LENGTH, "length": LENGTH} for at in range(len(names))
+        ]
         features = {"mm_hashes": {"image": names}, "mm_placeholders": {"image": places}}
         return web.json_response({"token_ids": [1] * NUM_TOKENS, "features": features})
 
@@ -93,7 +97,6 @@ async def test_a_picture_goes_to_the_prefill_cluster_with_its_name(region: Any) 
 @pytest.mark.parametrize(
     "body",
     [
-        chat("https://example.org/a.png"),
         chat(uuid="mine"),
         chat() | {"mm_processor_kwargs": {"size": 3}},
         chat() | {"media_io_kwargs": {"image": {}}},
@@ -127,4 +130,131 @@ async def test_media_that_the_gateway_did_not_see_stay_on_one_engine(region: Any
     region.engine.render_reply = unseen
     _, headers, _ = await region.post(region.long_body())
     assert headers["x-prfaas-reason"].startswith("multimodal")
+    assert region.far.jobs == []
+
+
+def part(kind: str, data: str) -> dict[str, Any]:
+    """One of the parts with a medium that vLLM names, whose bytes are `data`."""
+    if kind == "input_audio":
+        return {"type": kind, kind: {"data": data, "format": "wav"}}
+    url = f"data:{kind.removesuffix('_url')}/x;base64,{data}"
+    return {"type": kind, kind: {"url": url}}
+
+
+@pytest.mark.parametrize("kind", ["image_url", "video_url", "audio_url", "input_audio"])
+async def test_each_kind_of_media_is_named(region: Any, kind: str) -> None:
+    region.engine.render_reply = Renderer()
+    for data in ("AAAA", "BBBB", "AAAA"):
+        body = chat()
+        body["messages"][0]["content"][1] = part(kind, data)
+        status, headers, _ = await region.post(body, "/v1/chat/completions")
+        assert (status, headers["x-prfaas-route"]) == (200, "prefill_cluster")
+    first, other, again = (job.media[0].identifier for job in region.far.jobs)
+    assert first == again != other
+
+
+async def test_a_response_with_a_picture_goes_to_the_prefill_cluster(region: Any) -> None:
+    renderer = region.engine.render_reply = Renderer()
+    content = [
+        {"type": "input_text", "text": "what is it?"},
+        {"type": "input_image", "image_url": PICTURE, "detail": "auto"},
+    ]
+    body = {"model": "tiny", "input": [{"role": "user", "content": content}]}
+
+    async def answer(_request: Any, body: dict[str, Any]) -> web.Response:
+        await region.engine._load_landing(body)
+        return web.json_response({"object": "response", "usage": {"input_tokens": NUM_TOKENS}})
+
+    region.engine.reply = answer
+    status, headers, _ = await region.post(body, "/v1/responses")
+    assert (status, headers["x-prfaas-route"]) == (200, "prefill_cluster")
+    assert region.engine.sources == ["landing"]
+    (job,) = region.far.jobs
+    assert job.api == "responses"
+    assert renderer.bodies[0]["mm_payload"] == "none"
+    sent = json.loads(job.chat)["input"][0]["content"]
+    decoded = json.loads(region.engine.bodies("/v1/responses")[0])["input"][0]["content"]
+    assert sent == decoded
+    assert sent[1].pop("uuid") == job.media[0].identifier
+    assert sent == content
+
+    # The name is that of the same picture in a chat.
+    region.engine.reply = None
+    await region.post(chat(), "/v1/chat/completions")
+    assert region.far.jobs[1].media == job.media
+
+
+async def test_a_message_with_a_picture_stays_on_one_engine(region: Any) -> None:
+    async def answer(_request: Any, _body: Any) -> web.Response:
+        return web.json_response({"type": "message", "usage": {"input_tokens": 1}})
+
+    region.engine.reply = answer
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    turn = {"role": "user", "content": [{"type": "image", "source": source}]}
+    body = {"model": "tiny", "max_tokens": 5, "messages": [turn]}
+    status, headers, _ = await region.post(body, "/v1/messages")
+    assert (status, headers["x-prfaas-route"]) == (200, "direct")
+    assert headers["x-prfaas-reason"].startswith("multimodal")
+    assert region.far.jobs == []
+
+
+async def test_prompts_share_blocks_up_to_the_first_picture_that_differs(region: Any) -> None:
+    region.engine.render_reply = Renderer()
+    for letters in ("AB", "AC", "BA", "AB"):
+        body = chat()
+        pictures = [part("image_url", letter * 4) for letter in letters]
+        body["messages"][0]["content"][1:] = pictures
+        await region.post(body, "/v1/chat/completions")
+    jobs = region.far.jobs
+    assert len({job.prompt_token_ids.packed for job in jobs}) == 1
+    root = root_key(b"model")
+    keys = [block_keys(job.prompt_token_ids, 16, root, block_extras(job.media, 16)) for job in jobs]
+    digests = [job.landing.token_digest for job in jobs]
+    assert keys[0] == keys[3]
+    assert digests[0] == digests[3]
+    assert len(set(digests)) == 3
+    # The first picture has tokens 10 to 30, the second those from 30 to 50.
+    ab, ac, ba = keys[:3]
+    assert ab[:1] == ac[:1]
+    assert not set(ab[1:]) & set(ac[1:])
+    assert not set(ab) & set(ba)
+
+
+REFUSAL = {"error": {"message": "At most 1 image(s) may be provided.", "code": 400}}
+
+
+@pytest.mark.parametrize("local_prefill", ["allow", "refuse"])
+async def test_media_that_the_prefill_engine_refuses_are_not_tried_elsewhere(
+    open_region: Any, local_prefill: str
+) -> None:
+    scheduling = {"routing": {"local_prefill": local_prefill}}
+    async with open_region(prefill=("a", "b"), scheduling=scheduling) as region:
+        region.engine.render_reply = Renderer()
+        for cluster in region.prefill.values():
+            cluster.error = PrefillFailed("rejected", "a-0: HTTP 400: At most 1 image(s)")
+
+        async def refuse(_request: Any, _body: Any) -> web.Response:
+            return web.json_response(REFUSAL, status=400)
+
+        region.engine.reply = refuse
+        status, _, said = await region.post(chat(), "/v1/chat/completions")
+        assert (status, json.loads(said)) == (400, REFUSAL)
+        assert sum(len(cluster.jobs) for cluster in region.prefill.values()) == 1
+        record = await region.record()
+        assert record.num_retries == 0
+        # What one engine would take, it gets.
+        region.engine.reply = None
+        status, headers, _ = await region.post(chat(), "/v1/chat/completions")
+        assert (status, headers["x-prfaas-route"]) == (200, "local")
+        await region.assert_nothing_held()
+
+
+async def test_media_that_rendering_refuses_get_the_engines_own_error(region: Any) -> None:
+    async def refuse(_request: Any, _body: Any) -> web.Response:
+        return web.json_response(REFUSAL, status=400)
+
+    region.engine.render_reply = region.engine.reply = refuse
+    status, headers, said = await region.post(chat(), "/v1/chat/completions")
+    assert (status, json.loads(said)) == (400, REFUSAL)
+    assert headers["x-prfaas-reason"].startswith("render_refused")
     assert region.far.jobs == []

@@ -9,6 +9,7 @@ const find = (selector) => document.querySelector(selector);
 // The parts of a TTFT in their order, in groups that share a colour.
 const GROUPS = [
   ["before", "read render look_up move reserve"],
+  ["encode", "encode"],
   ["queue", "queue open engine_queue"],
   ["prefill", "prefill"],
   ["transfer", "transfer_tail news"],
@@ -83,7 +84,7 @@ const tables = {
     { title: "Where and why", className: "why", text: whyThere },
     { title: "TTFT", className: "ttft", draw: (cell, row) => {
       const parts = Object.entries(row.parts || {}).filter(([, value]) => value > 0).map(([name, value]) => [name.replace(/_s$/, ""), value]);
-      bar(cell, parts, row.ttft_s, longest, (name) => `part-${GROUP_OF.get(name) ?? 6}`);
+      bar(cell, parts, row.ttft_s, longest, (name) => `part-${GROUP_OF.get(name) ?? 7}`);
     } },
   ], { empty: "No request yet.", order: (a, b) => b.started_s - a.started_s }),
   decisions: new Table(find(".decisions"), [

@@ -1,0 +1,30 @@
+"""What became of the images and other media of a prompt, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from scheduler.encoding.values import EncodeReason
+
+MEDIA: Final[dict[EncodeReason, str]] = {
+    EncodeReason.ENCODED: "encoded on an instance that encodes for others",
+    EncodeReason.SHARED: "encoded there once for this request and another one",
+    EncodeReason.FOUND: "found encoded",
+    EncodeReason.NO_INSTANCE: "left: no healthy instance encodes for others",
+    EncodeReason.QUEUE_FULL: "left: too many media waited",
+    EncodeReason.WAIT_TOO_LONG: "left: the engine that prefills was expected to be sooner",
+    EncodeReason.TIMEOUT: "left: not encoded in time",
+    EncodeReason.REFUSED: "left: an engine would not encode it",
+    EncodeReason.FAILED: "left: the instances that were tried failed",
+    EncodeReason.UNNAMED: "left: its bytes are elsewhere, or it has no name",
+    EncodeReason.CLOSED: "left: the front was shutting down",
+}
+"""What became of media. Those that are left are encoded by the engine that prefills."""
+
+
+def media_words(media: Mapping[str, int]) -> str:
+    """What became of media. A reason of another version stays as it is."""
+    known = set(EncodeReason)
+    words = {name: MEDIA[EncodeReason(name)] if name in known else name for name in media}
+    return "; ".join(f"{number} {words[name]}" for name, number in media.items())
