@@ -82,7 +82,7 @@ ACCESS: Final[Mapping[str, ServiceAccess]] = {
     ),
     "prfaas.Directory": ServiceAccess(
         servers=frozenset[Role]({"directory"}),
-        callers=dict.fromkeys(("Match", "Nodes"), _SEES),
+        callers=dict.fromkeys(("Match", "Nodes", "FindEmbeddings"), _SEES),
     ),
 }
 

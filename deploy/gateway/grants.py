@@ -5,14 +5,13 @@ Moves of cached prefixes and probes are signed by the clients of node agents. It
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from msgspec import structs
 
 from kvmanager.agent.grants import OUTBOX_GRANT_S, embedding_pull, outbox_send, reservation
 from kvmanager.embedding_keys import embedding_key
 from kvmanager.hashing import join_keys
-from kvmanager.media_items import MediaItem
 from prfaas.jobs import PrefillJob
 from scheduler.reports import ClusterReport
 from transport.grants import Granter
@@ -35,15 +34,15 @@ def granted_job(granter: Granter | None, job: PrefillJob) -> PrefillJob:
 
 
 def embedding_grant(
-    granter: Granter | None, report: ClusterReport | None, media: Sequence[MediaItem]
+    granter: Granter | None, report: ClusterReport | None, identifiers: Iterable[str]
 ) -> tuple[bytes, bytes]:
-    """The joined keys that the embeddings of `media` may have at the cluster with this report, and
-    the grant to move them between its nodes. Both are empty where nobody asks for grants.
+    """The joined keys that the embeddings of these media may have at the cluster with this report,
+    and the grant to move them between its nodes. Both are empty where nobody asks for grants.
     """
     if granter is None or report is None or report.encode is None:
         return b"", b""
     encoders = {one.encoder for one in report.instances if one.encoder}
-    keys = sorted({embedding_key(one, item.identifier) for one in encoders for item in media})
+    keys = sorted({embedding_key(one, name) for name in identifiers for one in encoders})
     if not keys:
         return b"", b""
     return join_keys(keys), granter.grant(embedding_pull(keys), OUTBOX_GRANT_S)

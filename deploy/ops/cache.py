@@ -72,6 +72,7 @@ def ls_command(
     """Show what every node has cached: bytes by kind and tier, hits, age of the directory's view.
 
     Engines look up the tokens of prompts in their node's cache; hits is the share that was found.
+    Nodes with embeddings of images or other media have a second line for them.
     Routing asks the directory, which follows the nodes by their events; age says how long ago a
     node last sent it one.
 
@@ -201,6 +202,8 @@ def print_nodes(console: Console, overview: CacheOverview) -> None:
     for node in overview.nodes:
         table.add_row(node.cluster, node.node, *_node_cells(node))
     console.print(table)
+    if any(_has_embeddings(node) for node in overview.nodes):
+        console.print(_embeddings_table(overview.nodes))
     for node in overview.nodes:
         if node.error:
             say(console, f"{node.cluster}/{node.node} at {node.agent}: {node.error}")
@@ -255,6 +258,32 @@ def _node_cells(node: NodeCacheStatus) -> list[str]:
         "" if node.hit_share is None else f"{node.hit_share:.0%}",
         age,
     ]
+
+
+def _has_embeddings(node: NodeCacheStatus) -> bool:
+    """Whether there have been any since its agent's start."""
+    told = node.embeddings
+    return told is not None and bool(told.num_embeddings or told.num_queries)
+
+
+def _embeddings_table(nodes: Sequence[NodeCacheStatus]) -> Table:
+    """A line for each node that has had embeddings of media."""
+    table = new_table(
+        "cluster", "node", numbers=("embeddings", "held", "limit", "looked up\nmedia", "hits")
+    )
+    for node in nodes:
+        if node.embeddings is None or not _has_embeddings(node):
+            continue
+        table.add_row(
+            node.cluster,
+            node.node,
+            f"{node.embeddings.num_embeddings:,}",
+            format_bytes(node.embeddings.held_bytes),
+            format_bytes(node.embeddings.cap_bytes),
+            f"{node.embeddings.num_queries:,}",
+            "" if node.embedding_hit_share is None else f"{node.embedding_hit_share:.0%}",
+        )
+    return table
 
 
 def _prefix_cells(prefix: RegionPrefix) -> list[str]:

@@ -11,6 +11,7 @@ MEDIA: Final[dict[EncodeReason, str]] = {
     EncodeReason.ENCODED: "encoded on an instance that encodes for others",
     EncodeReason.SHARED: "encoded there once for this request and another one",
     EncodeReason.FOUND: "found encoded",
+    EncodeReason.CACHED: "not needed: the KVCache of their tokens is cached",
     EncodeReason.NO_INSTANCE: "left: no healthy instance encodes for others",
     EncodeReason.QUEUE_FULL: "left: too many media waited",
     EncodeReason.WAIT_TOO_LONG: "left: the engine that prefills was expected to be sooner",

@@ -271,7 +271,9 @@ class ControlService:
 
     async def watch_cache(self, request: WatchCache) -> CacheFeed:
         _check_timeout(request.timeout_s)
-        return await self._cache().watch(request)
+        if self._agent.cache is None and self._agent.embeddings is None:
+            raise BadRequest("this agent has no prefix cache and keeps no embeddings")
+        return await self._agent.feed.watch(request)
 
     async def list_cache(self, request: ListCache) -> ListCacheReply:
         return await self._cache().list_prefixes(request)

@@ -13,7 +13,7 @@ for; REFUSED is what they answer else.
 | OpenOutbox | OpenOutbox -> OpenOutboxReply | NO_ROOM, NOT_FOUND (engine), INVALID (layout, size) |
 | Await | Await -> TransferReport | NOT_FOUND (unknown, or over for more than a minute) |
 | Status | Status -> StatusReply | |
-| WatchCache | WatchCache -> CacheFeed | INVALID (no cache here) |
+| WatchCache | WatchCache -> CacheFeed | INVALID (neither a cache nor embeddings here) |
 | ListCache | ListCache -> ListCacheReply | INVALID (no cache here) |
 
 The service has more methods: probes (`probe_messages`), moves of cached prefixes
@@ -334,9 +334,9 @@ class StatusReply(msgspec.Struct, frozen=True):
 
 
 class WatchCache(msgspec.Struct, frozen=True):
-    """Ask for the changes of this node's prefix cache after event `after_seq` of `epoch`. The
-    answer comes at once if there are any, otherwise after at most `timeout_s`. Epoch "" asks for
-    everything.
+    """Ask for the changes of this node's prefix cache and of its embeddings after event `after_seq`
+    of `epoch`. The answer comes at once if there are any, otherwise after at most `timeout_s`.
+    Epoch "" asks for everything.
     """
 
     epoch: str
@@ -346,7 +346,8 @@ class WatchCache(msgspec.Struct, frozen=True):
 
 class CacheFeed(msgspec.Struct, frozen=True):
     """Blocks, and all that this node holds of each now. A later entry of a block replaces the
-    earlier one.
+    earlier one. `embeddings` has the first 8 bytes of the key of each embedding that is here now;
+    one that is not here any more is among `keys`, with flags 0.
 
     `keys` are the first 8 bytes of each block's key. `flags` are a little-endian u16 for each: bit
     3 * tier + kind, with tiers arena 0, ssd 1, engine 2 and the kinds of `PartKind` (WINDOW: all
@@ -362,6 +363,7 @@ class CacheFeed(msgspec.Struct, frozen=True):
     is_snapshot: bool = False
     more: bool = False
     age_s: float = 0.0
+    embeddings: bytes = b""
 
 
 class ListCache(msgspec.Struct, frozen=True):

@@ -19,6 +19,7 @@ import msgspec
 
 from kvmanager.agent.cache.move_control import control_methods
 from kvmanager.agent.cache.moves import PrefixMoves
+from kvmanager.agent.cache.node_feed import NodeFeed
 from kvmanager.agent.cache.service import AgentCache
 from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.embeddings.control import embedding_methods
@@ -80,6 +81,8 @@ class NodeAgent:
         self.book = InstanceBook()
         self.metrics = AgentMetrics(self.status)
         self._peers: dict[int, EnginePeer] = {}
+        self.feed = NodeFeed()
+        """What followers are told of the prefix cache and the embeddings."""
         self._started_s = now_s()
         self.cache: AgentCache | None = None
         """The prefix cache; None: the agent has none."""
@@ -109,11 +112,13 @@ class NodeAgent:
             self.arena: Arena = kept.arena
             self.allocator = kept.allocator
             if config.num_cache_blocks != 0:
-                self.cache = AgentCache(config, kept, self._engines.send)
+                self.cache = AgentCache(config, kept, self._engines.send, self.feed)
                 undo.push_async_callback(self.cache.close)
             if config.num_embedding_blocks:
                 make_room = None if self.cache is None else self.cache.pool.make_room
-                self.embeddings = AgentEmbeddings(config, kept, make_room, self._engines.send)
+                self.embeddings = AgentEmbeddings(
+                    config, kept, make_room, self._engines.send, self.feed
+                )
             self.transfers = AgentTransfers(
                 config, kept, self.cache, self.metrics, self._engines.send, self._tracer
             )
@@ -190,6 +195,7 @@ class NodeAgent:
             await self._ticking
         # Order: peers hear of the end while connections stand, then connections close, then memory
         # goes.
+        self.feed.close()
         self.transfers.end_all()
         await self.links.close()
         if self.engine_events is not None:

@@ -21,6 +21,8 @@ Flags = npt.NDArray[np.uint16]
 NUM_KINDS: Final = 3
 ALL_FLAGS: Final = (1 << 3 * NUM_KINDS) - 1
 """Bit 3 * tier + kind, for the tiers arena, ssd and engine."""
+EMBEDDING_FLAG: Final = 1 << 3 * NUM_KINDS
+"""The key is an embedding's, and the node has it. No feed has this bit (`CacheFeed.embeddings`)."""
 
 _VIEWS: Final = ((0, 1, 2), (0, 1), (0,), (1,), (2,))
 """The tiers of `NodeCoverage.every`, `pool`, `arena`, `ssd` and `engine`."""

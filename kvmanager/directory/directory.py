@@ -1,5 +1,7 @@
 """The prefix caches of all nodes of the region, and which node can resume a given prompt. Pure.
 
+It also knows which nodes have which embeddings: their keys are in the same table, with a flag.
+
 Does not know sockets, models or clocks, and never guesses: it has what the nodes last reported, and
 each answer says how long ago that was. One writer; not safe for threads.
 
@@ -20,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmanager.agent.messages import CacheFeed
-from kvmanager.directory.coverage import ALL_FLAGS, Flags, coverages
+from kvmanager.directory.coverage import ALL_FLAGS, EMBEDDING_FLAG, Flags, coverages
 from kvmanager.directory.errors import FeedError
 from kvmanager.directory.holders import NOBODY, HolderSets
 from kvmanager.directory.messages import (
@@ -67,7 +69,7 @@ class Directory:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that at least one node holds."""
+        """Blocks and embeddings that at least one node holds."""
         return self._table.num_live
 
     def position(self, node: NodeName) -> Position:
@@ -166,11 +168,25 @@ class Directory:
             nodes.append((name, now_s - self._nodes[name].heard_s))
         return coverages(rule, flags[:, columns], ends, nodes)
 
+    def embedding_holders(self, keys: Sequence[bytes]) -> list[list[NodeName]]:
+        """The nodes that have each of these embeddings, by name."""
+        return self.embedding_holders_short(short_keys(keys))
+
+    def embedding_holders_short(self, keys: Keys) -> list[list[NodeName]]:
+        """`embedding_holders` for keys that are shortened already."""
+        flags = self._sets.rows(self._table.lookup(keys))
+        return [
+            [self._columns[column] for column in np.flatnonzero(row & EMBEDDING_FLAG).tolist()]
+            for row in flags
+        ]
+
     def nodes(self, now_s: float) -> list[NodeState]:
         """The state of each node, sorted by name."""
         counts = self._table.counts(len(self._sets))
         used = np.flatnonzero(counts).astype(np.uint32)
-        num_blocks = counts[used] @ (self._sets.rows(self._sets.current(used)) != 0)
+        rows = self._sets.rows(self._sets.current(used))
+        num_blocks = counts[used] @ ((rows & ALL_FLAGS) != 0)
+        num_embeddings = counts[used] @ ((rows & EMBEDDING_FLAG) != 0)
         states = []
         for name, known in sorted(self._nodes.items()):
             epoch, seq = known.position
@@ -184,6 +200,7 @@ class Directory:
                     age_s=now_s - known.heard_s,
                     lag_s=known.lag_s,
                     complete=known.complete,
+                    num_embeddings=int(num_embeddings[known.column]),
                 )
             )
         return states
@@ -223,7 +240,9 @@ def check_feed(node: NodeName, feed: CacheFeed) -> None:
         )
     if not feed.epoch or feed.seq < 0:
         raise FeedError(f"{node}: epoch {feed.epoch!r}, seq {feed.seq} name no position")
-    flags = parse_feed(feed)[1]
+    if len(feed.embeddings) % SHORT_KEY_BYTES:
+        raise FeedError(f"{node}: {len(feed.embeddings)} bytes are no keys of embeddings")
+    flags = np.frombuffer(feed.flags, dtype="<u2")
     if flags.size and int(flags.max()) > ALL_FLAGS:
         raise FeedError(
             f"{node}: flags {int(flags.max()):#x} have bits beyond {ALL_FLAGS:#x}; "
@@ -232,10 +251,16 @@ def check_feed(node: NodeName, feed: CacheFeed) -> None:
 
 
 def parse_feed(feed: CacheFeed) -> tuple[Keys, Flags]:
-    """The short keys and flags of a feed."""
-    keys: npt.NDArray[Any] = np.frombuffer(feed.keys, dtype="<u8")
-    flags: npt.NDArray[Any] = np.frombuffer(feed.flags, dtype="<u2")
+    """The short keys and flags of a feed, its embeddings last."""
+    keys: npt.NDArray[Any] = np.frombuffer(feed.keys + feed.embeddings, dtype="<u8")
+    flags: npt.NDArray[Any] = np.frombuffer(joined_flags(feed), dtype="<u2")
     return keys.astype(np.uint64, copy=False), flags.astype(np.uint16, copy=False)
+
+
+def joined_flags(feed: CacheFeed) -> bytes:
+    """The flags of the keys of a feed and of its embeddings."""
+    num_embeddings = len(feed.embeddings) // SHORT_KEY_BYTES
+    return feed.flags + num_embeddings * EMBEDDING_FLAG.to_bytes(2, "little")
 
 
 def _last_of_each(keys: Keys, flags: Flags) -> tuple[Keys, Flags]:

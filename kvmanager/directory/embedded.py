@@ -35,6 +35,9 @@ class EmbeddedDirectory:
         """`match` for keys that are shortened already."""
         return self.core.match_short(rule, keys, time.monotonic())
 
+    async def embedding_holders(self, keys: Sequence[bytes]) -> list[list[NodeName]]:
+        return self.core.embedding_holders(keys)
+
     async def nodes(self) -> list[NodeState]:
         return self.core.nodes(time.monotonic())
 

@@ -19,7 +19,7 @@ from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import CacheFeed
 from kvmanager.directory.directory import Directory, Position
 from kvmanager.directory.errors import DirectoryError, FeedError
-from kvmanager.directory.messages import FORGET_S, NodeName
+from kvmanager.directory.messages import FORGET_S, SHORT_KEY_BYTES, NodeName
 from transport.backoff import Backoff
 from transport.rpc import RpcError
 from transport.tasks import start_task
@@ -209,7 +209,7 @@ class _Following:
             logger.info("%s: a gap after %s; a snapshot is asked for", self._node, position)
             return feed
         self._counts.snapshots += feed.is_snapshot
-        self._counts.events += len(feed.flags) // 2
+        self._counts.events += (len(feed.keys) + len(feed.embeddings)) // SHORT_KEY_BYTES
         return feed
 
     async def _failed(self, reason: str) -> float:
@@ -223,7 +223,7 @@ class _Following:
 
     async def _has_no_cache(self, error: RpcError) -> float:
         if not self._trouble:
-            logger.info("%s: not followed, it has no prefix cache: %s", self._node, error)
+            logger.info("%s: not followed, it has nothing to follow: %s", self._node, error)
         self._trouble = str(error)
         await self._forget()
         return NO_CACHE_S

@@ -6,6 +6,7 @@ They do not know whether the directory is in this process, behind gRPC, or in Re
 |---|---|---|
 | Match | Match -> MatchReply | INVALID (keys are not whole) |
 | Nodes | Nodes -> NodesReply | |
+| FindEmbeddings | FindEmbeddings -> FindEmbeddingsReply | INVALID (keys are not whole) |
 """
 
 from __future__ import annotations
@@ -126,6 +127,8 @@ class NodeState(msgspec.Struct, frozen=True):
     age_s: float
     lag_s: float
     complete: bool
+    num_embeddings: int = 0
+    """-1 as `num_blocks`."""
 
 
 class Match(msgspec.Struct, frozen=True):
@@ -147,6 +150,18 @@ class Nodes(msgspec.Struct, frozen=True):
 
 class NodesReply(msgspec.Struct, frozen=True):
     nodes: list[NodeState]
+
+
+class FindEmbeddings(msgspec.Struct, frozen=True):
+    """`keys`: the short keys of embeddings, joined."""
+
+    keys: bytes
+
+
+class FindEmbeddingsReply(msgspec.Struct, frozen=True):
+    """For each key the nodes that have the embedding."""
+
+    holders: list[list[NodeName]]
 
 
 def short_keys(keys: Sequence[bytes]) -> npt.NDArray[np.uint64]:

@@ -24,6 +24,12 @@ class DirectoryMetrics(Collector):
             by_node,
             registry=self.registry,
         )
+        self._embeddings = Gauge(
+            "prfaas_directory_node_embeddings",
+            "Embeddings of media known to be on a node.",
+            by_node,
+            registry=self.registry,
+        )
         self._age = Gauge(
             "prfaas_directory_node_age_seconds",
             "Since a node last said what it caches.",
@@ -44,12 +50,14 @@ class DirectoryMetrics(Collector):
 
     def update(self, nodes: Sequence[NodeState], counts: FollowCounts, nbytes: int) -> None:
         """Show this from now on. Nodes that are no longer known disappear."""
-        for gauge in (self._blocks, self._age, self._lag):
+        for gauge in (self._blocks, self._embeddings, self._age, self._lag):
             gauge.clear()
         for state in nodes:
             labels = (state.cluster, state.node)
             if state.num_blocks >= 0:
                 self._blocks.labels(*labels).set(state.num_blocks)
+            if state.num_embeddings >= 0:
+                self._embeddings.labels(*labels).set(state.num_embeddings)
             self._age.labels(*labels).set(state.age_s)
             self._lag.labels(*labels).set(state.lag_s)
         self._bytes.set(nbytes)

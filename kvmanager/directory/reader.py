@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from kvmanager.directory.messages import NodeCoverage, NodeState, ResumeRule
+from kvmanager.directory.messages import NodeCoverage, NodeName, NodeState, ResumeRule
 
 logger = logging.getLogger("prfaas.kvmanager.directory")
 
@@ -25,6 +25,9 @@ class DirectoryReader(Protocol):
         """How much each node holds of the prompt with these block keys (whole keys, in order).
         Nodes that hold nothing useful are left out; the longest usable prefix comes first.
         """
+
+    async def embedding_holders(self, keys: Sequence[bytes]) -> list[list[NodeName]]:
+        """The nodes that have each of these embeddings (`kvmanager.embedding_keys`)."""
 
     async def nodes(self) -> list[NodeState]:
         """The nodes that are known, by name."""

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from kvmanager.agent.messages import CacheFeed
-from kvmanager.directory.directory import FROM_THE_BEGINNING, Position, check_feed
+from kvmanager.directory.directory import FROM_THE_BEGINNING, Position, check_feed, joined_flags
 from kvmanager.directory.errors import StoreError
 from kvmanager.directory.messages import SHORT_KEY_BYTES, NodeName
 from kvmanager.directory.redis_store import NodeRecord, RedisSettings, parse_record
@@ -180,9 +180,16 @@ class RedisSink:
         elif written is None or not _continues(written.position, feed):
             self._written.pop(node, None)
             return False
-        num_keys = len(feed.keys) // SHORT_KEY_BYTES
+        keys, flags = feed.keys + feed.embeddings, joined_flags(feed)
+        num_keys = len(keys) // SHORT_KEY_BYTES
         for start in range(0, num_keys, _BATCH_KEYS):
-            await self._write(node, written, feed, range(start, min(num_keys, start + _BATCH_KEYS)))
+            stop = start + _BATCH_KEYS
+            await self._write(
+                node,
+                written,
+                keys[SHORT_KEY_BYTES * start : SHORT_KEY_BYTES * stop],
+                flags[2 * start : 2 * stop],
+            )
         written.position = (feed.epoch, feed.seq)
         if num_keys:
             written.lag_s = feed.age_s
@@ -209,16 +216,16 @@ class RedisSink:
         _check_written(node, holder)
         return _Written(holder, shown, time.monotonic())
 
-    async def _write(self, node: NodeName, written: _Written, feed: CacheFeed, part: range) -> None:
+    async def _write(self, node: NodeName, written: _Written, keys: bytes, flags: bytes) -> None:
         arguments = [
             self._lease_ms,
             self._settings.key_ttl_s,
-            feed.keys[SHORT_KEY_BYTES * part.start : SHORT_KEY_BYTES * part.stop],
-            feed.flags[2 * part.start : 2 * part.stop],
+            keys,
+            flags,
             _packed(written.holder),
         ]
-        keys = [self._settings.lease(node), self._settings.live, self._settings.blocks]
-        _check_written(node, await self._run(_WRITE_SCRIPT, keys, arguments))
+        names = [self._settings.lease(node), self._settings.live, self._settings.blocks]
+        _check_written(node, await self._run(_WRITE_SCRIPT, names, arguments))
 
     async def _publish(self, node: NodeName, written: _Written) -> None:
         # Before the script: if it fails, `apply` forgets the node and a new snapshot follows.

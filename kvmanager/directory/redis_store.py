@@ -2,7 +2,8 @@
 
 It does not know agents or gateways. These keys are in Redis, under the user's prefix and `_FORMAT`:
 
-    PREFIX:2:k:KEY   (8 raw bytes) who holds a block: 6 bytes each, holder u32 and flags u16
+    PREFIX:2:k:KEY   (8 raw bytes) who holds a block or an embedding: 6 bytes each, holder u32 and
+                     flags u16
     PREFIX:2:nodes   hash: "cluster/node" -> when it was last heard of (Redis's clock, ms) and a
                      `NodeRecord`: its holder number, and up to which event it is known
     PREFIX:2:live    hash: "cluster/node" -> when that was said (ms) and its live holder numbers,
@@ -35,7 +36,7 @@ import numpy.typing as npt
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from kvmanager.directory.coverage import coverages
+from kvmanager.directory.coverage import EMBEDDING_FLAG, coverages
 from kvmanager.directory.errors import StoreError
 from kvmanager.directory.messages import (
     FORGET_S,
@@ -146,6 +147,23 @@ class RedisDirectory:
         self._outage.worked()
         return found
 
+    async def embedding_holders(self, keys: Sequence[bytes]) -> list[list[NodeName]]:
+        nobody: list[list[NodeName]] = [[] for _ in keys]
+        if not keys or self._outage.quiet(time.monotonic()):
+            return nobody
+        try:
+            nodes, runs = await self._ask(keys)
+            columns = {record.holder: column for column, (_, record, _) in enumerate(nodes)}
+            found = []
+            for value, length in runs:
+                held = np.flatnonzero(_row(value, columns) & EMBEDDING_FLAG).tolist()
+                found += length * [[nodes[column][0] for column in held]]
+        except (RedisError, OSError, StoreError) as error:
+            self._outage.failed(error, time.monotonic())
+            return nobody
+        self._outage.worked()
+        return found
+
     async def nodes(self) -> list[NodeState]:
         try:
             nodes, _ = await self._ask([])
@@ -218,6 +236,7 @@ def _state(name: NodeName, record: NodeRecord, age_s: float) -> NodeState:
         name.node,
         # Redis has blocks by key only: to count those of a node would be to read them all.
         num_blocks=-1,
+        num_embeddings=-1,
         epoch=record.epoch,
         seq=record.seq,
         age_s=age_s,

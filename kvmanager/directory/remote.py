@@ -8,9 +8,12 @@ from typing import Final
 
 from kvmanager.directory.messages import (
     SERVICE,
+    FindEmbeddings,
+    FindEmbeddingsReply,
     Match,
     MatchReply,
     NodeCoverage,
+    NodeName,
     Nodes,
     NodesReply,
     NodeState,
@@ -48,6 +51,24 @@ class RemoteDirectory:
             return []
         self._outage.worked()
         return reply.nodes
+
+    async def embedding_holders(self, keys: Sequence[bytes]) -> list[list[NodeName]]:
+        nobody: list[list[NodeName]] = [[] for _ in keys]
+        if not keys or self._outage.quiet(time.monotonic()):
+            return nobody
+        request = FindEmbeddings(short_key_bytes(keys))
+        try:
+            reply = await self._client.call(
+                "FindEmbeddings", request, FindEmbeddingsReply, self._timeout_s
+            )
+        except RpcError as error:
+            # A directory of an older release does not know the question, or whom it may answer it.
+            # It answers others.
+            if error.code not in ("INVALID", "REFUSED"):
+                self._outage.failed(error, time.monotonic())
+            return nobody
+        self._outage.worked()
+        return reply.holders if len(reply.holders) == len(keys) else nobody
 
     async def nodes(self) -> list[NodeState]:
         try:

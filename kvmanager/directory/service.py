@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from kvmanager.directory.embedded import EmbeddedDirectory
-from kvmanager.directory.messages import Match, MatchReply, Nodes, NodesReply, short_keys_of
+from kvmanager.directory.messages import (
+    FindEmbeddings,
+    FindEmbeddingsReply,
+    Match,
+    MatchReply,
+    Nodes,
+    NodesReply,
+    short_keys_of,
+)
+from kvmanager.directory.table import Keys
 from transport.rpc import Method, RpcError
 
 
@@ -19,14 +28,23 @@ class DirectoryService:
         return {
             "Match": Method(Match, MatchReply, self.match),
             "Nodes": Method(Nodes, NodesReply, self.nodes),
+            "FindEmbeddings": Method(FindEmbeddings, FindEmbeddingsReply, self.find_embeddings),
         }
 
     async def match(self, request: Match) -> MatchReply:
-        try:
-            keys = short_keys_of(request.keys)
-        except ValueError as error:
-            raise RpcError("INVALID", str(error)) from error
+        keys = _keys(request.keys)
         return MatchReply(await self._directory.match_short(request.rule, keys))
+
+    async def find_embeddings(self, request: FindEmbeddings) -> FindEmbeddingsReply:
+        core = self._directory.core
+        return FindEmbeddingsReply(core.embedding_holders_short(_keys(request.keys)))
 
     async def nodes(self, _: Nodes) -> NodesReply:
         return NodesReply(await self._directory.nodes())
+
+
+def _keys(joined: bytes) -> Keys:
+    try:
+        return short_keys_of(joined)
+    except ValueError as error:
+        raise RpcError("INVALID", str(error)) from error

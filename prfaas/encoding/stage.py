@@ -191,10 +191,16 @@ class EncodeStage:
     async def _encode(self, media: Media, begun_s: float) -> Encoded:
         parts = named_media(media.chat)
         wanted = self._wanted(media, parts)
+        last = {one.identifier: one.offset + one.length for one in media.items}
         ends = {
+            name: MediumEnd(name, EncodeReason.CACHED)
+            for name, end in last.items()
+            if end <= media.cached_tokens
+        }
+        ends |= {
             one.identifier: MediumEnd(one.identifier, EncodeReason.UNNAMED)
             for one in wanted
-            if one.identifier not in parts
+            if one.identifier not in parts and one.identifier not in ends
         }
         left = [one for one in wanted if one.identifier not in ends]
         if left and not self._closed:
@@ -210,9 +216,7 @@ class EncodeStage:
             done = await self._submitted(waiter, left)
             ends |= {one.identifier: one for one in done.media}
         seconds = max(0.0, self._clock() - begun_s)
-        left_tokens = sum(
-            one.num_tokens for one in wanted if not ends[one.identifier].reason.is_there
-        )
+        left_tokens = sum(one.num_tokens for one in wanted if ends[one.identifier].reason.is_left)
         return Encoded(tuple(ends[one.identifier] for one in wanted), seconds, left_tokens)
 
     def _wanted(self, media: Media, parts: Iterable[str]) -> list[Medium]:

@@ -22,7 +22,8 @@ class EncodeOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Have the media of a request encoded that `instance` will serve whole.
 
     `chat` is the client's body. `media` are its media as far as they are known: without them their
-    tokens are guessed. `granted_keys` and `grant` are those of `PrefillJob`.
+    tokens are guessed. The instance has `cached_tokens` of the prompt cached. `granted_keys` and
+    `grant` are the embedding's of `PrefillJob`.
     """
 
     request_id: str
@@ -30,6 +31,7 @@ class EncodeOrder(msgspec.Struct, frozen=True, kw_only=True):
     instance: str
     model: str = ""
     media: tuple[MediaItem, ...] = ()
+    cached_tokens: int = 0
     tenant: str = ""
     traceparent: str = ""
     granted_keys: bytes = b""
@@ -52,7 +54,8 @@ class Media:
     """Media to encode for one request. `key` is unique among those under way.
 
     `nodes` are the control addresses of the node agents of the instances that may prefill. `wait_s`
-    is how long the prefill is predicted to wait anyway. Without `may_delay_decodes` no instance
+    is how long the prefill is predicted to wait anyway, and `cached_tokens` how much of the prompt
+    need not be prefilled. Without `may_delay_decodes` no instance
     encodes them that decodes as well.
     """
 
@@ -63,6 +66,7 @@ class Media:
     items: tuple[MediaItem, ...] = ()
     nodes: frozenset[str] = frozenset()
     wait_s: float = 0.0
+    cached_tokens: int = 0
     may_delay_decodes: bool = True
     tenant: str = ""
     traceparent: str = ""
@@ -80,6 +84,7 @@ class Media:
             items=job.media,
             nodes=nodes,
             wait_s=job.wait_s,
+            cached_tokens=len(job.prompt_token_ids) - job.uncached_tokens,
             tenant=job.tenant,
             traceparent=job.traceparent,
             granted_keys=job.embedding_keys,
@@ -97,6 +102,7 @@ class Media:
             model=order.model,
             items=order.media,
             nodes=frozenset((node,)),
+            cached_tokens=order.cached_tokens,
             # The instance decodes itself, so that to encode on another one that does would only
             # move work about.
             may_delay_decodes=False,

@@ -18,6 +18,8 @@ class EncodeReason(StrEnum):
     ENCODED = "encoded"
     SHARED = "shared"  # encoded once for this request and another one
     FOUND = "found"  # it was there already
+    # The KVCache of its tokens is cached, so that nobody needs the embedding.
+    CACHED = "cached"
     # The engine that prefills encodes it.
     NO_INSTANCE = "no_instance"
     QUEUE_FULL = "queue_full"
@@ -32,6 +34,11 @@ class EncodeReason(StrEnum):
     def is_there(self) -> bool:
         """Whether the embedding is where it can be loaded."""
         return self in (EncodeReason.ENCODED, EncodeReason.SHARED, EncodeReason.FOUND)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the engine that prefills has to encode the medium."""
+        return not self.is_there and self is not EncodeReason.CACHED
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,12 +33,14 @@ BENCHES = (
     "copier",
     "loops",
     "handoff",
+    "embeddings",
     "hostile",
     "e2e",
     "load",
     "capacity",
+    "images",
 )
-NEED_ENGINES = ("prediction", "region", "e2e", "load", "capacity")
+NEED_ENGINES = ("prediction", "region", "e2e", "load", "capacity", "images")
 """Start regions of real engines. Their smoke runs ask one that the engine tests have running."""
 SMOKE = "--smoke"
 RESULTS = Path("bench-results")

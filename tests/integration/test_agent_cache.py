@@ -86,11 +86,11 @@ def test_engines_of_a_node_share_what_one_of_them_stored(agent: AgentProcess) ->
 
 
 def test_an_agent_without_a_cache(tmp_path: Path) -> None:
-    with AgentProcess(tmp_path, **SETTINGS, cache_gib=0) as agent:
+    with AgentProcess(tmp_path, **SETTINGS, cache_gib=0, embedding_gib=0) as agent:
         with DrivenEngine(agent, role="scheduler", namespace=NAMESPACE) as engine:
             assert engine.client.cache_find(1, prompt(1))
             assert engine.next() == ("disconnected",)
-        with pytest.raises(RpcError, match="no prefix cache"):
+        with pytest.raises(RpcError, match="no prefix cache and keeps no embeddings"):
             agent.watch_cache()
         assert agent.status().cache is None
 

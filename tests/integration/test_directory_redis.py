@@ -14,6 +14,7 @@ from redis_server import RedisServer
 from kvmanager.agent.messages import SERVICE, CacheFeed, WatchCache
 from kvmanager.directory.cli import serve
 from kvmanager.directory.config import load
+from kvmanager.directory.coverage import EMBEDDING_FLAG
 from kvmanager.directory.directory import FROM_THE_BEGINNING, Directory
 from kvmanager.directory.errors import FeedError, StoreError
 from kvmanager.directory.messages import Hit, NodeName, ResumeRule
@@ -53,9 +54,17 @@ def feed(
     snapshot: bool = False,
     more: bool = False,
 ) -> CacheFeed:
-    keys = b"".join(key[:8] for key in holds)
-    flags = b"".join(flags.to_bytes(2, "little") for flags in holds.values())
-    return CacheFeed(epoch, seq, keys, flags, is_snapshot=snapshot, more=more, age_s=0.25)
+    blocks = {key[:8]: flags for key, flags in holds.items() if flags != EMBEDDING_FLAG}
+    return CacheFeed(
+        epoch,
+        seq,
+        b"".join(blocks),
+        b"".join(flags.to_bytes(2, "little") for flags in blocks.values()),
+        is_snapshot=snapshot,
+        more=more,
+        age_s=0.25,
+        embeddings=b"".join(key[:8] for key in holds if key[:8] not in blocks),
+    )
 
 
 def names(keys: list[bytes]) -> list[bytes]:
@@ -79,6 +88,9 @@ async def test_answers_as_a_directory_of_this_process_does(redis: Redis) -> None
         (OTHER, feed(dict.fromkeys(KEYS[:30], 1), snapshot=True)),
         (OTHER, feed({KEYS[i]: 64 | 7 for i in range(20, 27)}, 2)),
         (NODE, feed({KEYS[33]: 0, KEYS[34]: 0, KEYS[10]: 1}, 3)),
+        (OTHER, feed(dict.fromkeys(KEYS[100:104], EMBEDDING_FLAG), 3)),
+        (NODE, feed({KEYS[102]: EMBEDDING_FLAG, KEYS[103]: EMBEDDING_FLAG}, 4)),
+        (OTHER, feed({KEYS[103]: 0, KEYS[101]: 0}, 4)),
     ]
     for node, message in messages:
         assert await tell(sink, node, message)
@@ -89,9 +101,14 @@ async def test_answers_as_a_directory_of_this_process_does(redis: Redis) -> None
                 replace_age(one) for one in model.match(rule, KEYS[:64], 0.0)
             ]
             assert all(0 <= one.age_s < 5 for one in found)
+        holders = await reader.embedding_holders(KEYS[99:105])
+        assert [sorted(one) for one in holders] == [
+            sorted(one) for one in model.embedding_holders(KEYS[99:105])
+        ]
+    assert list(map(sorted, holders)) == [[], [OTHER], [], [OTHER, NODE], [NODE], []]
     known = {state.cluster: state for state in await reader.nodes()}
-    assert (known["far"].seq, known["near"].seq, known["near"].lag_s) == (2, 3, 0.25)
-    assert await sink.position(NODE) == ("e", 3)
+    assert (known["far"].seq, known["near"].seq, known["near"].lag_s) == (4, 4, 0.25)
+    assert await sink.position(NODE) == ("e", 4)
 
 
 def replace_age(found: object) -> str:

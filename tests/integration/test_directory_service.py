@@ -127,6 +127,14 @@ async def test_the_service_answers_as_the_directory_does(agent: FollowedAgent) -
     assert (found.every, found.pool, found.engine) == (Hit(33, 33), Hit(), Hit(33, 33))
     assert found.age_s < 5
     assert [state.node for state in await remote.nodes()] == ["n0"]
+    picture, other = b"picture!" * 2, b"another!" * 2
+    agent.feed.embedding_changed(picture, True, 0.0)
+    agent.changed.set()
+    async with asyncio.timeout(30):
+        while (await remote.embedding_holders([other, picture])) != [[], [NODE]]:
+            await asyncio.sleep(0.01)
+    (state,) = await remote.nodes()
+    assert (state.num_blocks, state.num_embeddings) == (33, 1)
     client = RpcClient(target, SERVICE)
     with pytest.raises(RpcError, match="7 bytes are no sequence") as caught:
         await client.call("Match", Match(RULE, b"7 bytes"), MatchReply, 5)
@@ -135,8 +143,28 @@ async def test_the_service_answers_as_the_directory_does(agent: FollowedAgent) -
     await server.stop(grace_s=0)
     await directory.close()
     assert await remote.match(RULE, KEYS) == []
+    assert await remote.embedding_holders([picture]) == [[]]
     assert await remote.nodes() == []
     await remote.close()
+
+
+async def test_a_directory_of_the_release_before_says_nothing_of_embeddings(
+    agent: FollowedAgent,
+) -> None:
+    agent.holds(0, 5)
+    directory = EmbeddedDirectory(AgentClient, forget_s=0.5)
+    await directory.follow({NODE: f"127.0.0.1:{agent.port}"})
+    methods = DirectoryService(directory).methods()
+    del methods["FindEmbeddings"]
+    server = RpcServer("127.0.0.1:0", {SERVICE: methods})
+    remote = RemoteDirectory(f"127.0.0.1:{await server.start()}", timeout_s=5)
+    await until(remote, 5)
+    assert await remote.embedding_holders([b"picture!"]) == [[]]
+    # That is no outage: it goes on answering what it knows.
+    assert len(await remote.match(RULE, KEYS)) == 1
+    await remote.close()
+    await server.stop(grace_s=0)
+    await directory.close()
 
 
 async def test_the_command_serves_until_it_is_told_to_stop(agent: FollowedAgent) -> None:

@@ -20,7 +20,7 @@ from embedding_ends import (
 from kvmanager.agent.embeddings.control import MAX_EMBEDDINGS
 from kvmanager.agent.embeddings.messages import HasEmbeddings, HasEmbeddingsReply
 from kvmanager.agent.engines.protocol import EmbeddingFound, EmbeddingRoom
-from kvmanager.agent.messages import EncoderStatus
+from kvmanager.agent.messages import CacheFeed, EncoderStatus
 from kvmanager.arena import Arena
 from kvmanager.embedding_keys import embedding_key
 from kvmanager.hashing import join_keys
@@ -86,6 +86,22 @@ def test_an_agent_says_what_it_has_and_whose_encoders_are_connected(
     assert (numbers.num_queries, numbers.num_hits) == (0, 0)  # no engine has looked
     saver.close()
     wait_until(lambda: agent.status().encoders == [EncoderStatus("encode-0", 1, ENCODER)])
+
+
+def test_followers_hear_of_embeddings_that_come_and_go(tmp_path: Path) -> None:
+    cat, dog = (embedding_key(ENCODER, name)[:8] for name in ("cat", "dog"))
+    settings = {"embedding_gib": 1 / 1024, "cache_gib": 0}  # an agent without a prefix cache
+    with AgentProcess(tmp_path, **settings) as agent, saving(agent) as saver:
+        assert put(saver, "cat")
+        first = agent.watch_cache()
+        assert (first.is_snapshot, first.keys, first.embeddings) == (True, b"", cat)
+        assert put(saver, "dog", bytes(1 << 20))  # in place of the cat
+        seen, seq = CacheFeed("", 0, b"", b""), first.seq
+        while not seen.embeddings:
+            seen = agent.watch_cache(first.epoch, seq, timeout_s=20.0)
+            seq = seen.seq
+        assert (seen.is_snapshot, seen.embeddings) == (False, dog)
+        assert agent.watch_cache().embeddings == dog
 
 
 def test_old_embeddings_make_room_for_new_ones(

@@ -199,10 +199,19 @@ async def test_what_a_node_has_is_not_encoded(rig: Rig) -> None:
     assert rig.encoded() == ["b"]
 
 
+async def test_an_image_whose_kvcache_is_cached_is_not_encoded(rig: Rig) -> None:
+    job = structs.replace(image_job(1, "a", "b"), cached_tokens={"p0": 3})
+    result = await rig.front.submit(job)
+    # Each has two tokens, and half of the second one is not cached.
+    assert result.media == {"cached": 1, "encoded": 1}
+    assert result.left_media_tokens == 0
+    assert rig.encoded() == ["b"]
+
+
 async def test_a_broken_image_is_left_to_the_engine_that_prefills(rig: Rig) -> None:
     rig.engines["e0"].status = 400
     result = await rig.front.submit(image_job(1, "a"))
-    assert result.media == {"refused": 1}
+    assert (result.media, result.left_media_tokens) == ({"refused": 1}, 2)
     assert rig.num_prefills == 1
     assert rig.encoded() == ["a"]
 

@@ -162,6 +162,21 @@ def capacity() -> dict[str, Any]:
     }
 
 
+def images() -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "arrangement": "E+P+D",
+        "ttft_p50_ms": 512.0,
+        "ttft_max_ms": 600.0,
+        "body_bytes": 1 << 20,
+        "embedding_bytes": 1 << 21,
+        "kvcache_bytes": 1 << 22,
+    }
+    return {
+        "rows": [row | {"case": "lone"}, row | {"case": "text", "embedding_bytes": 0}],
+        "embeddings": {"E+P+D": {"num_queries": 16, "num_hits": 8}, "EP+D": None},
+    }
+
+
 def prediction() -> list[dict[str, Any]]:
     records = [
         {"target": "local", "ttft_s": 1.0, "predicted_ttft_s": 1.1, "num_retries": 0},

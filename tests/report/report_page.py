@@ -15,6 +15,7 @@ from typing import Final
 
 import report_crossover
 import report_e2e
+import report_images
 import report_load
 import report_peers
 import report_planner
@@ -30,6 +31,7 @@ OF_ONE_BENCH: Final[Mapping[str, Callable[[Sequence[Raw]], Section]]] = {
     "load": report_load.section,
     "prediction": report_prediction.section,
     "capacity": report_planner.section,
+    "images": report_images.section,
 }
 """By bench, its section; in the order of the page, where markers have the same names."""
 PEERS: Final = "peers"

@@ -6,6 +6,7 @@ from raw_cases import (
     crossover,
     e2e,
     grid,
+    images,
     load,
     load_row,
     lone,
@@ -47,7 +48,7 @@ def test_a_page_is_filled_again() -> None:
     ],
 )
 def test_a_page_without_the_right_markers_is_refused(page: str) -> None:
-    with pytest.raises(PageError, match=r"once for each of wan, .*, capacity, peers"):
+    with pytest.raises(PageError, match=r"once for each of wan, .*, images, peers"):
         filled(page, [])
 
 
@@ -60,6 +61,7 @@ def test_what_has_no_raw_results_is_named_and_left_out() -> None:
         "without load",
         "without prediction",
         "without capacity",
+        "without images",
         "without peers",
     ]
 
@@ -77,6 +79,7 @@ def test_every_section_says_where_its_numbers_come_from() -> None:
         "load": [raw("load", load(load_row("prfaas", 1.0, 0.3)))],
         "prediction": [raw("prediction", prediction())],
         "capacity": [raw("capacity", capacity())],
+        "images": [raw("images", images())],
     }
     found, missing = sections(raws)
     assert missing == []

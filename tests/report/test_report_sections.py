@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import report_crossover
 import report_e2e
+import report_images
 import report_load
 import report_peers
 import report_planner
@@ -15,6 +16,7 @@ from raw_cases import (
     crossover,
     e2e,
     grid,
+    images,
     load,
     load_row,
     lone,
@@ -178,6 +180,15 @@ def test_planner_and_simulator_stand_beside_what_was_measured() -> None:
         ["TTFT P50, s", "an engine beside a busy one", "-", "met", "0.3", "0.29", "+3%"],
     ]
     assert "Not measured: three engines (2 cores)." in section.text
+
+
+def test_images_stand_beside_text_of_as_many_tokens() -> None:
+    section = report_images.section([raw("images", images())])
+    assert rows(section, "E+P+D")[-2:] == [
+        ["E+P+D", "new images, a prompt at a time", "512", "600", "1", "2", "4"],
+        ["E+P+D", "text of as many tokens", "512", "600", "1", "0", "4"],
+    ]
+    assert "engines looked for 16 embeddings at their agent, which had 8 of them" in section.text
 
 
 def test_peers_win_where_their_number_is_better() -> None:

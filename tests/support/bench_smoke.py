@@ -279,6 +279,27 @@ def check_capacity(kept: Any) -> None:
     assert len(kept["turns"]) == 4, kept["turns"]
 
 
+def check_images(kept: Any) -> None:
+    rows = kept["rows"]
+    assert [row["case"] for row in rows] == ["lone", "again", "together", "text"], rows
+    for row in rows:
+        assert is_positive(row["num"], row["ttft_p50_ms"], row["body_bytes"]), row
+        assert is_positive(row["embedding_bytes"]) == (row["case"] != "text"), row
+    assert len(kept["raw"]) == 5, kept["raw"]
+
+
+def check_embeddings(kept: Any) -> None:
+    rows = kept["rows"]
+    assert names(rows, "what", "width") == {(w, n) for w in ("bytes", "pull") for n in (64, 256)}
+    for row in rows:
+        if row["what"] == "bytes":
+            kinds = ("png_bytes", "jpeg_bytes", "embedding_bytes", "kvcache_bytes")
+            assert is_positive(*(row[kind] for kind in kinds)), row
+        else:
+            assert is_positive(row["nbytes"], *row["seconds"], *row["transfer_s"]), row
+            assert len(row["seconds"]) == len(row["transfer_s"]) == 2, row
+
+
 CHECKS: Final[dict[str, Callable[[Any], None]]] = {
     "transport": check_transport,
     "lanes": check_lanes,
@@ -295,11 +316,13 @@ CHECKS: Final[dict[str, Callable[[Any], None]]] = {
     "copier": check_copier,
     "loops": check_loops,
     "handoff": check_handoff,
+    "embeddings": check_embeddings,
     "hostile": check_hostile,
     "prediction": check_prediction,
     "region": check_region,
     "e2e": check_e2e,
     "load": check_load,
     "capacity": check_capacity,
+    "images": check_images,
 }
 """By bench, what must be in its JSON after a smoke run. AssertionError names what is not."""

@@ -127,7 +127,7 @@ class TinyVision(TinyModel):
                 yield from _parts_of_projection(renamed)
             else:
                 yield renamed
-        yield from _vision("model.visual")
+        yield from _vision("model.visual", self.config["vision_config"])
 
 
 def _parts_of_projection(fused: Parameter) -> Iterator[Parameter]:
@@ -144,24 +144,24 @@ def _parts_of_projection(fused: Parameter) -> Iterator[Parameter]:
         yield replace(fused, name=name, shape=(num_rows, fused.shape[1]))
 
 
-def _vision(name: str) -> Iterator[Parameter]:
+def _vision(name: str, tower: Mapping[str, Any]) -> Iterator[Parameter]:
     pixels = 3 * _FRAMES * _PATCH * _PATCH
-    merged = _HIDDEN * _MERGE**2
-    hidden = _TEXT["hidden_size"]
-    kernel = (_HIDDEN, 3, _FRAMES, _PATCH, _PATCH)
+    width, hidden = tower["hidden_size"], tower["out_hidden_size"]
+    merged = width * _MERGE**2
+    kernel = (width, 3, _FRAMES, _PATCH, _PATCH)
     yield Parameter(f"{name}.patch_embed.proj.weight", kernel, std=1.0 / math.sqrt(pixels))
-    yield Parameter(f"{name}.patch_embed.proj.bias", (_HIDDEN,))
-    yield Parameter(f"{name}.pos_embed.weight", (_GRID**2, _HIDDEN), std=0.3)
-    for index in range(_DEPTH):
+    yield Parameter(f"{name}.patch_embed.proj.bias", (width,))
+    yield Parameter(f"{name}.pos_embed.weight", (_GRID**2, width), std=0.3)
+    for index in range(tower["depth"]):
         block = f"{name}.blocks.{index}"
         for norm in ("norm1", "norm2"):
-            yield Parameter(f"{block}.{norm}.weight", (_HIDDEN,), mean=1.0)
-            yield Parameter(f"{block}.{norm}.bias", (_HIDDEN,))
-        yield from _affine(f"{block}.attn.qkv", 3 * _HIDDEN, _HIDDEN)
+            yield Parameter(f"{block}.{norm}.weight", (width,), mean=1.0)
+            yield Parameter(f"{block}.{norm}.bias", (width,))
+        yield from _affine(f"{block}.attn.qkv", 3 * width, width)
         for layer in ("attn.proj", "mlp.linear_fc1", "mlp.linear_fc2"):
-            yield from _affine(f"{block}.{layer}", _HIDDEN, _HIDDEN)
-    yield Parameter(f"{name}.merger.norm.weight", (_HIDDEN,), mean=1.0)
-    yield Parameter(f"{name}.merger.norm.bias", (_HIDDEN,))
+            yield from _affine(f"{block}.{layer}", width, width)
+    yield Parameter(f"{name}.merger.norm.weight", (width,), mean=1.0)
+    yield Parameter(f"{name}.merger.norm.bias", (width,))
     yield from _affine(f"{name}.merger.linear_fc1", merged, merged)
     # GELU halves the variance, so that images weigh as much as text.
     yield from _affine(f"{name}.merger.linear_fc2", hidden, merged, gain=2.0)
@@ -180,6 +180,22 @@ TINY_VISION = TinyVision(
     config=CONFIG,
     engine_args=_BASE.engine_args,
 )
+
+BENCH_VISION = replace(
+    TINY_VISION,
+    name="qwen3.5-vision-bench",
+    config={
+        **CONFIG,
+        "vision_config": {
+            **CONFIG["vision_config"],
+            "depth": 8,
+            "hidden_size": 384,
+            "intermediate_size": 384,
+            "num_heads": 6,
+        },
+    },
+)
+"""The same with a vision tower that takes longer than the language model, as images do on GPUs."""
 
 IMAGE_ARGS = ("--limit-mm-per-prompt", '{"image": 8, "video": 0}')
 """What an engine needs beside `TINY_VISION.engine_args`."""

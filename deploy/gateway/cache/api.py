@@ -16,6 +16,7 @@ from deploy.gateway.cache.region_caches import Order
 from kvmanager.agent.messages import (
     CacheModel,
     CacheStatus,
+    EmbeddingStatus,
     ListCacheReply,
     PrefixLeaf,
     StatusReply,
@@ -27,8 +28,9 @@ from scheduler.routing.decision import Decision, Number, RequestShape
 
 
 class NodeCacheStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One node's prefix cache. `error` says why the agent's numbers are missing. `hit_share` is the
-    share of the looked-up tokens that were cached. `directory` is None if the directory does not
+    """One node's prefix cache and embeddings. `error` says why the agent's numbers are missing.
+    `hit_share` is the share of the looked-up tokens that were cached, `embedding_hit_share` that of
+    the looked-up media whose embeddings were there. `directory` is None if the directory does not
     know the node.
     """
 
@@ -39,6 +41,8 @@ class NodeCacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheStatus | None = None
     hit_share: float | None = None
     directory: NodeState | None = None
+    embeddings: EmbeddingStatus | None = None
+    embedding_hit_share: float | None = None
 
 
 class CacheOverview(msgspec.Struct, frozen=True):
@@ -201,9 +205,9 @@ def _node_cache(
 ) -> NodeCacheStatus:
     # A string is the error of an agent that did not answer.
     if isinstance(status, str):
-        cache, error = None, status
+        cache, embeddings, error = None, None, status
     else:
-        cache = status.cache
+        cache, embeddings = status.cache, status.embeddings
         error = "this agent keeps no prefix cache" if cache is None else ""
     return NodeCacheStatus(
         cluster=name.cluster,
@@ -213,6 +217,10 @@ def _node_cache(
         cache=cache,
         hit_share=None if cache is None else hit_share(cache),
         directory=known,
+        embeddings=embeddings,
+        embedding_hit_share=embeddings.num_hits / embeddings.num_queries
+        if embeddings is not None and embeddings.num_queries
+        else None,
     )
 
 

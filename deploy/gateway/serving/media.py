@@ -13,6 +13,7 @@ from deploy.gateway.serving.exchange import Exchange, Services
 from deploy.gateway.serving.planning import RequestPlan
 from local_pd.errors import PdError
 from local_pd.messages import DirectTarget
+from prfaas.encoding.chats import named_media
 from prfaas.encoding.values import EncodeDone, EncodeOrder
 
 logger = logging.getLogger("prfaas.deploy.gateway")
@@ -35,13 +36,18 @@ async def encode_media(
     report = services.reports().get(pd)
     if report is None or report.encode is None:
         return EncodeDone()
-    keys, grant = embedding_grant(services.granter, report, plan.media)
+    names = [one.identifier for one in plan.media]
+    if services.granter is not None and not names:
+        # A prompt that was not counted: its body has the names.
+        names = list(named_media(inbound.body))
+    keys, grant = embedding_grant(services.granter, report, names)
     order = EncodeOrder(
         request_id=exchange.request_id,
         chat=inbound.body,
         instance=target.instance,
         model=inbound.model,
         media=plan.media,
+        cached_tokens=plan.shape.local_cached_tokens,
         tenant=exchange.record.tenant,
         traceparent=exchange.span.traceparent,
         granted_keys=keys,

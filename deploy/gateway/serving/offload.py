@@ -264,7 +264,7 @@ class Offload:
         target, services = self._routed.target, self._services
         reports = services.reports() if target == HAND_OFF else services.prefill_reports()
         report = reports.get(self._routed.pd if target == HAND_OFF else target)
-        return embedding_grant(services.granter, report, self._media)
+        return embedding_grant(services.granter, report, [one.identifier for one in self._media])
 
     def _predicted_wait_s(self) -> float:
         """How long the prefill is expected to wait for an instance."""

@@ -115,7 +115,7 @@ def _links(region: Mapping[str, Any], links: Iterable[Mapping[str, Any]]) -> dic
 
 
 def _cache(row: Mapping[str, Any]) -> Row:
-    cache = row.get("cache") or {}
+    cache, embeddings = row.get("cache") or {}, row.get("embeddings") or {}
     return _shortened(
         {
             "cluster": row["cluster"],
@@ -126,6 +126,9 @@ def _cache(row: Mapping[str, Any]) -> Row:
             "num_blocks": cache.get("num_blocks"),
             "hit_tokens": sum((cache.get("hit_tokens") or {}).values()),
             "evictions": sum((cache.get("evictions") or {}).values()),
+            "num_embeddings": embeddings.get("num_embeddings"),
+            "embedding_bytes": embeddings.get("held_bytes"),
+            "embedding_hit_share": row.get("embedding_hit_share"),
         }
     )
 

@@ -1,13 +1,14 @@
-"""The feed that tells followers what a node's prefix cache holds of each block, and what changes.
+"""The feed that tells followers what a node holds of each block and which embeddings it has.
 
 Pure: no waiting, no clock. It knows neither where parts lie nor who follows.
 
-Every change of a block gets the next even sequence number. The log keeps only the latest change of
-each block, and keeps held blocks and gone blocks apart. A follower that names a number gets the
-changes after it. A follower that starts from nothing gets the held blocks in the order of their
-latest change, page by page. An odd number identifies such a reading: how far it has come and when
-it began. No more gone blocks are remembered than blocks are held, or a reply takes; a follower that
-may have missed one starts from nothing again.
+An embedding is a block with a flag of its own here, which no message shows. Every change of a block
+gets the next even sequence number. The log keeps only the latest change of each block, and keeps
+held blocks and gone blocks apart. A follower that names a number gets the changes after it. A
+follower that starts from nothing gets the held blocks in the order of their latest change, page by
+page. An odd number identifies such a reading: how far it has come and when it began. No more gone
+blocks are remembered than blocks are held, or a reply takes; a follower that may have missed one
+starts from nothing again.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ MAX_CURSORS: Final = 256
 
 _BITS_PER_TIER: Final = len(PartKind)
 _ENGINE_SHIFT: Final = _BITS_PER_TIER * len(Tier)
+_ENGINE_FLAGS: Final = ((1 << _BITS_PER_TIER) - 1) << _ENGINE_SHIFT
+_EMBEDDING: Final = 1 << _BITS_PER_TIER + _ENGINE_SHIFT
 _MAX_PARTS: Final = 256
 
 
@@ -81,12 +84,18 @@ class FeedLog:
         """
         for key, kinds in blocks:
             short = key[:SHORT_KEY_BYTES]
-            ours = self._flags.get(short, 0) & ((1 << _ENGINE_SHIFT) - 1)
-            self._set(short, ours | kinds << _ENGINE_SHIFT, now_s)
+            others = self._flags.get(short, 0) & ~_ENGINE_FLAGS
+            self._set(short, others | kinds << _ENGINE_SHIFT, now_s)
+
+    def embedding_changed(self, key: bytes, is_here: bool, now_s: float) -> None:
+        """Note that an embedding has come or gone."""
+        short = key[:SHORT_KEY_BYTES]
+        others = self._flags.get(short, 0) & ~_EMBEDDING
+        self._set(short, others | (_EMBEDDING if is_here else 0), now_s)
 
     def flags(self, key: bytes) -> int:
         """The flags of a block now, as in `messages.CacheFeed`."""
-        return self._flags.get(key[:SHORT_KEY_BYTES], 0)
+        return self._flags.get(key[:SHORT_KEY_BYTES], 0) & ~_EMBEDDING
 
     def has_news(self, epoch: str, after_seq: int) -> bool:
         """Whether `read` would answer with anything new."""
@@ -118,14 +127,18 @@ class FeedLog:
             seq = self._cursor(page[-1][1].seq, begun)
         else:
             seq = page[-1][1].seq
+        flags = {key: self._flags.get(key, 0) for key, _ in page}
+        # What is gone was one or the other, and is among the blocks.
+        blocks = {key: held & ~_EMBEDDING for key, held in flags.items() if held != _EMBEDDING}
         return messages.CacheFeed(
             epoch=self.epoch,
             seq=seq,
-            keys=b"".join(key for key, _ in page),
-            flags=struct.pack(f"<{len(page)}H", *(self._flags.get(key, 0) for key, _ in page)),
+            keys=b"".join(blocks),
+            flags=struct.pack(f"<{len(blocks)}H", *blocks.values()),
             is_snapshot=not known,
             more=more,
             age_s=max(0.0, now_s - page[0][1].at_s) if known and page else 0.0,
+            embeddings=b"".join(key for key, held in flags.items() if held & _EMBEDDING),
         )
 
     def _cursor(self, position: int, begun: int) -> int:

@@ -15,15 +15,14 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Final
 
-from kvmanager.agent import messages
-from kvmanager.agent.cache.feed import FeedLog
+from kvmanager.agent.cache.node_feed import NodeFeed
 from kvmanager.agent.cache.request_records import CacheEffect, Fetch, LacksWorkers, Seal, Tell
 from kvmanager.agent.cache.requests import CacheRequests
 from kvmanager.agent.cache.store import PartStore
 from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.engines.protocol import AgentMessage, CacheMessage
 from kvmanager.agent.kept_arena import KeptArena
-from kvmanager.agent.messages import CacheStatus, ListCache, ListCacheReply, WatchCache
+from kvmanager.agent.messages import CacheStatus, ListCache, ListCacheReply
 from kvmanager.agent.reports import cache_status, cached_prefix
 from kvmanager.agent.transfer_io import now_s
 from kvmanager.config_files.fields import GIB
@@ -38,11 +37,8 @@ from transport.tasks import start_task
 
 logger = logging.getLogger("prfaas.kvmanager.agent")
 
-FEED_BATCH_S: Final = 0.02
-"""Time for which a follower's answer waits for changes that come together with the first one."""
 PARTS_PER_STEP: Final = 128
 """Parts that get memory, or are committed, in one turn of the event loop, which takes some 5 ms."""
-MAX_WATCH_S: Final = 60.0
 MAX_LISTED: Final = 10_000
 
 
@@ -54,10 +50,13 @@ class AgentCache:
         config: AgentConfig,
         kept: KeptArena,
         send: Callable[[int, AgentMessage], None],
+        feed: NodeFeed,
     ) -> None:
-        """Raises SsdError when the SSD's directory cannot be used."""
+        """Followers of `feed` are told of changes. Raises SsdError when the SSD's directory cannot
+        be used.
+        """
         self.placement = config.placement
-        self.feed = FeedLog()
+        self._feed = feed
         self._config = config
         self._kept = kept
         self._send = send
@@ -82,7 +81,6 @@ class AgentCache:
             on_end=self.store.parts.forget,
         )
         self._tasks: set[asyncio.Task[None]] = set()
-        self._news = asyncio.Event()
         self._closed = False
         self.num_promotions = 0
         """Landings of which parts were copied into the cache."""
@@ -97,7 +95,6 @@ class AgentCache:
     async def close(self) -> None:
         """End all work that is under way. Nothing touches the arena's memory afterwards."""
         self._closed = True
-        self._news.set()
         await self.store.stop()
         if self._tasks:
             await asyncio.wait(set(self._tasks))
@@ -214,21 +211,6 @@ class AgentCache:
 
     # ---- for followers
 
-    async def watch(self, request: WatchCache) -> messages.CacheFeed:
-        """The changes after the request's number; waits for one if there is none yet."""
-        if not self.feed.has_news(request.epoch, request.after_seq):
-            try:
-                async with asyncio.timeout(min(request.timeout_s, MAX_WATCH_S)):
-                    while not self.feed.has_news(request.epoch, request.after_seq):
-                        self._news.clear()
-                        await self._news.wait()
-                        if self._closed:
-                            break
-                    await asyncio.sleep(FEED_BATCH_S)
-            except TimeoutError:
-                pass
-        return self.feed.read(request.epoch, request.after_seq, now_s())
-
     async def list_prefixes(self, request: ListCache) -> ListCacheReply:
         """The first prefixes in the order that is asked for."""
         limit = max(0, min(request.limit, MAX_LISTED))
@@ -244,8 +226,7 @@ class AgentCache:
 
     def engine_blocks_changed(self, blocks: Sequence[tuple[bytes, int]]) -> None:
         """Tell followers which kinds of these blocks GPUs hold now, as (short key, kind bits)."""
-        self.feed.engine_changed(blocks, now_s())
-        self._news.set()
+        self._feed.engine_changed(blocks)
 
     def status(self) -> CacheStatus:
         """The cache's present numbers."""
@@ -278,8 +259,7 @@ class AgentCache:
 
     def _changed(self, change: PoolChange) -> None:
         self.store.part_changed(change)
-        self.feed.part_changed(change, now_s())
-        self._news.set()
+        self._feed.part_changed(change)
 
     def spawn(self, work: Coroutine[None, None, None], doing: str) -> asyncio.Task[None]:
         """A failed task costs at most its own parts and is only logged: the cache must go on."""

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from kvmanager.agent.cache.node_feed import NodeFeed
 from kvmanager.agent.config import AgentConfig
 from kvmanager.agent.engines.protocol import (
     AgentMessage,
@@ -46,11 +47,14 @@ class AgentEmbeddings:
         kept: KeptArena,
         make_room: Callable[[int], bool] | None,
         send: Callable[[int, AgentMessage], None],
+        feed: NodeFeed,
     ) -> None:
+        """Followers of `feed` are told which embeddings come and go."""
         self._drain_s = config.drain_s
         self._block_bytes = config.block_bytes
         self._max_blocks = config.num_embedding_blocks
         self._send = send
+        self._feed = feed
         self._hellos: dict[int, EncoderHello] = {}
         """Of the encoders that are connected, by connection."""
         self.cache = EmbeddingCache(
@@ -132,7 +136,8 @@ class AgentEmbeddings:
         self.cache.connect(conn_id)
         return conn_id
 
-    def _changed(self, _key: bytes, _is_here: bool) -> None:
+    def _changed(self, key: bytes, is_here: bool) -> None:
+        self._feed.embedding_changed(key, is_here)
         self._news.set()
 
     def encoders(self) -> list[EncoderStatus]:

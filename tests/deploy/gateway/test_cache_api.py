@@ -1,10 +1,13 @@
 """What /prfaas/cache answers, from what agents and the directory say."""
 
+from msgspec import structs
+
 from deploy.gateway.cache.api import KeyNames, explanation, hot_prefixes, node_caches
 from deploy.gateway.cache.cached_prompt import CachedPrompt, CachePlaces, PdNodes, prompt_keys
 from kvmanager.agent.messages import (
     CacheModel,
     CacheStatus,
+    EmbeddingStatus,
     ListCacheReply,
     PrefixLeaf,
     StatusReply,
@@ -52,6 +55,10 @@ def test_every_node_is_listed_with_what_is_known_of_it() -> None:
     assert nodes[1].hit_share == 0.25
     assert nodes[1].directory == known
     assert nodes[0].cache is None
+    assert nodes[1].embeddings is nodes[1].embedding_hit_share is None
+    kept = EmbeddingStatus(3, 100, 1000, num_queries=8, num_hits=6)
+    (told,) = node_caches({B2: "b2:1"}, {B2: structs.replace(status(None), embeddings=kept)}, [])
+    assert (told.embeddings, told.embedding_hit_share) == (kept, 0.75)
     assert node_caches({B1: "b1:1"}, {B1: status(CacheStatus())}, [])[0].hit_share is None
 
 

@@ -21,7 +21,7 @@ from deploy.gateway.scheduling.config import SchedulingConfig
 from deploy.gateway.scheduling.plan_overview import PlanDecision
 from deploy.gateway.ui import feed
 from deploy.gateway.ui.view import View, view
-from kvmanager.agent.messages import CacheStatus
+from kvmanager.agent.messages import CacheStatus, EmbeddingStatus
 from netmon.estimate import LinkCondition
 from prfaas.engines.errors import PrefillFailed
 
@@ -193,8 +193,17 @@ async def test_a_thousand_instances_scroll_smoothly_in_the_dark(open_region: Any
 def with_caches_and_decisions(pages: Mapping[str, Any]) -> View:
     """The view of a region whose nodes keep caches and whose plan has decided."""
     cache = CacheStatus(num_blocks=553, nbytes={"arena/kv": 144_900_000}, evictions={"arena/kv": 7})
+    embeddings = EmbeddingStatus(12, held_bytes=3 << 20, cap_bytes=8 << 20)
     nodes = [
-        NodeCacheStatus(cluster="home", node="b1", agent="b1:1", cache=cache, hit_share=0.42),
+        NodeCacheStatus(
+            cluster="home",
+            node="b1",
+            agent="b1:1",
+            cache=cache,
+            hit_share=0.42,
+            embeddings=embeddings,
+            embedding_hit_share=0.75,
+        ),
         NodeCacheStatus(cluster="far", node="a1", agent="a1:1", error="it does not answer"),
     ]
     decision = PlanDecision(

@@ -40,11 +40,13 @@ class Follower:
     def __init__(self) -> None:
         self.epoch, self.seq = "", 0
         self.held: dict[bytes, int] = {}
+        self.embeddings: set[bytes] = set()
         self.num_snapshots = 0
 
     def apply(self, reply: messages.CacheFeed) -> None:
         if reply.is_snapshot:
             self.held.clear()
+            self.embeddings.clear()
             self.num_snapshots += 1
         self.epoch, self.seq = reply.epoch, reply.seq
         keys = [reply.keys[i : i + 8] for i in range(0, len(reply.keys), 8)]
@@ -53,6 +55,8 @@ class Follower:
                 self.held[name] = flags
             else:
                 self.held.pop(name, None)
+                self.embeddings.discard(name)
+        self.embeddings |= {reply.embeddings[i : i + 8] for i in range(0, len(reply.embeddings), 8)}
 
     def catch_up(self, feed: FeedLog, max_keys: int = 1000) -> None:
         for _ in range(1000):
@@ -96,6 +100,27 @@ def test_a_follower_gets_what_changed_and_how_old_it_is() -> None:
     assert follower.held == {key(2)[:8]: ARENA_KV}
     nothing = feed.read(follower.epoch, follower.seq, 9.0)
     assert (nothing.keys, nothing.seq) == (b"", follower.seq)
+
+
+def test_embeddings_come_and_go_among_the_blocks() -> None:
+    feed, follower = FeedLog(), Follower()
+    feed.part_changed(change(1), 1.0)
+    feed.embedding_changed(key(2), True, 2.0)
+    feed.embedding_changed(key(3), True, 2.0)
+    first = feed.read("", 0, 5.0)
+    # A directory of the release before knows no more flags than these.
+    assert (first.keys, first.flags) == (key(1)[:8], struct.pack("<H", ARENA_KV))
+    follower.apply(first)
+    assert follower.embeddings == {key(2)[:8], key(3)[:8]}
+    seq = feed.seq
+    feed.embedding_changed(key(2), True, 6.0)
+    assert feed.seq == seq
+    feed.embedding_changed(key(2), False, 6.0)
+    reply = feed.read(follower.epoch, follower.seq, 7.0)
+    assert (reply.keys, reply.flags, reply.embeddings) == (key(2)[:8], b"\0\0", b"")
+    follower.apply(reply)
+    assert (follower.embeddings, follower.held) == ({key(3)[:8]}, {key(1)[:8]: ARENA_KV})
+    assert feed.flags(key(3)) == 0
 
 
 def test_what_does_not_change_the_flags_is_no_news() -> None:
@@ -181,9 +206,14 @@ def test_followers_end_up_with_what_is_held(seed: int, keep_gone: int, page: int
     """Whatever happens between two pages."""
     rng = random.Random(seed)
     feed, followers = FeedLog(keep_gone), [Follower() for _ in range(3)]
+    here: set[int] = set()
     for _ in range(300):
         number, part = rng.randrange(40), rng.choice((0, 3))
         if rng.random() < 0.2:
+            is_here = rng.random() < 0.5
+            feed.embedding_changed(key(40 + number), is_here, 0.0)
+            (here.add if is_here else here.discard)(40 + number)
+        elif rng.random() < 0.2:
             feed.engine_changed([(key(number), rng.randrange(8))], 0.0)
         else:
             feed.part_changed(change(number, part, stored=rng.random() < 0.5), 0.0)
@@ -194,3 +224,4 @@ def test_followers_end_up_with_what_is_held(seed: int, keep_gone: int, page: int
     for follower in followers:
         follower.catch_up(feed, page)
         assert follower.held == wanted
+        assert follower.embeddings == {key(number)[:8] for number in here}

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmanager.agent.messages import CacheFeed, CacheModel
+from kvmanager.directory.coverage import EMBEDDING_FLAG
 from kvmanager.directory.directory import FROM_THE_BEGINNING, Directory
 from kvmanager.directory.errors import FeedError
 from kvmanager.directory.messages import Hit, NodeName, ResumeRule
@@ -52,10 +53,13 @@ def feed(
     return CacheFeed(
         epoch=epoch,
         seq=seq,
-        keys=b"".join(key[:8] for key in holds),
-        flags=b"".join(flags.to_bytes(2, "little") for flags in holds.values()),
+        keys=b"".join(key[:8] for key, flags in holds.items() if flags != EMBEDDING_FLAG),
+        flags=b"".join(
+            flags.to_bytes(2, "little") for flags in holds.values() if flags != EMBEDDING_FLAG
+        ),
         is_snapshot=snapshot,
         more=more,
+        embeddings=b"".join(key[:8] for key, flags in holds.items() if flags == EMBEDDING_FLAG),
     )
 
 
@@ -152,7 +156,7 @@ class Agent:
 
     def change(self, num_blocks: int) -> CacheFeed:
         chosen = self.rng.choices(KEYS, k=num_blocks)
-        news = {key: self.rng.choice([0, 0, 1, 5, 8, 64, 73]) for key in chosen}
+        news = {key: self.rng.choice([0, 0, 1, 5, 8, 64, 73, EMBEDDING_FLAG]) for key in chosen}
         self.seq += num_blocks
         self.holds = {key: flags for key, flags in (self.holds | news).items() if flags}
         return feed(news, self.seq, epoch=self.epoch)
@@ -192,9 +196,13 @@ def test_a_rebuilt_directory_equals_one_that_lived_through_all_events(seed: int)
         for page in agent.pages(7):
             assert rebuilt.apply(node, page, 300.0)
     assert all(rebuilt.holders(key) == lived.holders(key) for key in KEYS)
-    assert [state.num_blocks for state in lived.nodes(0.0)] == [
-        len(agents[node].holds) for node in sorted(NODES)
-    ]
+    for state in lived.nodes(0.0):
+        held = list(agents[NodeName(state.cluster, state.node)].holds.values())
+        num_embeddings = held.count(EMBEDDING_FLAG)
+        assert (state.num_blocks, state.num_embeddings) == (
+            len(held) - num_embeddings,
+            num_embeddings,
+        )
     assert {node: lived.position(node) for node in NODES} == {
         node: rebuilt.position(node) for node in NODES
     }
@@ -253,6 +261,7 @@ def test_a_node_never_heard_of_begins_with_a_snapshot() -> None:
         (CacheFeed("e", 2, KEYS[0][:7], b"\x01\x00"), "7 bytes of keys"),
         (CacheFeed("e", 2, KEYS[0][:8], b"\x00\x02"), "0x200 have bits beyond 0x1ff"),
         (CacheFeed("", 2, b"", b""), "epoch ''"),
+        (CacheFeed("e", 2, b"", b"", embeddings=b"a"), "1 bytes are no keys of embeddings"),
         (CacheFeed("e", -1, b"", b""), "seq -1"),
     ],
 )
@@ -265,6 +274,30 @@ def test_a_bad_message_is_an_error_and_the_node_is_asked_for_everything(
     assert "near/n0" in str(caught.value)
     assert directory.position(NODES[0]) == FROM_THE_BEGINNING
     assert directory.match(RULE, KEYS, 0.0)[0].kv_blocks == 1
+
+
+def test_who_has_an_embedding_is_known_until_it_or_its_node_goes() -> None:
+    directory = holding(
+        {
+            NODES[0]: {KEYS[0]: EMBEDDING_FLAG, KEYS[1]: KV},
+            NODES[1]: {KEYS[0]: EMBEDDING_FLAG, KEYS[2]: EMBEDDING_FLAG},
+        }
+    )
+    assert directory.embedding_holders(KEYS[:4]) == [
+        [NODES[0], NODES[1]],
+        [],  # a block is no embedding
+        [NODES[1]],
+        [],
+    ]
+    assert directory.embedding_holders([]) == []
+    assert directory.match(RULE, KEYS[:1], 0.0) == []  # nor is an embedding a block
+    assert directory.apply(NODES[1], feed({KEYS[0]: 0}, 2), 0.0)
+    assert directory.embedding_holders(KEYS[:1]) == [[NODES[0]]]
+    # The node has started anew, with nothing.
+    assert directory.apply(NODES[0], feed({}, epoch="f", snapshot=True), 0.0)
+    assert directory.embedding_holders(KEYS[:1]) == [[]]
+    directory.forget(NODES[1])
+    assert directory.embedding_holders(KEYS[2:3]) == [[]]
 
 
 def test_a_forgotten_node_holds_nothing_and_its_column_serves_another() -> None:

@@ -99,6 +99,11 @@ const tables = {
     { title: "Held", className: "number", text: (row) => bytes(row.nbytes) },
     { title: "Blocks", className: "number", text: (row) => tokens(row.num_blocks) },
     { title: "Evictions", className: "number", text: (row) => tokens(row.evictions) },
+    { title: "Embeddings", className: "number", text: (row) => {
+      if (!row.num_embeddings) return "–";
+      const hits = row.embedding_hit_share == null ? "" : `, ${percent(row.embedding_hit_share)} hits`;
+      return `${tokens(row.num_embeddings)}, ${bytes(row.embedding_bytes)}${hits}`;
+    } },
     { title: "State", className: "why", text: (row) => row.error || "ok" },
   ], { empty: "This region keeps no prefix caches.", order: by("cluster", "node") }),
   gateways: new Table(find(".gateways"), [
