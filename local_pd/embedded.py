@@ -269,7 +269,8 @@ class EmbeddedPdCluster:
 
     async def encode(self, order: EncodeOrder) -> EncodeDone:
         instance = self._instances.by_name.get(order.instance)
-        if instance is None or self._closed or not self._stage.is_there:
+        # The instance decodes itself: to encode on another one that does would move work about.
+        if instance is None or self._closed or not self._stage.is_apart:
             return EncodeDone()
         media = Media.whole(order, instance.spec.agent)
         encoded = await self._stage.bring(media, await self._stage.encode(media), instance)

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.gateway.serving.records import Outcome, RequestRecord
-from deploy.ops.media_words import media_words
+from deploy.ops.media_words import media_facts
 from deploy.table_style import new_table, say
 from kvmanager.config_files.units import format_age, format_bytes, format_rate
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Number, Reason
@@ -23,7 +23,6 @@ _ROWS: Final = (
     ("turn into tokens", "", "render_s"),
     ("look up cached", "", "look_up_s"),
     ("move cache", "move_s", "move_s"),
-    ("encode media", "encode_s", ""),
     ("reserve", "", "reserve_s"),
     ("encode media", "encode_s", "encode_s"),
     ("queue", "queue_s", "queue_s"),
@@ -199,8 +198,7 @@ def _facts(record: RequestRecord, now_s: float) -> Iterator[tuple[str, str]]:
     yield "prompt", _prompt(record)
     if cached := _cached(record):
         yield "cached", cached
-    if record.media:
-        yield "media", media_words(record.media)
+    yield from media_facts(record)
     if record.cache_move:
         yield "cache move", record.cache_move
     numbers = record.numbers

@@ -44,7 +44,7 @@ _LEGEND: Final = {
 }
 """The groups of parts, named as on the gateway's page."""
 _LETTERS: Final = {
-    **dict.fromkeys(("read", "render", "look_up", "move", "reserve"), "b"),
+    **dict.fromkeys(("read", "media", "render", "look_up", "move", "reserve"), "b"),
     "encode": "e",
     **dict.fromkeys(("queue", "open", "engine_queue"), "q"),
     "prefill": "p",

@@ -110,6 +110,11 @@ class EncodeStage:
         """Whether an instance of the cluster encodes for others."""
         return any(item.encodes for item in self._instances.by_name.values())
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether an instance does nothing else than encoding for others."""
+        return any(item.role == "encode" for item in self._instances.by_name.values())
+
     def running_on(self, instance: str) -> int:
         """The media that an instance encodes for others."""
         return self._queue.running_on(instance)

@@ -103,8 +103,6 @@ class Media:
             items=order.media,
             nodes=frozenset((node,)),
             cached_tokens=order.cached_tokens,
-            # The instance decodes itself, so that to encode on another one that does would only
-            # move work about.
             may_delay_decodes=False,
             tenant=order.tenant,
             traceparent=order.traceparent,

@@ -47,6 +47,7 @@ from engine_region import (
 )
 from handoff import Handoff
 from landed_items import items_of
+from load_tools import vllm_bench_serve
 from otlp_receiver import OtlpReceiver, ReceivedSpan, check_tree
 from prometheus_server import needs_prometheus
 
@@ -267,6 +268,27 @@ async def test_official_clients_get_a_plain_engines_answers(served: Served) -> N
     num_requests = len(answers) - len(LOCAL_CALLS) + NUM_CHOICES - 1
     assert await computed_tokens(region, "b1-decode") - computed == num_requests
     await everything_is_given_back(region)
+
+
+@serving(WINDOW_CACHED_TLS)
+async def test_vllm_bench_serve_asks_a_region_as_it_asks_an_engine(
+    served: Served, models_dir: Path, tmp_path: Path
+) -> None:
+    before = await records(served.region)
+    path = await asyncio.to_thread(model_dir, models_dir, served.model)
+    found = await vllm_bench_serve(
+        served.region.gateway_url, served.model, path, tmp_path, num_prompts=4, num_tokens=600
+    )
+    assert (found["completed"], found["failed"]) == (4, 0)
+    assert found["total_output_tokens"] == 4 * 8
+    assert 0 < found["p50_ttft_ms"] <= found["p99_ttft_ms"] <= found["p99_e2el_ms"]
+    after = await records(served.region)
+    made = [record for key, record in after.items() if key not in before]
+    # The tool lets the endpoint count a prompt, too.
+    assert sorted((record["outcome"], record["route"], record["reason"]) for record in made) == [
+        ("ok", "direct", "forwarded"),
+        *[("ok", "prefill_cluster", "above_threshold")] * 4,
+    ]
 
 
 async def computed_tokens(region: RunningRegion, instance: str) -> float:

@@ -140,23 +140,29 @@ def test_an_agent_that_keeps_none_refuses_encoders(tmp_path: Path) -> None:
         saver.close()
 
 
-def test_a_saver_waits_for_no_silent_agent() -> None:
+def test_a_saver_waits_for_a_silent_agent_once() -> None:
     class Silent:
         arena = None
 
         def put(self, key: bytes, nbytes: int) -> bool:
+            asked.append(key)
             return True
 
         def cancel(self, key: bytes) -> bool:
             cancelled.append(key)
             return True
 
+    asked: list[bytes] = []
     cancelled: list[bytes] = []
     saver = EmbeddingSaver(Silent(), ENCODER, timeout_s=0.01)  # type: ignore[arg-type]
     assert not put(saver, "cat")
     key = embedding_key(ENCODER, "cat")
+    assert not put(saver, "dog")
+    assert asked == [key]
     saver.on_embedding_room(EmbeddingRoom(key, [(0, 1)]))  # too late
     assert cancelled == [key]
+    assert not put(saver, "dog")
+    assert asked == [key, embedding_key(ENCODER, "dog")]
 
 
 def test_a_lost_connection_ends_a_wait() -> None:

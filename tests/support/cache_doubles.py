@@ -23,6 +23,8 @@ class FakeDirectory:
     def __init__(self, held: Mapping[NodeName, int] = {}) -> None:
         self.held = held
         self.states: list[NodeState] = []
+        self.embeddings: dict[bytes, list[NodeName]] = {}
+        self.embeddings_asked: list[list[bytes]] = []
         self.asked: list[tuple[ResumeRule, list[bytes]]] = []
         self.followed: Mapping[NodeName, str] = {}
         self.is_closed = False
@@ -30,6 +32,10 @@ class FakeDirectory:
     async def match(self, rule: ResumeRule, keys: Sequence[bytes]) -> list[NodeCoverage]:
         self.asked.append((rule, list(keys)))
         return [coverage(name, num_blocks) for name, num_blocks in self.held.items()]
+
+    async def embedding_holders(self, keys: Sequence[bytes]) -> list[list[NodeName]]:
+        self.embeddings_asked.append(list(keys))
+        return [self.embeddings.get(key, []) for key in keys]
 
     async def nodes(self) -> list[NodeState]:
         return self.states

@@ -29,7 +29,6 @@ from deploy.gateway.intake.inbound import (
     InboundRequest,
     kind_of,
     parsing_request,
-    salted,
 )
 from deploy.gateway.intake.limits import AcceptedBody, Limits
 from deploy.gateway.intake.traced import RequestTraces
@@ -154,14 +153,18 @@ class Intake:
     ) -> Exchange:
         kind = kind or kind_of(accepted.body)
         inbound = await in_turns(
-            parsing_request(kind, accepted.body, template_tokens=self.template_tokens)
+            parsing_request(
+                kind,
+                accepted.body,
+                template_tokens=self.template_tokens,
+                salt_of=partial(self.salts.salt, tenant),
+            )
         )
         # What is learnt of a model must not depend on whether clients bother to name it.
         model, adapter = self.models.resolve(inbound.model)
         inbound = msgspec.structs.replace(inbound, model=model, adapter=adapter)
         self._check_priority(tenant, inbound, request.headers)
         home = self.homes.home(tenant, inbound.model, request.headers.get(HOME_HEADER))
-        inbound = salted(inbound, self.salts.salt(tenant, inbound.cache_salt))
         accepted.body = inbound.body  # one copy of it is enough
         headers = engine_headers(request.headers, inbound)
         span = self.traces.begin(inbound, request.headers, headers["traceparent"], started_s)

@@ -11,6 +11,7 @@ This file does not know routes, tokenizers or HTTP.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -55,6 +56,8 @@ _LEAST_OUTPUT_TOKENS: Final = 16
 _MOST: Final = 1 << 40
 """Bounds numbers that clients send, and work made of them: recordings have integers of 64 bits."""
 _NOTHING_LEARNT: Final = LengthEstimator()
+SaltOf = Callable[[str | None], str | None]
+"""Makes the salt of a request of the client's own."""
 
 
 class InboundRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,8 +106,13 @@ class InboundRequest(msgspec.Struct, frozen=True, kw_only=True):
         return min(num_prefills * num_prompt_tokens + num_output_tokens, _MOST)
 
 
-def parsing_request(kind: Kind, body: bytes, *, template_tokens: int) -> Steps[InboundRequest]:
-    """Read what routing needs, a long list of ids in short steps.
+def parsing_request(
+    kind: Kind, body: bytes, *, template_tokens: int, salt_of: SaltOf = lambda own: own
+) -> Steps[InboundRequest]:
+    """Read what routing needs, a long list of ids and megabytes of media in short steps.
+
+    The request has the salt that `salt_of` makes of the client's, in the body too. Names of media
+    are good with this salt only.
 
     Raises `ApiError` 400 with the byte position for what is not a JSON object.
     """
@@ -118,21 +126,30 @@ def parsing_request(kind: Kind, body: bytes, *, template_tokens: int) -> Steps[I
     token_ids = yield from _client_token_ids(kind, fields)
     content = prompt_content(kind, body, fields, token_ids)
     bound_tokens, named = len(body) + template_tokens, None
+    own_salt = _string("cache_salt", fields.cache_salt)
+    salt = salt_of(own_salt)
     addresses: tuple[MediaAddress, ...] = ()
     if kind != "completion":
-        # No name of a client may be one that is made of content. Engines take what has a name for
-        # a medium, whatever its type.
         try:
-            body = with_own_names(body, "")
+            if content.has_media:
+                yield
+            # Engines take what has a name for a medium, whatever its type.
+            body = with_own_names(body, salt)
+            if content.has_media:
+                yield
             addresses = media_addresses(body)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise _invalid_json(body, error) from None
     if content.has_media and not addresses:
-        named = _with_named_media(kind, fields, body, sum(content.media.values()))
         yield
+        named = _with_named_media(kind, fields, body, sum(content.media.values()), salt)
+        yield
+        body = body if named is None else named
+    if salt != own_salt:
+        body = _with_field(body, b"cache_salt", salt)
     return InboundRequest(
         kind=kind,
-        body=body if named is None else named,
+        body=body,
         model=_string("model", fields.model) or "",
         shape=_shape(
             kind,
@@ -144,7 +161,7 @@ def parsing_request(kind: Kind, body: bytes, *, template_tokens: int) -> Steps[I
         ),
         content=content,
         token_ids=token_ids,
-        cache_salt=_string("cache_salt", fields.cache_salt),
+        cache_salt=salt,
         priority=optional(_int64_decoder, fields.priority) or 0,
         may_go_first=is_set(fields.priority) and not _is_plain_number(fields.priority),
         num_choices=max(_number(fields.n, 1), _number(fields.best_of, 1)),
@@ -166,7 +183,7 @@ def with_fetched_media(request: InboundRequest, body: bytes) -> InboundRequest:
     named, num_media = None, sum(request.content.media.values())
     if num_media:
         fields = _body_decoder.decode(body)
-        named = _with_named_media(request.kind, fields, body, num_media)
+        named = _with_named_media(request.kind, fields, body, num_media, request.cache_salt)
     shape = msgspec.structs.replace(
         request.shape, has_bound_media=request.content.has_media and named is None
     )
@@ -199,18 +216,6 @@ def without_pixels(body: bytes) -> bytes:
     (vLLM's `mm_payload`).
     """
     return _with_field(body, b"mm_payload", "none")
-
-
-def salted(request: InboundRequest, cache_salt: str | None) -> InboundRequest:
-    """The request with this salt, in the body too, whatever salt the client has sent. Names that
-    the client gives media are good with this salt only.
-    """
-    if cache_salt == request.cache_salt:
-        return request
-    body = _with_field(request.body, b"cache_salt", cache_salt)
-    if cache_salt is not None:
-        body = with_own_names(body, cache_salt)
-    return msgspec.structs.replace(request, body=body, cache_salt=cache_salt)
 
 
 def _with_field(body: bytes, name: bytes, value: object) -> bytes:
@@ -278,7 +283,9 @@ def _shape(
     )
 
 
-def _with_named_media(kind: Kind, fields: Body, body: bytes, num_media: int) -> bytes | None:
+def _with_named_media(
+    kind: Kind, fields: Body, body: bytes, num_media: int, salt: str | None
+) -> bytes | None:
     """`body` with names for its media that are the same at all sites; None where only the engine
     that serves it can read all `num_media` of them.
     """
@@ -291,7 +298,7 @@ def _with_named_media(kind: Kind, fields: Body, body: bytes, num_media: int) -> 
     ):
         return None
     try:
-        named, num_named = with_content_names(body)
+        named, num_named = with_content_names(body, salt)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None  # engines refuse it
     return named if num_named == num_media else None

@@ -2,8 +2,8 @@
 
 Their caches of media ask for nothing else. So a tenant that guessed the name of another's image
 would be answered about that image, or have its own taken for it. Here each name that a client gives
-becomes one of the tenant. Media without one get a name made of their bytes, which is the same at
-all sites: what engines make up themselves depends on where their model lies.
+becomes one of the tenant, by a salt. Media without one get a name made of their bytes and the salt,
+which is the same at all sites: what engines make up themselves depends on where their model lies.
 
 Pure; does not know tenants.
 """
@@ -37,33 +37,34 @@ _CONTENT_NAME: Final = "content-"
 _object_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
 
 
-def with_own_names(body: bytes, salt: str) -> bytes:
+def with_own_names(body: bytes, salt: str | None) -> bytes:
     """`body`, a JSON object, with the `uuid` of each part in it mixed with `salt`. All other values
     keep their bytes. Raises what decoding raises.
     """
     # The key may be written with escapes, and nearly no request has it.
     if b"uuid" not in body and b"\\u00" not in body:
         return body
+    prefix = _packed(salt)
 
     def own(_place: str, fields: dict[str, Any]) -> dict[str, Any] | None:
         name = bytes(fields.get("uuid", b"null"))
         if name == b"null":
             return None
-        return fields | {"uuid": hashlib.sha256(salt.encode() + name).hexdigest()}
+        return fields | {"uuid": hashlib.sha256(prefix + name).hexdigest()}
 
     return with_parts(body, own)
 
 
-def with_content_names(body: bytes) -> tuple[bytes, int]:
-    """`body`, a chat or a response, with a `uuid` made of its bytes for each medium in it, and how
-    many got one. 0 if there is one whose bytes are elsewhere, that has a name, or that is written
-    in a way unknown here. Raises what decoding raises.
+def with_content_names(body: bytes, salt: str | None) -> tuple[bytes, int]:
+    """`body`, a chat or a response, with a `uuid` made of its bytes and `salt` for each medium in
+    it, and how many got one. 0 if there is one whose bytes are elsewhere, that has a name, or that
+    is written in a way unknown here. Raises what decoding raises.
     """
-    num_named = 0
+    num_named, prefix = 0, _packed(salt)
 
     def named(_place: str, fields: dict[str, Any]) -> dict[str, Any] | None:
         nonlocal num_named
-        name = _content_name(fields)
+        name = _content_name(fields, prefix)
         if name is None:
             return None
         num_named += 1
@@ -79,8 +80,14 @@ class _Unnamed(Exception):
     """A part cannot be named by its content."""
 
 
-def _content_name(fields: dict[str, Any]) -> str | None:
-    """The name of a part's medium; None for a text. Raises `_Unnamed`."""
+def _packed(salt: str | None) -> bytes:
+    """The salt with its length: no other salt and name together have the same bytes."""
+    told = (salt or "").encode("utf-8", "surrogatepass")
+    return len(told).to_bytes(4, "little") + told
+
+
+def _content_name(fields: dict[str, Any], prefix: bytes) -> str | None:
+    """The name of a part's medium, made with `prefix`; None for a text. Raises `_Unnamed`."""
     kind = msgspec.json.decode(fields.get("type", b"null"))
     if not isinstance(kind, str):
         raise _Unnamed
@@ -98,7 +105,7 @@ def _content_name(fields: dict[str, Any]) -> str | None:
     else:
         content = _data_uri(fields[field])
     # Neither decoded nor copied: it may have megabytes.
-    digest = blake3(field.encode() + b"\0").update(memoryview(content))
+    digest = blake3(prefix + field.encode() + b"\0").update(memoryview(content))
     return _CONTENT_NAME + digest.hexdigest()
 
 

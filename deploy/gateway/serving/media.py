@@ -36,6 +36,9 @@ async def encode_media(
     report = services.reports().get(pd)
     if report is None or report.encode is None:
         return EncodeDone()
+    # Those that decode as well encode for hand-offs only.
+    if all(one.decodes for one in report.encode.instances):
+        return EncodeDone()
     names = [one.identifier for one in plan.media]
     if services.granter is not None and not names:
         # A prompt that was not counted: its body has the names.

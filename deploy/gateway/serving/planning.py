@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Set
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import msgspec
 
 from deploy.gateway.cache.cached_prompt import CachedPrompt
+from deploy.gateway.cache.embedded_media import embedded_media
 from deploy.gateway.errors import ApiError, EngineLost
 from deploy.gateway.intake.inbound import InboundRequest, without_pixels
 from deploy.gateway.scheduling.admission import AdmittedRequest
@@ -23,6 +25,7 @@ from kvmanager.media_items import MediaItem
 from kvmanager.token_ids import TokenIds, in_turns, parsing
 from local_pd.errors import PdError
 from local_pd.messages import DirectRequest, DirectTarget
+from scheduler.live.media_travel import media_travel
 from scheduler.reports import takes_text_only
 from scheduler.routing.decision import Decision, Reason, RequestShape, one_engine
 from scheduler.routing.media import MediaShape
@@ -174,16 +177,35 @@ async def judge(services: Services, exchange: Exchange) -> RequestPlan:
             is_exact=True,
             other_adapter_in=adapter.without,
             render_s=exchange.record.parts.render_s or 0.0,
-            media=_media_shape(media, inbound.body) if media else None,
+            media=await _media_shape(services, exchange, media) if media else None,
         )
     )
     decision = services.scheduler.route(inbound.model, shape, home=home, priority=inbound.priority)
     return RequestPlan(decision, shape, token_ids, media, cached)
 
 
-def _media_shape(media: tuple[MediaItem, ...], body: bytes) -> MediaShape:
+async def _media_shape(
+    services: Services, exchange: Exchange, media: tuple[MediaItem, ...]
+) -> MediaShape:
     """A prompt's media for routing. To a prefill cluster they travel in the client's body."""
-    return MediaShape(tuple((item.offset, item.length) for item in media), len(body))
+    spans = tuple((item.offset, item.length) for item in media)
+    nbytes, embedded = len(exchange.inbound.body), dict[str, frozenset[int]]()
+    # With an adapter, engines may make other embeddings of the same media.
+    if services.caches is not None and not exchange.inbound.adapter:
+        reports = (*services.reports().values(), *services.prefill_reports().values())
+        model = exchange.inbound.model
+        embedded = await embedded_media(services.caches.directory, reports, model, media)
+    return MediaShape(spans, nbytes, MappingProxyType(embedded))
+
+
+def note_travel(
+    services: Services, exchange: Exchange, decision: Decision, shape: RequestShape
+) -> None:
+    """Note what crosses the link for the media of a request, and what embeddings would take."""
+    model = exchange.inbound.model
+    exchange.record.media_travel = media_travel(
+        services.scheduler.live, model, shape, decision.target, decision.pd
+    )
 
 
 async def direct_target(

@@ -17,6 +17,7 @@ from kvmanager.load_times import LoadTimes
 from local_pd.messages import DecodeSlot
 from prfaas.encoding.values import EncodeDone
 from prfaas.jobs import PrefillResult
+from scheduler.live.media_travel import MediaTravel
 from scheduler.routing.decision import Decision, Number, RequestShape
 from scheduler.routing.short_term import RouteDecision
 
@@ -49,6 +50,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     of that for the side that was taken and for the other one ("local", "remote"). They are None and
     empty for a prompt that was not counted. `numbers` has the finite numbers of the decision, and
     `cache_move` what it says of a longer cached prefix in another cluster, "" if there is none.
+    `media_travel` compares what crosses the link for media with their embeddings.
 
     `local_cached_tokens`, `prefill_cached_tokens` (by cluster) and `landing_cached_tokens` are what
     was known to be cached when the route was chosen, None and empty without a look-up. The last one
@@ -87,6 +89,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     reason: str = ""
     numbers: Mapping[str, Number] = {}
     cache_move: str = ""
+    media_travel: MediaTravel | None = None
     predicted_ttft_s: float | None = None
     predictions: dict[str, dict[str, float]] = {}
     tenant: str = ""

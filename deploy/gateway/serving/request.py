@@ -38,6 +38,7 @@ from deploy.gateway.serving.planning import (
     RequestPlan,
     check_tenant,
     direct_target,
+    note_travel,
     plan_request,
 )
 from deploy.gateway.serving.record_views import log_record, response_headers
@@ -141,6 +142,8 @@ class Serving:
                 check_prefill(decision, was_remote=was_remote)
                 was_remote = was_remote or decision.route == "prefill_cluster"
             self._exchange.decided(decision, spill_reason(self._exchange, decision))
+            if plan.shape.media is not None:
+                note_travel(self._services, self._exchange, decision, plan.shape)
             try:
                 return await self._try(decision, plan)
             except NotOffloaded as error:

@@ -44,6 +44,8 @@ class EmbeddingSaver:
         self._answered = threading.Condition()
         self._rooms: dict[bytes, EmbeddingRoom | None] = {}
         """The answers of the agent, by the key that was asked for last."""
+        self._is_silent = False
+        """Whether the agent has left a question open; then nobody waits for it again."""
 
     def start(self) -> None:
         """Connect in the background."""
@@ -60,11 +62,14 @@ class EmbeddingSaver:
         """
         key = embedding_key(self._encoder, identifier)
         with self._answered:
+            if self._is_silent:
+                return False
             self._rooms[key] = None
             if not self._client.put(key, nbytes):
                 del self._rooms[key]
                 return False
             self._answered.wait_for(lambda: self._rooms.get(key, True) is not None, self._timeout_s)
+            self._is_silent = key in self._rooms and self._rooms[key] is None
             room = self._rooms.pop(key, None)
             arena = self._client.arena
         # Without an arena the connection is lost, and the agent takes its memory back.
@@ -78,6 +83,7 @@ class EmbeddingSaver:
 
     def on_embedding_room(self, room: EmbeddingRoom) -> None:
         with self._answered:
+            self._is_silent = False
             if room.key in self._rooms:
                 self._rooms[room.key] = room
                 self._answered.notify_all()
@@ -88,6 +94,7 @@ class EmbeddingSaver:
 
     def on_disconnected(self) -> None:
         with self._answered:
+            self._is_silent = False
             self._rooms.clear()
             self._answered.notify_all()
 

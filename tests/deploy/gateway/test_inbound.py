@@ -11,7 +11,11 @@ from steps import at_once
 
 from deploy.gateway.errors import ApiError
 from deploy.gateway.intake.endpoints import Kind
-from deploy.gateway.intake.inbound import parsing_request, with_kv_transfer_params
+from deploy.gateway.intake.inbound import (
+    parsing_request,
+    with_fetched_media,
+    with_kv_transfer_params,
+)
 from kvmanager.token_ids import TokenIds
 from scheduler.live.learning.prompt_length import Media, PromptContent
 from scheduler.routing.decision import Reason, one_engine_reason
@@ -335,3 +339,41 @@ def test_a_name_beside_bytes_that_are_no_text_is_a_client_error(body: bytes) -> 
     with pytest.raises(ApiError, match="not valid JSON") as refused:
         parse(body, "chat")
     assert refused.value.status == 400
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+def tenants_request(salt: str | None, *parts: Any) -> Any:
+    body = {"cache_salt": "own", "messages": [{"role": "user", "content": list(parts)}]}
+    raw = json.dumps(body).encode()
+    return at_once(parsing_request("chat", raw, template_tokens=10, salt_of=lambda own: salt))
+
+
+@pytest.mark.parametrize("part", [IMAGE, IMAGE | {"uuid": "logo"}])
+def test_names_and_the_salt_are_those_of_the_tenant(part: Any) -> None:
+    names = set()
+    for salt in ("ann", "bob"):
+        request = tenants_request(salt, part)
+        body = json.loads(request.body)
+        assert request.cache_salt == body["cache_salt"] == salt
+        names.add(body["messages"][0]["content"][0]["uuid"])
+        fetched = with_fetched_media(
+            request,
+            json.dumps(body | {"messages": [{"role": "user", "content": [IMAGE]}]}).encode(),
+        )
+        if part is IMAGE:
+            # Whether the client or the gateway brought its bytes.
+            (own,) = json.loads(fetched.body)["messages"][0]["content"]
+            assert own["uuid"] in names
+    assert len(names) == 2
+    assert "logo" not in names
+
+
+def test_megabytes_of_media_are_looked_at_in_steps() -> None:
+    def num_steps(part: Any) -> int:
+        raw = json.dumps({"messages": [{"role": "user", "content": [part]}]}).encode()
+        return sum(1 for _ in parsing_request("chat", raw, template_tokens=10))
+
+    assert num_steps({"type": "text", "text": "short"}) == 0
+    assert num_steps(IMAGE) == 4

@@ -82,8 +82,8 @@ def test_of_two_names_the_last_one_counts() -> None:
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
-def named(*parts: Any) -> tuple[list[Any], int]:
-    body, num_named = with_content_names(json.dumps(chat(list(parts))).encode())
+def named(*parts: Any, salt: str | None = None) -> tuple[list[Any], int]:
+    body, num_named = with_content_names(json.dumps(chat(list(parts))).encode(), salt)
     return json.loads(body)["messages"][0]["content"], num_named
 
 
@@ -98,6 +98,13 @@ def test_a_medium_is_named_by_its_bytes_and_kind() -> None:
     assert media == [IMAGE, other, video, IMAGE]
     assert names[0] == names[3]
     assert len(set(names)) == 3
+
+
+def test_the_same_medium_has_another_name_with_another_salt() -> None:
+    names = {named(IMAGE, salt=salt)[0][0]["uuid"] for salt in (None, "a", "b")}
+    assert len(names) == 3
+    # Neither does a salt count for a part of what it is put before.
+    assert renamed(chat([{"uuid": "bc"}]), "a") != renamed(chat([{"uuid": "c"}]), "ab")
 
 
 @pytest.mark.parametrize(

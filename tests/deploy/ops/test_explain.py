@@ -26,6 +26,7 @@ from deploy.region import client
 from deploy.region.client import CannotAsk
 from kvmanager.load_times import LoadTimes
 from prfaas.jobs import PrefillResult
+from scheduler.live.media_travel import MediaTravel
 from scheduler.routing.decision import Decision, Reason
 from scheduler.routing.prediction import Prediction
 from scheduler.routing.short_term import RouteDecision
@@ -91,6 +92,22 @@ def row(text: str, title: str) -> list[str]:
     found = [line for line in text.splitlines() if line.strip().startswith(title)]
     assert len(found) == 1, found
     return found[0].strip().removeprefix(title).split()
+
+
+def test_it_says_what_crossed_the_link_for_media_and_what_would_have_been_better() -> None:
+    travel = MediaTravel(
+        what="pixels",
+        reason="fewer_bytes",
+        pixel_bytes=1 << 20,
+        embedding_bytes=6 << 20,
+        pixels_s=0.21,
+        embedding_s=0.54,
+    )
+    words = "1.0 MiB of pixels, encoded there after 210ms; embeddings: 6.0 MiB, there after 540ms"
+    assert words in shown(record(media_travel=travel))
+    sooner = msgspec.structs.replace(travel, what="embedding", reason="sooner")
+    assert f"{words}, which is sooner" in shown(record(media_travel=sooner))
+    assert "pixels" not in shown(record())
 
 
 def test_a_record_says_where_why_and_with_what_numbers() -> None:

@@ -69,6 +69,17 @@ async def test_text_and_clusters_without_the_stage_wait_for_nothing(region: Any)
     assert record.parts.encode_s is None
 
 
+async def test_instances_that_decode_encode_for_no_other_engine(region: Any) -> None:
+    await with_stage(region)
+    decoding = EncodeInstanceReport(name="ed", decodes=True)
+    region.pd.stage = EncodeReport(instances=(decoding,))
+    async with asyncio.timeout(10.0):
+        while region.gateway._watcher.pd_reports()["home"].encode == STAGE:
+            await asyncio.sleep(0.01)
+    await region.post(chat(), CHATS)
+    assert region.pd.encode_orders == []
+
+
 async def test_a_client_that_goes_away_stops_the_encoding(region: Any) -> None:
     await with_stage(region)
     pd = region.pd

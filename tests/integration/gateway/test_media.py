@@ -4,10 +4,15 @@ import asyncio
 import json
 from typing import Any
 
+import gateway_region
+import msgspec
 import pytest
 from aiohttp import web
+from cache_doubles import FakeDirectory
 from msgspec import structs
 
+from deploy.gateway.cache.region_caches import RegionCaches
+from kvmanager.directory.messages import NodeName
 from kvmanager.hashing import block_keys, root_key, token_digest
 from kvmanager.media_items import MediaItem, block_extras
 from prfaas.engines.errors import PrefillFailed
@@ -72,6 +77,36 @@ async def test_a_prompt_with_a_picture_is_predicted_with_its_encoding(region: An
     assert "encode_s" not in text.predictions["remote"]
     # Its own times taught nothing about text.
     assert (known.prefill("far"), known.service("far", scheduler.clock())) == before
+
+
+async def test_a_picture_with_an_embedding_is_not_predicted_to_be_encoded(
+    open_region: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = gateway_region.report
+
+    def with_encoder(*fields: Any) -> Any:
+        return msgspec.structs.replace(plain(*fields), encoder="vit")
+
+    monkeypatch.setattr(gateway_region, "report", with_encoder)
+    directory = FakeDirectory()
+    caches = RegionCaches(directory, lambda _: pytest.fail("no agent is asked"))
+    async with open_region(caches=caches) as region:
+        region.engine.render_reply = Renderer()
+        known = region.gateway.scheduler.knowledge("tiny")
+        for place in ("far", ONE_ENGINE):
+            for num_tokens in (250, 500, 1000, 2000):
+                known.learn(place, num_tokens, 0, num_tokens * 1e-3)
+            for tokens in (10, 20, 40):
+                known.media.encoded(place, tokens, tokens * 0.1)
+        await region.post(chat(options=STREAM), "/v1/chat/completions")
+        first = (await region.record()).predictions
+        assert first["local"]["encode_s"] == pytest.approx(2.0, rel=0.05)
+        (key,) = directory.embeddings_asked[0]
+        directory.embeddings = {key: [NodeName("home", "d0")]}
+        await region.post(chat(options=STREAM), "/v1/chat/completions")
+        second = (await region.record()).predictions
+        assert "encode_s" not in second["local"]
+        assert second["remote"]["encode_s"] == pytest.approx(2.0, rel=0.05)
 
 
 async def test_a_picture_goes_to_the_prefill_cluster_with_its_name(region: Any) -> None:

@@ -163,18 +163,28 @@ async def test_an_operator_looks_at_a_region(open_region: Any, tab: Tab) -> None
         assert not [text for text in tab.logged if "401" not in text]
 
 
-async def test_a_thousand_instances_scroll_smoothly_in_the_dark(open_region: Any, tab: Tab) -> None:
+async def a_thousand_instances(region: Region, tab: Tab) -> None:
+    with_instances(region.far, ["prefill"] * 700)
+    with_instances(region.pd, ["decode"] * 300)
+    await tab.open(region.url + "/ui")
+    await tab.until("document.querySelectorAll('.instances .body .row').length === 1000")
+
+
+@pytest.mark.alone
+async def test_a_thousand_instances_scroll_smoothly(open_region: Any, tab: Tab) -> None:
     async with open_region(owned={"region_links": SetLinks()}) as region:
-        with_instances(region.far, ["prefill"] * 700)
-        with_instances(region.pd, ["decode"] * 300)
-        await tab.colours("dark")
-        await tab.open(region.url + "/ui")
-        await tab.until("document.querySelectorAll('.instances .body .row').length === 1000")
-        assert await tab.ask("document.documentElement.dataset.theme") == "dark"
+        await a_thousand_instances(region, tab)
         frames_per_s = await tab.ask(FRAMES)
         print(f"{frames_per_s:.0f} frames/s")
         # What a machine without other work shows is 60.
-        assert frames_per_s >= 20
+        assert frames_per_s >= 30
+
+
+async def test_a_thousand_instances_in_the_dark(open_region: Any, tab: Tab) -> None:
+    async with open_region(owned={"region_links": SetLinks()}) as region:
+        await tab.colours("dark")
+        await a_thousand_instances(region, tab)
+        assert await tab.ask("document.documentElement.dataset.theme") == "dark"
         await shoot(tab, "thousand", whole=False)
         await tab.resize(360)
         await tab.until(FITS)

@@ -190,6 +190,11 @@ async def test_a_request_for_one_engine_has_its_images_encoded(apart: Rig) -> No
 
 async def test_no_decode_is_delayed_for_a_request_of_another_engine() -> None:
     async with made("embedded", {"ed": "both", "d": "both"}) as rig:
+        assert await rig.front.encode(order_for("d", "a")) == EncodeDone()
+        assert not rig.engines["ed"].requests
+    async with made("embedded", {"ed": "both", "d": "both", "e": "encode"}) as rig:
+        await rig.engines["e"].stop()
+        await eventually(lambda: not rig.embedded._instances.by_name["e"].transfers)
         done = await rig.front.encode(order_for("d", "a"))
         assert done.media == {"no_instance": 1}
         assert not rig.engines["ed"].requests

@@ -10,6 +10,7 @@ from deploy.gateway.scheduling.scheduler import RegionScheduler
 from netmon.region_link import LinkView
 from scheduler.encoding.line import EncodeLine
 from scheduler.live.feedback import DirectTook, FirstToken, Prefilled
+from scheduler.live.media_travel import MediaTravel, media_travel
 from scheduler.live.snapshots import PendingRequest
 from scheduler.reports import (
     ClusterReport,
@@ -148,3 +149,44 @@ def test_a_model_takes_text_only_if_all_its_instances_say_so() -> None:
     assert not found(report("home", text), None)
     assert not found(report("home"))
     assert not found(report("home", eye))
+
+
+def travelling(region: Region, shape: RequestShape = PICTURE) -> MediaTravel | None:
+    scheduler = taught(region)
+    teach_encoding(scheduler, "far", 1e-3)
+    scheduler.links()  # hear of what has changed
+    return media_travel(scheduler.live, MODEL, shape, "far", "home")
+
+
+def test_pixels_travel_unless_embeddings_would_be_sooner() -> None:
+    region = Region()
+    sized = replace(STAGE, token_bytes=8192.0)
+    region.home = report("home", instance("d0", "both", decode_slots=4), encode=sized)
+    found = travelling(region)
+    assert found is not None
+    assert (found.pixel_bytes, found.embedding_bytes) == (10_000_000, 8_192_000)
+    # There: 10 MB at 1 GB/s, and 1,000 tokens of 1 ms. Here: those of the stage, and 8.2 MB.
+    assert found.pixels_s == pytest.approx(0.01 + 1.0, rel=0.05)
+    assert found.embedding_s == pytest.approx(0.1 + 0.0082, rel=0.05)
+    assert (found.what, found.reason) == ("embedding", "sooner")
+    slow = replace(FAST_LINK, available_bytes_per_s=1e6)
+    region.links = {("far", "home"): slow, ("home", "far"): LinkView()}
+    small = replace(PICTURE, media=MediaShape(((100, 1000),), nbytes=200_000))
+    found = travelling(region, small)
+    assert found is not None
+    assert (found.what, found.reason) == ("pixels", "fewer_bytes")
+    assert found.pixels_s < found.embedding_s
+
+
+def test_nothing_is_compared_where_a_number_is_missing() -> None:
+    region = Region()
+    assert travelling(region) is None  # nobody knows how large embeddings are
+    sized = replace(STAGE, token_bytes=8192.0)
+    region.home = report("home", instance("d0", "both", decode_slots=4), encode=sized)
+    assert travelling(region, TEXT) is None
+    cached = replace(PICTURE, prefill_cached_tokens={"far": 1500})
+    assert travelling(region, cached) is None  # nothing has to be encoded there
+    scheduler = taught(region)
+    assert media_travel(scheduler.live, MODEL, PICTURE, ONE_ENGINE, "home") is None
+    region.links = {("far", "home"): LinkView(), ("home", "far"): LinkView()}
+    assert travelling(region) is None

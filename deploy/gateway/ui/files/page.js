@@ -8,7 +8,7 @@ const find = (selector) => document.querySelector(selector);
 
 // The parts of a TTFT in their order, in groups that share a colour.
 const GROUPS = [
-  ["before", "read render look_up move reserve"],
+  ["before", "read media render look_up move reserve"],
   ["encode", "encode"],
   ["queue", "queue open engine_queue"],
   ["prefill", "prefill"],
