@@ -201,6 +201,16 @@ def in_shape(status: int, body: bytes, shape: ErrorShape) -> bytes | None:
     return body
 
 
+def refused_image(status: int, body: bytes) -> ApiError | None:
+    """The error that an engine means if it says with a server error that an image has too many
+    pixels. vLLM 0.32 does so beyond 178,956,970 of them, where Pillow refuses to open it.
+    """
+    if status != 500 or b"decompression bomb" not in body:
+        return None
+    message = "An image has more pixels than engines unpack. Send a smaller one."
+    return ApiError(400, "media_pixels", message)
+
+
 class _ErrorBody(msgspec.Struct):
     message: str
 

@@ -26,6 +26,7 @@ _HELP = """Plan a region before buying it: threshold, instances, link, cost, tim
 \b
 prfaas plan example > plan.yaml    a file to start from (the paper's case study)
 prfaas plan example --sites > plan.yaml    the same for several PD clusters
+prfaas plan example --images > plan.yaml   prompts with images, which are encoded first
 prfaas plan solve plan.yaml        the best plan for it, and what binds
 prfaas plan sweep plan.yaml --over link_gbps=1,2,5,10
 prfaas plan kv config.json         KVCache size of a model
@@ -55,9 +56,14 @@ def example_command(
     sites: Annotated[
         bool, typer.Option("--sites", help="several PD clusters, shared uplinks and a second model")
     ] = False,
+    images: Annotated[
+        bool, typer.Option("--images", help="one PD cluster whose prompts have images")
+    ] = False,
 ) -> None:
     """Print a plan file to start from: the paper's case study, every key explained."""
-    name = "sites.yaml" if sites else "case-study.yaml"
+    if sites and images:
+        fail("give --sites or --images, not both", 2)
+    name = "sites.yaml" if sites else "images.yaml" if images else "case-study.yaml"
     typer.echo((Path(__file__).parent / "examples" / name).read_text(), nl=False)
 
 
@@ -98,6 +104,8 @@ def solve_command(
 ) -> None:
     """Find the plan with the highest throughput: who prefills what, what binds, TTFT, cost.
 
+    For a file with `images` also: which stages share instances, how many, and their goodput.
+
     \b
     Exit status 0: a plan was found, 1: a goal of the file (rate_rps, slo.ttft_p90) is not met,
     2: the file is wrong.
@@ -130,6 +138,12 @@ def solve_command(
     except NoRouteError as error:
         fail(f"{file}: {error}", 2)
     document = solution.document | _profiles(plan_input)
+    if plan_input.images is not None:
+        from deploy.plan.solve.image_solving import solve_images
+
+        found = solve_images(plan_input.images, solution.plan, spec.traffic.rate_rps, seed)
+        document["images"] = found.document
+        document["goals"] |= found.goals
     rows = search_table(region) if search else []
     if search:
         document["search"] = rows
@@ -145,6 +159,10 @@ def solve_command(
 
         console = Console()
         print_solution(console, document, plan_input.fits)
+        if plan_input.images is not None:
+            from deploy.plan.solve.image_view import print_images
+
+            print_images(console, document["images"], document["goals"])
         if search:
             print_search(console, rows)
     if not all(goal["met"] for goal in document["goals"].values()):

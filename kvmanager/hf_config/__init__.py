@@ -6,6 +6,7 @@ files and imports no engine; `kvmanager.vllm_connector.spec_check` builds the sa
 for comparison.
 """
 
+from kvmanager.hf_config.embeddings import embedding_token_bytes
 from kvmanager.hf_config.fields import ConfigError
 from kvmanager.hf_config.model_kv import LayerKv, ModelKv, differences
 from kvmanager.hf_config.options import CACHE_DTYPES, STATE_DTYPES
@@ -18,5 +19,6 @@ __all__ = [
     "LayerKv",
     "ModelKv",
     "differences",
+    "embedding_token_bytes",
     "read_model_kv",
 ]

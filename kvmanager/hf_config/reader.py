@@ -122,7 +122,7 @@ def read_model_kv(
     them out; ValueError for options that do not exist.
     """
     options = CacheOptions(dtype, tp_size, mamba_cache_dtype, mamba_ssm_cache_dtype)
-    levels = _levels(config)
+    levels = config_levels(config)
     text = levels[-1]
     model_type = text.value("model_type") or levels[0].value("model_type")
     architectures = [name for level in reversed(levels) for name in _architectures(level)]
@@ -142,7 +142,7 @@ def read_model_kv(
     )
 
 
-def _levels(config: Mapping[str, Any]) -> list[Fields]:
+def config_levels(config: Mapping[str, Any]) -> list[Fields]:
     """The config and the language model's configs inside it, outermost first."""
     levels = [_fields(config, "")]
     path = ""

@@ -1,6 +1,9 @@
 """Prompts with images: prefilled in another cluster, decoded here, answered as by one engine."""
 
 import asyncio
+import base64
+import contextlib
+import io
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -19,8 +22,11 @@ from engine_region import (
     settled_record,
     until,
 )
+from media_server import MediaServer, settings
+from PIL import Image
 from tiny_vision import IMAGE_ARGS, TINY_VISION, image_url, vision_environment
 
+from deploy.gateway.media.config import MediaSection
 from deploy.lab.demo.reference import MIN_MARGIN_NATS, plain_engine
 from deploy.lab.demo.regions import demo_region
 from deploy.lab.demo.scenario import text
@@ -42,6 +48,8 @@ SHARED = text(300, seed=5)
 LOCAL = text(300, seed=6)
 """Nothing of it is cached when the prefill cluster is gone."""
 BROKEN = "data:image/png;base64,AAAA"
+MAX_BYTES = 1 << 20
+"""Of an image that the gateway fetches."""
 
 
 Records = list[dict[str, Any]]
@@ -52,6 +60,7 @@ class Served:
     region: RunningRegion
     plain_url: str
     session: aiohttp.ClientSession
+    server: MediaServer
 
     async def ask(
         self, url: str, urls: Sequence[str], words: str = SHARED, **fields: Any
@@ -129,6 +138,10 @@ def picture(seed: int) -> str:
     return image_url(seed, SIDE, SIDE)
 
 
+def pixels(seed: int) -> bytes:
+    return base64.b64decode(picture(seed).partition(",")[2])
+
+
 def said(answer: dict[str, Any]) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
@@ -143,12 +156,15 @@ async def served(
         path = await asyncio.to_thread(build_model, MODEL, models_dir)
         spec = with_encoders(demo_region(MODEL, path, threshold_tokens=THRESHOLD_TOKENS))
         folder = tmp_path_factory.mktemp("images")
-        async with (
-            running(spec, folder / "region") as region,
-            plain_engine(MODEL, path, folder / "plain") as plain_url,
-            aiohttp.ClientSession() as session,
-        ):
-            yield Served(region, plain_url, session)
+        async with MediaServer() as server, contextlib.AsyncExitStack() as stack:
+            media = MediaSection.model_validate(settings(server, max_bytes=MAX_BYTES)["media"])
+            gateway = spec.gateway.model_copy(update={"media": media})
+            spec = spec.model_copy(update={"gateway": gateway})
+            region = await stack.enter_async_context(running(spec, folder / "region"))
+            plain = plain_engine(MODEL, path, folder / "plain")
+            plain_url = await stack.enter_async_context(plain)
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            yield Served(region, plain_url, session, server)
 
 
 @pytest.mark.shows(
@@ -210,6 +226,122 @@ async def test_what_is_no_image_is_refused(served: Served) -> None:
     status, answer = await served.ask(served.region.gateway_url, [BROKEN])
     assert status == 400
     assert "image" in answer["error"]["message"].lower()
+
+
+async def test_images_at_addresses_are_fetched_once_for_both_clusters(served: Served) -> None:
+    url, server = served.region.gateway_url, served.server
+    server.bodies = {str(seed): ("image/png", pixels(seed)) for seed in (11, 12)}
+    at = {seed: f"{server.url}/body/{seed}" for seed in (11, 12)}
+    status, answer = await served.ask(url, [at[11], at[12], at[11]])
+    assert status == 200, answer
+    assert said(answer).startswith(await served.expected((11, 12, 11)))
+    record = await served.record(answer)
+    assert (record["route"], record["prefill_error"]) == ("prefill_cluster", ""), record
+    assert record["parts"]["media_s"] > 0
+    assert sorted(path for path, _ in server.requests) == ["/body/11", "/body/12"]
+
+
+def bomb() -> bytes:
+    """An image of few bytes and 400,000,000 pixels."""
+    file = io.BytesIO()
+    Image.new("1", (20_000, 20_000)).save(file, "PNG")
+    return file.getvalue()
+
+
+async def test_images_that_are_forbidden_too_large_or_broken_get_400(served: Served) -> None:
+    url, server = served.region.gateway_url, served.server
+    packed = await asyncio.to_thread(bomb)
+    server.bodies = {
+        "large": ("image/png", bytes(MAX_BYTES + 1)),
+        "broken": ("image/png", b"AAAA"),
+        "page": ("text/html", pixels(1)),
+        "bomb": ("image/png", packed),
+    }
+    cases = {
+        f"http://127.0.0.2:{server.port}/body/broken": "media_address",
+        "http://169.254.169.254/a.png": "media_address",
+        "file:///etc/passwd": "media_scheme",
+        f"{server.url}/body/large": "media_too_large",
+        f"{server.url}/body/page": "media_content_type",
+        f"{server.url}/status/404": "media_status",
+        # What it is shows when it is decoded, which engines do.
+        f"{server.url}/body/broken": 400,
+        BROKEN: 400,
+        f"{server.url}/body/bomb": "media_pixels",
+        "data:image/png;base64," + base64.b64encode(packed).decode(): "media_pixels",
+    }
+    for at, code in cases.items():
+        status, answer = await served.ask(url, [picture(1), at])
+        assert (status, answer["error"]["code"]) == (400, code), (at[:60], answer)
+        if isinstance(code, str) and code != "media_pixels":
+            assert answer["error"]["param"] == "messages[0].content[2].image_url"
+    status, answer = await served.ask(url, [picture(1)] * 9)
+    assert status == 400
+    assert "At most 8 image" in answer["error"]["message"], answer
+    # And the region serves on.
+    assert said(await served.about(url, (1,))).startswith(await served.expected((1,)))
+
+
+async def test_engines_fetch_nothing_by_themselves(served: Served) -> None:
+    region, server = served.region, served.server
+    server.bodies = {"1": ("image/png", pixels(1))}
+    server.requests.clear()
+    part = {"type": "image_url", "image_url": {"url": f"{server.url}/body/1"}}
+    body = {"model": MODEL.name, "messages": [{"role": "user", "content": [part]}]}
+    headers = region.engine_access().headers
+    engines = [one for one in region.processes if one.kind == "engine"]
+    assert engines
+    for engine in engines:
+        address = f"{engine.address}/v1/chat/completions"
+        async with served.session.post(address, json=body, headers=headers) as response:
+            assert response.status == 400, await response.text()
+            assert "allowed domains" in await response.text()
+    assert server.requests == []
+
+
+async def test_other_apis_with_images(served: Served) -> None:
+    url = served.region.gateway_url
+    seeds = (21, 22)
+    sure = await served.expected(seeds)
+    images = [{"type": "input_image", "image_url": picture(seed)} for seed in seeds]
+    body: dict[str, Any] = {
+        "model": MODEL.name,
+        "max_output_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": SHARED}, *images]}],
+    }
+    headers = {"X-Request-Id": "a-response"}
+    async with served.session.post(f"{url}/v1/responses", json=body, headers=headers) as response:
+        answer = await response.json()
+        assert response.status == 200, answer
+    assert answer["output"][-1]["content"][0]["text"].startswith(sure), answer
+    record = await settled_record(served.region, "a-response")
+    assert (record["route"], record["prefill_error"]) == ("prefill_cluster", ""), record
+
+    blocks = [
+        {
+            "type": "image",
+            "source": {
+                "type": "base64",
+                "media_type": "image/png",
+                "data": base64.b64encode(pixels(seed)).decode(),
+            },
+        }
+        for seed in seeds
+    ]
+    body = {
+        "model": MODEL.name,
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "messages": [{"role": "user", "content": [{"type": "text", "text": SHARED}, *blocks]}],
+    }
+    headers = {"X-Request-Id": "a-message"}
+    async with served.session.post(f"{url}/v1/messages", json=body, headers=headers) as response:
+        answer = await response.json()
+        assert response.status == 200, answer
+    assert answer["content"][-1]["text"].startswith(sure), answer
+    record = await settled_record(served.region, "a-message")
+    assert (record["route"], record["reason"].split(";")[0]) == ("direct", "multimodal")
 
 
 async def test_names_of_clients_keep_a_prompt_on_one_engine(served: Served) -> None:

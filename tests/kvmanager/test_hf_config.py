@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmanager.config_files.units import format_tokens, parse_tokens
-from kvmanager.hf_config import ConfigError, LayerKv, ModelKv, differences, read_model_kv
+from kvmanager.hf_config import (
+    ConfigError,
+    LayerKv,
+    ModelKv,
+    differences,
+    embedding_token_bytes,
+    read_model_kv,
+)
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout, KVPart
 
 Config = dict[str, Any]
@@ -555,3 +562,31 @@ def test_tokens_are_written_shortly() -> None:
         "32001",
         "1Mi",
     ]
+
+
+LLAVA: Config = {
+    "torch_dtype": "float16",
+    "vision_config": {"hidden_size": 1024},
+    "text_config": {"model_type": "llama", "hidden_size": 4096},
+}
+
+
+class TestEmbeddings:
+    """Bytes of an encoder's output for each token of its medium."""
+
+    def test_a_token_has_a_vector_of_the_language_models_width(self) -> None:
+        assert embedding_token_bytes(LLAVA) == 4096 * 2
+        assert embedding_token_bytes(LLAVA, "float32") == 4096 * 4
+        # KVCache in FP8 leaves embeddings as they are.
+        assert embedding_token_bytes(LLAVA, "fp8") == 4096 * 2
+
+    def test_deepstack_adds_a_vector_for_each_of_its_layers(self) -> None:
+        vision = {"deepstack_visual_indexes": [8, 16, 24]}
+        assert embedding_token_bytes(LLAVA | {"vision_config": vision}) == 4 * 4096 * 2
+
+    def test_models_of_text_have_none(self) -> None:
+        assert embedding_token_bytes({**BF16, "hidden_size": 4096}) == 0
+
+    def test_a_missing_width_is_named(self) -> None:
+        with pytest.raises(ConfigError, match=r"text_config\.hidden_size missing"):
+            embedding_token_bytes(LLAVA | {"text_config": {"model_type": "llama"}})

@@ -23,6 +23,7 @@ from deploy.gateway.errors import (
     EngineTimeout,
     api_error_for,
     in_shape,
+    refused_image,
 )
 from deploy.gateway.proxy.engine import EngineAnswer
 from deploy.gateway.proxy.sse import EventGate
@@ -262,7 +263,15 @@ class Serving:
         return answer
 
     def _check_first_answer(self, answer: EngineAnswer) -> None:
-        """Raises `EngineLost` for a server error if a try is left: the engine may be dying."""
+        """Raises `EngineLost` for a server error if a try is left: the engine may be dying. Raises
+        `ApiError` 400 if it is the request's own fault all the same.
+        """
+        refused = None
+        if answer.status == 500 and self._inbound.content.media:
+            refused = refused_image(answer.status, answer.begun)
+        if refused is not None:
+            answer.close()
+            raise refused
         if answer.status in _WORTH_A_SECOND_TRY and self._tries_left > 0:
             answer.close()
             raise EngineLost(answer.instance, f"answered with HTTP {answer.status}")

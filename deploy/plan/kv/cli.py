@@ -86,13 +86,13 @@ def kv_command(
         "mamba_cache_dtype": mamba_cache_dtype,
         "mamba_ssm_cache_dtype": mamba_ssm_cache_dtype,
     }
-    model = _read_model(ends, options)
+    model, embedding_bytes = _read_model(ends, options), _embedding_bytes(ends, dtype)
     verification = _verify(ends, options) if verify else None
 
     from deploy.plan.kv.report import length_rows
 
     rows = length_rows(model, counts, times_s, num_gpus=gpus, gpus_per_instance=gpus_per_instance)
-    ends.show(model, rows, verification)
+    ends.show(model, rows, verification, embedding_bytes)
     if verification is not None and not verification.ok:
         raise typer.Exit(1)
 
@@ -111,13 +111,19 @@ class _Ends:
         return config_file(self.path)
 
     def show(
-        self, model: ModelKv, rows: list[LengthRow], verification: Verification | None
+        self,
+        model: ModelKv,
+        rows: list[LengthRow],
+        verification: Verification | None,
+        embedding_bytes: int,
     ) -> None:
         """Print tables or JSON on stdout."""
         from deploy.plan.kv.report import document
 
         if self.as_json:
             result = {"ok": True, "file": str(self.file)} | document(model, rows)
+            if embedding_bytes:
+                result["embedding_bytes_per_token"] = embedding_bytes
             if verification is not None:
                 result["verification"] = verification.as_json()
             typer.echo(json.dumps(result))
@@ -128,6 +134,9 @@ class _Ends:
 
         console = Console()
         print_tables(console, model, rows)
+        if embedding_bytes:
+            text = f"embeddings of media: {embedding_bytes:,} bytes for each of their tokens"
+            console.print(text, highlight=False)
         if verification is not None:
             console.print(verification.words(), highlight=False, markup=False)
 
@@ -155,6 +164,18 @@ def _read_model(ends: _Ends, options: dict[str, Any]) -> ModelKv:
         ends.fail(str(error))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def _embedding_bytes(ends: _Ends, dtype: str) -> int:
+    """Bytes of a media token's embedding; 0 for a model that takes text alone."""
+    from deploy.plan.model_config import read_config
+    from kvmanager.hf_config import ConfigError, embedding_token_bytes
+
+    try:
+        return embedding_token_bytes(read_config(ends.file), dtype)
+    except ConfigError:
+        # A file may say what layers keep and leave the width out. Then only this line is missing.
+        return 0
 
 
 def _verify(ends: _Ends, options: dict[str, Any]) -> Verification:

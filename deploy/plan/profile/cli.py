@@ -53,6 +53,13 @@ def profile_command(
             metavar="TOKENS", help="prompt of each stream; steps slow down with it; default: 1Ki"
         ),
     ] = "",
+    images: Annotated[
+        bool,
+        typer.Option("--images", help="also chats with 1, 2 and 4 images: what encoding takes"),
+    ] = False,
+    image_size: Annotated[
+        int, typer.Option(min=16, max=4096, help="width and height of these images, pixels")
+    ] = 448,
     config: Annotated[
         Path | None,
         typer.Option(help="the model's Hugging Face config.json: adds KVCache sizes to the file"),
@@ -66,7 +73,8 @@ def profile_command(
 ) -> None:
     """Measure prefill times and decode steps of a running engine, for `prfaas plan solve`.
 
-    Sends prompts of random tokens, one at a time, then streams that decode together. The engine
+    Sends prompts of random tokens, one at a time, then streams that decode together, and with
+    --images chats about images of noise, for the time of an encoder pass. The engine
     must serve no other client meanwhile. Ctrl-C stops at once and writes nothing, unless
     --keep-partial is given.
 
@@ -85,6 +93,7 @@ def profile_command(
         batch_sizes=_numbers(batch_sizes, "--batch-sizes", _count),
         output_tokens=output_tokens,
         context_tokens=context[0] if context else None,
+        image_side=image_size if images else None,
     )
     ends = Ends(out, as_json)
     ends.check_target(force)

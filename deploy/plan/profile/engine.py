@@ -198,15 +198,7 @@ class ProfiledEngine:
                 "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             }
         )
-        path = "/v1/completions"
-        pieces: list[tuple[float, bytes]] = []
-        # Parsed after the end: parsing during the stream would delay the times of later pieces.
-        started_s = time.perf_counter()
-        async with self._request("POST", path, body=body, timeout_s=_STREAM_TIMEOUT_S) as response:
-            await self._check(response, path)
-            async for piece in response.content.iter_any():
-                pieces.append((time.perf_counter(), piece))
-        streamed = self._parsed(started_s, pieces)
+        streamed = await self._streamed("/v1/completions", body)
         asked, got = (len(prompt), output_tokens), streamed.tokens.num_tokens[-1]
         if asked != (streamed.num_prompt_tokens, got):
             raise ProfilingError(
@@ -215,7 +207,39 @@ class ProfiledEngine:
             )
         return streamed
 
-    def _parsed(self, started_s: float, pieces: list[tuple[float, bytes]]) -> Streamed:
+    async def chat(
+        self, model: str, text: str, image_uris: Sequence[str], *, cache_salt: str
+    ) -> Streamed:
+        """Stream one token after a chat of this text and these images. Raises ProfilingError, also
+        if the model takes no images, or not so many.
+        """
+        images = [{"type": "image_url", "image_url": {"url": uri}} for uri in image_uris]
+        body = msgspec.json.encode(
+            {
+                "model": model,
+                "messages": [
+                    {"role": "user", "content": [*images, {"type": "text", "text": text}]}
+                ],
+                "max_tokens": 1,
+                "temperature": 0.0,
+                "cache_salt": cache_salt,
+                "stream": True,
+                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            }
+        )
+        return await self._streamed("/v1/chat/completions", body)
+
+    async def _streamed(self, path: str, body: bytes) -> Streamed:
+        pieces: list[tuple[float, bytes]] = []
+        # Parsed after the end: parsing during the stream would delay the times of later pieces.
+        started_s = time.perf_counter()
+        async with self._request("POST", path, body=body, timeout_s=_STREAM_TIMEOUT_S) as response:
+            await self._check(response, path)
+            async for piece in response.content.iter_any():
+                pieces.append((time.perf_counter(), piece))
+        return self._parsed(path, started_s, pieces)
+
+    def _parsed(self, path: str, started_s: float, pieces: list[tuple[float, bytes]]) -> Streamed:
         num_tokens_at: dict[float, int] = {}
         num_prompt_tokens = num_tokens = 0
         for now_s, data in _events(pieces):
@@ -225,9 +249,9 @@ class ProfiledEngine:
                     break
                 times = TokenTimes(tuple(num_tokens_at), tuple(num_tokens_at.values()))
                 return Streamed(started_s, now_s, num_prompt_tokens, times)
-            event = self._decoded("/v1/completions", data, _Event)
+            event = self._decoded(path, data, _Event)
             if event.error is not None:
-                raise ProfilingError(f"{self.url}/v1/completions: {_error_text(data)}")
+                raise ProfilingError(f"{self.url}{path}: {_error_text(data)}")
             if event.usage is None:
                 continue
             num_prompt_tokens = event.usage.prompt_tokens
@@ -235,7 +259,7 @@ class ProfiledEngine:
                 # Tokens that arrive in the same piece share its time, and the last count wins.
                 num_tokens = num_tokens_at[now_s] = event.usage.completion_tokens
         raise ProfilingError(
-            f"{self.url}/v1/completions: the stream ended early or counted no tokens; "
+            f"{self.url}{path}: the stream ended early or counted no tokens; "
             "does the engine still run?"
         )
 

@@ -85,6 +85,22 @@ class MeasuredDecode(Section):
         return tuple(sorted(steps, key=lambda step: step.batch_size))
 
 
+class EncodePoint(Section):
+    """Seconds to encode media of so many tokens in one pass of an otherwise idle engine."""
+
+    tokens: Tokens
+    seconds: Seconds
+    images: Count | None = None
+    spread_seconds: SecondsOrZero | None = None
+    samples: Count | None = None
+
+
+class MeasuredEncode(Section):
+    """Encoder passes by the tokens of their media. Two sizes tell the fixed part of a pass."""
+
+    points: Annotated[tuple[EncodePoint, ...], Field(min_length=1)]
+
+
 class KvCacheSize(Section):
     """S_kv(l) = fixed_bytes + bytes_per_token * l, for one request. Written like 64KiB or 65536."""
 
@@ -109,6 +125,7 @@ class EngineProfile(Section):
 
     prefill: MeasuredPrefill
     decode: MeasuredDecode | None = None
+    encode: MeasuredEncode | None = None
     kv_cache: KvCacheSize | None = None
     provenance: Provenance | None = None
 

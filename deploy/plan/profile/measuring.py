@@ -26,16 +26,20 @@ from deploy.plan.profile.engine import (
     ServedModel,
     Streamed,
 )
+from deploy.plan.profile.noise_images import noise_uri
 from deploy.plan.profile.stats import (
     MIN_STEPS,
     DecodeSample,
     DecodeSetup,
+    EncodeSample,
     Measured,
     PrefillSample,
     decode_step,
 )
 
 DEFAULT_BATCH_SIZES: Final = (1, 4, 16)
+IMAGE_COUNTS: Final = (1, 2, 4)
+"""Images of a chat. Several counts tell the fixed part of a pass."""
 
 _PREFILL_S: Final = "vllm:request_prefill_time_seconds_sum"
 _FINISHED: Final = "vllm:request_prefill_time_seconds_count"
@@ -52,6 +56,7 @@ _POLL_S: Final = 0.02
 _WARM_UP_TOKENS: Final = 8
 _STEP_WORK_TOKENS: Final = 200
 """A decode step takes about as long as a prefill of this many tokens, for the progress bar only."""
+_IMAGE_WORK_TOKENS: Final = 500
 _FEWEST_TOKEN_IDS: Final = 16
 # Every vocabulary has these ids.
 _SMALL_IDS: Final = tuple(range(256))
@@ -65,12 +70,19 @@ class ProfilePlan:
     repeats: int
     batch_sizes: tuple[int, ...]
     setup: DecodeSetup
+    image_side: int | None = None
+    """The side of the images whose encoding is measured, pixels; None: it is not measured."""
 
     @property
     def total_work(self) -> int:
         """All work with its warm-ups, in prompt tokens."""
         prefill = sum(self.lengths) * (1 + self.repeats)
-        return prefill + sum(map(self.decode_work, self.batch_sizes))
+        images = 0 if self.image_side is None else sum(map(self.encode_work, IMAGE_COUNTS))
+        return prefill + sum(map(self.decode_work, self.batch_sizes)) + images
+
+    def encode_work(self, num_images: int) -> int:
+        """About the work of chats with so many images, in prompt tokens."""
+        return 2 * num_images * _IMAGE_WORK_TOKENS * (1 + self.repeats)
 
     def decode_work(self, batch_size: int) -> int:
         """The work of a warm-up and a run of `batch_size` streams, in prompt tokens."""
@@ -87,6 +99,7 @@ class Wishes:
     batch_sizes: tuple[int, ...] = ()
     output_tokens: int = 64
     context_tokens: int | None = None
+    image_side: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +136,7 @@ def make_plan(wishes: Wishes, max_model_len: int, kv_tokens: int | None) -> Prof
     if not batch_sizes:
         fitting = kv_tokens // (context + wishes.output_tokens) if kv_tokens else None
         batch_sizes = tuple(n for n in DEFAULT_BATCH_SIZES if fitting is None or n <= fitting)
-    return ProfilePlan(lengths, wishes.repeats, batch_sizes or (1,), setup)
+    return ProfilePlan(lengths, wishes.repeats, batch_sizes or (1,), setup, wishes.image_side)
 
 
 def default_lengths(max_model_len: int) -> tuple[int, ...]:
@@ -161,6 +174,8 @@ async def measure(
         if not await run.decodes(batch_size):
             # A larger batch would not decode together either.
             break
+    if plan.image_side is not None:
+        await run.images(plan.image_side)
     run.say("done")
 
 
@@ -234,6 +249,41 @@ class _Run:
         self._measured.decode.append(sample)
         return True
 
+    async def images(self, side: int) -> None:
+        """Run the warm-ups and samples of chats with images, as many images as the engine takes."""
+        without = await self._chat(side, 0)
+        for num_images in IMAGE_COUNTS:
+            words = f"chat with {num_images} image{'s' if num_images > 1 else ''}"
+            for i in range(1 + self._plan.repeats):
+                self.say(words, f"{i}/{self._plan.repeats}" if i else "warm-up")
+                try:
+                    chat = await self._chat(side, num_images)
+                except EngineBusyError:
+                    raise
+                except ProfilingError as error:
+                    if num_images == IMAGE_COUNTS[0] or i:
+                        raise ProfilingError(f"{error} (--images: {words})") from error
+                    self._measured.notes.append(f"no {words} was measured: {error}")
+                    return
+                text = await self._prefill(chat.tokens)
+                if i:
+                    image_tokens = chat.tokens - without.tokens
+                    found = EncodeSample(num_images, image_tokens, chat, text)
+                    self._measured.encode.append(found)
+            self._work += self._plan.encode_work(num_images)
+
+    async def _chat(self, side: int, num_images: int) -> PrefillSample:
+        before = await self._idle()
+        uris = [noise_uri(side, self._rng) for _ in range(num_images)]
+        answer = await self._engine.chat(
+            self._model, "What is this?", uris, cache_salt=self._salt()
+        )
+        after = await self._settled(before, 1)
+        tokens = answer.num_prompt_tokens
+        self._check_computed(before, after, tokens)
+        engine_s = after.since(before, _PREFILL_S)
+        return PrefillSample(tokens, answer.ended_s - answer.started_s, engine_s)
+
     def say(self, doing: str, detail: str = "") -> None:
         """Report the progress of the work."""
         self._on_progress(ProfilingProgress(self._work, doing, detail))
@@ -242,14 +292,17 @@ class _Run:
         before = await self._idle()
         answer = await self._stream(tokens, 1)
         after = await self._settled(before, 1)
+        self._check_computed(before, after, tokens)
+        engine_s = after.since(before, _PREFILL_S)
+        return PrefillSample(tokens, answer.ended_s - answer.started_s, engine_s)
+
+    def _check_computed(self, before: Counters, after: Counters, tokens: int) -> None:
         computed = after.since(before, _COMPUTED_TOKENS)
         if computed is not None and computed != tokens:
             raise ProfilingError(
                 f"{self._engine.url} computed {computed:g} tokens of a random prompt of {tokens}: "
                 "the rest came from some cache, so this is no prefill time"
             )
-        engine_s = after.since(before, _PREFILL_S)
-        return PrefillSample(tokens, answer.ended_s - answer.started_s, engine_s)
 
     async def _decode(self, batch_size: int, output_tokens: int) -> tuple[DecodeSample, float]:
         """The streams' times, and how many of the streams were preempted."""
@@ -272,10 +325,12 @@ class _Run:
 
     async def _stream(self, tokens: int, output_tokens: int) -> Streamed:
         prompt = self._rng.choices(self._token_ids, k=tokens)
-        salt = f"{self._rng.getrandbits(128):032x}"
         return await self._engine.stream(
-            self._model, prompt, output_tokens=output_tokens, cache_salt=salt
+            self._model, prompt, output_tokens=output_tokens, cache_salt=self._salt()
         )
+
+    def _salt(self) -> str:
+        return f"{self._rng.getrandbits(128):032x}"
 
     async def _idle(self) -> Counters:
         """The counters of an engine without requests. It gets a moment to finish those it had."""

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 
 from deploy.plan.profile.file import (
     DecodeStep,
+    EncodePoint,
     EngineProfile,
     KvCacheSize,
     MeasuredDecode,
+    MeasuredEncode,
     MeasuredPrefill,
     PrefillPoint,
     Provenance,
@@ -42,6 +44,25 @@ class PrefillSample:
     tokens: int
     client_s: float
     engine_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeSample:
+    """A chat with images, and a prompt of as many tokens of text, each prefilled alone."""
+
+    num_images: int
+    image_tokens: int
+    chat: PrefillSample
+    text: PrefillSample
+
+    @property
+    def seconds(self) -> float:
+        """What the images took beyond their tokens, by the engine's clock if it has one. By the
+        client's clock it includes what the engine does with pixels before it encodes.
+        """
+        if self.chat.engine_s is not None and self.text.engine_s is not None:
+            return self.chat.engine_s - self.text.engine_s
+        return self.chat.client_s - self.text.client_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +101,7 @@ class Measured:
 
     prefill: list[PrefillSample] = field(default_factory=list)
     decode: list[DecodeSample] = field(default_factory=list)
+    encode: list[EncodeSample] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -113,15 +135,18 @@ def build_profile(
             output_tokens=setup.output_tokens,
             steps=tuple(steps),
         )
+    encode = encode_profile(measured.encode)
     notes = (
         *provenance.notes,
         *measured.notes,
         *doubts(prefill, decode),
+        *_encode_doubts(measured.encode, encode),
         *_slow_clients(measured.decode),
     )
     return EngineProfile(
         prefill=prefill,
         decode=decode,
+        encode=encode,
         kv_cache=kv_cache,
         provenance=provenance.model_copy(update={"notes": notes}),
     )
@@ -154,6 +179,49 @@ def prefill_profile(samples: Sequence[PrefillSample]) -> MeasuredPrefill:
             )
         )
     return MeasuredPrefill(clock="engine" if by_engine else "client", points=tuple(points))
+
+
+def encode_profile(samples: Sequence[EncodeSample]) -> MeasuredEncode | None:
+    """A point for each number of images whose median is above 0; None without any."""
+    points = []
+    for num_images, group in _by_images(samples):
+        seconds = [sample.seconds for sample in group]
+        median_s = _rounded(statistics.median(seconds))
+        if median_s > 0:
+            points.append(
+                EncodePoint(
+                    tokens=group[0].image_tokens,
+                    seconds=median_s,
+                    images=num_images,
+                    spread_seconds=_rounded(max(seconds) - min(seconds)),
+                    samples=len(group),
+                )
+            )
+    return MeasuredEncode(points=tuple(points)) if points else None
+
+
+def _by_images(samples: Sequence[EncodeSample]) -> list[tuple[int, list[EncodeSample]]]:
+    groups: dict[int, list[EncodeSample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.num_images, []).append(sample)
+    return sorted(groups.items())
+
+
+def _encode_doubts(samples: Sequence[EncodeSample], encode: MeasuredEncode | None) -> Iterator[str]:
+    points = encode.points if encode else ()
+    kept = {point.images for point in points}
+    for num_images, _ in _by_images(samples):
+        if num_images not in kept:
+            yield (
+                f"a chat with {num_images} images took no longer than its tokens: "
+                "what encoding takes is less than the noise; measure larger images"
+            )
+    for point in points:
+        if (point.spread_seconds or 0) > _WIDE_SPREAD * point.seconds:
+            yield (
+                f"encoding of {point.images} images: samples {point.spread_seconds:.3g} s apart "
+                f"around {point.seconds:.3g} s; measure with more --repeats"
+            )
 
 
 def decode_step(sample: DecodeSample) -> DecodeStep | None:

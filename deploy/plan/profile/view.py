@@ -22,7 +22,7 @@ from rich.table import Table
 from deploy.table_style import new_table
 
 if TYPE_CHECKING:
-    from deploy.plan.profile.file import EngineProfile
+    from deploy.plan.profile.file import EngineProfile, MeasuredDecode, MeasuredEncode
     from deploy.plan.profile.measuring import ProfilingProgress
 
 
@@ -72,7 +72,9 @@ class ProfilingView:
 
 
 def tables(profile: EngineProfile) -> list[Table]:
-    """Tables of prefill times, and of decode steps if there are any, with their units."""
+    """Tables of prefill times, and of decode steps and encoder passes if there are any, with their
+    units.
+    """
     prefill = new_table(
         numbers=("tokens", "seconds", "spread s", "client s", "tokens/s", "samples"),
         title=f"prefill (median of samples, clock of the {profile.prefill.clock})",
@@ -86,14 +88,37 @@ def tables(profile: EngineProfile) -> list[Table]:
             f"{point.tokens / point.seconds:,.0f}",
             str(point.samples or "-"),
         )
-    if profile.decode is None:
-        return [prefill]
-    context = profile.decode.context_tokens
+    found = [prefill]
+    if profile.decode is not None:
+        found.append(_decode_table(profile.decode))
+    if profile.encode is not None:
+        found.append(_encode_table(profile.encode))
+    return found
+
+
+def _encode_table(encode: MeasuredEncode) -> Table:
+    table = new_table(
+        numbers=("images", "tokens", "ms", "spread ms", "samples"),
+        title="encode (what images add to a prefill of their tokens)",
+    )
+    for point in encode.points:
+        table.add_row(
+            str(point.images or "-"),
+            str(point.tokens),
+            _number(point.seconds, 1e3),
+            _number(point.spread_seconds, 1e3),
+            str(point.samples or "-"),
+        )
+    return table
+
+
+def _decode_table(measured: MeasuredDecode) -> Table:
+    context = measured.context_tokens
     decode = new_table(
         numbers=("streams", "step ms", "spread ms", "tokens/s in all", "samples"),
         title=f"decode (after {context} tokens of context)" if context else "decode",
     )
-    for step in profile.decode.steps:
+    for step in measured.steps:
         decode.add_row(
             str(step.batch_size),
             _number(step.step_seconds, 1e3),
@@ -101,7 +126,7 @@ def tables(profile: EngineProfile) -> list[Table]:
             f"{step.batch_size / step.step_seconds:,.1f}",
             str(step.samples or "-"),
         )
-    return [prefill, decode]
+    return decode
 
 
 def _number(seconds: float | None, scale: float = 1.0) -> str:

@@ -174,7 +174,8 @@ def recording_command(
 @simulate_app.command("study")
 def study_command(
     name: Annotated[
-        str, typer.Argument(help="case-study, congestion, shift, steady, overload or loss")
+        str,
+        typer.Argument(help="case-study, congestion, shift, steady, overload, loss or images"),
     ],
     seed: SeedOption = 1,
     scale: Annotated[

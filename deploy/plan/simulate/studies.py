@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from deploy.plan.simulate.building import homogeneous
+from deploy.plan.simulate.image_study import images
 from deploy.plan.simulate.loss_study import loss
 from deploy.plan.simulate.shift_study import shift
 from deploy.plan.simulate.study import PERIOD_S, Goal, Study, case_study_model
@@ -192,6 +193,7 @@ STUDIES: Final[dict[str, Callable[[int, float], Study]]] = {
     "steady": steady,
     "overload": overload,
     "loss": loss,
+    "images": images,
 }
 
 

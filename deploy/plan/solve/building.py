@@ -11,16 +11,27 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
 from deploy.plan.model_config import config_file, read_config
 from deploy.plan.profile.file import (
     DecodeStep,
     EngineProfileFile,
     KvCacheSize,
+    MeasuredEncode,
     PrefillPoint,
 )
+from deploy.plan.solve.image_building import (
+    ImagePlanInput,
+    encode_line,
+    media_traffic,
+    stage_model,
+    stage_slo,
+    with_encoding,
+    with_images,
+)
+from deploy.plan.solve.name_checks import name_problems
+from deploy.plan.solve.served import kv_size_of, traced_traffic
 from deploy.plan.solve.spec import (
+    ImagesSpec,
     KvSpec,
     PlanPdClusterSpec,
     PlanSpec,
@@ -31,11 +42,11 @@ from deploy.plan.solve.spec import (
 from deploy.plan.trace import load_trace
 from kvmanager.config_files.problems import FileError, KeyPath, Problem, suggestion
 from kvmanager.config_files.yaml_files import parse_yaml, read_text
-from kvmanager.hf_config import ModelKv, read_model_kv
+from kvmanager.hf_config import embedding_token_bytes, read_model_kv
+from scheduler.encoding.line import EncodeLine
 from scheduler.planning.curves import Curve, FittedCurve, fit_quadratic, interpolate
 from scheduler.planning.joint import JointRegion
 from scheduler.planning.lengths import EmpiricalLengths, Lengths, LogNormalLengths, mean_tokens
-from scheduler.planning.prefix_reuse import TracePrompt, cached_tokens
 from scheduler.planning.region_model import (
     Home,
     KvSize,
@@ -51,8 +62,9 @@ Built = TypeVar("Built")
 
 EXPECTED = (
     "a plan file is a mapping with the keys traffic, kv_cache, profiles, prefill_clusters, "
-    "pd_clusters, links, uplinks, models, slo"
+    "pd_clusters, links, uplinks, models, images, slo"
 )
+_ONE_CLUSTER = "are planned for one PD cluster without homes of requests; the file has {} of them"
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,7 @@ class PlanInput:
     """The trace's traffic with a prefix cache of this many tokens; None without a trace."""
     joint: JointRegion | None = None
     """The homes of requests, where the file has them. `region` has the first model without them."""
+    images: ImagePlanInput | None = None
 
 
 def load_plan(
@@ -88,7 +101,9 @@ def load_plan(
     spec = parse_yaml(read_text(path), model, source=str(path), expected=EXPECTED, check=check)
     # `parse_yaml` calls `check` once the single values are right, so a builder exists here.
     built = builders[-1]
-    return PlanInput(spec, built.region, built.fits, built.traffic_with_cache, built.joint)
+    return PlanInput(
+        spec, built.region, built.fits, built.traffic_with_cache, built.joint, built.images
+    )
 
 
 class _Builder:
@@ -101,11 +116,17 @@ class _Builder:
         self._spec = spec
         self._directory = directory
         self._prefills: dict[str, Curve] = {}
+        self._plain_prefills: dict[str, Curve] = {}
+        """The prefill times without what images add."""
+        self._encoders: dict[str, EncodeLine] = {}
+        self._text: Traffic | None = None
+        """The traffic without its images."""
+        self.images: ImagePlanInput | None = None
         self._measured_kv: list[KvCacheSize] = []
         self._steps: dict[str, Sequence[DecodeStep]] = {}
         for name, profile in spec.profiles.items():
             self._tried(("profiles", name), partial(self._read_profile, name, profile))
-        self._check_names()
+        self.problems += name_problems(spec)
         self.joint: JointRegion | None = None
         self._kv_sizes: dict[str, KvSize | None] = {
             "": self._tried(("kv_cache",), partial(self._kv, spec.kv_cache))
@@ -113,6 +134,9 @@ class _Builder:
         self._traffics: dict[str, Traffic | None] = {
             "": self._tried(("traffic", "lengths"), partial(self._traffic, spec.traffic))
         }
+        self._text = self._traffics[""]
+        if spec.images is not None and self._text is not None:
+            self._traffics[""] = with_images(self._text, spec.images)
         for name, served in spec.models.items():
             path: KeyPath = ("models", name)
             kv_cache = partial(self._kv, served.kv_cache)
@@ -150,6 +174,54 @@ class _Builder:
                 own_kv,
                 own_traffic,
             )
+            if spec.images is not None:
+                self._build_images(spec.images)
+
+    def _build_images(self, images: ImagesSpec) -> None:
+        """The instances to arrange. Without problems before, `region` has one PD cluster."""
+        spec, slo = self._spec, stage_slo(self._spec.slo)
+        if spec.has_homes or len(spec.pd_clusters) != 1:
+            self._note(("images",), _ONE_CLUSTER.format(len(spec.pd_clusters)))
+            return
+        if slo is None:
+            missing = "ttft_p90" if spec.slo.ttft_p90 is None else "tokens_per_s"
+            self._note(("slo", missing), "is missing: `images` need an objective of both")
+            return
+        cluster = spec.pd_clusters[0]
+        steps, line = self._steps.get(cluster.profile), self._encoders.get(cluster.profile)
+        token_bytes = self._tried(("images",), partial(self._embedding_bytes, images))
+        # What is missing was noted where it is.
+        if not steps or line is None or not token_bytes or self._text is None:
+            return
+        self.images = ImagePlanInput(
+            cluster.name,
+            cluster.instances,
+            stage_model(
+                self._plain_prefills[cluster.profile],
+                line,
+                steps,
+                self.region,
+                token_bytes,
+                cluster,
+                images,
+                slo,
+            ),
+            media_traffic(self._text, images),
+            images,
+        )
+
+    def _embedding_bytes(self, images: ImagesSpec) -> float:
+        kv = self._spec.kv_cache
+        found = images.embedding_bytes_per_token
+        if found is None and kv is not None and kv.model_config_file is not None:
+            config = read_config(config_file(self._path(kv.model_config_file)))
+            found = embedding_token_bytes(config, kv.dtype)
+        if not found:
+            raise ValueError(
+                "embedding_bytes_per_token is missing, and no config.json of a model that takes "
+                "images says it: give the model's hidden size times the bytes of a value"
+            )
+        return found
 
     def _home(self, pd: PdClusterModel | None, index: int) -> Home | None:
         """The home of requests in one PD cluster; None if something of it is wrong."""
@@ -199,9 +271,11 @@ class _Builder:
     # Profiles.
 
     def _read_profile(self, name: str, profile: ProfileSpec) -> None:
+        encode: MeasuredEncode | None = None
         if profile.file is not None:
             measured = EngineProfileFile.load(self._path(profile.file)).profile
             self._fit(name, measured.prefill.points, profile.fit)
+            encode = measured.encode
             if measured.kv_cache is not None:
                 self._measured_kv.append(measured.kv_cache)
             if measured.decode is not None:
@@ -214,6 +288,11 @@ class _Builder:
                 self._fit(name, profile.prefill.points or (), profile.prefill.fit)
         if profile.decode is not None:
             self._steps[name] = profile.decode.steps
+        if self._spec.images is not None and name in self._prefills:
+            line = self._encoders[name] = encode_line(profile.encode, encode)
+            self._plain_prefills[name] = self._prefills[name]
+            # Where a prompt is prefilled, its images are encoded, too.
+            self._prefills[name] = with_encoding(self._prefills[name], line, self._spec.images)
 
     def _fit(self, name: str, points: Sequence[PrefillPoint], method: str) -> None:
         pairs = [(float(point.tokens), point.seconds) for point in points]
@@ -261,44 +340,6 @@ class _Builder:
             cluster.price_per_instance_hour,
             cluster.decode_memory,
         )
-
-    def _check_names(self) -> None:
-        spec = self._spec
-        sources = {cluster.name for cluster in spec.prefill_clusters}
-        targets = {cluster.name for cluster in spec.pd_clusters}
-        seen: set[tuple[str, str]] = set()
-        kinds: dict[str, str] = {}
-        for key, clusters in (
-            ("prefill_clusters", spec.prefill_clusters),
-            ("pd_clusters", spec.pd_clusters),
-        ):
-            for i, cluster in enumerate(clusters):
-                names = cluster.name, cluster.model
-                if names in seen or kinds.setdefault(cluster.name, key) != key:
-                    self._note((key, i, "name"), f"{cluster.name!r} is used twice")
-                seen.add(names)
-        for i, up in enumerate(spec.uplinks):
-            if up.cluster not in (sources if up.way == "egress" else targets):
-                kind = "prefill" if up.way == "egress" else "PD"
-                self._note(("uplinks", i, "cluster"), f"no {kind} cluster {up.cluster!r}")
-        if not any(cluster.instances for cluster in spec.pd_clusters):
-            self._note(("pd_clusters",), "no instance decodes: give one cluster at least 1")
-        linked: set[tuple[str, str]] = set()
-        for i, link in enumerate(spec.links):
-            if link.source not in sources:
-                hint = suggestion(link.source, sources)
-                self._note(("links", i, "from"), f"no prefill cluster {link.source!r}{hint}")
-            if link.target not in targets:
-                hint = suggestion(link.target, targets)
-                self._note(("links", i, "to"), f"no PD cluster {link.target!r}{hint}")
-            if (link.source, link.target) in linked:
-                self._note(("links", i), f"a second link from {link.source} to {link.target}")
-            linked.add((link.source, link.target))
-        for i, cluster in enumerate(spec.prefill_clusters):
-            if not any(source == cluster.name for source, _ in linked):
-                self._note(
-                    ("prefill_clusters", i), f"{cluster.name!r} has no link: add one from it"
-                )
 
     def _check_memory(self, cluster: PlanPdClusterSpec, index: int) -> None:
         kv, traffic = self._kv_sizes.get(cluster.model), self._traffics.get(cluster.model)
@@ -358,32 +399,3 @@ class _Builder:
             traced_traffic, prompts, trace.block_tokens, output_tokens
         )
         return traced_traffic(prompts, trace.block_tokens, output_tokens, trace.cache_tokens)
-
-
-def traced_traffic(
-    prompts: Sequence[TracePrompt],
-    block_tokens: int,
-    output_tokens: float | None,
-    cache_tokens: float | None,
-) -> Traffic:
-    """A trace as traffic. `output_tokens` None: the trace's mean; `cache_tokens` None: no limit."""
-    blocks = None if cache_tokens is None else int(cache_tokens / block_tokens)
-    cached = cached_tokens(prompts, block_tokens, blocks)
-    uncached = [p.input_tokens - c for p, c in zip(prompts, cached, strict=True)]
-    return Traffic(
-        EmpiricalLengths.of(uncached),
-        output_tokens or sum(p.output_tokens for p in prompts) / len(prompts),
-        sum(p.input_tokens for p in prompts) / len(prompts),
-    )
-
-
-def kv_size_of(model: ModelKv) -> KvSize:
-    """The KVCache of a model as a curve: windows stop growing at their length."""
-    # Between the ends of two windows the size is a straight line, so two points give each piece.
-    knots = sorted({0.0, *(float(layer.window_tokens) for layer in model.layers)})
-    pieces = []
-    for start in knots:
-        base = model.bytes_for(int(start))
-        slope = model.bytes_for(int(start) + 1) - base
-        pieces.append((base - slope * start, slope, 0.0))
-    return KvSize(Curve(np.array(pieces), np.array(knots)), model.fixed_bytes)

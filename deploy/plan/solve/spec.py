@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from deploy.plan.profile.file import DecodeStep, PrefillPoint
+from deploy.plan.profile.file import DecodeStep, EncodePoint, PrefillPoint
 from kvmanager.config_files.fields import NotNegative, Positive, Section, spelled
 from kvmanager.config_files.units import parse_duration, parse_rate, parse_size, parse_tokens
 
@@ -149,6 +149,23 @@ class DecodeSpec(Section):
     steps: Annotated[tuple[DecodeStep, ...], Field(min_length=1)]
 
 
+class EncodeSpec(Section):
+    """Time of an encoder pass over the tokens of its media: measured points, or a line."""
+
+    points: Annotated[tuple[EncodePoint, ...], Field(min_length=1)] | None = None
+    fixed_s: NotNegative | None = None
+    s_per_token: NotNegative | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        line = (self.fixed_s, self.s_per_token)
+        if (self.points is None) == (line == (None, None)) or (
+            self.points is None and None in line
+        ):
+            raise ValueError("give points, or fixed_s and s_per_token")
+        return self
+
+
 class ProfileSpec(Section):
     """One instance of some hardware: a file from `prfaas plan profile`, or the numbers."""
 
@@ -157,6 +174,8 @@ class ProfileSpec(Section):
     """How the points in `file` become a curve."""
     prefill: PrefillSpec | None = None
     decode: DecodeSpec | None = None
+    encode: EncodeSpec | None = None
+    """Needed with `images`, unless `file` has it."""
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -223,6 +242,33 @@ class SloSpec(Section):
     ttft_p90: Span | None = None
 
 
+class MoveSpec(Section):
+    """How instances of one cluster pull embeddings and KVCache from each other."""
+
+    rate: BytesPerS
+    latency: Seconds = 0.0
+
+
+class ImagesSpec(Section):
+    """Images, or other media, in the requests of `traffic`, whose lengths are those of the text."""
+
+    share: Annotated[float, Field(gt=0, le=1)]
+    """The share of requests with images."""
+    per_request: Annotated[float, Field(ge=1)] = 1.0
+    """Images of a request that has any, in the mean."""
+    tokens: Annotated[int, Field(ge=1), spelled(parse_tokens)]
+    """Tokens of one image in the prompt."""
+    pixel_bytes: Annotated[Positive, spelled(parse_size)]
+    """One image as clients send it."""
+    embedding_bytes_per_token: Annotated[Positive, spelled(parse_size)] | None = None
+    """It may be left out if `kv_cache` has a model_config_file."""
+    repeats: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The share of images that were sent lately, so that their embeddings are there."""
+    move: MoveSpec
+    batching: Literal["engine", "stage_level", "prefill_first"] = "engine"
+    """engine: as vLLM; stage_level: Algorithm 1 of HydraInfer; prefill_first: vLLM's engine V0."""
+
+
 class PlanSpec(Section):
     """A whole plan file."""
 
@@ -236,6 +282,7 @@ class PlanSpec(Section):
     uplinks: tuple[UplinkSpec, ...] = ()
     models: dict[Name, PlannedModelSpec] = Field(default={})
     """Further models beside that of `traffic` and `kv_cache`."""
+    images: ImagesSpec | None = None
     slo: SloSpec = SloSpec()
     instances: Literal["whole", "shared"] = "whole"
     """whole: an instance prefills or decodes; shared: it may divide its time."""

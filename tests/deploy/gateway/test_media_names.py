@@ -74,6 +74,18 @@ def test_names_in_what_is_compared_depend_on_the_salt_as_well(
     assert renamed(place({"content": [medium]})) == place({"content": [own]})
 
 
+def test_names_in_what_tools_answered_depend_on_the_salt_as_well() -> None:
+    """A name of another's picture, beside a picture of one's own, would change their answers."""
+    medium = {"type": "input_image", "image_url": "data:", "uuid": "content-" + "0" * 64}
+    places: list[Any] = [
+        {"input": [{"type": "function_call_output", "call_id": "1", "output": [medium]}]},
+        chat([{"type": "tool_result", "tool_use_id": "1", "content": [medium]}]),
+        {"input": [[{"role": "user", "content": [medium]}]]},
+    ]
+    for body in places:
+        assert "content-" not in json.dumps(renamed(body)), body
+
+
 def test_of_two_names_the_last_one_counts() -> None:
     raw = json.dumps(chat([{"uuid": "a"}])).replace('"uuid": "a"', '"uuid": "b", "\\u0075uid": "a"')
     assert json.loads(with_own_names(raw.encode(), "s")) == renamed(chat([{"uuid": "a"}]), "s")

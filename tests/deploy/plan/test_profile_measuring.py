@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
 import random
 import signal
+import struct
 import threading
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ from deploy.plan.profile.measuring import (
     ProfilingProgress,
     measure,
 )
+from deploy.plan.profile.noise_images import noise_uri
 from deploy.plan.profile.stats import (
     DecodeSetup,
     Measured,
@@ -65,6 +69,9 @@ class TimedEngine:
     on_request: Callable[[TimedEngine], None] = lambda engine: None
     requests: list[dict[str, Any]] = field(default_factory=list)
     num_aborted: int = 0
+    encode_s_per_image: float = 0.003
+    image_tokens: int = 20
+    most_images: int = 4
 
     def __post_init__(self) -> None:
         self.num_running = 0
@@ -77,6 +84,7 @@ class TimedEngine:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/version", self._version)
         app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/chat/completions", self._chat)
         if self.has_metrics:
             app.router.add_get("/metrics", self._metrics)
         if self.tokenizes:
@@ -120,7 +128,7 @@ class TimedEngine:
         self.num_running += 1
         try:
             async with self.slots:
-                await self._answer(response, len(body["prompt"]), body["max_tokens"])
+                await self._answer(response, *self._work_of(body))
         except (asyncio.CancelledError, ConnectionError):
             self.num_aborted += 1
             raise
@@ -128,9 +136,26 @@ class TimedEngine:
             self.num_running -= 1
         return response
 
-    async def _answer(self, response: web.StreamResponse, prompt: int, output: int) -> None:
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        content = (await request.json())["messages"][0]["content"]
+        if len(content) - 1 > self.most_images:
+            error = {"message": f"At most {self.most_images} image(s) may be provided"}
+            return web.json_response({"error": error}, status=400)
+        return await self._completions(request)
+
+    def _work_of(self, body: dict[str, Any]) -> tuple[int, int, float]:
+        """Prompt tokens, output tokens and seconds of encoding."""
+        if "messages" not in body:
+            return len(body["prompt"]), body["max_tokens"], 0.0
+        num_images = len(body["messages"][0]["content"]) - 1
+        tokens = 12 + num_images * self.image_tokens
+        return tokens, body["max_tokens"], num_images * self.encode_s_per_image
+
+    async def _answer(
+        self, response: web.StreamResponse, prompt: int, output: int, encode_s: float
+    ) -> None:
         loop = asyncio.get_running_loop()
-        await asyncio.sleep(prompt * self.prefill_s_per_token)
+        await asyncio.sleep(prompt * self.prefill_s_per_token + encode_s)
         for n in range(1, output + 1):
             if n > 1:
                 # All streams step at the same moments.
@@ -139,7 +164,7 @@ class TimedEngine:
                 self.steps_s += self.step_s
             if n == output:
                 self.finished += 1 + self.strangers_in_a_sample
-                self.prefill_s += prompt * self.prefill_s_per_token
+                self.prefill_s += prompt * self.prefill_s_per_token + encode_s
                 self.computed += prompt - self.cached_tokens
                 self.preemptions += self.preempts
             usage = {"prompt_tokens": prompt, "completion_tokens": n}
@@ -199,6 +224,68 @@ async def test_no_two_prompts_share_a_beginning_or_a_salt() -> None:
         assert request["min_tokens"] == request["max_tokens"]
         assert request["ignore_eos"] is True
         assert min(request["prompt"]) >= 1000
+
+
+IMAGES = replace(PLAN, lengths=(64,), batch_sizes=(), image_side=32)
+
+
+async def test_images_take_what_their_chat_takes_beyond_its_tokens() -> None:
+    fake = TimedEngine()
+    async with profiled(fake) as engine:
+        measured = await run_plan(engine, IMAGES)
+    found = build_profile(measured, IMAGES.setup, provenance).encode
+    assert found is not None
+    assert [(point.images, point.tokens) for point in found.points] == [(1, 20), (2, 40), (4, 80)]
+    assert [p.seconds for p in found.points] == pytest.approx([0.003, 0.006, 0.012])
+    uris = [
+        part["image_url"]["url"]
+        for body in fake.requests
+        for part in body.get("messages", [{"content": []}])[0]["content"]
+        if part["type"] == "image_url"
+    ]
+    # No cache can know a picture.
+    assert len(set(uris)) == len(uris) == (1 + 2 + 4) * 3
+    assert all(uri.startswith("data:image/png;base64,") for uri in uris)
+
+
+async def test_without_the_engines_clock_the_clients_counts_for_images_too() -> None:
+    fake = TimedEngine(has_prefill_histogram=False, encode_s_per_image=0.03)
+    async with profiled(fake) as engine:
+        measured = await run_plan(engine, IMAGES)
+    found = build_profile(measured, IMAGES.setup, provenance).encode
+    assert found is not None
+    assert found.points[-1].seconds == pytest.approx(0.12, rel=0.3)
+
+
+async def test_an_engine_that_takes_fewer_images_is_measured_as_far_as_it_goes() -> None:
+    async with profiled(TimedEngine(most_images=2)) as engine:
+        measured = await run_plan(engine, IMAGES)
+    assert {sample.num_images for sample in measured.encode} == {1, 2}
+    assert any("no chat with 4 images was measured" in note for note in measured.notes)
+
+
+async def test_a_model_of_text_takes_no_images() -> None:
+    async with profiled(TimedEngine(most_images=0)) as engine:
+        with pytest.raises(ProfilingError, match=r"At most 0 image.*--images: chat with 1 image"):
+            await run_plan(engine, IMAGES)
+
+
+async def test_encoding_below_the_noise_is_no_point() -> None:
+    async with profiled(TimedEngine(encode_s_per_image=0.0)) as engine:
+        measured = await run_plan(engine, IMAGES)
+    found = build_profile(measured, IMAGES.setup, provenance)
+    assert found.provenance is not None
+    if found.encode is None:
+        assert any("less than the noise" in note for note in found.provenance.notes)
+
+
+def test_noise_is_a_png_of_its_size() -> None:
+    uri = noise_uri(17, random.Random(1))
+    png = base64.b64decode(uri.partition(",")[2])
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">2I", png[16:24]) == (17, 17)
+    length = struct.unpack(">I", png[33:37])[0]
+    assert len(zlib.decompress(png[41 : 41 + length])) == 17 * (1 + 3 * 17)
 
 
 async def test_an_engine_that_does_not_tokenize_gets_small_ids() -> None:
@@ -349,6 +436,17 @@ def invoke(url: str, out: Path, *words: str) -> Any:
     return CliRunner().invoke(app, ["--url", url, "--out", str(out), *FAST, *words])
 
 
+def test_the_command_measures_images_when_asked(tmp_path: Path) -> None:
+    out = tmp_path / "profile.yaml"
+    with served(TimedEngine()) as url:
+        result = invoke(url, out, "--images", "--image-size", "32")
+    assert result.exit_code == 0, result.output
+    assert "what images add to a prefill" in result.stdout
+    encode = EngineProfileFile.load(out).profile.encode
+    assert encode is not None
+    assert [point.images for point in encode.points] == [1, 2, 4]
+
+
 def test_the_command_writes_a_profile(tmp_path: Path) -> None:
     out = tmp_path / "profile.yaml"
     with served(TimedEngine(step_s=0.003, api_key="k")) as url:
@@ -368,6 +466,7 @@ def test_the_command_writes_a_profile(tmp_path: Path) -> None:
     assert profile.provenance is not None
     assert profile.provenance.complete
     assert profile.provenance.vllm_version == "0.32.0"
+    assert profile.encode is None
     points = document["profile"]["prefill"]["points"]
     assert points[0]["seconds"] == profile.prefill.points[0].seconds
 

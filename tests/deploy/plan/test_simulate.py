@@ -211,3 +211,18 @@ def test_a_loss_is_followed(tmp_path: Path) -> None:
     assert {goal["met"] for goal in study["goals"]} == {True}
     by_spill = {(row["lost"], row["spill"]): row for row in study["rows"]}
     assert by_spill["east", "overflow"]["good_share"] > by_spill["east", "never"]["good_share"]
+
+
+def test_images_are_studied_beside_the_paper() -> None:
+    study = STUDIES["images"](1, 0.1)
+    assert len(study.rows) == 10
+    for row in study.rows:
+        assert row["best"] in ("EP+D", "ED+P", "E+P+D")
+        assert row["plain_rps"] > 0
+        assert sum(int(char) for char in row["E+P+D_instances"] if char.isdigit()) == 8
+    names = " ".join(goal.name for goal in study.goals)
+    for words in ("disaggregated over", "over neither", "migration's share", "MME"):
+        assert words in names
+    # The steps of the ablation and what migration costs do not depend on the length of the runs.
+    assert [goal.met for goal in study.goals[:2]] == [True, True]
+    assert [goal.met for goal in study.goals[-3:]] == [True, True, True]

@@ -313,3 +313,28 @@ async def test_media_that_no_engine_takes_are_answered_at_once(region: Any) -> N
     assert renderer.bodies == region.engine.bodies("/v1/chat/completions") == []
     status, _, _ = await region.post(region.long_body())
     assert status == 200
+
+
+async def test_too_many_pixels_are_the_clients_fault(open_region: Any) -> None:
+    message = "Image size (400000000 pixels) exceeds limit, could be decompression bomb DOS attack."
+
+    async def fail(_request: Any, _body: Any) -> web.Response:
+        error = {"message": message, "type": "InternalServerError", "code": 500}
+        return web.json_response({"error": error}, status=500)
+
+    async with open_region(num_engines=2) as region:
+        for engine in region.engines:
+            engine.reply = engine.render_reply = fail
+        status, _, said = await region.post(chat(), "/v1/chat/completions")
+        error = json.loads(said)["error"]
+        assert (status, error["code"], error["type"]) == (
+            400,
+            "media_pixels",
+            "invalid_request_error",
+        )
+        # No engine is ill, so none is asked in its place.
+        assert sum(len(engine.bodies("/v1/chat/completions")) for engine in region.engines) == 1
+        await region.assert_nothing_held()
+        # A text may speak of bombs.
+        status, _, _ = await region.post({"model": "tiny", "prompt": "x"})
+        assert status == 500
