@@ -33,7 +33,9 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     `media` are the media of the prompt. With any, `chat` is the client's body, a request to the
     `api`: an engine makes the prompt of it by itself, and computes all but its last token.
     `embedding_grant` lets node agents move the embeddings of the joined `embedding_keys` between
-    them, those of the media. `wait_s` is how long the job is predicted to wait for an instance.
+    them, those of the media. `embedding_nodes` are nodes (`InstanceReport.node`) of the cluster
+    that are known to have some of them; others may have them, too. `wait_s` is how long the job is
+    predicted to wait for an instance.
     """
 
     request_id: str
@@ -55,6 +57,7 @@ class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
     api: ChatApi = "chat"
     embedding_keys: bytes = b""
     embedding_grant: bytes = b""
+    embedding_nodes: tuple[str, ...] = ()
     wait_s: float = 0.0
 
     @property

@@ -44,9 +44,20 @@ class EmbeddingPlaces:
 
     async def find(self, media: Media, names: Sequence[str]) -> dict[str, str]:
         """The node that has each of these media, without those that none has. One of `media.nodes`
-        if possible.
+        if possible. Nodes that are known to have some are asked first, and others only for what
+        these lack.
         """
         nodes = self._nodes(media.model)
+        known = {at: node for at, node in nodes.items() if at in media.holders}
+        others = {at: node for at, node in nodes.items() if at not in known}
+        found = await self._at(known, media, names)
+        lacking = [name for name in names if name not in found]
+        return found | (await self._at(others, media, lacking) if lacking else {})
+
+    async def _at(
+        self, nodes: Mapping[str, _Node], media: Media, names: Sequence[str]
+    ) -> dict[str, str]:
+        """`find` at these nodes."""
         answers = await asyncio.gather(*(self._sizes(node, names) for node in nodes.values()))
         found: dict[str, str] = {}
         # Those where the prefill may run come last, so that they stay.

@@ -22,8 +22,8 @@ class EncodeOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Have the media of a request encoded that `instance` will serve whole.
 
     `chat` is the client's body. `media` are its media as far as they are known: without them their
-    tokens are guessed. The instance has `cached_tokens` of the prompt cached. `granted_keys` and
-    `grant` are the embedding's of `PrefillJob`.
+    tokens are guessed. The instance has `cached_tokens` of the prompt cached. `granted_keys`,
+    `grant` and `embedding_nodes` are what `PrefillJob` has for embeddings.
     """
 
     request_id: str
@@ -36,6 +36,7 @@ class EncodeOrder(msgspec.Struct, frozen=True, kw_only=True):
     traceparent: str = ""
     granted_keys: bytes = b""
     grant: bytes = b""
+    embedding_nodes: tuple[str, ...] = ()
 
 
 class EncodeDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,8 +56,8 @@ class Media:
 
     `nodes` are the control addresses of the node agents of the instances that may prefill. `wait_s`
     is how long the prefill is predicted to wait anyway, and `cached_tokens` how much of the prompt
-    need not be prefilled. Without `may_delay_decodes` no instance
-    encodes them that decodes as well.
+    need not be prefilled. Without `may_delay_decodes` no instance encodes them that decodes as
+    well. Agents at `holders` are known to have some of the embeddings.
     """
 
     key: str
@@ -72,6 +73,7 @@ class Media:
     traceparent: str = ""
     granted_keys: bytes = b""
     grant: bytes = b""
+    holders: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, job: PrefillJob, nodes: frozenset[str]) -> Media:
@@ -89,6 +91,7 @@ class Media:
             traceparent=job.traceparent,
             granted_keys=job.embedding_keys,
             grant=job.embedding_grant,
+            holders=frozenset(job.embedding_nodes),
         )
 
     @classmethod
@@ -108,6 +111,7 @@ class Media:
             traceparent=order.traceparent,
             granted_keys=order.granted_keys,
             grant=order.grant,
+            holders=frozenset(order.embedding_nodes),
         )
 
 

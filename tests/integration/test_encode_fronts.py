@@ -199,6 +199,19 @@ async def test_what_a_node_has_is_not_encoded(rig: Rig) -> None:
     assert rig.encoded() == ["b"]
 
 
+async def test_nodes_that_are_known_to_have_images_are_asked_first(rig: Rig) -> None:
+    rig.has(1, "a", "b")
+    job = image_job(1, "a", "b")
+    known = structs.replace(job, embedding_nodes=(rig.nodes[1].target, "elsewhere:1"))
+    assert (await rig.front.submit(known)).media == {"found": 2}
+    assert not rig.nodes[0].asked_for
+    # What they lack, another may have.
+    rig.has(0, "c")
+    job = structs.replace(image_job(2, "b", "c"), embedding_nodes=(rig.nodes[1].target,))
+    assert (await rig.front.submit(job)).media == {"found": 2}
+    assert set(rig.nodes[0].asked_for) == {embedding_key(ENCODER, "c")}
+
+
 async def test_an_image_whose_kvcache_is_cached_is_not_encoded(rig: Rig) -> None:
     job = structs.replace(image_job(1, "a", "b"), cached_tokens={"p0": 3})
     result = await rig.front.submit(job)

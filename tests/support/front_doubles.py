@@ -148,6 +148,8 @@ class FakeAgent:
         """What its engines say that the keys of their embeddings are made of."""
         self.has: dict[bytes, int] = {}
         """The embeddings that it has, and their bytes."""
+        self.asked_for: list[bytes] = []
+        """Keys of embeddings that somebody has asked for."""
         self.landing_bytes = 0
         self.tells_room = True
         self.outboxes: dict[str, _End] = {}
@@ -288,7 +290,9 @@ class FakeAgent:
         return transfer_id in self.landings and transfer_id not in self._by_transport
 
     async def _has_embeddings(self, request: HasEmbeddings) -> HasEmbeddingsReply:
-        return HasEmbeddingsReply([self.has.get(key, 0) for key in split_keys(request.keys)])
+        keys = split_keys(request.keys)
+        self.asked_for += keys
+        return HasEmbeddingsReply([self.has.get(key, 0) for key in keys])
 
     async def _status(self, _request: Status) -> StatusReply:
         await self._pause("Status")

@@ -16,6 +16,7 @@ from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import ListCacheReply, StatusReply
 from kvmanager.directory.messages import NodeName, ResumeRule
 from kvmanager.directory.reader import DirectoryReader
+from kvmanager.embedding_keys import embedding_key
 from kvmanager.media_items import MediaItem
 from kvmanager.token_ids import TokenIds
 from scheduler.reports import ClusterReport
@@ -105,6 +106,20 @@ class RegionCaches:
         if keys is None:
             return CachedPrompt(places=places)
         return CachedPrompt(keys, places, tuple(await self.directory.match(rule, keys.blocks)))
+
+    async def embedding_nodes(
+        self, report: ClusterReport | None, identifiers: Sequence[str]
+    ) -> tuple[str, ...]:
+        """The control addresses of the nodes of this cluster that are known to have embeddings of
+        some of these media. None are looked for where nothing encodes apart.
+        """
+        if report is None or report.encode is None or not identifiers:
+            return ()
+        encoders = {item.encoder for item in report.instances if item.encoder}
+        keys = [embedding_key(one, name) for one in encoders for name in identifiers]
+        holders = await self.directory.embedding_holders(keys)
+        names = {name for nodes in holders for name in nodes if name.cluster == report.name}
+        return tuple(self._targets[name] for name in sorted(names) if name in self._targets)
 
     async def statuses(self) -> dict[NodeName, StatusReply | str]:
         """Every agent's status, or the reason why it is missing."""

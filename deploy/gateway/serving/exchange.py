@@ -7,7 +7,7 @@ and counts the metrics. This file does not know how requests are routed or relay
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deploy.gateway.cache.cached_prompt import CachePlaces
@@ -37,6 +37,7 @@ from prfaas.cluster import PrefillCluster
 from prfaas.encoding.values import EncodeDone
 from prfaas.engines.errors import PrefillFailed
 from prfaas.jobs import PrefillResult
+from scheduler.reports import ClusterReport
 from scheduler.routing.decision import Decision, Reason, RequestShape
 from scheduler.routing.prediction import Prediction
 from scheduler.routing.short_term import RouteDecision
@@ -77,6 +78,12 @@ class Services:
     def feedback(self) -> Feedback:
         """Tells the scheduler how requests go."""
         return Feedback(self.scheduler)
+
+    async def embedding_nodes(
+        self, report: ClusterReport | None, identifiers: Sequence[str]
+    ) -> tuple[str, ...]:
+        """The nodes of a cluster that are known to have embeddings of these media."""
+        return () if self.caches is None else await self.caches.embedding_nodes(report, identifiers)
 
     def adapter_places(self, inbound: InboundRequest, pd: str) -> AdapterPlaces:
         """Where the request's LoRA adapter has the weights with which `pd` decodes it."""

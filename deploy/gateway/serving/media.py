@@ -55,6 +55,7 @@ async def encode_media(
         traceparent=exchange.span.traceparent,
         granted_keys=keys,
         grant=grant,
+        embedding_nodes=await services.embedding_nodes(report, names),
     )
     started_s = exchange.elapsed_s()
     try:

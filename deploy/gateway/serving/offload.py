@@ -47,6 +47,7 @@ from local_pd.errors import NoLandingRoom, PdError
 from local_pd.messages import DecodeSlot, LandingReport, ReserveRequest
 from prfaas.engines.errors import PrefillFailed
 from prfaas.jobs import PrefillJob, PrefillResult
+from scheduler.reports import ClusterReport
 from scheduler.routing.decision import HAND_OFF, Decision, Reason, fall_back
 from scheduler.routing.prediction import Prediction
 from scheduler.routing.short_term import RouteDecision
@@ -211,7 +212,9 @@ class Offload:
     async def _prefill(self, slot: DecodeSlot, traceparent: str) -> PrefillResult | PrefillFailed:
         """Run the prefill leg. Returns failures, since the decode leg goes on without it."""
         target = self._routed.target
-        keys, grant = self._embedding_grant()
+        report = self._encoding_report()
+        names = [one.identifier for one in self._media]
+        keys, grant = embedding_grant(self._services.granter, report, names)
         job = PrefillJob(
             request_id=self._exchange.request_id,
             prompt_token_ids=self._prefix,
@@ -231,6 +234,7 @@ class Offload:
             api="responses" if self._inbound.kind == "responses" else "chat",
             embedding_keys=keys,
             embedding_grant=grant,
+            embedding_nodes=await self._services.embedding_nodes(report, names),
             wait_s=self._predicted_wait_s(),
         )
         try:
@@ -258,13 +262,13 @@ class Offload:
         )
         return result
 
-    def _embedding_grant(self) -> tuple[bytes, bytes]:
+    def _encoding_report(self) -> ClusterReport | None:
+        """The report of the cluster that encodes the media of this prompt; None without media."""
         if not self._media:
-            return b"", b""
+            return None
         target, services = self._routed.target, self._services
         reports = services.reports() if target == HAND_OFF else services.prefill_reports()
-        report = reports.get(self._routed.pd if target == HAND_OFF else target)
-        return embedding_grant(services.granter, report, [one.identifier for one in self._media])
+        return reports.get(self._routed.pd if target == HAND_OFF else target)
 
     def _predicted_wait_s(self) -> float:
         """How long the prefill is expected to wait for an instance."""

@@ -200,6 +200,10 @@ def encode_profile(samples: Sequence[EncodeSample]) -> MeasuredEncode | None:
     return MeasuredEncode(points=tuple(points)) if points else None
 
 
+def _images(num: int) -> str:
+    return f"{num} image{'s' if num != 1 else ''}"
+
+
 def _by_images(samples: Sequence[EncodeSample]) -> list[tuple[int, list[EncodeSample]]]:
     groups: dict[int, list[EncodeSample]] = {}
     for sample in samples:
@@ -213,14 +217,15 @@ def _encode_doubts(samples: Sequence[EncodeSample], encode: MeasuredEncode | Non
     for num_images, _ in _by_images(samples):
         if num_images not in kept:
             yield (
-                f"a chat with {num_images} images took no longer than its tokens: "
+                f"a chat with {_images(num_images)} took no longer than its tokens: "
                 "what encoding takes is less than the noise; measure larger images"
             )
     for point in points:
         if (point.spread_seconds or 0) > _WIDE_SPREAD * point.seconds:
             yield (
-                f"encoding of {point.images} images: samples {point.spread_seconds:.3g} s apart "
-                f"around {point.seconds:.3g} s; measure with more --repeats"
+                f"encoding of {_images(point.images or 0)}: samples "
+                f"{point.spread_seconds:.3g} s apart around {point.seconds:.3g} s; "
+                "measure with more --repeats"
             )
 
 

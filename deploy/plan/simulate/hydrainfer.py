@@ -22,6 +22,9 @@ and bytes:
 - Instances pull at 150 GB/s (NVLink) after 0.5 ms. Where encoder and language model run in
   parallel, 80% of the shorter pass costs no time.
 
+The share of the peak in a prefill, the launches and the lengths of captions were settled after
+several values had been tried on the ablation (docs/planning.md says what others give).
+
 Values only.
 """
 

@@ -110,7 +110,9 @@ class EncodeSearch:
                 if tried.rps <= found.rps:
                     break
                 found = tried
-        return found
+        # The others are divided as if the stage limited nothing. Where it does, the present
+        # division may leave less to encode here, and be better. Of equals, it is the one.
+        return max(self.present, found, key=lambda item: item.rps)
 
     def step(self, way: int) -> tuple[EncodePlan, OtherRole] | None:
         """One instance more (1) or less (-1) that encodes, and the role that loses or gains it:

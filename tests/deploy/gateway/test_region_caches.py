@@ -9,18 +9,23 @@ from deploy.gateway.cache.cached_prompt import CachePlaces
 from deploy.gateway.cache.region_caches import RegionCaches
 from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeCoverage, NodeName, NodeState, ResumeRule
+from kvmanager.embedding_keys import embedding_key
 from kvmanager.token_ids import TokenIds
-from scheduler.reports import ClusterReport, InstanceReport
+from scheduler.reports import ClusterReport, EncodeReport, InstanceReport
 
 
 class Directory:
-    """Knows nothing; notes whom it is told to follow."""
+    """Knows nothing but `embeddings`; notes whom it is told to follow."""
 
     def __init__(self) -> None:
+        self.embeddings: dict[bytes, list[NodeName]] = {}
         self.followed: list[Mapping[NodeName, str]] = []
 
     async def match(self, rule: ResumeRule, keys: Sequence[bytes]) -> list[NodeCoverage]:
         return []
+
+    async def embedding_holders(self, keys: Sequence[bytes]) -> list[list[NodeName]]:
+        return [self.embeddings.get(key, []) for key in keys]
 
     async def nodes(self) -> list[NodeState]:
         return []
@@ -66,6 +71,28 @@ def report(name: str, **nodes: str) -> ClusterReport:
         for node, target in nodes.items()
     )
     return ClusterReport(name=name, healthy=True, queue_depth=0, running=0, instances=instances)
+
+
+async def test_the_nodes_of_a_cluster_that_have_embeddings_of_media_are_named() -> None:
+    directory = Directory()
+    caches = RegionCaches(directory, no_agent, directory.follow)
+    home = report("home", b1="x:1", b2="x:2", b3="x:3")
+    await caches.watch(home)
+    await caches.watch(report("far", a1="y:1"))
+    media = ["cat", "dog"]
+    instances = tuple(structs.replace(one, encoder="w bf16") for one in home.instances)
+    encoding = structs.replace(home, instances=instances, encode=EncodeReport())
+    gone = NodeName("home", "b9")
+    directory.embeddings = {
+        embedding_key("w bf16", "cat"): [NodeName("home", "b2"), NodeName("far", "a1"), gone],
+        embedding_key("other", "dog"): [NodeName("home", "b3")],
+    }
+    assert await caches.embedding_nodes(encoding, media) == ("x:2",)
+    assert await caches.embedding_nodes(encoding, media[1:]) == ()
+    # Where nothing encodes apart, and for text, nobody is asked.
+    assert await caches.embedding_nodes(structs.replace(encoding, encode=None), media) == ()
+    assert await caches.embedding_nodes(encoding, []) == ()
+    assert await caches.embedding_nodes(None, media) == ()
 
 
 async def test_nodes_come_and_go_with_the_reports_of_their_cluster() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from deploy.cli import app
-from deploy.gateway.cache.api import CacheOverview
-from deploy.ops.cache import WrongPrompt, request_body
+from deploy.gateway.cache.api import CacheOverview, NodeCacheStatus
+from deploy.ops.cache import WrongPrompt, print_nodes, request_body
 from deploy.region.client import CannotAsk, ask
+from kvmanager.agent.messages import EmbeddingStatus
 
 run = CliRunner().invoke
 
@@ -22,6 +25,24 @@ def body_of(path: Path, text: str, **options: Any) -> dict[str, Any]:
     values: dict[str, Any] = {"model": "", "is_chat": False}
     decoded: dict[str, Any] = json.loads(request_body(path, **(values | options)))
     return decoded
+
+
+def test_nodes_with_embeddings_have_a_line_for_them() -> None:
+    def shown(*nodes: NodeCacheStatus) -> list[str]:
+        console = Console(file=io.StringIO(), width=80)
+        print_nodes(console, CacheOverview(list(nodes)))
+        assert isinstance(console.file, io.StringIO)
+        return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+
+    plain = NodeCacheStatus(cluster="home", node="d0", agent="d0:1", embeddings=EmbeddingStatus())
+    assert not any("embeddings" in line for line in shown(plain))
+    kept = EmbeddingStatus(12, held_bytes=3 << 20, cap_bytes=8 << 20, num_queries=40, num_hits=30)
+    having = NodeCacheStatus(
+        cluster="far", node="e0", agent="e0:1", embeddings=kept, embedding_hit_share=0.75
+    )
+    lines = shown(plain, having)
+    assert "far e0 12 3.0 MiB 8.0 MiB 40 75%" in lines
+    assert sum(line.startswith("home d0") for line in lines) == 1
 
 
 def test_a_text_is_a_prompt_or_a_message(tmp_path: Path) -> None:

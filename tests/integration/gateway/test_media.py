@@ -8,15 +8,17 @@ import gateway_region
 import msgspec
 import pytest
 from aiohttp import web
-from cache_doubles import FakeDirectory
+from cache_doubles import FakeDirectory, MovingAgents
 from msgspec import structs
 
 from deploy.gateway.cache.region_caches import RegionCaches
+from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeName
+from kvmanager.embedding_keys import embedding_key
 from kvmanager.hashing import block_keys, root_key, token_digest
 from kvmanager.media_items import MediaItem, block_extras
 from prfaas.engines.errors import PrefillFailed
-from scheduler.reports import takes_text_only
+from scheduler.reports import EncodeReport, takes_text_only
 from scheduler.routing.decision import ONE_ENGINE
 
 PICTURE = "data:image/png;base64,AAAA"
@@ -130,6 +132,37 @@ async def test_a_picture_goes_to_the_prefill_cluster_with_its_name(region: Any) 
     other = region.far.jobs[1]
     assert other.prompt_token_ids == job.prompt_token_ids
     assert other.landing.token_digest != job.landing.token_digest
+
+
+async def test_a_job_names_the_nodes_that_have_embeddings_of_its_pictures(
+    open_region: Any,
+) -> None:
+    directory, encoder = FakeDirectory(), "files:1 bfloat16"
+    caches = RegionCaches(directory, MovingAgents(CacheModel("ab", 64, []), 0, 0).at)
+    async with open_region(caches=caches) as region:
+        region.engine.render_reply = Renderer()
+        said = await region.far.report()
+        (instance,) = said.instances
+        region.far.set_report = structs.replace(
+            said,
+            instances=(structs.replace(instance, encoder=encoder),),
+            encode=EncodeReport(),
+        )
+        async with asyncio.timeout(10.0):
+            while region.gateway._watcher.prefill_reports()["far"].encode is None:
+                await asyncio.sleep(0.01)
+        assert (await region.post(chat(), "/v1/chat/completions"))[0] == 200
+        (job,) = region.far.jobs
+        assert job.embedding_nodes == ()
+        key = embedding_key(encoder, job.media[0].identifier)
+        directory.embeddings[key] = [NodeName("far", "far-0"), NodeName("home", "d0")]
+        await region.post(chat(), "/v1/chat/completions")
+        assert region.far.jobs[1].embedding_nodes == ("far-0:1",)
+        # Another picture, and text.
+        await region.post(chat(PICTURE + "AAAA"), "/v1/chat/completions")
+        region.engine.render_reply = None
+        await region.post(region.long_body())
+        assert [job.embedding_nodes for job in region.far.jobs[2:]] == [(), ()]
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,14 @@ def test_a_stage_that_is_too_large_gives_instances_back() -> None:
     assert taken.after.num_encode == 3
 
 
+def test_the_present_division_may_be_the_best_beside_a_stage_that_limits() -> None:
+    """One that prefills more at home has more to encode there."""
+    able: dict[OtherRole, int] = {"prefill": 0, "decode": 0}
+    found = EncodeSearch(pair(6), stage(1, num_leaving=0, num_able=able), 1)
+    assert found.best is found.present
+    assert step(found).reason is StepReason.BEST_ALREADY
+
+
 def test_the_last_instance_of_any_role_stays() -> None:
     few = EncodeSearch(pair(2), stage(1, stage_s=9.0), 1)
     assert few.best.num_encode == 1
@@ -352,4 +360,5 @@ def test_the_best_number_is_the_best_of_all() -> None:
             plan = best_within(raised(pair(), 0.0, others), {"near": (1, others - 1)})
             need_s = stage_s * (1 - plan.offload_fraction)
             tried[num] = min(plan.system_rps(Mode.EXACT), num / need_s)
-        assert found.best.rps == pytest.approx(max(tried.values()))
+        most = max(*tried.values(), found.present.rps)
+        assert found.best.rps == pytest.approx(most)
