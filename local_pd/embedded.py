@@ -189,6 +189,7 @@ class EmbeddedPdCluster:
             affinity,
             hands_off=request.hands_off,
             layouts=request.layouts,
+            has_media=request.has_media,
         )
         if not candidates.names:
             raise NoInstance(f"{self._name}: {candidates.reason}")
@@ -252,10 +253,10 @@ class EmbeddedPdCluster:
     async def direct(self, request: DirectRequest) -> DirectTarget:
         views, affinity = self._views(), self._affinity(request.prefer_nodes)
         left = [view for view in views if view.name not in request.exclude]
-        choice = choose_direct(left, request.model, affinity)
+        choice = choose_direct(left, request.model, affinity, has_media=request.has_media)
         # No other engine is left, and an excluded one may serve the request all the same.
         if choice.name is None:
-            choice = choose_direct(views, request.model, affinity)
+            choice = choose_direct(views, request.model, affinity, has_media=request.has_media)
         if choice.name is None:
             raise NoInstance(f"{self._name}: {choice.reason}")
         with about_request(request.request_id):
@@ -427,6 +428,7 @@ class EmbeddedPdCluster:
                 max_concurrent=item.spec.max_concurrent,
                 layout_fingerprint=item.layout_fingerprint,
                 layout=item.layout,
+                text_only=item.text_only,
             )
             for item in self._instances.by_name.values()
         ]

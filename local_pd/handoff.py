@@ -240,6 +240,7 @@ def _wish(job: PrefillJob, tried: Sequence[str], node: str) -> PrefillWish:
         tried,
         node,
         job.landing.layout_fingerprint,
+        bool(job.media),
     )
 
 

@@ -97,16 +97,21 @@ class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
     """
     traceparent: str = ""
     """A W3C trace context header, or ""."""
+    has_media: bool = False
+    """Whether the prompt has images or other media."""
 
 
 class DirectRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The argument of `PdCluster.direct`. `prefer_nodes` is as in `ReserveRequest`."""
+    """The argument of `PdCluster.direct`. `prefer_nodes` and `has_media` are as in
+    `ReserveRequest`.
+    """
 
     request_id: str
     model: str = ""
     exclude: tuple[str, ...] = ()
     """Instances that are chosen only if there is no other."""
     prefer_nodes: tuple[str, ...] = ()
+    has_media: bool = False
 
 
 class PlaceRequest(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ keeps no state. Rules:
 - Serve whole: the engine alone has to be healthy. A prefill instance is taken only when there is
   no other, because a decode on it would slow the prefills it is there for. One that drains is taken
   when there is nothing else at all: it serves still, and a client must not be turned away for it.
+- An engine without an encoder gets no prompt with media.
 - An instance that encodes media is given nothing else: its engine may lack the language model.
 - Prefill for another: role prefill, with room for one more job; of those `front_placement`
   chooses, by what is cached there against the uncached tokens under way, and the landing's own node
@@ -57,6 +58,7 @@ class PdInstance(msgspec.Struct, frozen=True):
     max_concurrent: int = 4
     layout_fingerprint: str = ""
     layout: str = ""
+    text_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,8 @@ class InstanceChoice:
 class PrefillWish:
     """A prompt to prefill. `cached_tokens` says, by instance or node name, how much of it is cached
     there. `tried` has the instances on which it has failed, `node` is where its KVCache lands, and
-    `layout_fingerprint` is that of the landing ("" fits every instance).
+    `layout_fingerprint` is that of the landing ("" fits every instance). `has_media`: it has images
+    or other media.
     """
 
     num_tokens: int
@@ -99,6 +102,7 @@ class PrefillWish:
     tried: Collection[str] = ()
     node: str = ""
     layout_fingerprint: str = ""
+    has_media: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +120,13 @@ def decode_order(
     *,
     hands_off: bool = False,
     layouts: Collection[str] = (),
+    has_media: bool = False,
 ) -> Candidates:
     """Instances that may decode, best first. `hands_off`: another instance is to prefill. `layouts`
     are the fingerprints of the KVCache that can be sent here from elsewhere, if they are known.
+    `has_media`: the prompt has images or other media.
     """
+    views = _reading(views, has_media=has_media)
     prefilling = _prefilling(views, model) if hands_off else []
     if hands_off:
         layouts = {view.layout_fingerprint for view in prefilling}
@@ -149,9 +156,14 @@ def decode_order(
 
 
 def choose_direct(
-    views: Sequence[PdInstance], model: str, affinity: Affinity = NO_AFFINITY
+    views: Sequence[PdInstance],
+    model: str,
+    affinity: Affinity = NO_AFFINITY,
+    *,
+    has_media: bool = False,
 ) -> InstanceChoice:
     """One instance that serves a request from its first to its last token."""
+    views = _reading(views, has_media=has_media)
     able = [v for v in _of_model(views, model) if v.serves and v.role != "encode"]
     usable = [view for view in able if not view.draining] or able
     if not usable:
@@ -169,6 +181,7 @@ def choose_direct(
 
 def choose_prefill(views: Sequence[PdInstance], wish: PrefillWish) -> InstanceChoice:
     """One instance that prefills for another."""
+    views = _reading(views, has_media=wish.has_media)
     layouts = (wish.layout_fingerprint,)
     usable = [
         view
@@ -191,6 +204,11 @@ def choose_prefill(views: Sequence[PdInstance], wish: PrefillWish) -> InstanceCh
     is_beside = any(v.name == placement.instance and v.node == wish.node for v in with_room)
     said = f"{placement.reason}; on the landing's node" if is_beside else placement.reason
     return InstanceChoice(placement.instance, said, placement.uncached_tokens)
+
+
+def _reading(views: Sequence[PdInstance], *, has_media: bool) -> Sequence[PdInstance]:
+    """The instances whose engines take the prompt; all of them for text."""
+    return [view for view in views if not view.text_only] if has_media else views
 
 
 def _prefilling(views: Sequence[PdInstance], model: str) -> list[PdInstance]:

@@ -351,6 +351,7 @@ class EmbeddedPrefillCluster:
                 draining=instance.draining,
                 layout_fingerprint=instance.layout_fingerprint,
                 layout=instance.layout,
+                text_only=instance.text_only,
             )
             self._perform(self._queue.instance_changed(view, self._clock()))
         self._count_usable()
@@ -388,4 +389,5 @@ def _queued(job: PrefillJob) -> QueuedJob:
         job.cached_tokens,
         job.pd,
         job.landing.layout_fingerprint,
+        bool(job.media),
     )

@@ -318,12 +318,12 @@ class PrefillQueue:
         """A function that says whether an instance `with_room` takes a job now. It keeps its
         answers, since many jobs have the same model and layout, and no failed instances.
         """
-        known: dict[tuple[str, str, tuple[str, ...]], bool] = {}
+        known: dict[tuple[str, str, tuple[str, ...], bool], bool] = {}
 
         def may_start(key: str) -> bool:
             entry = self._entries[key]
             job, tried = entry.job, entry.tried
-            asked = job.model, job.layout_fingerprint, tried
+            asked = job.model, job.layout_fingerprint, tried, job.has_media
             if asked not in known:
                 known[asked] = any(_takes(item, job, tried) for item in with_room)
             if entry.held and known[asked] and entry.turn_s is None:
@@ -380,6 +380,7 @@ def _takes(instance: _Instance, job: QueuedJob, tried: tuple[str, ...]) -> bool:
     return (
         instance.serves(job.model)
         and instance.fills(job.layout_fingerprint)
+        and not (job.has_media and instance.view.text_only)
         and instance.view.name not in tried
     )
 
@@ -391,4 +392,6 @@ def _why_not(instance: _Instance, job: QueuedJob) -> str:
         return "is not healthy"
     if not instance.fills(job.layout_fingerprint):
         return f"lays KVCache out otherwise than the landing: {instance.view.layout}"
+    if job.has_media and instance.view.text_only:
+        return "has no encoder of media"
     return "is draining" if instance.view.draining else "was tried"

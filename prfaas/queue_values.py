@@ -55,6 +55,7 @@ class QueueInstance:
     node: str = ""
     layout_fingerprint: str = ""
     layout: str = ""
+    text_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class QueuedJob:
     cached_tokens: Mapping[str, int] = field(default_factory=dict)
     pd: str = ""
     layout_fingerprint: str = ""
+    has_media: bool = False
 
     @property
     def uncached_tokens(self) -> int:

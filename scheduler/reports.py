@@ -90,6 +90,8 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     """The identity of its weights; "": not known yet, or its agent is of an older version."""
     adapters: dict[str, str] = {}
     """The identities of its LoRA adapters by name, as far as they are known."""
+    text_only: bool = False
+    """Whether its engine refuses prompts with images or other media."""
     encodes: bool = False
     """Whether it encodes media for others: because of its role, or beside it."""
     roles: tuple[Role, ...] = ()
@@ -165,6 +167,19 @@ def serves(instance: InstanceReport, model: str) -> bool:
     # One that encodes may lack the language model.
     may_serve = instance.role != "encode" and instance.healthy and not instance.draining
     return may_serve and is_of_model(instance, model)
+
+
+def takes_text_only(reports: Iterable[ClusterReport | None], model: str) -> bool:
+    """Whether all instances that answer requests for `model` are known, and refuse media."""
+    known = list(reports)
+    found = [
+        item
+        for report in known
+        for item in (report.instances if report is not None else ())
+        if item.role != "encode" and is_of_model(item, model)
+    ]
+    # One that is not healthy may not have said yet what it takes.
+    return None not in known and bool(found) and all(item.text_only for item in found)
 
 
 def decodes(role: Role) -> bool:

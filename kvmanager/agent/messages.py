@@ -217,7 +217,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     `kv_block_bytes` is the data of one block of the engine's own KV memory, on all ranks. Engines
     share KVCache if `layout_fingerprint` is the same; `model` is only a name, `weights` identifies
     the weights. `engine` is its program with the version. `adapters` identifies its LoRA adapters
-    by name: engines share KVCache of those that are the same.
+    by name: engines share KVCache of those that are the same. `text_only`: it refuses prompts with
+    images or other media.
     """
 
     instance: str
@@ -232,6 +233,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     engine: str = ""
     adapters: dict[str, str] = {}
     pp_size: int = 1
+    text_only: bool = False
 
 
 class LinkStatus(msgspec.Struct, frozen=True):

@@ -64,6 +64,7 @@ from kvmanager.vllm_connector.cache.scheduler import (
 )
 from kvmanager.vllm_connector.cuda_pages import DEFAULT_STAGING_MIB
 from kvmanager.vllm_connector.engine_layout import layout_of, registered_views, stage_of
+from kvmanager.vllm_connector.media_settings import is_text_only
 from kvmanager.vllm_connector.metadata import PrfaasMetadata
 from kvmanager.vllm_connector.scheduler import SchedulerSide
 from kvmanager.vllm_connector.stages import LayoutHandshake, exchanged, layout_from
@@ -395,4 +396,5 @@ def _hello(
         namespace=_namespace(config, layout),
         adapters=dict(adapters),
         engine=f"vllm {vllm_version}",
+        text_only=is_text_only(config),
     )

@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+def is_text_only(vllm_config: VllmConfig) -> bool:
+    """Whether the engine has no encoder: its model has none, or it was left out with
+    `--language-model-only`.
+    """
+    media = vllm_config.model_config.multimodal_config
+    return media is None or media.language_model_only
+
+
 def media_settings(vllm_config: VllmConfig) -> list[object]:
     """What embeddings depend on; nothing for a model that takes text only."""
     media = vllm_config.model_config.multimodal_config

@@ -118,6 +118,8 @@ class Instance:
         """The identities of its LoRA adapters by name, from the agent's latest status."""
         self.encoder = ""
         """What the keys of its embeddings are made of; "": it has none, or has not told yet."""
+        self.text_only = False
+        """Whether the engine refuses prompts with media, from the agent's latest status."""
         self.draining = False
         self.leaving = False
         """Whether it drains to be forgotten. Nothing ends such a drain."""
@@ -192,6 +194,7 @@ class Instance:
             layout=self.layout,
             weights=self.weights,
             adapters=self.adapters,
+            text_only=self.text_only,
             encodes=self.encodes,
             roles=self.spec.roles,
             encoder=self.encoder,

@@ -354,10 +354,13 @@ class Instances:
         instance.cache, instance.kv_block_bytes = engine.cache, engine.kv_block_bytes
         # An engine may restart with other arguments between two probes, and fronts place work by
         # layouts.
-        is_changed = instance.layout_fingerprint != engine.layout_fingerprint
+        is_changed = (instance.layout_fingerprint, instance.text_only) != (
+            engine.layout_fingerprint,
+            engine.text_only,
+        )
         instance.layout_fingerprint = engine.layout_fingerprint
         instance.layout, instance.weights = engine.layout, engine.weights
-        instance.adapters = engine.adapters
+        instance.adapters, instance.text_only = engine.adapters, engine.text_only
         instance.encoder = status.encoder_of(instance.name)
         instance.landing_cap_bytes = status.landing_cap_bytes
         instance.landing_room_bytes = status.landing_room_bytes

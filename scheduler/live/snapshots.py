@@ -194,23 +194,37 @@ class SnapshotMaker(msgspec.Struct, frozen=True):
         hand_off, whole = self.place(HAND_OFF, name), self.place(ONE_ENGINE, name)
         return msgspec.structs.replace(
             seen,
-            local=self._encoding(seen.local, hand_off, pd),
-            engines=seen.engines and self._encoding(seen.engines, whole, pd),
+            local=self._encoding(seen.local, hand_off, pd, pd.handing_off),
+            engines=seen.engines and self._encoding(seen.engines, whole, pd, pd.whole),
             prefill_clusters=tuple(
                 self._encoding(
-                    cluster, cluster.name, digest, self._media_link(name, cluster, seen.taken_s)
+                    cluster,
+                    cluster.name,
+                    digest,
+                    digest.instances,
+                    self._media_link(name, cluster, seen.taken_s),
                 )
                 for cluster, digest in zip(seen.prefill_clusters, prefill_clusters, strict=True)
             ),
         )
 
     def _encoding(
-        self, cluster: ClusterView, place: str, digest: ReportDigest, link: LinkView | None = None
+        self,
+        cluster: ClusterView,
+        place: str,
+        digest: ReportDigest,
+        instances: Iterable[InstanceReport],
+        link: LinkView | None = None,
     ) -> ClusterView:
+        """`cluster`, of whose report `instances` would compute the prompt."""
         report, line = digest.source.report, self.knowledge.media.line(place)
         stage = None if report is None else report.encode
         media = MediaView(model=self.model, stage=stage, line=line, link=link)
-        return msgspec.structs.replace(cluster, media=media)
+        # A front gives a prompt with media to no engine without an encoder.
+        reads = any(serves(item, self.model) and not item.text_only for item in instances)
+        return msgspec.structs.replace(
+            cluster, media=media, is_healthy=cluster.is_healthy and reads
+        )
 
     def _media_link(self, source: str, cluster: ClusterView, now_s: float) -> LinkView:
         """The link over which media come to a prefill cluster. Where nobody has measured it, the

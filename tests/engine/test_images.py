@@ -5,6 +5,7 @@ import base64
 import contextlib
 import io
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,13 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from bench_smoke import run_smoke
-from engine_region import everything_is_given_back, running, settled_record
+from engine_region import (
+    agent_status,
+    everything_is_given_back,
+    running,
+    settled_record,
+    until,
+)
 from media_server import MediaServer, settings
 from PIL import Image
 from tiny_vision import IMAGE_ARGS, TINY_VISION, image_url, vision_environment
@@ -25,19 +32,27 @@ from deploy.lab.demo.regions import demo_region
 from deploy.lab.demo.scenario import text
 from deploy.lab.demo.tiny_models import build_model
 from deploy.region.launch.launcher import RunningRegion
+from deploy.region.spec.region import ClusterSpec, RegionInstance, RegionSpec
+from kvmanager.agent.messages import EmbeddingStatus
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MODEL = replace(TINY_VISION, engine_args=(*TINY_VISION.engine_args, *IMAGE_ARGS))
+THRESHOLD_TOKENS = 100
 NUM_TOKENS = 8
 SIDE = 128
 """Pixels; such an image becomes 64 tokens."""
 QUESTIONS = ((1,), (2,), (1, 2), (2, 1), (3, 3, 1), (4, 5))
 """The images of each prompt, by their seeds. All have the same text."""
 SHARED = text(300, seed=5)
+LOCAL = text(300, seed=6)
+"""Nothing of it is cached when the prefill cluster is gone."""
 BROKEN = "data:image/png;base64,AAAA"
 MAX_BYTES = 1 << 20
 """Of an image that the gateway fetches."""
+
+
+Records = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +62,9 @@ class Served:
     session: aiohttp.ClientSession
     server: MediaServer
 
-    async def ask(self, url: str, urls: Sequence[str], **fields: Any) -> tuple[int, dict[str, Any]]:
+    async def ask(
+        self, url: str, urls: Sequence[str], words: str = SHARED, **fields: Any
+    ) -> tuple[int, dict[str, Any]]:
         """The status and the answer of a chat about the images at `urls`."""
         images = [{"type": "image_url", "image_url": {"url": one}} for one in urls]
         body = {
@@ -55,23 +72,25 @@ class Served:
             "max_tokens": NUM_TOKENS,
             "temperature": 0,
             "messages": [
-                {"role": "user", "content": [{"type": "text", "text": SHARED}, *images]},
+                {"role": "user", "content": [{"type": "text", "text": words}, *images]},
             ],
         }
         async with self.session.post(f"{url}/v1/chat/completions", json=body | fields) as response:
             return response.status, await response.json()
 
-    async def about(self, url: str, seeds: Sequence[int], **fields: Any) -> dict[str, Any]:
-        status, answer = await self.ask(url, [picture(seed) for seed in seeds], **fields)
+    async def about(
+        self, url: str, seeds: Sequence[int], words: str = SHARED, **fields: Any
+    ) -> dict[str, Any]:
+        status, answer = await self.ask(url, list(map(picture, seeds)), words, **fields)
         assert status == 200, answer
         return answer
 
-    async def expected(self, seeds: Sequence[int], **fields: Any) -> str:
+    async def expected(self, seeds: Sequence[int], words: str = SHARED, **fields: Any) -> str:
         """How the answer of a plain engine begins, up to the first token that it is not sure of:
         engines that cut a prompt elsewhere round otherwise.
         """
         wanted = {"logprobs": True, "top_logprobs": 2} | fields
-        answer = await self.about(self.plain_url, seeds, **wanted)
+        answer = await self.about(self.plain_url, seeds, words, **wanted)
         sure = ""
         for token in answer["choices"][0]["logprobs"]["content"]:
             first, second = (one["logprob"] for one in token["top_logprobs"])
@@ -80,8 +99,39 @@ class Served:
             sure += token["token"]
         return sure
 
+    async def are_right(self, asked: Sequence[Sequence[int]], words: str = SHARED) -> Records:
+        """Ask for all answers at once, and hold them against the plain engine's. Returns their
+        records.
+        """
+        url = self.region.gateway_url
+        answers = await asyncio.gather(*(self.about(url, seeds, words) for seeds in asked))
+        expected = {tuple(seeds): await self.expected(seeds, words) for seeds in asked}
+        for seeds, answer in zip(asked, answers, strict=True):
+            assert said(answer).startswith(expected[tuple(seeds)]), seeds
+        assert sum(map(len, expected.values())) >= len(expected), "the plain engine is sure"
+        return [await self.record(answer) for answer in answers]
+
     async def record(self, answer: dict[str, Any]) -> dict[str, Any]:
         return await settled_record(self.region, answer["id"].removeprefix("chatcmpl-"))
+
+
+def with_encoders(spec: RegionSpec) -> RegionSpec:
+    """The region with an instance that only encodes in its prefill cluster, and one that decodes
+    and encodes in its PD cluster.
+    """
+
+    def changed(cluster: ClusterSpec) -> ClusterSpec:
+        node, items = cluster.nodes[0], cluster.instances
+        if cluster.kind == "prefill":
+            items = (*items, RegionInstance(name="a1-encode", role="encode"))
+        else:
+            items = tuple(
+                item.model_copy(update={"encodes": item.role == "decode", "max_concurrent": 8})
+                for item in items
+            )
+        return cluster.model_copy(update={"nodes": (node.model_copy(update={"instances": items}),)})
+
+    return spec.model_copy(update={"clusters": tuple(map(changed, spec.clusters))})
 
 
 def picture(seed: int) -> str:
@@ -104,7 +154,7 @@ async def served(
         for name, value in vision_environment().items():
             patch.setenv(name, value)
         path = await asyncio.to_thread(build_model, MODEL, models_dir)
-        spec = demo_region(MODEL, path, threshold_tokens=100, local_prefill=False)
+        spec = with_encoders(demo_region(MODEL, path, threshold_tokens=THRESHOLD_TOKENS))
         folder = tmp_path_factory.mktemp("images")
         async with MediaServer() as server, contextlib.AsyncExitStack() as stack:
             media = MediaSection.model_validate(settings(server, max_bytes=MAX_BYTES)["media"])
@@ -156,7 +206,13 @@ async def test_images_are_prefilled_in_another_cluster(served: Served) -> None:
 async def test_choices_and_tools_do_not_change_what_is_prefilled(served: Served) -> None:
     url, seeds = served.region.gateway_url, (7, 8)
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-    fields = {"n": 2, "temperature": 1.0, "top_k": 1, "tools": [tool], "tool_choice": "none"}
+    fields: dict[str, Any] = {
+        "n": 2,
+        "temperature": 1.0,
+        "top_k": 1,
+        "tools": [tool],
+        "tool_choice": "none",
+    }
     answer = await served.about(url, seeds, **fields)
     sure = await served.expected(seeds, **fields)
     assert len(answer["choices"]) == 2
@@ -291,7 +347,7 @@ async def test_other_apis_with_images(served: Served) -> None:
 async def test_names_of_clients_keep_a_prompt_on_one_engine(served: Served) -> None:
     part = {"type": "image_url", "image_url": {"url": picture(1)}, "uuid": "mine"}
     content = [{"type": "text", "text": SHARED}, part]
-    fields = {"messages": [{"role": "user", "content": content}]}
+    fields: dict[str, Any] = {"messages": [{"role": "user", "content": content}]}
     status, answer = await served.ask(served.region.gateway_url, [], **fields)
     assert status == 200, answer
     assert said(answer).startswith(await served.expected((1,)))
@@ -303,3 +359,61 @@ async def test_names_of_clients_keep_a_prompt_on_one_engine(served: Served) -> N
 async def test_the_bench_of_images_runs_on_this_region(served: Served, tmp_path: Path) -> None:
     """At its smallest size, and it keeps all of its rows."""
     await asyncio.to_thread(run_smoke, "images", tmp_path, "--gateway", served.region.gateway_url)
+
+
+async def embeddings(region: RunningRegion, node: str) -> EmbeddingStatus:
+    found = (await agent_status(region, node)).embeddings
+    assert found is not None
+    return found
+
+
+def became(records: Records) -> Counter[str]:
+    """What became of all media, by the records of their requests."""
+    return sum((Counter(one["media"]) for one in records), Counter())
+
+
+@pytest.mark.shows(
+    kind="full attention with gated delta net",
+    dtype="bfloat16",
+    prefill="TP 1",
+    decode="TP 1",
+    more="images encoded by an engine of their own, where they are prefilled, or where they are "
+    "decoded",
+)
+async def test_answers_are_those_of_one_engine_wherever_images_are_encoded(served: Served) -> None:
+    region = served.region
+    # By an instance of the prefill cluster that does nothing else.
+    asked = [(31,), (32,), (31, 33), (33, 31), (34, 34, 32), (35,), (36,), (37, 38)]
+    before = await embeddings(region, "a1")
+    found = await served.are_right(asked)
+    assert {one["prefill_instance"] for one in found} == {"a1-prefill"}, found
+    assert {"encoded", "shared", "found"} & set(became(found)), found
+    after = await embeddings(region, "a1")
+    assert after.num_embeddings > before.num_embeddings
+    assert after.num_hits > before.num_hits
+    # By the instance that prefills.
+    await region.engine("a1-encode").kill(restart=False)
+    asked = [(seed + 20, *more) for seed, *more in asked]
+    found = await served.are_right(asked)
+    assert {one["prefill_instance"] for one in found} == {"a1-prefill"}, found
+    assert {one["prefill_error"] for one in found} == {""}, found
+    # By the instance that decodes: without the prefill cluster, prompts are handed over locally.
+    leave = f"{region.gateway_url}/prfaas/instances/a1-prefill?force=1"
+    async with served.session.delete(leave) as response:
+        assert response.status == 202, await response.text()
+
+    async def is_gone() -> bool:
+        async with served.session.get(f"{region.gateway_url}/prfaas/instances") as response:
+            listed = (await response.json())["instances"]
+        return all(one["instance"] != "a1-prefill" for one in listed)
+
+    await until(is_gone, "the prefill cluster has no instance that prefills")
+    found = await served.are_right(asked, LOCAL)
+    handed_off = [one for one in found if one["target"] == "hand_off"]
+    assert len(handed_off) > len(found) // 2, found
+    assert {one["prefill_instance"] for one in handed_off} == {"b1-prefill"}, found
+    assert {"encoded", "shared", "found"} & set(became(handed_off)), found
+    await everything_is_given_back(region, without="a1-encode")
+    # Without an agent as well: who answers encodes.
+    await region.agent("b1").kill(restart=False)
+    await served.are_right([(71,), (72, 73)], LOCAL)

@@ -231,3 +231,22 @@ def test_an_instance_that_encodes_gets_no_other_work() -> None:
     assert "e0 (encode) is of another role" in choice.reason
     assert not decode_order(alone, "m").names
     assert choose_prefill(alone, wish()).name is None
+
+
+def test_a_prompt_with_media_goes_to_engines_with_an_encoder() -> None:
+    views = [
+        view("d0", "decode", text_only=True),
+        view("d1", "decode", num_requests=9),
+        view("p0", "prefill", text_only=True),
+        view("p1", "prefill", num_prefills=3, prefill_tokens=9000),
+    ]
+    assert decode_order(views, "m", has_media=True).names == ("d1",)
+    assert choose_direct(views, "m", has_media=True).name == "d1"
+    assert choose_prefill(views, PrefillWish(2000, "m", has_media=True)).name == "p1"
+    # Text goes everywhere.
+    assert decode_order(views, "m").names == ("d0", "d1")
+    assert choose_direct(views, "m").name == "d0"
+    assert choose_prefill(views, wish()).name == "p0"
+    alone = [views[0], views[2]]
+    assert choose_direct(alone, "m", has_media=True).name is None
+    assert choose_prefill(alone, PrefillWish(2000, "m", has_media=True)).name is None

@@ -452,3 +452,22 @@ def test_random_operations_lose_no_job_and_break_no_bound(seed: int) -> None:
         waiting = sum(report.uncached_tokens for report in jobs if not report.instance)
         running_tokens = sum(report.uncached_tokens for report in jobs if report.instance)
         assert (q.queued_tokens, q.running_tokens) == (waiting, running_tokens)
+
+
+def test_a_job_with_media_runs_where_there_is_an_encoder() -> None:
+    q = queue(view("p0", text_only=True), view("p1"))
+
+    def submit(key: str, *, has_media: bool) -> list[Effect]:
+        return q.submit(QueuedJob(key, "m", 0, 100, has_media=has_media), 0.0)
+
+    assert submit("picture", has_media=True) == [StartJob("picture", "p1", 0.0, 1)]
+    assert submit("waits", has_media=True) == []
+    assert submit("text", has_media=False) == [StartJob("text", "p0", 0.0, 1)]
+    assert q.finished("picture", 1.0) == [StartJob("waits", "p1", 1.0, 1)]
+    (failed,) = q.instance_changed(view("p1", text_only=True), 1.0) or submit(
+        "late", has_media=True
+    )
+    assert isinstance(failed, FailJob)
+    assert (failed.key, failed.code) == ("late", "no_instance")
+    assert "p0 has no encoder of media" in failed.message
+    q.check_invariants()

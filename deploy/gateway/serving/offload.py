@@ -167,6 +167,7 @@ class Offload:
             adapter=adapter,
             layouts=self._services.scheduler.layouts_at(self._routed.target, self._inbound.model),
             traceparent=self._exchange.span.traceparent,
+            has_media=bool(self._media),
         )
         try:
             async with asyncio.timeout(self._timeouts.cluster_s):

@@ -16,8 +16,8 @@ import msgspec
 
 from deploy.gateway.cache.cached_prompt import CachedPrompt
 from deploy.gateway.cache.embedded_media import embedded_media
-from deploy.gateway.errors import EngineLost
-from deploy.gateway.intake.inbound import without_pixels
+from deploy.gateway.errors import ApiError, EngineLost
+from deploy.gateway.intake.inbound import InboundRequest, without_pixels
 from deploy.gateway.scheduling.admission import AdmittedRequest
 from deploy.gateway.serving.exchange import Exchange, Services
 from deploy.gateway.serving.spilling import check_left, may_serve
@@ -26,6 +26,7 @@ from kvmanager.token_ids import TokenIds, in_turns, parsing
 from local_pd.errors import PdError
 from local_pd.messages import DirectRequest, DirectTarget
 from scheduler.live.media_travel import media_travel
+from scheduler.reports import takes_text_only
 from scheduler.routing.decision import Decision, Reason, RequestShape, one_engine
 from scheduler.routing.media import MediaShape
 
@@ -103,8 +104,11 @@ def check_tenant(services: Services, exchange: Exchange) -> AdmittedRequest | No
 
 
 async def plan_request(services: Services, exchange: Exchange) -> RequestPlan:
-    """The route of a request that has just arrived."""
+    """The route of a request that has just arrived. Raises `ApiError` for media that no engine of
+    the model takes.
+    """
     inbound, home = exchange.inbound, exchange.record.home
+    check_reads_media(services, inbound)
     shape = services.feedback.likely(inbound.model, inbound.shape, inbound.content)
     # Engines may encode media with the adapter, and name them after it.
     if inbound.adapter and inbound.content.has_media:
@@ -128,6 +132,17 @@ async def plan_request(services: Services, exchange: Exchange) -> RequestPlan:
         if services.placement is not None:
             services.placement.looked_up(plan.cached)
     return plan
+
+
+def check_reads_media(services: Services, inbound: InboundRequest) -> None:
+    """Raise `ApiError` if the request has media, and all instances that may answer it say that they
+    have no encoder.
+    """
+    if not inbound.content.has_media:
+        return
+    if takes_text_only(services.reports().values(), inbound.model):
+        message = f"The model `{inbound.model}` takes text only here: its engines have no encoder."
+        raise ApiError(400, "text_only", message, param="messages")
 
 
 async def judge(services: Services, exchange: Exchange) -> RequestPlan:
@@ -210,6 +225,7 @@ async def direct_target(
         model=exchange.inbound.model,
         exclude=tuple(sorted(lost)),
         prefer_nodes=prefer_nodes,
+        has_media=exchange.inbound.content.has_media,
     )
     return await services.pds[pd].direct(request)
 

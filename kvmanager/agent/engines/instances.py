@@ -37,6 +37,7 @@ class _Instance:
     engine: str = ""
     adapters: dict[str, str] = field(default_factory=dict)
     """The identities of its LoRA adapters by name, from its scheduler."""
+    text_only: bool = False
 
     @property
     def cache(self) -> CacheModel | None:
@@ -96,6 +97,7 @@ class InstanceBook:
         instance.pids[conn_id] = hello.pid
         instance.engine = instance.engine or hello.engine
         instance.adapters = instance.adapters or hello.adapters
+        instance.text_only = hello.text_only
         return EnginePeer(
             conn_id,
             hello.instance,
@@ -214,6 +216,7 @@ class InstanceBook:
                 instance.engine,
                 instance.adapters,
                 instance.pp_size,
+                instance.text_only,
             )
             for name, instance in sorted(self._instances.items())
         ]

@@ -94,7 +94,8 @@ class EngineHello(msgspec.Struct, frozen=True, tag="hello"):
 
     `namespace` goes into the roots of its cache keys (`kvmanager.hashing.root_key`); empty: this
     engine does not use the prefix cache. `adapters` has the identities of its LoRA adapters by
-    name (`kvmanager.vllm_connector.weights`); only its scheduler tells them.
+    name (`kvmanager.vllm_connector.weights`); only its scheduler tells them. `text_only`: it has no
+    encoder of images or other media.
     """
 
     instance: Name
@@ -112,6 +113,7 @@ class EngineHello(msgspec.Struct, frozen=True, tag="hello"):
     adapters: Annotated[dict[Name, Name], msgspec.Meta(max_length=MAX_ADAPTERS)] = {}
     pp_rank: Rank = 0
     pp_size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)] = 1
+    text_only: bool = False
 
 
 class EncoderHello(msgspec.Struct, frozen=True, tag="encoder_hello"):

@@ -18,7 +18,7 @@ from kvmanager.embedding_keys import embedding_key
 from kvmanager.hashing import block_keys, root_key, token_digest
 from kvmanager.media_items import MediaItem, block_extras
 from prfaas.engines.errors import PrefillFailed
-from scheduler.reports import EncodeReport
+from scheduler.reports import EncodeReport, takes_text_only
 from scheduler.routing.decision import ONE_ENGINE
 
 PICTURE = "data:image/png;base64,AAAA"
@@ -329,6 +329,23 @@ async def test_media_that_rendering_refuses_get_the_engines_own_error(region: An
     assert (status, json.loads(said)) == (400, REFUSAL)
     assert headers["x-prfaas-reason"].startswith("render_refused")
     assert region.far.jobs == []
+
+
+async def test_media_that_no_engine_takes_are_answered_at_once(region: Any) -> None:
+    region.engine.render_reply = renderer = Renderer()
+    told = await region.pd.report()
+    instances = tuple(structs.replace(item, text_only=True) for item in told.instances)
+    region.pd.set_report = structs.replace(told, instances=instances)
+    async with asyncio.timeout(5):
+        while not takes_text_only(region.gateway._watcher.pd_reports().values(), "tiny"):
+            await asyncio.sleep(0.01)
+    status, _, answer = await region.post(chat(), "/v1/chat/completions")
+    error = json.loads(answer)["error"]
+    assert (status, error["code"], error["param"]) == (400, "text_only", "messages")
+    assert error["message"].startswith("The model `tiny` takes text only here")
+    assert renderer.bodies == region.engine.bodies("/v1/chat/completions") == []
+    status, _, _ = await region.post(region.long_body())
+    assert status == 200
 
 
 async def test_too_many_pixels_are_the_clients_fault(open_region: Any) -> None:

@@ -146,6 +146,12 @@ class TestInstances:
         book.join(3, hello("a"))
         assert book.describe()[0].adapters == {"poet": "files:1"}
 
+    def test_an_engine_without_an_encoder_is_told_apart(self) -> None:
+        book = InstanceBook()
+        book.join(1, hello("a"))
+        book.join(2, msgspec.structs.replace(hello("b"), text_only=True))
+        assert [item.text_only for item in book.describe()] == [False, True]
+
     @pytest.mark.parametrize(
         ("change", "words"),
         [

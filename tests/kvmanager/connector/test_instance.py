@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from agent_process import SMALL_LAYOUT
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, MultiModalConfig
 
 from kvmanager.vllm_connector.connector import _hello, instance_name
 
@@ -20,7 +20,11 @@ def config_of(instance: str = "", dp_rank: int = 0) -> Any:
         | ({"instance": instance} if instance else {}),
     )
     parallel = SimpleNamespace(data_parallel_index=dp_rank, pipeline_parallel_size=1)
-    return SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel)
+    return SimpleNamespace(
+        kv_transfer_config=transfer,
+        parallel_config=parallel,
+        model_config=SimpleNamespace(multimodal_config=None),
+    )
 
 
 def test_a_configured_name_is_taken_as_it_is() -> None:
@@ -64,3 +68,20 @@ def test_a_worker_says_which_stage_and_rank_it_is() -> None:
 def test_an_engine_says_which_adapters_it_has() -> None:
     assert _hello(config_of("p0"), SMALL_LAYOUT, None).adapters == {}
     assert _hello(config_of("p0"), SMALL_LAYOUT, None, {"a": "i"}).adapters == {"a": "i"}
+
+
+@pytest.mark.parametrize(
+    ("media", "text_only"),
+    [
+        (None, True),
+        (MultiModalConfig(), False),
+        (MultiModalConfig(language_model_only=True), True),
+    ],
+)
+def test_an_engine_says_whether_it_has_an_encoder(
+    media: MultiModalConfig | None, text_only: bool
+) -> None:
+    config = config_of("p0")
+    config.model_config.multimodal_config = media
+    for worker in (None, (0, 0)):
+        assert _hello(config, SMALL_LAYOUT, worker).text_only is text_only

@@ -12,7 +12,12 @@ from scheduler.encoding.line import EncodeLine
 from scheduler.live.feedback import DirectTook, FirstToken, Prefilled
 from scheduler.live.media_travel import MediaTravel, media_travel
 from scheduler.live.snapshots import PendingRequest
-from scheduler.reports import EncodeInstanceReport, EncodeReport
+from scheduler.reports import (
+    ClusterReport,
+    EncodeInstanceReport,
+    EncodeReport,
+    takes_text_only,
+)
 from scheduler.routing.decision import ONE_ENGINE, RequestShape
 from scheduler.routing.media import MediaShape
 from scheduler.routing.prediction import Prediction
@@ -116,6 +121,34 @@ def test_one_engine_teaches_how_long_it_encodes() -> None:
     line = known.media.line(ONE_ENGINE)
     assert line is not None
     assert line.seconds(1000) == pytest.approx(3.0, rel=0.02)
+
+
+def test_media_go_to_no_cluster_whose_engines_have_no_encoder() -> None:
+    region = Region()
+    region.far = report("far", instance("p0", text_only=True), max_queued=8)
+    scheduler = taught(region)
+    (far,) = snapshot(scheduler, request=PendingRequest(PICTURE)).prefill_clusters
+    assert not far.is_healthy
+    (far,) = snapshot(scheduler, request=PendingRequest(TEXT)).prefill_clusters
+    assert far.is_healthy
+    region.far = report("far", instance("p0", text_only=True), instance("p1"), max_queued=8)
+    (far,) = snapshot(taught(region), request=PendingRequest(PICTURE)).prefill_clusters
+    assert far.is_healthy
+
+
+def test_a_model_takes_text_only_if_all_its_instances_say_so() -> None:
+    def found(*reports: ClusterReport | None) -> bool:
+        return takes_text_only(reports, MODEL)
+
+    text = instance("d0", "decode", text_only=True)
+    eye = instance("e0", "encode")
+    other = instance("d1", "decode", model="other")
+    assert found(report("home", text, eye, other))
+    assert not found(report("home", text), report("north", instance("d2", "decode")))
+    # Nobody may be refused by what is not known.
+    assert not found(report("home", text), None)
+    assert not found(report("home"))
+    assert not found(report("home", eye))
 
 
 def travelling(region: Region, shape: RequestShape = PICTURE) -> MediaTravel | None:
