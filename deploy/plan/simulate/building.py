@@ -291,6 +291,14 @@ def _problems(spec: PlanSpec) -> Iterable[Problem]:
         if lost.cluster not in names:
             message = f"no cluster {lost.cluster!r}{suggestion(lost.cluster, names)}"
             yield Problem(("simulation", "lost", i, "cluster"), message)
+    if spec.images is not None:
+        message = (
+            "a simulation plays no encode stage, but "
+            f"{spec.images.share:.0%} of requests have images: search arrangements of the stages "
+            "with `prfaas plan solve`, see them compared with `prfaas simulate study images`, or "
+            "leave images out to play the text alone"
+        )
+        yield Problem(("images",), message)
     if spec.models:
         message = "a simulation plays one model; links and uplinks may be given less rate instead"
         yield Problem(("models",), message)

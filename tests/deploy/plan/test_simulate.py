@@ -164,6 +164,22 @@ def test_other_mistakes(tmp_path: Path) -> None:
     assert "all 8 instances of home-site prefill" in run(crowded, status=2)
 
 
+def test_images_are_refused_with_what_plans_them(tmp_path: Path) -> None:
+    plan = EXAMPLE.parents[2] / "examples/images.yaml"
+    whole = yaml.safe_load(plan.read_text())
+    for words in ((), ("--json",)):
+        text = " ".join(run(plan, *words, status=2).split())
+        assert "1 problem" in text
+        assert "images (line 11): a simulation plays no encode stage" in text
+        assert "80% of requests" in text
+        assert "`prfaas plan solve`" in text
+        assert "`prfaas simulate study images`" in text
+    del whole["images"]
+    whole["simulation"] = {"duration": "5s"}
+    # Its advice holds: the text alone is played.
+    assert numbers(written(tmp_path, whole))["policies"]["router"]["requests"] > 0
+
+
 def test_studies_say_which_goals_were_met() -> None:
     table = CliRunner().invoke(simulate_app, ["study", "congestion", "--scale", "0.03"])
     assert table.exit_code in (0, 1)
