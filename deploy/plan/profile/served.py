@@ -6,8 +6,8 @@ requests had them. Pure; it does not know where records come from.
 
 - Prefill. A prompt's share of an instance's time: while k prompts are prefilled at once, a second
   counts 1/k of a second for each. So the shares of an instance add up to the time that it was busy,
-  and 1 / (mean share) is the rate at which it completes such prompts. Only prompts count of which
-  (nearly) nothing was cached.
+  and 1 / (mean share) is the rate at which it completes such prompts. Only prompts of text count,
+  of which (nearly) nothing was cached.
 - Decode. Seconds per output token of a stream, beside the mean number of requests that its instance
   decoded meanwhile.
 """
@@ -124,12 +124,20 @@ def prefill_spans(records: Iterable[RequestRecord]) -> dict[str, list[Span]]:
             continue
         if record.num_prefill_attempts > 1:
             continue  # the parts do not say when the last attempt began
+        if _encodes_media(record):
+            continue
         before_s = sum(getattr(parts, name) or 0.0 for name in _BEFORE_PREFILL)
         begin_s = record.started_s + before_s
         found[record.prefill_instance].append(
             Span(begin_s, begin_s + parts.prefill_s, num_tokens - (record.cached_tokens or 0))
         )
     return found
+
+
+def _encodes_media(record: RequestRecord) -> bool:
+    """Whether the prefill may have encoded media, as far as the record says."""
+    predicted = any(side.get("encode_s") for side in record.predictions.values())
+    return predicted or bool(record.media) or record.media_travel is not None
 
 
 def decode_spans(records: Iterable[RequestRecord]) -> dict[str, list[Span]]:

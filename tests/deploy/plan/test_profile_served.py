@@ -133,6 +133,8 @@ def test_idle_instances_are_named() -> None:
         {"cached_tokens": 900},
         {"num_prefill_attempts": 2},
         {"parts": TtftParts()},
+        {"media": {"encoded": 1}},
+        {"predictions": {"remote": {"encode_s": 0.2}}},
     ],
 )
 def test_what_tells_nothing_of_a_prefill_is_left_out(fields: dict[str, Any]) -> None:
