@@ -19,6 +19,7 @@ from deploy.plan.simulate.spec import (
     SimulationSpec,
 )
 from deploy.plan.solve.building import PlanInput, load_plan
+from deploy.plan.solve.image_building import ImagePlanInput
 from deploy.plan.solve.spec import PlanSpec
 from deploy.plan.trace import load_trace
 from kvmanager.config_files.problems import FileError, Problem, suggestion
@@ -29,8 +30,8 @@ from scheduler.planning.plan import best_plan
 from scheduler.planning.region_model import Link, Region, Traffic
 from scheduler.planning.throughput import Mode
 from scheduler.replay.links import LinkChange, OtherTraffic, RateSchedule
-from scheduler.replay.model import Policy, ReplayModel, Routing, Slo
-from scheduler.replay.workload import Phase, Workload, at_homes, drawn, traced
+from scheduler.replay.model import EncodingModel, Policy, ReplayModel, Routing, Slo
+from scheduler.replay.workload import Phase, Workload, at_homes, drawn, traced, with_media
 from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.service import ServiceModel
 
@@ -48,6 +49,7 @@ class Simulation:
     it is the rate at which the least served one is full, where all have their part of the demand.
     """
     directory: Path
+    images: ImagePlanInput | None = None
 
     def workload(self, seed: int) -> Workload:
         """The workload, the same for every policy. Raises `FileError` if a trace cannot be read."""
@@ -57,11 +59,15 @@ class Simulation:
             return traced(prompts, lengths.trace.block_tokens, spec.trace_speed)
         traffics = self._traffics()
         works = [drawn(self._phases(*one), seed + place) for place, one in enumerate(traffics)]
+        if self.images is not None:
+            return with_media(works[0], self.images.traffic, seed)
         return works[0] if len(works) == 1 else at_homes(works)
 
     def _traffics(self) -> list[tuple[Traffic, float]]:
         """The traffic of each home, and its part of all requests."""
         joint = self.model.joint
+        if self.images is not None:
+            return [(self.images.text, 1.0)]
         if joint is None:
             return [(self.model.region.traffic, 1.0)]
         total_rps = sum(home.rate_rps for home in joint.homes)
@@ -139,7 +145,7 @@ def load_simulation(path: Path) -> Simulation:
             capacity_rps = min(model.joint.levels.values()) * _demand_rps(model.joint)
     except ValueError as error:
         raise FileError(str(path), [Problem(("simulation",), str(error))]) from error
-    return Simulation(file, model, capacity_rps, path.parent)
+    return Simulation(file, model, capacity_rps, path.parent, found.images)
 
 
 def _demand_rps(joint: JointRegion) -> float:
@@ -155,8 +161,13 @@ def homogeneous(model: ReplayModel) -> ReplayModel:
     alone = replace(
         region, prefill_clusters=(), links=(), pd_clusters=(replace(pd, num_instances=num),)
     )
+    encoding = model.encoding
+    if encoding is not None and encoding.num_instances:
+        encoders = {pd.name: sum(encoding.num_instances.values())}
+        encoding = replace(encoding, num_instances=encoders)
+        alone = _apart(alone, encoding)
     # Without links there is nothing that a schedule could be for.
-    return replace(model, region=alone, schedules={})
+    return replace(model, region=alone, schedules={}, encoding=encoding)
 
 
 _PRESETS: Final = {
@@ -206,7 +217,8 @@ def _or(given: float | None, default: float) -> float:
 
 
 def _model(file: SimulationFile, found: PlanInput) -> ReplayModel:
-    spec, region = file.simulation, found.region
+    spec, encoding = file.simulation, _encoding(file.simulation, found.images)
+    region = _apart(found.region, encoding)
     schedules = {
         link.name: schedule
         for events in spec.links
@@ -234,6 +246,34 @@ def _model(file: SimulationFile, found: PlanInput) -> ReplayModel:
             for name, item in spec.contention.items()
         },
         transfer_timeout_s=spec.transfer_timeout,
+        encoding=encoding,
+    )
+
+
+def _encoding(spec: SimulationSpec, images: ImagePlanInput | None) -> EncodingModel | None:
+    if images is None:
+        return None
+    return EncodingModel(
+        lines=images.encoders,
+        prefills=images.prefills,
+        num_instances=spec.encode_instances,
+        config=images.model.encoding,
+    )
+
+
+def _apart(region: Region, encoding: EncodingModel | None) -> Region:
+    """The region whose plans count no encoding in prefills of clusters with encode instances."""
+    if encoding is None:
+        return region
+    text = {name: encoding.prefills[name] for name in encoding.num_instances}
+    return replace(
+        region,
+        prefill_clusters=tuple(
+            replace(c, prefill=text.get(c.name, c.prefill)) for c in region.prefill_clusters
+        ),
+        pd_clusters=tuple(
+            replace(c, prefill=text.get(c.name, c.prefill)) for c in region.pd_clusters
+        ),
     )
 
 
@@ -277,7 +317,7 @@ def _problems(spec: PlanSpec) -> Iterable[Problem]:
             )
             yield Problem(("simulation", "links", i), message)
     names = [c.name for c in (*spec.prefill_clusters, *spec.pd_clusters)]
-    for key in ("cache_tokens", "prefill_factors", "contention"):
+    for key in ("cache_tokens", "prefill_factors", "contention", "encode_instances"):
         for name in getattr(whole, key):
             if name not in names:
                 message = f"no cluster {name!r}{suggestion(name, names)}"
@@ -291,20 +331,31 @@ def _problems(spec: PlanSpec) -> Iterable[Problem]:
         if lost.cluster not in names:
             message = f"no cluster {lost.cluster!r}{suggestion(lost.cluster, names)}"
             yield Problem(("simulation", "lost", i, "cluster"), message)
-    if spec.images is not None:
-        message = (
-            "a simulation plays no encode stage, but "
-            f"{spec.images.share:.0%} of requests have images: search arrangements of the stages "
-            "with `prfaas plan solve`, see them compared with `prfaas simulate study images`, or "
-            "leave images out to play the text alone"
-        )
-        yield Problem(("images",), message)
+    yield from _image_problems(spec)
     if spec.models:
         message = "a simulation plays one model; links and uplinks may be given less rate instead"
         yield Problem(("models",), message)
     if len(spec.pd_clusters) != 1 and not spec.has_homes:
         message = "give each PD cluster the rate_rps of the requests whose home it is"
         yield Problem(("pd_clusters",), message)
+
+
+def _image_problems(spec: SimulationFile) -> Iterator[Problem]:
+    whole = spec.simulation
+    if spec.images is None:
+        if whole.encode_instances:
+            message = (
+                "needs images: nothing else is encoded; add a section `images`, or leave it out"
+            )
+            yield Problem(("simulation", "encode_instances"), message)
+        return
+    if spec.traffic.lengths.trace is not None:
+        message = "does not go with a trace, which says nothing of images; give log_normal lengths"
+        yield Problem(("images",), message)
+    for name, policy in whole.policies.items():
+        if policy.rebalance_every is not None:
+            message = "does not go with images: a simulation gives no instance to the encode stage"
+            yield Problem(("simulation", "policies", name, "rebalance_every"), message)
 
 
 def _traffic_problems(spec: SimulationFile) -> Iterator[Problem]:
