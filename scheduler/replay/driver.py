@@ -250,7 +250,7 @@ class _Driver:
 
     def _began(self, instance: PrefillInstance, job: Job, now_s: float) -> None:
         if self._encoding is not None and job.media:
-            job.encode_s = -now_s
+            job.held_s = now_s
             if self._encoding.waits(job):
                 job.start_s = NEVER  # The instance waits for the encode stage.
                 return
@@ -279,7 +279,7 @@ class _Driver:
     ) -> None:
         """The instance first encodes the media that have no embeddings in its cluster."""
         assert self._encoding is not None
-        job.encode_s += now_s
+        job.encode_s = now_s - job.held_s
         job.media_left, job.encoded_tokens = self._encoding.left(job, station.name)
         if job.media_left:
             left_s = self._encoding.line(station.name).seconds(job.encoded_tokens)

@@ -44,6 +44,7 @@ class Job:
         "fate",
         "fell_back",
         "fixed_bytes",
+        "held_s",
         "home",
         "index",
         "instance",
@@ -92,6 +93,8 @@ class Job:
         """How many of its media the instance that prefilled it encoded itself."""
         self.encoded_tokens = 0
         """The tokens of those."""
+        self.held_s = NEVER
+        """Since when an instance has had it, if it has media."""
         self.encode_s = 0.0
         """By how much its media delayed its prefill once it had an instance, seconds."""
         self.believed_s = 0.0
