@@ -139,6 +139,8 @@ class _Driver:
         if policy.long_term is not None:
             if model.joint is not None:
                 raise ValueError("the long-term loop of a replay is for one PD cluster")
+            if workload.media is not None:
+                raise ValueError("the long-term loop of a replay is for text")
             self._rebalancer = Rebalancer(
                 policy, policy.long_term.period_s, self._decider, self._parts, self._relabel_later
             )

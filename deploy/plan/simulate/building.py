@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from deploy.plan.simulate.images import encoding_of, image_problems, planned_apart
 from deploy.plan.simulate.spec import (
     POLICY_NAMES,
     LinkEventsSpec,
@@ -30,7 +31,7 @@ from scheduler.planning.plan import best_plan
 from scheduler.planning.region_model import Link, Region, Traffic
 from scheduler.planning.throughput import Mode
 from scheduler.replay.links import LinkChange, OtherTraffic, RateSchedule
-from scheduler.replay.model import EncodingModel, Policy, ReplayModel, Routing, Slo
+from scheduler.replay.model import Policy, ReplayModel, Routing, Slo
 from scheduler.replay.workload import Phase, Workload, at_homes, drawn, traced, with_media
 from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.service import ServiceModel
@@ -165,7 +166,7 @@ def homogeneous(model: ReplayModel) -> ReplayModel:
     if encoding is not None and encoding.num_instances:
         encoders = {pd.name: sum(encoding.num_instances.values())}
         encoding = replace(encoding, num_instances=encoders)
-        alone = _apart(alone, encoding)
+        alone = planned_apart(alone, encoding)
     # Without links there is nothing that a schedule could be for.
     return replace(model, region=alone, schedules={}, encoding=encoding)
 
@@ -217,8 +218,8 @@ def _or(given: float | None, default: float) -> float:
 
 
 def _model(file: SimulationFile, found: PlanInput) -> ReplayModel:
-    spec, encoding = file.simulation, _encoding(file.simulation, found.images)
-    region = _apart(found.region, encoding)
+    spec, encoding = file.simulation, encoding_of(file.simulation, found.images)
+    region = planned_apart(found.region, encoding)
     schedules = {
         link.name: schedule
         for events in spec.links
@@ -247,33 +248,6 @@ def _model(file: SimulationFile, found: PlanInput) -> ReplayModel:
         },
         transfer_timeout_s=spec.transfer_timeout,
         encoding=encoding,
-    )
-
-
-def _encoding(spec: SimulationSpec, images: ImagePlanInput | None) -> EncodingModel | None:
-    if images is None:
-        return None
-    return EncodingModel(
-        lines=images.encoders,
-        prefills=images.prefills,
-        num_instances=spec.encode_instances,
-        config=images.model.encoding,
-    )
-
-
-def _apart(region: Region, encoding: EncodingModel | None) -> Region:
-    """The region whose plans count no encoding in prefills of clusters with encode instances."""
-    if encoding is None:
-        return region
-    text = {name: encoding.prefills[name] for name in encoding.num_instances}
-    return replace(
-        region,
-        prefill_clusters=tuple(
-            replace(c, prefill=text.get(c.name, c.prefill)) for c in region.prefill_clusters
-        ),
-        pd_clusters=tuple(
-            replace(c, prefill=text.get(c.name, c.prefill)) for c in region.pd_clusters
-        ),
     )
 
 
@@ -331,31 +305,13 @@ def _problems(spec: PlanSpec) -> Iterable[Problem]:
         if lost.cluster not in names:
             message = f"no cluster {lost.cluster!r}{suggestion(lost.cluster, names)}"
             yield Problem(("simulation", "lost", i, "cluster"), message)
-    yield from _image_problems(spec)
+    yield from image_problems(spec)
     if spec.models:
         message = "a simulation plays one model; links and uplinks may be given less rate instead"
         yield Problem(("models",), message)
     if len(spec.pd_clusters) != 1 and not spec.has_homes:
         message = "give each PD cluster the rate_rps of the requests whose home it is"
         yield Problem(("pd_clusters",), message)
-
-
-def _image_problems(spec: SimulationFile) -> Iterator[Problem]:
-    whole = spec.simulation
-    if spec.images is None:
-        if whole.encode_instances:
-            message = (
-                "needs images: nothing else is encoded; add a section `images`, or leave it out"
-            )
-            yield Problem(("simulation", "encode_instances"), message)
-        return
-    if spec.traffic.lengths.trace is not None:
-        message = "does not go with a trace, which says nothing of images; give log_normal lengths"
-        yield Problem(("images",), message)
-    for name, policy in whole.policies.items():
-        if policy.rebalance_every is not None:
-            message = "does not go with images: a simulation gives no instance to the encode stage"
-            yield Problem(("simulation", "policies", name, "rebalance_every"), message)
 
 
 def _traffic_problems(spec: SimulationFile) -> Iterator[Problem]:
