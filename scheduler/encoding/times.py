@@ -104,3 +104,19 @@ class EncodeTimes:
     def forget(self, instance: str) -> None:
         """The instance has left. What it taught about its kind stays."""
         self._instances.pop(instance, None)
+
+
+class KnownTimes(EncodeTimes):
+    """The times that live instances teach in their first passes, known from the start."""
+
+    def __init__(self, line: EncodeLine) -> None:
+        super().__init__()
+        self._line = line
+
+    def observe(
+        self, instance: str, kind: tuple[str, bool], num_tokens: int, seconds: float, now_s: float
+    ) -> None:
+        pass
+
+    def line(self, instance: str, kind: tuple[str, bool], now_s: float) -> EncodeLine | None:
+        return self._line

@@ -144,7 +144,9 @@ class Decider:
     def _begun(self, job: Job, home_tokens: int, kv_bytes: float, now_s: float) -> None:
         """Tell that the request goes to its place. `home_tokens` are cached in the PD cluster."""
         home = self.pds[job.home]
-        self.tell(RequestArrived(MODEL, job.num_tokens, home_tokens, home), now_s)
+        encoding = self._parts.encoding
+        media = encoding.left(job, home)[1] if encoding is not None and job.media else 0
+        self.tell(RequestArrived(MODEL, job.num_tokens, home_tokens, home, media), now_s)
         # What the PD cluster has cached is not sent. `size` includes the fixed bytes, which are
         # sent in any case.
         if home_tokens:
@@ -187,6 +189,7 @@ class Decider:
             tail_s=now_s - job.prefill_end_s,
             seconds=job.service_s,
             pd=self.pds[job.pd],
+            encoded_tokens=job.encoded_tokens if job.media else None,
         )
         self.tell(prefilled, now_s)
         self.tell(LegOver(str(job.index)), now_s)
@@ -213,7 +216,8 @@ class Decider:
         ttft_s, was_full = now_s + job.step_s - job.arrival_s, now_s > job.landed_s
         target = self._targets[job.place]
         pd = self.pds[job.pd]
-        self.tell(FirstToken(MODEL, target, job.predicted, ttft_s, was_full, pd), now_s)
+        has_media = bool(job.media)
+        self.tell(FirstToken(MODEL, target, job.predicted, ttft_s, was_full, pd, has_media), now_s)
 
     def done(self, job: Job, now_s: float) -> None:
         """The job has its last token."""
@@ -258,12 +262,15 @@ class Decider:
         return self.live.take(event, now_s)
 
     def _shape(self, job: Job, hits: list[int]) -> RequestShape:
+        encoding = self._parts.encoding
+        media = None if encoding is None else encoding.shape(job)
         if self._parts.caches is None:
-            return RequestShape(num_prompt_tokens=job.num_tokens)
+            return RequestShape(num_prompt_tokens=job.num_tokens, media=media)
         by_name = dict(zip(self._targets[1:], hits[1:], strict=True))
         return RequestShape(
             num_prompt_tokens=job.num_tokens,
             local_cached_tokens=hits[0],
+            media=media,
             prefill_cached_tokens=by_name,
             landing_cached_tokens=hits[0],
             sendable_tokens=by_name,

@@ -25,12 +25,14 @@ from typing import Any
 
 import numpy as np
 
+from scheduler.encoding.values import StartPass
 from scheduler.live.long_term.model_plan import ThresholdPlan, sends_of
 from scheduler.planning.division_search import thresholds_of
 from scheduler.planning.region_model import PdClusterModel
 from scheduler.replay.deciding import decider_of
 from scheduler.replay.decode import DecodeInstance, DecodePool
-from scheduler.replay.jobs import Fate, Job
+from scheduler.replay.encoding import EncodeStages
+from scheduler.replay.jobs import NEVER, Fate, Job
 from scheduler.replay.model import Policy, ReplayModel
 from scheduler.replay.prefill import PrefillInstance, PrefillStation
 from scheduler.replay.rebalancing import Rebalancer
@@ -50,6 +52,7 @@ from scheduler.routing.service import ALONE
 (
     _DECODE_END,
     _PREFILL_END,
+    _ENCODED,
     _LANDED,
     _READY,
     _GIVEN_UP,
@@ -60,7 +63,8 @@ from scheduler.routing.service import ALONE
     _RECORD,
     _LOOK,
     _REPORT,
-) = range(12)
+    _ENCODE_TICK,
+) = range(14)
 """Kinds of events, in their order at one instant."""
 
 
@@ -110,7 +114,20 @@ class _Driver:
         )
         stations = [*(pd.station for pd in self._pds), *self._sources]
         self._caches = starting_caches(model, workload, stations)
-        self._parts = Parts(self._pds, self._sources, self._caches, self._transfers.watches)
+        self._encoding: EncodeStages | None = None
+        if workload.media is not None:
+            if model.encoding is None:
+                raise ValueError("the workload has media, and the model no encode times")
+            self._encoding = EncodeStages(
+                model.encoding,
+                [station.name for station in stations],
+                end_later=lambda at_s, name, run: self._push(_ENCODED, at_s, name, run),
+                tick_later=lambda at_s, name: self._push(_ENCODE_TICK, at_s, name),
+                ended=self._media_ended,
+            )
+        self._parts = Parts(
+            self._pds, self._sources, self._caches, self._transfers.watches, self._encoding
+        )
         planned = {
             plan.region.pd_clusters[0].name: ThresholdPlan(
                 policy.thresholds or thresholds_of(plan), sends_of(plan)
@@ -122,6 +139,8 @@ class _Driver:
         if policy.long_term is not None:
             if model.joint is not None:
                 raise ValueError("the long-term loop of a replay is for one PD cluster")
+            if workload.media is not None:
+                raise ValueError("the long-term loop of a replay is for text")
             self._rebalancer = Rebalancer(
                 policy, policy.long_term.period_s, self._decider, self._parts, self._relabel_later
             )
@@ -148,6 +167,7 @@ class _Driver:
         handlers: tuple[Callable[[Any, Any, float], None], ...] = (
             self._decode_ended,
             self._prefill_ended,
+            self._encoded,
             self._landed,
             self._ready,
             self._given_up,
@@ -158,6 +178,7 @@ class _Driver:
             self._record,
             self._look,
             self._report,
+            self._encode_tick,
         )
         for name, (from_s, until_s) in self._model.lost.items():
             self._push(_CLUSTER_LOST, from_s, name)
@@ -202,6 +223,8 @@ class _Driver:
         self._jobs.append(job)
         if workload.block_ids is not None:
             job.blocks = workload.block_ids[index]
+        if workload.media is not None:
+            job.media = workload.media[index]
         if not self._decider.place(job, self._kv_bytes[index], now_s):
             job.fate = Fate.REFUSED
             self._num_refused += 1
@@ -218,6 +241,9 @@ class _Driver:
         job.service_s = station.real_s(job.num_tokens, job.cached_tokens)
         if self._jitter is not None:
             job.service_s *= self._jitter[job.index]
+        if self._encoding is not None and job.media:
+            job.media_apart = job.media_left = job.encoded_tokens = 0
+            self._encoding.submit(job, station.name, station.wait_s(job, now_s), now_s)
         instance = station.start_at_once(job, now_s)
         if instance is None:
             station.push(job)
@@ -225,11 +251,22 @@ class _Driver:
             self._began(instance, job, now_s)
 
     def _began(self, instance: PrefillInstance, job: Job, now_s: float) -> None:
+        if self._encoding is not None and job.media:
+            job.held_s = now_s
+            if self._encoding.waits(job):
+                job.start_s = NEVER  # The instance waits for the encode stage.
+                return
+        self._run(instance, job, now_s)
+
+    def _run(self, instance: PrefillInstance, job: Job, now_s: float) -> None:
+        """The instance computes the job's prefill from now on."""
         station = self._parts.station(job)
         if (service := self._model.services.get(station.name)) is not None:
             alone_s = job.service_s
             job.service_s += service.contention_s(alone_s, self._parts.load(job))
             station.busy_s += job.service_s - alone_s
+        if job.media:
+            self._encode_left(station, instance, job, now_s)
         if job.place:
             # Asked now and not at arrival: while it waited, others may have filled the cache.
             pd, transfers = self._pds[job.pd].station.name, self._transfers
@@ -239,12 +276,49 @@ class _Driver:
                 transfers.expect(job, self._decider.tail_s(job, now_s), now_s)
         self._push(_PREFILL_END, job.start_s + job.service_s, instance, job)
 
+    def _encode_left(
+        self, station: PrefillStation, instance: PrefillInstance, job: Job, now_s: float
+    ) -> None:
+        """The instance first encodes the media that have no embeddings in its cluster."""
+        assert self._encoding is not None
+        job.encode_s = now_s - job.held_s
+        job.media_left, job.encoded_tokens = self._encoding.left(job, station.name)
+        if job.media_left:
+            left_s = self._encoding.line(station.name).seconds(job.encoded_tokens)
+            job.encode_s += left_s
+            job.service_s += left_s
+            job.believed_s += left_s
+            station.busy_s += left_s
+        job.start_s = max(now_s, job.move_s)
+        instance.until_s = job.start_s + job.believed_s
+
+    def _media_ended(self, job: Job, now_s: float) -> None:
+        """The encode stage is done with the job. Its prefill begins if it has an instance."""
+        instance = self._parts.station(job).instance_of(job)
+        if instance is not None:
+            self._run(instance, job, now_s)
+
+    def _encoded(self, name: str, run: StartPass, now_s: float) -> None:
+        assert self._encoding is not None
+        self._encoding.pass_ended(name, run, now_s)
+
+    def _encode_tick(self, name: str, _: None, now_s: float) -> None:
+        assert self._encoding is not None
+        self._encoding.tick(name, now_s)
+
+    def _withdraw(self, job: Job, now_s: float) -> None:
+        """The encode stage encodes nothing for the job any more."""
+        if self._encoding is not None:
+            self._encoding.withdraw(job, now_s)
+
     def _prefill_ended(self, instance: PrefillInstance, job: Job, now_s: float) -> None:
         if instance.job is not job:
             return  # Its cluster was lost.
         station = self._parts.station(job)
         station.finish(instance)
         job.prefill_end_s = now_s
+        if self._encoding is not None:
+            self._encoding.prefilled(job, station.name)
         if self._caches is not None:
             self._caches[station.name].add(job.blocks)
         if job.place:
@@ -272,6 +346,7 @@ class _Driver:
     def _prefill_again(self, job: Job, now_s: float) -> None:
         """Its PD cluster prefills the job itself, if it can."""
         self._decider.given_up(job, now_s)
+        self._withdraw(job, now_s)
         job.fell_back = True
         job.landing_version += 1
         station = self._pds[job.pd].station
@@ -285,6 +360,7 @@ class _Driver:
 
     def _lose(self, job: Job, now_s: float) -> None:
         self._decider.over(job, now_s)
+        self._withdraw(job, now_s)
         job.landing_version += 1
         job.fate = Fate.LOST
         self._num_open -= 1
@@ -339,6 +415,8 @@ class _Driver:
         for place, source in enumerate(self._sources, 1):
             if source.name == name:
                 self._lose_source(place, source, now_s)
+        if self._encoding is not None:
+            self._encoding.lose(name, now_s)
 
     def _lose_pd(self, pd: PdParts, now_s: float) -> None:
         """Requests that decode there are lost, wherever they are."""
@@ -371,12 +449,15 @@ class _Driver:
             self._prefill_again(job, now_s)
 
     def _stop(self, job: Job, now_s: float) -> None:
-        """End the transfer of a prefill that was running."""
+        """End the transfer of a prefill that was running, and its encoding."""
+        self._withdraw(job, now_s)
         if not math.isnan(job.start_s):
             self._transfers.stop(job, now_s)
             self._wasted_s += max(0.0, min(job.service_s, now_s - job.start_s))
 
     def _cluster_back(self, name: str, _: None, now_s: float) -> None:
+        if self._encoding is not None:
+            self._encoding.regain(name, now_s)
         for pd in self._pds:
             if pd.station.name == name:
                 pd.station.regain()

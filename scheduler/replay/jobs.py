@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 
+from scheduler.encoding.values import Medium
 from scheduler.replay.links import Emitted
 from scheduler.routing.prediction import Prediction
 
@@ -38,14 +39,20 @@ class Job:
         "done_s",
         "emit_bytes_per_s",
         "emitted",
+        "encode_s",
+        "encoded_tokens",
         "fate",
         "fell_back",
         "fixed_bytes",
+        "held_s",
         "home",
         "index",
         "instance",
         "landed_s",
         "landing_version",
+        "media",
+        "media_apart",
+        "media_left",
         "move_from",
         "move_s",
         "move_tokens",
@@ -79,6 +86,17 @@ class Job:
         self.instance = ""
         """The instance that prefills it."""
         self.cached_tokens = 0
+        self.media: tuple[Medium, ...] = ()
+        self.media_apart = 0
+        """How many of its media the encode stage had encoded for it."""
+        self.media_left = 0
+        """How many of its media the instance that prefilled it encoded itself."""
+        self.encoded_tokens = 0
+        """The tokens of those."""
+        self.held_s = NEVER
+        """Since when an instance has had it, if it has media."""
+        self.encode_s = 0.0
+        """By how much its media delayed its prefill once it had an instance, seconds."""
         self.believed_s = 0.0
         """The time of its prefill as predicted when its place was known, seconds."""
         self.service_s = 0.0

@@ -12,11 +12,14 @@ from enum import StrEnum
 from typing import Final
 
 from netmon.monitor import MonitorConfig
+from scheduler.encoding.line import EncodeLine
+from scheduler.encoding.values import EncodeConfig
 from scheduler.live.admission import AdmissionConfig
 from scheduler.live.long_term.conversion import ConversionConfig
 from scheduler.live.long_term.loop import LongTermConfig
+from scheduler.planning.curves import Curve
 from scheduler.planning.joint import JointRegion
-from scheduler.planning.region_model import PdClusterModel, Region, Uplink
+from scheduler.planning.region_model import Cluster, PdClusterModel, Region, Uplink
 from scheduler.replay.links import RateSchedule
 from scheduler.routing.candidates import HOME_MARGIN_S, HOME_MARGIN_SHARE, MARGIN_S, MARGIN_SHARE
 from scheduler.routing.order_config import OrderConfig
@@ -52,6 +55,18 @@ class Slo:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EncodingModel:
+    """How media are encoded in each cluster, by its name. `num_instances` are its encode instances,
+    beside those of the region. `prefills` are the prefill times without any encoding.
+    """
+
+    lines: Mapping[str, EncodeLine]
+    prefills: Mapping[str, Curve]
+    num_instances: Mapping[str, int] = field(default_factory=dict)
+    config: EncodeConfig = field(default_factory=EncodeConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReplayModel:
     """A region over time.
 
@@ -84,6 +99,8 @@ class ReplayModel:
     transfer_timeout_s: float = 30.0
     """How long after its prefill a request's KVCache may land. Later it is given up, and the PD
     cluster prefills the request itself. Bytes that were not sent by then never are."""
+    encoding: EncodingModel | None = None
+    """Needed for a workload with media."""
     relabel_s: float = 1.0
     """The time from the end of an instance's drain until it has its new role."""
 
@@ -112,6 +129,10 @@ class ReplayModel:
                 f"prefill_jitter {self.prefill_jitter!r} must not be negative, "
                 f"transfer_timeout_s {self.transfer_timeout_s!r} above 0"
             )
+
+    def prefill(self, cluster: Cluster) -> Curve:
+        """The prefill time of a cluster without the encoding that plans count with it."""
+        return cluster.prefill if self.encoding is None else self.encoding.prefills[cluster.name]
 
     @property
     def pd(self) -> PdClusterModel:

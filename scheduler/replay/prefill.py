@@ -134,6 +134,18 @@ class PrefillStation:
         ahead = self._order.ahead_of(new, now_s)
         return sum([waiting[job.key].believed_s for job in ahead])
 
+    def wait_s(self, job: Job, now_s: float) -> float:
+        """About how long a new job will wait for an instance."""
+        free_s = self.free_s(now_s)
+        if not free_s:
+            return 0.0
+        queued_s = self.queued_s(job.num_tokens - job.cached_tokens, now_s, job.pd)
+        return free_s[0] + queued_s / len(free_s)
+
+    def instance_of(self, job: Job) -> PrefillInstance | None:
+        """The instance that has the job; None while it waits."""
+        return next((one for one in self.instances if one.job is job), None)
+
     def free_s(self, now_s: float) -> tuple[float, ...]:
         """How long until each usable instance should be free, ascending."""
         found = [

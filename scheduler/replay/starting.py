@@ -55,7 +55,7 @@ def starting_station(
     """The instances of a cluster that prefill, all of them idle."""
     return PrefillStation(
         cluster.name,
-        PrefillProfile.of(cluster.prefill),
+        PrefillProfile.of(model.prefill(cluster)),
         num_instances,
         policy.order,
         model.prefill_factors.get(cluster.name, 1.0),

@@ -16,12 +16,14 @@ from scheduler.live.settings import PdSettings
 from scheduler.live.snapshots import PendingRequest
 from scheduler.replay.caching import ReplayCache
 from scheduler.replay.decode import DecodePool
+from scheduler.replay.encoding import EncodeStages
 from scheduler.replay.jobs import Job, Way
 from scheduler.replay.model import MODEL
 from scheduler.replay.prefill import PrefillStation
 from scheduler.replay.watching import WatchedLink
 from scheduler.reports import ClusterReport, InstanceReport, JobReport
-from scheduler.routing.decision import HAND_OFF
+from scheduler.routing.decision import HAND_OFF, RequestShape
+from scheduler.routing.media import MediaView
 from scheduler.routing.service import Load
 from scheduler.routing.views import ClusterView, DecodeView, RegionSnapshot
 
@@ -45,6 +47,8 @@ class Parts:
     """The prefill clusters. The first one has place 1."""
     caches: Mapping[str, ReplayCache] | None
     watches: Mapping[Way, WatchedLink]
+    encoding: EncodeStages | None = None
+    """None if there are no media."""
 
     def station(self, job: Job) -> PrefillStation:
         """Where the job is prefilled."""
@@ -87,12 +91,14 @@ class Parts:
 def reports(parts: Parts, now_s: float) -> Iterator[ClusterReport]:
     """The reports that the fronts of all clusters would send now, those of PD clusters first."""
     for pd in parts.pds:
-        yield _report(pd.station, pd.pool, now_s)
+        yield _report(pd.station, pd.pool, now_s, parts.encoding)
     for station in parts.sources:
-        yield _report(station, None, now_s)
+        yield _report(station, None, now_s, parts.encoding)
 
 
-def _report(station: PrefillStation, pool: DecodePool | None, now_s: float) -> ClusterReport:
+def _report(
+    station: PrefillStation, pool: DecodePool | None, now_s: float, encoding: EncodeStages | None
+) -> ClusterReport:
     slots = 0 if pool is None else pool.slots_per_instance
     instances = [*station.instances, *(() if pool is None else pool.instances)]
     return ClusterReport(
@@ -100,6 +106,7 @@ def _report(station: PrefillStation, pool: DecodePool | None, now_s: float) -> C
         healthy=station.num_usable > 0,
         queue_depth=station.num_queued,
         running=station.num_running,
+        encode=None if encoding is None else encoding.report(station.name, now_s),
         instances=tuple(
             InstanceReport(
                 name=item.name,
@@ -166,6 +173,7 @@ class StationViews:
                 link=link,
                 threshold_tokens=threshold.tokens,
                 plan_threshold_tokens=threshold.plan_tokens,
+                media=self._media(live, shape, name, name, now_s),
             )
             prefill_clusters.append(cluster)
         local = ClusterView(
@@ -176,6 +184,7 @@ class StationViews:
             num_busy=home.num_busy(),
             queued_s=home.queued_s(shape.local_uncached_tokens, now_s, number),
             links_in={} if self._parts.caches is None else live.links_in(home.name, now_s),
+            media=self._media(live, shape, home.name, live.place(HAND_OFF, pd.name), now_s),
         )
         return RegionSnapshot(
             taken_s=now_s,
@@ -183,6 +192,19 @@ class StationViews:
             decode=self.decode_side(live, model, now_s, pd),
             prefill_clusters=tuple(prefill_clusters),
         )
+
+    def _media(
+        self, live: LiveScheduler, shape: RequestShape, cluster: str, place: str, now_s: float
+    ) -> MediaView | None:
+        """How a cluster encodes the request's media; None for text. They are where they have to be:
+        a replay has no way of the client's body.
+        """
+        encoding = self._parts.encoding
+        if encoding is None or shape.media is None:
+            return None
+        # A gateway that has been running for a while knows the profile's line.
+        line = live.knowledge(MODEL).media.line(place) or encoding.line(cluster)
+        return MediaView(model=MODEL, stage=encoding.report(cluster, now_s), line=line)
 
     def num_free_slots(self, live: LiveScheduler, model: str, pd: PdSettings) -> int | None:
         """The free slots of the PD cluster's decode pool."""

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from scheduler.encoding.values import Medium
 from scheduler.planning.lengths import Lengths
 from scheduler.planning.load.queueing import poisson_arrivals
 from scheduler.planning.prefix_reuse import TracePrompt
+from scheduler.stages.traffic import MediaTraffic, draw_media
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -30,10 +32,12 @@ class Workload:
     block_tokens: int = 512
     homes: Sequence[int] | None = None
     """The PD cluster that each request belongs to, by its place. None: the first one."""
+    media: Sequence[tuple[Medium, ...]] | None = None
+    """The media of each request. `prompt_tokens` has their tokens, too. None: all is text."""
 
     def __post_init__(self) -> None:
         num = len(self.arrivals_s)
-        for name in ("prompt_tokens", "output_tokens", "block_ids", "homes"):
+        for name in ("prompt_tokens", "output_tokens", "block_ids", "homes", "media"):
             values = getattr(self, name)
             if values is not None and len(values) != num:
                 raise ValueError(f"{len(values)} {name} for {num} arrivals; give one for each")
@@ -88,6 +92,16 @@ def drawn(phases: Iterable[Phase], seed: int) -> Workload:
         outputs += _outputs(phase, num, rngs[2])
         begin_s += phase.duration_s
     return Workload(arrivals_s=arrivals, prompt_tokens=prompts, output_tokens=outputs)
+
+
+def with_media(text: Workload, traffic: MediaTraffic, seed: int) -> Workload:
+    """The same requests with media, which have a random stream of their own."""
+    media = draw_media(traffic, len(text), np.random.default_rng((seed, 98)))
+    prompts = [
+        tokens + sum(one.num_tokens for one in found)
+        for tokens, found in zip(text.prompt_tokens, media, strict=True)
+    ]
+    return replace(text, prompt_tokens=prompts, media=media)
 
 
 def at_homes(workloads: Sequence[Workload]) -> Workload:

@@ -18,9 +18,8 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import Any
 
-from scheduler.encoding.line import EncodeLine
 from scheduler.encoding.queue import EncodeQueue
-from scheduler.encoding.times import EncodeTimes
+from scheduler.encoding.times import KnownTimes
 from scheduler.encoding.values import (
     Effect,
     EncodeConfig,
@@ -67,22 +66,6 @@ def simulate(
     return _Simulation(model, division, requests, stop_below).run()
 
 
-class _KnownTimes(EncodeTimes):
-    """The times that live instances teach in their first passes, known from the start."""
-
-    def __init__(self, line: EncodeLine) -> None:
-        super().__init__()
-        self._line = line
-
-    def observe(
-        self, instance: str, kind: tuple[str, bool], num_tokens: int, seconds: float, now_s: float
-    ) -> None:
-        pass
-
-    def line(self, instance: str, kind: tuple[str, bool], now_s: float) -> EncodeLine | None:
-        return self._line
-
-
 class _Simulation:
     def __init__(
         self,
@@ -118,7 +101,7 @@ class _Simulation:
         apart = [one for one in self._instances if one.encodes and not one.prefills]
         if apart:
             self._queue = EncodeQueue(model.encoding)
-            self._queue.times = _KnownTimes(model.profile.encode)
+            self._queue.times = KnownTimes(model.profile.encode)
             for one in apart:
                 self._queue.instance_changed(EncodeInstance(one.name, decodes=one.decodes), 0.0)
         self._known: set[str] = set()

@@ -106,10 +106,22 @@ def draw(
     gaps = np.diff(poisson_arrivals(1.0, num, rng), prepend=0.0).tolist()
     text = np.maximum(1, np.rint(traffic.text.sample(num, rng))).astype(int).tolist()
     outputs = _outputs(traffic, num, rng)
+    requests = []
+    for at, media in enumerate(draw_media(traffic, num, rng)):
+        tokens = text[at] + sum(medium.num_tokens for medium in media)
+        is_prefilled = any(low < tokens <= high for low, high in elsewhere)
+        requests.append(StageRequest(0.0, tokens, media, outputs[at], is_prefilled))
+    return Drawn(tuple(gaps), tuple(requests))
+
+
+def draw_media(
+    traffic: MediaTraffic, num: int, rng: np.random.Generator
+) -> list[tuple[Medium, ...]]:
+    """The media of `num` requests."""
     has_media = (rng.random(num) < traffic.share).tolist()
     least, odd = divmod(traffic.media_per_request, 1)
     more = (rng.random(num) < odd).tolist()
-    requests, next_medium = [], 0
+    drawn, next_medium = [], 0
     for at in range(num):
         media = []
         for _ in range((int(least) + more[at]) * has_media[at]):
@@ -118,10 +130,8 @@ def draw(
             else:
                 number, next_medium = next_medium, next_medium + 1
             media.append(Medium(f"m{number}", traffic.media_tokens))
-        tokens = text[at] + sum(medium.num_tokens for medium in media)
-        is_prefilled = any(low < tokens <= high for low, high in elsewhere)
-        requests.append(StageRequest(0.0, tokens, tuple(media), outputs[at], is_prefilled))
-    return Drawn(tuple(gaps), tuple(requests))
+        drawn.append(tuple(media))
+    return drawn
 
 
 def _outputs(traffic: MediaTraffic, num: int, rng: np.random.Generator) -> list[int]:

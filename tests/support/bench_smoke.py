@@ -147,8 +147,8 @@ def check_scale(kept: Any) -> None:
 
 
 def check_simulate(kept: Any) -> None:
-    studies = {"case-study": 7, "congestion": 12, "shift": 8, "steady": 1, "overload": 3, "loss": 5}
-    studies["images"] = 10
+    studies = {"case-study": 7, "congestion": 12, "shift": 8, "steady": 1, "overload": 3}
+    studies |= {"loss": 5, "images": 10}
     assert kept.keys() == {"speed", *studies}, kept.keys()
     assert len(kept["speed"]) == 5
     assert is_positive(*(rate for case in kept["speed"] for rate in case["requests_per_s"]))

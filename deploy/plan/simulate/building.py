@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from deploy.plan.simulate.images import encoding_of, image_problems, planned_apart
 from deploy.plan.simulate.spec import (
     POLICY_NAMES,
     LinkEventsSpec,
@@ -19,6 +20,7 @@ from deploy.plan.simulate.spec import (
     SimulationSpec,
 )
 from deploy.plan.solve.building import PlanInput, load_plan
+from deploy.plan.solve.image_building import ImagePlanInput
 from deploy.plan.solve.spec import PlanSpec
 from deploy.plan.trace import load_trace
 from kvmanager.config_files.problems import FileError, Problem, suggestion
@@ -30,7 +32,7 @@ from scheduler.planning.region_model import Link, Region, Traffic
 from scheduler.planning.throughput import Mode
 from scheduler.replay.links import LinkChange, OtherTraffic, RateSchedule
 from scheduler.replay.model import Policy, ReplayModel, Routing, Slo
-from scheduler.replay.workload import Phase, Workload, at_homes, drawn, traced
+from scheduler.replay.workload import Phase, Workload, at_homes, drawn, traced, with_media
 from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.service import ServiceModel
 
@@ -48,6 +50,7 @@ class Simulation:
     it is the rate at which the least served one is full, where all have their part of the demand.
     """
     directory: Path
+    images: ImagePlanInput | None = None
 
     def workload(self, seed: int) -> Workload:
         """The workload, the same for every policy. Raises `FileError` if a trace cannot be read."""
@@ -57,11 +60,15 @@ class Simulation:
             return traced(prompts, lengths.trace.block_tokens, spec.trace_speed)
         traffics = self._traffics()
         works = [drawn(self._phases(*one), seed + place) for place, one in enumerate(traffics)]
+        if self.images is not None:
+            return with_media(works[0], self.images.traffic, seed)
         return works[0] if len(works) == 1 else at_homes(works)
 
     def _traffics(self) -> list[tuple[Traffic, float]]:
         """The traffic of each home, and its part of all requests."""
         joint = self.model.joint
+        if self.images is not None:
+            return [(self.images.text, 1.0)]
         if joint is None:
             return [(self.model.region.traffic, 1.0)]
         total_rps = sum(home.rate_rps for home in joint.homes)
@@ -139,7 +146,7 @@ def load_simulation(path: Path) -> Simulation:
             capacity_rps = min(model.joint.levels.values()) * _demand_rps(model.joint)
     except ValueError as error:
         raise FileError(str(path), [Problem(("simulation",), str(error))]) from error
-    return Simulation(file, model, capacity_rps, path.parent)
+    return Simulation(file, model, capacity_rps, path.parent, found.images)
 
 
 def _demand_rps(joint: JointRegion) -> float:
@@ -155,8 +162,13 @@ def homogeneous(model: ReplayModel) -> ReplayModel:
     alone = replace(
         region, prefill_clusters=(), links=(), pd_clusters=(replace(pd, num_instances=num),)
     )
+    encoding = model.encoding
+    if encoding is not None and encoding.num_instances:
+        encoders = {pd.name: sum(encoding.num_instances.values())}
+        encoding = replace(encoding, num_instances=encoders)
+        alone = planned_apart(alone, encoding)
     # Without links there is nothing that a schedule could be for.
-    return replace(model, region=alone, schedules={})
+    return replace(model, region=alone, schedules={}, encoding=encoding)
 
 
 _PRESETS: Final = {
@@ -206,7 +218,8 @@ def _or(given: float | None, default: float) -> float:
 
 
 def _model(file: SimulationFile, found: PlanInput) -> ReplayModel:
-    spec, region = file.simulation, found.region
+    spec, encoding = file.simulation, encoding_of(file.simulation, found.images)
+    region = planned_apart(found.region, encoding)
     schedules = {
         link.name: schedule
         for events in spec.links
@@ -234,6 +247,7 @@ def _model(file: SimulationFile, found: PlanInput) -> ReplayModel:
             for name, item in spec.contention.items()
         },
         transfer_timeout_s=spec.transfer_timeout,
+        encoding=encoding,
     )
 
 
@@ -277,7 +291,7 @@ def _problems(spec: PlanSpec) -> Iterable[Problem]:
             )
             yield Problem(("simulation", "links", i), message)
     names = [c.name for c in (*spec.prefill_clusters, *spec.pd_clusters)]
-    for key in ("cache_tokens", "prefill_factors", "contention"):
+    for key in ("cache_tokens", "prefill_factors", "contention", "encode_instances"):
         for name in getattr(whole, key):
             if name not in names:
                 message = f"no cluster {name!r}{suggestion(name, names)}"
@@ -291,14 +305,7 @@ def _problems(spec: PlanSpec) -> Iterable[Problem]:
         if lost.cluster not in names:
             message = f"no cluster {lost.cluster!r}{suggestion(lost.cluster, names)}"
             yield Problem(("simulation", "lost", i, "cluster"), message)
-    if spec.images is not None:
-        message = (
-            "a simulation plays no encode stage, but "
-            f"{spec.images.share:.0%} of requests have images: search arrangements of the stages "
-            "with `prfaas plan solve`, see them compared with `prfaas simulate study images`, or "
-            "leave images out to play the text alone"
-        )
-        yield Problem(("images",), message)
+    yield from image_problems(spec)
     if spec.models:
         message = "a simulation plays one model; links and uplinks may be given less rate instead"
         yield Problem(("models",), message)

@@ -29,6 +29,10 @@ _ROWS: Final = (
     ("ttft_p50_s", "TTFT P50, s", "{:.2f}"),
     ("ttft_p90_s", "TTFT P90, s", "{:.2f}"),
     ("ttft_p99_s", "TTFT P99, s", "{:.2f}"),
+    ("encode_mean_s", "  of it delay by images, mean, s", "{:.3f}"),
+    ("images_encoded_apart", "images encoded apart", "{:,}"),
+    ("images_found", "images found encoded", "{:,}"),
+    ("images_left", "images left to the prefill", "{:,}"),
     ("tbt_p50_ms", "TBT P50, ms", "{:.1f}"),
     ("tbt_p99_ms", "TBT P99, ms", "{:.1f}"),
     ("egress_gbps", "egress, Gbit/s", "{:.2f}"),
@@ -75,6 +79,7 @@ def document_of(outcome: Outcome, from_s: float = 0.0) -> dict[str, Any]:
         },
         "late_samples_share": late.num_late / late.num_seen if late.num_seen else None,
         **_homes(outcome, from_s),
+        **_images(outcome, from_s),
     }
 
 
@@ -98,6 +103,24 @@ def _homes(outcome: Outcome, from_s: float) -> dict[str, Any]:
         )
     spilled = sum(row["spilled"] for row in homes) / max(1, len(jobs))
     return {"spilled_share": spilled, "homes": homes}
+
+
+def _images(outcome: Outcome, from_s: float) -> dict[str, Any]:
+    """What became of the media of requests that were served; nothing where none had any."""
+    jobs = [
+        job
+        for job in outcome.jobs
+        if job.media and job.arrival_s >= from_s and job.fate is Fate.DONE
+    ]
+    if not jobs:
+        return {}
+    apart, left = sum(job.media_apart for job in jobs), sum(job.media_left for job in jobs)
+    return {
+        "images_encoded_apart": apart,
+        "images_left": left,
+        "images_found": sum(len(job.media) for job in jobs) - apart - left,
+        "encode_mean_s": sum(job.encode_s for job in jobs) / len(jobs),
+    }
 
 
 def series_of(outcome: Outcome) -> dict[str, list[float]]:

@@ -144,6 +144,8 @@ class SimulationSpec(Section):
     """Real over profiled prefill time, by cluster."""
     contention: dict[Name, ContentionSpec] = Field(default={})
     """The time that is beyond the parts of a TTFT, by cluster. Left out, there is none."""
+    encode_instances: dict[Name, Annotated[int, Field(ge=1)]] = Field(default={})
+    """Instances that only encode, by cluster, beside its other instances; needs `images`."""
     prefill_jitter: Annotated[float, Field(ge=0, le=2)] = 0.0
     transfer_timeout: Span = 30.0
     policy: str = "router"

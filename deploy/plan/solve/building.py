@@ -190,8 +190,11 @@ class _Builder:
         cluster = spec.pd_clusters[0]
         steps, line = self._steps.get(cluster.profile), self._encoders.get(cluster.profile)
         token_bytes = self._tried(("images",), partial(self._embedding_bytes, images))
+        profiles = {c.name: c.profile for c in (*spec.prefill_clusters, *spec.pd_clusters)}
         # What is missing was noted where it is.
         if not steps or line is None or not token_bytes or self._text is None:
+            return
+        if not self._encoders.keys() >= set(profiles.values()):
             return
         self.images = ImagePlanInput(
             cluster.name,
@@ -208,6 +211,9 @@ class _Builder:
             ),
             media_traffic(self._text, images),
             images,
+            self._text,
+            {name: self._plain_prefills[profile] for name, profile in profiles.items()},
+            {name: self._encoders[profile] for name, profile in profiles.items()},
         )
 
     def _embedding_bytes(self, images: ImagesSpec) -> float:

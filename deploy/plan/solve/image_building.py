@@ -5,7 +5,7 @@ It turns values into values. `building` reads the file and notes what is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,6 +38,12 @@ class ImagePlanInput:
     model: StageModel
     traffic: MediaTraffic
     spec: ImagesSpec
+    text: Traffic
+    """The traffic without images."""
+    prefills: Mapping[str, Curve]
+    """The prefill times of text in each cluster; the region's count encoding, too."""
+    encoders: Mapping[str, EncodeLine]
+    """The encoder passes in each cluster."""
 
     @property
     def request_tokens(self) -> float:

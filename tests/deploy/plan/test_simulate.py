@@ -164,20 +164,53 @@ def test_other_mistakes(tmp_path: Path) -> None:
     assert "all 8 instances of home-site prefill" in run(crowded, status=2)
 
 
-def test_images_are_refused_with_what_plans_them(tmp_path: Path) -> None:
+def image_document(**simulation: Any) -> dict[str, Any]:
+    """The example with images, whose encoding takes long."""
     plan = EXAMPLE.parents[2] / "examples/images.yaml"
-    whole = yaml.safe_load(plan.read_text())
-    for words in ((), ("--json",)):
-        text = " ".join(run(plan, *words, status=2).split())
-        assert "1 problem" in text
-        assert "images (line 11): a simulation plays no encode stage" in text
-        assert "80% of requests" in text
-        assert "`prfaas plan solve`" in text
-        assert "`prfaas simulate study images`" in text
+    whole: dict[str, Any] = yaml.safe_load(plan.read_text())
+    whole["traffic"]["rate_rps"] = 20
+    whole["profiles"]["h800"]["encode"] = {"fixed_s": 0.02, "s_per_token": 1e-4}
+    whole["simulation"] = {"duration": "20s", **simulation}
+    return whole
+
+
+def test_images_are_played(tmp_path: Path) -> None:
+    found = {}
+    for num in (0, 6):
+        stage = {"encode_instances": {"home-site": num}} if num else {}
+        path = written(tmp_path, image_document(**stage))
+        found[num] = numbers(path)["policies"]["router"]
+        assert found[num] == numbers(path)["policies"]["router"]
+    alone, apart = found[0], found[6]
+    assert alone["requests"] == apart["requests"] == apart["done"]
+    assert alone["images_encoded_apart"] == 0 < alone["images_found"] < alone["images_left"]
+    assert apart["images_encoded_apart"] > 10 * apart["images_left"]
+    assert 0 < apart["encode_mean_s"] < alone["encode_mean_s"]
+    assert apart["ttft_mean_s"] < alone["ttft_mean_s"]
+    table = run(path)
+    assert "images encoded apart" in table
+    assert "delay by images" in table
+
+
+def test_text_has_no_rows_of_images(tmp_path: Path) -> None:
+    whole = image_document()
     del whole["images"]
-    whole["simulation"] = {"duration": "5s"}
-    # Its advice holds: the text alone is played.
-    assert numbers(written(tmp_path, whole))["policies"]["router"]["requests"] > 0
+    path = written(tmp_path, whole)
+    assert not any("image" in key or "encode" in key for key in numbers(path)["policies"]["router"])
+    assert "images" not in run(path)
+
+
+def test_images_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    wrong = image_document(
+        encode_instances={"home-sit": 1}, policies={"long": {"rebalance_every": "10s"}}
+    )
+    text = " ".join(run(written(tmp_path, wrong), status=2).split())
+    assert "no cluster 'home-sit'; did you mean 'home-site'" in text
+    assert "does not go with images" in text
+    text_only = image_document(encode_instances={"home-site": 1})
+    del text_only["images"]
+    text = " ".join(run(written(tmp_path, text_only), status=2).split())
+    assert "needs images" in text
 
 
 def test_studies_say_which_goals_were_met() -> None:
