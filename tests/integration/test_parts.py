@@ -68,7 +68,7 @@ def test_two_hosts_with_one_file_are_one_region(hosts: dict[str, RegionHost]) ->
     assert b_status["plan"] is not None
     elsewhere = prefill.tell("role", "ls")
     assert "a part without the gateway; give its gateway with --gateway" in elsewhere.stderr
-    measured = prefill.tell("doctor", "link", "a1", "b1", "--seconds", "1", "--json")
+    measured = prefill.tell("doctor", "link", "a1", "b1", "--seconds", "3", "--json")
     assert measured.returncode == 0, measured.stdout + measured.stderr
     assert json.loads(measured.stdout)["measured"]["nbytes"] > 0
 
