@@ -278,7 +278,7 @@ async def test_what_crosses_the_link_of_a_region_with_tls_is_encrypted(
 async def probed_bytes(sender: str, receiver: str, run_dir: Path) -> int:
     """How much `prfaas doctor link` moved from one agent's memory to the other's."""
     argv = [sys.executable, "-m", "deploy.cli", "doctor", "link", sender, receiver]
-    argv += ["--run-dir", str(run_dir), "--seconds", "1", "--json"]
+    argv += ["--run-dir", str(run_dir), "--seconds", "3", "--json"]
     doctor = await asyncio.create_subprocess_exec(*argv, cwd=ROOT, stdout=subprocess.PIPE)
     found, _ = await asyncio.wait_for(doctor.communicate(), 60.0)
     return int(json.loads(found)["measured"]["nbytes"])
