@@ -30,7 +30,7 @@ from typing import Final
 
 import msgspec
 
-from scheduler.reports import Role, decodes, same_layout
+from scheduler.reports import Role, decodes, same_layout, same_model
 from scheduler.routing.front_placement import TokenLoad, place_prefill
 
 DEFAULT_AFFINITY_SLACK: Final = 4
@@ -237,7 +237,7 @@ def _available(views: Sequence[PdInstance], model: str) -> list[PdInstance]:
 
 
 def _of_model(views: Sequence[PdInstance], model: str) -> list[PdInstance]:
-    return [view for view in views if not model or not view.model or view.model == model]
+    return [view for view in views if same_model(view.model, model)]
 
 
 def _explain(
@@ -261,7 +261,7 @@ def _explain(
 
 def _state(view: PdInstance, model: str) -> str:
     """What keeps it from any work; "": nothing."""
-    if model and view.model and view.model != model:
+    if not same_model(view.model, model):
         return f"serves {view.model}, not {model}"
     if not view.serves:
         return "engine is not healthy"

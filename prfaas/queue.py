@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 
 from prfaas.engines.errors import PrefillCode
 from prfaas.queue_values import Effect, FailJob, QueueConfig, QueuedJob, QueueInstance, StartJob
-from scheduler.reports import JobReport, same_layout
+from scheduler.reports import JobReport, same_layout, same_model
 from scheduler.routing.front_placement import TokenLoad, place_prefill
 from scheduler.routing.queue_order import QueueOrder, WaitingJob, priority_class
 
@@ -103,7 +103,7 @@ class _Instance:
         )
 
     def serves(self, model: str) -> bool:
-        return not model or not self.view.model or self.view.model == model
+        return same_model(self.view.model, model)
 
     def fills(self, landing: str) -> bool:
         """Whether its KVCache may be what a landing of this layout takes."""

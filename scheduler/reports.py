@@ -213,8 +213,14 @@ def why_fixed(instance: InstanceReport, role: Role) -> str:
 
 def is_of_model(instance: InstanceReport, model: str) -> bool:
     """Whether the instance has the model."""
-    # An empty name on either side means that the cluster serves one model only.
-    return not model or not instance.model or instance.model == model
+    return same_model(instance.model, model)
+
+
+def same_model(one: str, other: str) -> bool:
+    """Whether two names stand for one model. An empty name on either side means that the cluster
+    serves one model only.
+    """
+    return not one or not other or one == other
 
 
 def same_layout(one: str, other: str) -> bool:

@@ -18,6 +18,7 @@ from kvmanager.embedding_keys import embedding_key
 from kvmanager.hashing import split_keys
 from prfaas.encoding.values import Media
 from prfaas.engines.instance import Instance
+from scheduler.reports import same_model
 from transport.rpc import RpcError
 
 logger = logging.getLogger("prfaas.encoding")
@@ -94,8 +95,7 @@ class EmbeddingPlaces:
         """The nodes with an instance of the model whose encoder is known, by agent."""
         found: dict[str, _Node] = {}
         for item in self._instances.values():
-            served = item.spec.served_name
-            is_of = not model or not served or served == model
+            is_of = same_model(item.spec.served_name, model)
             if is_of and item.encoder and item.agent_health.healthy:
                 found.setdefault(item.spec.agent, _Node(item.agent, item.encoder))
         return found
@@ -141,6 +141,5 @@ def nodes_of(instances: Iterable[Instance], model: str) -> frozenset[str]:
     return frozenset(
         item.spec.agent
         for item in instances
-        if item.role != "encode"
-        and (not model or not item.spec.served_name or item.spec.served_name == model)
+        if item.role != "encode" and same_model(item.spec.served_name, model)
     )

@@ -15,7 +15,7 @@ from scheduler.encoding.values import (
     Medium,
     MediumEnd,
 )
-from scheduler.reports import EncodeInstanceReport
+from scheduler.reports import EncodeInstanceReport, same_model
 
 MediumKey = tuple[str, str]
 """Model and identifier."""
@@ -94,7 +94,7 @@ class HeldInstance:
     def takes(self, entry: Entry) -> bool:
         """Whether the medium may be given to it, now or later."""
         view = self.view
-        is_of = not entry.key[0] or not view.model or view.model == entry.key[0]
+        is_of = same_model(view.model, entry.key[0])
         may_encode = entry.may_delay_decodes or not view.decodes
         return view.healthy and is_of and may_encode and view.name not in entry.tried
 

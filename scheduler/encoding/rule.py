@@ -21,7 +21,7 @@ import msgspec
 
 from scheduler.encoding.line import EncodeLine
 from scheduler.encoding.values import EncodeReason
-from scheduler.reports import EncodeInstanceReport, EncodeReport
+from scheduler.reports import EncodeInstanceReport, EncodeReport, same_model
 
 _MOST_PASSES: Final = 256
 """The passes that are looked at one by one."""
@@ -49,7 +49,7 @@ def predict(
     """What encoding `num_tokens` apart takes from now on, and whether it is of use. `own`: the
     passes of the instance that prefills; None: it encodes as fast as the encode instances.
     """
-    usable = [item for item in report.instances if item.healthy and _is_of(item, model)]
+    usable = [item for item in report.instances if item.healthy and same_model(item.model, model)]
     if not usable:
         return EncodePrediction(reason=EncodeReason.NO_INSTANCE)
     apart_s = encoded_in_s(usable, report.waiting_tokens + num_tokens)
@@ -87,10 +87,6 @@ def encoded_in_s(instances: Iterable[EncodeInstanceReport], num_tokens: int) -> 
     # The rest of a deep queue is spread by the rates of the instances.
     rate = sum(budget / max(line.seconds(budget), 1e-9) for _, _, line, budget in free)
     return done_s + left / rate
-
-
-def _is_of(item: EncodeInstanceReport, model: str) -> bool:
-    return not model or not item.model or item.model == model
 
 
 def _fastest(instances: Iterable[EncodeInstanceReport], num_tokens: int) -> EncodeLine | None:

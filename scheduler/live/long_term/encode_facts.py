@@ -21,6 +21,7 @@ from scheduler.reports import (
     Role,
     convertible_roles,
     is_of_model,
+    same_model,
 )
 
 _OTHERS: Final[tuple[OtherRole, ...]] = ("prefill", "decode")
@@ -118,6 +119,6 @@ def _spread(
 ) -> Iterable[float]:
     """Seconds for each media token in a full pass of each instance whose passes are known."""
     for item in instances:
-        if item.line is not None and (not model or item.model in ("", model)):
+        if item.line is not None and same_model(item.model, model):
             num_tokens = max(media.typical_tokens, item.budget_tokens)
             yield item.line.seconds(num_tokens) / num_tokens
