@@ -34,8 +34,8 @@ _items_decoder: Final = msgspec.json.Decoder(list[Raw])
 _str_decoder: Final = msgspec.json.Decoder(str)
 
 Change = Callable[[str, dict[str, Any]], dict[str, Any] | None]
-"""What becomes of a part, given its place in the body, such as "messages[0].content[1]", and its
-undecoded fields; None: it stays.
+"""Gets the place of a part in the body, such as "messages[0].content[1]", and its undecoded fields.
+Returns its new fields; None: it stays.
 """
 
 

@@ -42,8 +42,8 @@ _NOT_PUBLIC: Final = tuple(
     )
 )
 _PUBLIC_V6: Final = IPv6Network("2000::/3")
-"""What is given out as public. Everything else is loopback, local, multicast, not assigned, or
-carries an IPv4 address.
+"""Addresses that are given out as public. Everything else is loopback, local, multicast, not
+assigned, or carries an IPv4 address.
 """
 _NOT_PUBLIC_V6: Final = tuple(
     IPv6Network(text)
@@ -95,8 +95,8 @@ def is_public(address: Address) -> bool:
 
 
 class AddressRules:
-    """What an operator says of addresses: networks that may be fetched from though they are not
-    public, and networks that may not be though they are.
+    """The rules of an operator: networks that may be fetched from though they are not public, and
+    networks that may not be though they are.
     """
 
     def __init__(self, private: Iterable[str] = (), refused: Iterable[str] = ()) -> None:

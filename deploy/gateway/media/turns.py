@@ -1,4 +1,4 @@
-"""Whose fetch begins next: bounds on all, on those of one tenant, and on those from one host.
+"""Gives fetches their turns, within bounds on all, on those of a tenant, and on those from a host.
 
 Whoever waits for its own bound holds up nobody else. This file does not know what is fetched.
 """

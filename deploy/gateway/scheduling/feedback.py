@@ -288,7 +288,7 @@ def _encoded_tokens(shape: RequestShape | None, cluster: str, cached_tokens: int
 
 
 def _left(media_tokens: int | None, left_tokens: int | None) -> int | None:
-    """Of these media tokens, those that an instance encoded itself."""
+    """The part of these media tokens that an instance encoded itself."""
     if media_tokens is None or left_tokens is None:
         return media_tokens
     return min(media_tokens, left_tokens)

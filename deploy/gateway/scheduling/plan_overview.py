@@ -38,8 +38,8 @@ class TrafficNow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EncodeNow(msgspec.Struct, frozen=True, kw_only=True):
-    """What the media of a request take on average, requests without media included: seconds of an
-    instance that encodes, and of one that prefills.
+    """The mean time that the media of a request take, requests without media included, in seconds:
+    of an instance that encodes, and of one that prefills.
     """
 
     stage_s: float

@@ -53,7 +53,7 @@ class MediaWindow:
         """When each slice began, its tokens, and the sum of their squares."""
 
     def add(self, num_tokens: int, now_s: float) -> None:
-        """A request with media of so many tokens came. What is told late counts for now."""
+        """A request with media of so many tokens came. It counts at the time of the telling."""
         newest = self._slices[-1] if self._slices else None
         if newest is None or now_s - newest[0] >= SLICE_S:
             newest = [now_s, 0.0, 0.0]
