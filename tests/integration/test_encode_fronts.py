@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from front_access import started_prefill
 from front_doubles import (
     FakeAgent,
     FakeEngine,
@@ -33,10 +34,10 @@ from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.prefill_run import RunnerConfig
+from prfaas.engines.timing import TimingOrder
 from prfaas.metrics import PrefillMetrics
-from prfaas.remote import RemotePrefillCluster
-from prfaas.server import PrefillServer
 from scheduler.encoding.values import EncodeConfig
+from scheduler.reports import Role
 
 ENCODER = "weights-1 bfloat16"
 CONFIG = PrefillClusterConfig(
@@ -106,15 +107,7 @@ async def made(
             metrics=PrefillMetrics(CollectorRegistry()),
             encode_metrics=EncodeMetrics(rig.registry),
         )
-        await rig.embedded.start()
-        stack.push_async_callback(rig.embedded.close)
-        rig.front = rig.embedded
-        if kind == "remote":
-            server = PrefillServer(rig.embedded, "127.0.0.1:0")
-            port = await server.start()
-            stack.push_async_callback(server.stop, 0)
-            rig.front = RemotePrefillCluster("east", f"127.0.0.1:{port}")
-            stack.push_async_callback(rig.front.close)
+        rig.front = await started_prefill(stack, kind, rig.embedded)
         yield rig
         for engine in rig.engines.values():
             engine.may_answer.set()
@@ -354,3 +347,46 @@ async def test_embeddings_of_the_same_node_stay_there(
         rig.has(0, "a")
         assert (await rig.front.submit(image_job(1, "a"))).media == {"found": 1}
         assert not pulls
+
+
+async def test_an_instance_that_encodes_is_watched_and_gets_no_jobs() -> None:
+    agent = await FakeAgent("p0", "e0").start()
+    engines = [await FakeEngine(agent).start() for _ in range(2)]
+    roles: tuple[Role, Role] = ("prefill", "encode")
+    specs = [
+        InstanceSpec(name=name, url=engine.url, agent=agent.target, role=role)
+        for name, role, engine in zip(("p0", "e0"), roles, engines, strict=True)
+    ]
+    metrics = PrefillMetrics(CollectorRegistry())
+    front = EmbeddedPrefillCluster("east", specs, CONFIG, metrics=metrics)
+    try:
+        agent.embeddings, agent.encoder = EmbeddingStatus(), "weights-1"
+        await front.start()
+        found = (await front.report()).instances[1]
+        assert (found.role, found.healthy, found.encodes, found.roles) == (
+            "encode",
+            True,
+            True,
+            ("encode",),
+        )
+        await asyncio.gather(*(front.submit(prefill_job(number)) for number in range(3)))
+        assert engines[1].requests == []
+        order = TimingOrder(instance="e0", lengths=(4,), limit_s=1.0)
+        assert (await front.time_prefills(order)).reason == "e0 only encodes"
+        # Nothing of it can be shared without room for embeddings.
+        agent.embeddings = None
+        await eventually(lambda: not front._instances.by_name["e0"].transfers)
+        assert "embedding_gib" in front._instances.by_name["e0"].reason
+        agent.embeddings, agent.encoder = EmbeddingStatus(), ""
+        await eventually(lambda: "no connection" in front._instances.by_name["e0"].reason)
+        agent.encoder = "weights-1"
+        engines[0].healthy = False
+        await eventually(lambda: not front._instances.by_name["p0"].transfers)
+        assert not (await front.report()).healthy
+        with pytest.raises(PrefillFailed) as caught:
+            await front.submit(prefill_job(9))
+        assert (caught.value.code, "e0" in caught.value.message) == ("no_instance", False)
+    finally:
+        await front.close()
+        for server in (*engines, agent):
+            await server.stop()

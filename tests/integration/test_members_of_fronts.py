@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 
 import pd_front_rig
 import pytest
+from front_access import started_prefill
 from front_doubles import FakeAgent, FakeEngine, eventually, prefill_job
 from prometheus_client import CollectorRegistry
 
@@ -18,8 +19,6 @@ from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.members import Join, Leave, LetGo, MemberRefused
 from prfaas.engines.prefill_run import RunnerConfig
 from prfaas.metrics import PrefillMetrics
-from prfaas.remote import RemotePrefillCluster
-from prfaas.server import PrefillServer
 
 CONFIG = PrefillClusterConfig(
     instances=InstancesConfig(probes=ProbeTiming(interval_s=0.05, start_interval_s=0.05)),
@@ -71,15 +70,7 @@ async def members(request: pytest.FixtureRequest) -> AsyncIterator[Members]:
         made.embedded = EmbeddedPrefillCluster(
             "east", [spec], CONFIG, metrics=PrefillMetrics(CollectorRegistry())
         )
-        await made.embedded.start()
-        stack.push_async_callback(made.embedded.close)
-        made.front = made.embedded
-        if request.param == "remote":
-            server = PrefillServer(made.embedded, "127.0.0.1:0")
-            port = await server.start()
-            stack.push_async_callback(server.stop, 0)
-            made.front = RemotePrefillCluster("east", f"127.0.0.1:{port}")
-            stack.push_async_callback(made.front.close)
+        made.front = await started_prefill(stack, request.param, made.embedded)
         yield made
         for engine in made.engines.values():
             engine.may_answer.set()

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from front_access import started_prefill
 from front_doubles import (
     BYTES_PER_TOKEN,
     FakeAgent,
@@ -17,7 +18,6 @@ from front_doubles import (
 )
 from prometheus_client import CollectorRegistry
 
-from kvmanager.agent.messages import EmbeddingStatus
 from kvmanager.hashing import token_digest
 from kvmanager.media_items import MediaItem
 from kvmanager.token_ids import TokenIds
@@ -33,10 +33,7 @@ from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.metrics import PrefillMetrics
 from prfaas.queue_values import QueueConfig
 from prfaas.remote import RemotePrefillCluster
-from prfaas.server import PrefillServer
-from scheduler.reports import Role
 
-ROLES: tuple[Role, Role] = ("prefill", "encode")
 CONFIG = PrefillClusterConfig(
     queue=QueueConfig(max_queued=2),
     instances=InstancesConfig(probes=ProbeTiming(interval_s=0.1, start_interval_s=0.05)),
@@ -92,15 +89,7 @@ async def make_rig(
         rig.embedded = EmbeddedPrefillCluster(
             "east", specs, CONFIG, metrics=PrefillMetrics(CollectorRegistry())
         )
-        await rig.embedded.start()
-        stack.push_async_callback(rig.embedded.close)
-        rig.front = rig.embedded
-        if kind == "remote":
-            server = PrefillServer(rig.embedded, "127.0.0.1:0")
-            port = await server.start()
-            stack.push_async_callback(server.stop, 0)
-            rig.front = RemotePrefillCluster("east", f"127.0.0.1:{port}")
-            stack.push_async_callback(rig.front.close)
+        rig.front = await started_prefill(stack, kind, rig.embedded)
         yield rig
         rig.release()
 
@@ -574,44 +563,3 @@ async def test_a_remote_front_that_is_not_there_is_said_to_be() -> None:
     assert not report.healthy
     assert "not reachable" in report.reason
     await front.close()
-
-
-async def test_an_instance_that_encodes_is_watched_and_gets_no_jobs() -> None:
-    agent = await FakeAgent("p0", "e0").start()
-    engines = [await FakeEngine(agent).start() for _ in range(2)]
-    specs = [
-        InstanceSpec(name=name, url=engine.url, agent=agent.target, role=role)
-        for name, role, engine in zip(("p0", "e0"), ROLES, engines, strict=True)
-    ]
-    metrics = PrefillMetrics(CollectorRegistry())
-    front = EmbeddedPrefillCluster("east", specs, CONFIG, metrics=metrics)
-    try:
-        agent.embeddings, agent.encoder = EmbeddingStatus(), "weights-1"
-        await front.start()
-        found = (await front.report()).instances[1]
-        assert (found.role, found.healthy, found.encodes, found.roles) == (
-            "encode",
-            True,
-            True,
-            ("encode",),
-        )
-        await asyncio.gather(*(front.submit(prefill_job(number)) for number in range(3)))
-        assert engines[1].requests == []
-        order = TimingOrder(instance="e0", lengths=(4,), limit_s=1.0)
-        assert (await front.time_prefills(order)).reason == "e0 only encodes"
-        # Nothing of it can be shared without room for embeddings.
-        agent.embeddings = None
-        await eventually(lambda: not front._instances.by_name["e0"].transfers)
-        assert "embedding_gib" in front._instances.by_name["e0"].reason
-        agent.embeddings, agent.encoder = EmbeddingStatus(), ""
-        await eventually(lambda: "no connection" in front._instances.by_name["e0"].reason)
-        agent.encoder = "weights-1"
-        engines[0].healthy = False
-        await eventually(lambda: not front._instances.by_name["p0"].transfers)
-        assert not (await front.report()).healthy
-        error = await failure(front.submit(prefill_job(9)))
-        assert (error.code, "e0" in error.message) == ("no_instance", False)
-    finally:
-        await front.close()
-        for server in (*engines, agent):
-            await server.stop()

@@ -2,9 +2,10 @@
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Any
+
+from limited_command import check_python
 
 LIMIT_S = 240.0
 _BENCH_SERVE = """
@@ -30,19 +31,8 @@ async def vllm_bench_serve(
     argv += ["--ignore-eos", "--percentile-metrics", "ttft,tpot,e2el"]
     argv += ["--metric-percentiles", "50,90,99"]
     argv += ["--save-result", "--result-dir", str(directory), "--result-filename", "found.json"]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", _BENCH_SERVE, *argv),
-        cwd=directory,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
+    await check_python(
+        *("-c", _BENCH_SERVE, *argv), directory=directory, limit_s=LIMIT_S, shown_chars=5000
     )
-    try:
-        async with asyncio.timeout(LIMIT_S):
-            told, _ = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode == 0, told.decode(errors="replace")[-5000:]
     found = await asyncio.to_thread((directory / "found.json").read_text)
     return dict(json.loads(found))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+from front_access import started_pd
 from front_doubles import (
     FakeAgent,
     FakeEngine,
@@ -18,8 +19,6 @@ from local_pd.cluster import PdCluster
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.messages import DecodeSlot, ReserveRequest
 from local_pd.metrics import PdMetrics
-from local_pd.remote import RemotePdCluster
-from local_pd.server import PdServer
 from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
@@ -95,15 +94,7 @@ async def make_rig(kind: str, config: PdClusterConfig = CONFIG) -> AsyncIterator
             replace(config, keep_leases=kind == "embedded"),
             metrics=PdMetrics(CollectorRegistry()),
         )
-        await rig.embedded.start()
-        stack.push_async_callback(rig.embedded.close)
-        rig.front = rig.embedded
-        if kind == "remote":
-            server = PdServer(rig.embedded, "127.0.0.1:0")
-            port = await server.start()
-            stack.push_async_callback(server.stop, 0)
-            rig.front = RemotePdCluster("west", f"127.0.0.1:{port}", has_prefill_instances=True)
-            stack.push_async_callback(rig.front.close)
+        rig.front = await started_pd(stack, kind, rig.embedded)
         yield rig
         for engine in rig.engines.values():
             engine.may_answer.set()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_process import SMALL_LAYOUT, EngineConnection
-from gateway_region import OpenAiEngine
+from openai_engine import OpenAiEngine
 
 MODULE = "from standin_engine import main\n\nmain()\n"
 SUPPORT = Path(__file__).parent

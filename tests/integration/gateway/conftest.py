@@ -7,7 +7,8 @@ import contract_engine
 import pytest
 from aiohttp import web
 from gateway_fixtures import open_region_fixture, region
-from gateway_region import OpenAiEngine, Region
+from gateway_region import Region
+from openai_engine import OpenAiEngine
 
 __all__ = ["lone_engine", "open_region_fixture", "region"]
 

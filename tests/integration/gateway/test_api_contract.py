@@ -2,9 +2,7 @@
 /openapi.json.
 """
 
-import asyncio
 import importlib.util
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 from gateway_region import Region
+from limited_command import check_python
 
 NUM_EXAMPLES = 8
 LIMIT_S = 90.0
@@ -135,17 +134,9 @@ async def test_schemathesis_finds_no_answer_that_contradicts_the_document(
     argv += ["--phases", "examples,coverage,fuzzing", "--max-examples", str(NUM_EXAMPLES)]
     argv += ["--seed", "1", "--generation-deterministic"]
     argv += ["--request-timeout", "10", "--no-color"]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "schemathesis.cli", *argv),
-        cwd=tmp_path,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
+    await check_python(
+        *("-m", "schemathesis.cli", *argv),
+        directory=tmp_path,
+        limit_s=LIMIT_S,
+        shown_chars=20000,
     )
-    try:
-        async with asyncio.timeout(LIMIT_S):
-            told, _ = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode == 0, told.decode(errors="replace")[-20000:]

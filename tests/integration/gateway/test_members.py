@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 from front_doubles import FakeAgent, FakeEngine
-from gateway_region import OpenAiEngine
+from openai_engine import OpenAiEngine
 from prometheus_client import CollectorRegistry
 from untimed_gateway import UNTIMED
 

@@ -14,7 +14,7 @@ import aiohttp
 import psutil
 import pytest
 import yaml
-from gateway_region import OpenAiEngine
+from openai_engine import OpenAiEngine
 from prometheus_client.parser import text_string_to_metric_families
 from redis_server import RedisServer
 

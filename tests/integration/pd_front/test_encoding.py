@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from front_access import started_pd
 from front_doubles import (
     FakeAgent,
     FakeEngine,
@@ -27,7 +28,6 @@ from local_pd.errors import FrontUnreachable
 from local_pd.messages import ReserveRequest
 from local_pd.metrics import PdMetrics
 from local_pd.remote import RemotePdCluster
-from local_pd.server import PdServer
 from prfaas.encoding.metrics import EncodeMetrics
 from prfaas.encoding.values import EncodeDone, EncodeOrder
 from prfaas.engines.errors import PrefillFailed
@@ -83,15 +83,7 @@ async def made(kind: str, instances: dict[str, str]) -> AsyncIterator[Rig]:
             metrics=PdMetrics(CollectorRegistry()),
             encode_metrics=EncodeMetrics(CollectorRegistry()),
         )
-        await rig.embedded.start()
-        stack.push_async_callback(rig.embedded.close)
-        rig.front = rig.embedded
-        if kind == "remote":
-            server = PdServer(rig.embedded, "127.0.0.1:0")
-            port = await server.start()
-            stack.push_async_callback(server.stop, 0)
-            rig.front = RemotePdCluster("west", f"127.0.0.1:{port}", has_prefill_instances=True)
-            stack.push_async_callback(rig.front.close)
+        rig.front = await started_pd(stack, kind, rig.embedded)
         yield rig
         for engine in rig.engines.values():
             engine.may_answer.set()
