@@ -306,7 +306,7 @@ class EmbeddedPdCluster:
             # A draining instance counts: it serves requests that no other one can.
             healthy=not self._closed
             and any(view.serves and view.role != "encode" for view in views),
-            queue_depth=0,
+            queue_depth=self._handoff.num_waiting,
             running=sum(view.num_requests for view in views),
             instances=instances,
             running_tokens=self._handoff.num_tokens,

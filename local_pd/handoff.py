@@ -1,18 +1,21 @@
 """Prefill on one instance of a local PD cluster for decoding on another.
 
 Inside a node the prefill engine writes the KVCache into the landing. Between nodes it goes through
-the same transport as between sites, or vLLM's NixlConnector reads it from engine to engine. There
-is no queue: when all prefill instances are full, the decode engine may just as well compute the
-prompt. The media of a prompt are encoded before its instance is chosen. It does not choose the
-decode instance.
+the same transport as between sites, or vLLM's NixlConnector reads it from engine to engine. While
+all prefill instances are full, jobs wait, urgent ones first and then as they came: a prompt on the
+decode engine would hold up every answer there. The media of a prompt are encoded before its
+instance is chosen. It does not choose the decode instance.
 """
 
 import asyncio
+import contextlib
+import itertools
 import logging
 import time
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from local_pd.placement import InstanceChoice, PdInstance, PrefillWish, choose_prefill
 from prfaas.encoding.embeddings import nodes_of
@@ -24,9 +27,12 @@ from prfaas.engines.ownership import cancel_requested
 from prfaas.engines.prefill_run import AttemptFailed, PrefillRunner, check_job
 from prfaas.jobs import PrefillJob, PrefillResult
 from scheduler.reports import JobReport
+from scheduler.routing.queue_order import priority_class
 
 logger = logging.getLogger("prfaas.local_pd")
 
+_LOOK_S: Final = 0.5
+"""How often jobs that wait look at the instances although none of their jobs has ended, seconds."""
 
 HandOffWay = Literal["auto", "transport", "nixl"]
 """auto: within a node through its arena, between nodes through the transport. transport: through
@@ -48,8 +54,6 @@ class Given:
     """The prefills that this front has given to one instance and that are under way."""
 
     tries: list[_Try] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set whenever one has ended."""
 
     @property
     def num_jobs(self) -> int:
@@ -90,8 +94,12 @@ class LocalHandoff:
         self._max_attempts = max_attempts
         self._clock = clock
         self._given: dict[str, Given] = {}
-        self._encoding: dict[str, tuple[PrefillJob, float]] = {}
-        """The jobs whose media are encoded now, and since when, by transfer."""
+        self._held: dict[str, tuple[PrefillJob, float]] = {}
+        """The jobs that wait for an instance or their media, and since when, by transfer."""
+        self._lines: dict[str, list[tuple[int, int]]] = {}
+        """By model: those that wait for an instance, each a class of priority and a number."""
+        self._numbers = itertools.count()
+        self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[PrefillResult]] = set()
         self._closed = False
 
@@ -100,8 +108,13 @@ class LocalHandoff:
         """Uncached tokens on all prefill instances."""
         return sum(given.num_tokens for given in self._given.values())
 
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that wait for an instance or for their media."""
+        return len(self._held)
+
     def jobs(self) -> tuple[JobReport, ...]:
-        """All running jobs, each with its present instance, and those that wait for their media."""
+        """All running jobs, each with its present instance, and those that wait."""
         now_s = self._clock()
         running = tuple(
             _reported(item.job, item.uncached_tokens, instance, now_s - item.started_s)
@@ -110,7 +123,7 @@ class LocalHandoff:
         )
         return running + tuple(
             _reported(job, job.uncached_tokens, "", now_s - since_s)
-            for job, since_s in self._encoding.values()
+            for job, since_s in self._held.values()
         )
 
     def given(self, instance: str) -> Given:
@@ -122,10 +135,8 @@ class LocalHandoff:
 
     async def forget(self, instance: str) -> None:
         """Wait until an instance that leaves has no prefills, and forget it."""
-        given = self.given(instance)
-        while given.tries:
-            given.changed.clear()
-            await given.changed.wait()
+        while self.given(instance).tries:
+            await self._changed.wait()
         del self._given[instance]
 
     async def run(self, job: PrefillJob) -> PrefillResult:
@@ -159,13 +170,15 @@ class LocalHandoff:
         failure: PrefillFailed | None = None
         encoded = await self._encode(job) if job.media and self._stage.is_there else None
         while len(tried) < self._max_attempts:
-            node = self._landing_node(job)
-            choice = choose_prefill(self._views(), _wish(job, tried, node))
+            node, since_s = self._landing_node(job), self._clock()
+            choice = await self._choose(job, tried, node)
             if choice.name is None:
                 raise failure or PrefillFailed("no_instance", f"{self._cluster}: {choice.reason}")
             tried.append(choice.name)
             try:
-                return await self._try(job, choice, node, encoded, attempt=len(tried))
+                return await self._try(
+                    job, choice, node, encoded, attempt=len(tried), queue_s=self._clock() - since_s
+                )
             except AttemptFailed as error:
                 logger.warning("%s: local prefill on %s: %s", self._cluster, choice.name, error)
                 self._instances.attempt_failed(choice.name, error)
@@ -175,20 +188,49 @@ class LocalHandoff:
         assert failure is not None
         raise failure
 
+    async def _choose(self, job: PrefillJob, tried: Sequence[str], node: str) -> InstanceChoice:
+        """The instance for a job, when it is the first in line and one has room; the answer has no
+        name if there is no instance for it at all.
+        """
+        line = self._lines.setdefault(job.model, [])
+        place = priority_class(job.priority), next(self._numbers)
+        insort(line, place)
+        key = job.landing.transfer_id
+        self._held[key] = job, self._clock()
+        try:
+            while True:
+                if line[0] == place:
+                    choice = choose_prefill(self._views(), _wish(job, tried, node))
+                    if not choice.is_full:
+                        return choice
+                # An instance that became healthy tells nobody here.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_S):
+                        await self._changed.wait()
+        finally:
+            line.remove(place)
+            del self._held[key]
+            self._tell_changed()
+
+    def _tell_changed(self) -> None:
+        """Wake all that wait for something to end here."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
     async def _encode(self, job: PrefillJob) -> Encoded:
-        """Have the media of a job encoded. Raises PrefillFailed if no instance could prefill now:
-        then the engine that decodes had better begin.
+        """Have the media of a job encoded. Raises PrefillFailed if no instance can prefill it: then
+        the engine that decodes had better begin.
         """
         choice = choose_prefill(self._views(), _wish(job, (), self._landing_node(job)))
-        if choice.name is None:
+        if choice.name is None and not choice.is_full:
             raise PrefillFailed("no_instance", f"{self._cluster}: {choice.reason}")
         prefilling = (one for one in self._instances.by_name.values() if one.role == "prefill")
         key = job.landing.transfer_id
-        self._encoding[key] = job, self._clock()
+        self._held[key] = job, self._clock()
         try:
             return await self._stage.encode(Media.of(job, nodes_of(prefilling, job.model)))
         finally:
-            del self._encoding[key]
+            del self._held[key]
 
     async def _try(
         self,
@@ -198,6 +240,7 @@ class LocalHandoff:
         encoded: Encoded | None,
         *,
         attempt: int,
+        queue_s: float,
     ) -> PrefillResult:
         assert choice.name is not None
         name, instance = choice.name, self._instances.by_name[choice.name]
@@ -211,7 +254,7 @@ class LocalHandoff:
         try:
             if by_nixl:
                 return await self._runner.run_nixl(
-                    job, place, attempt=attempt, reason=choice.reason
+                    job, place, queue_s=queue_s, attempt=attempt, reason=choice.reason
                 )
             if encoded is not None:
                 media = Media.of(job, frozenset((instance.spec.agent,)))
@@ -219,6 +262,7 @@ class LocalHandoff:
             result = await self._runner.run(
                 job,
                 place,
+                queue_s=queue_s,
                 attempt=attempt,
                 reason=choice.reason,
                 by_transport=self._way == "transport",
@@ -226,7 +270,7 @@ class LocalHandoff:
             return result if encoded is None else encoded.noted(result)
         finally:
             given.tries.remove(mine)
-            given.changed.set()
+            self._tell_changed()
 
     def _shutting_down(self) -> PrefillFailed:
         return PrefillFailed("closed", f"cluster {self._cluster} is shutting down")

@@ -20,8 +20,7 @@ keeps no state. Rules:
 - An instance that encodes media is given nothing else: its engine may lack the language model.
 - Prefill for another: role prefill, with room for one more job; of those `front_placement`
   chooses, by what is cached there against the uncached tokens under way, and the landing's own node
-  among equals. There is no queue: a full instance is the sign that the decode engine may as well
-  compute the prompt.
+  among equals.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -80,12 +79,13 @@ NO_AFFINITY: Final = Affinity()
 @dataclass(frozen=True, slots=True)
 class InstanceChoice:
     """The chosen instance, or None; `reason` explains both. If it was chosen to prefill, it has to
-    compute `uncached_tokens`.
+    compute `uncached_tokens`. `is_full`: there are instances that could, and all have their most.
     """
 
     name: str | None
     reason: str
     uncached_tokens: int = 0
+    is_full: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ def choose_prefill(views: Sequence[PdInstance], wish: PrefillWish) -> InstanceCh
     with_room = sorted(filter(_has_room, usable), key=lambda view: view.node != wish.node)
     if not with_room:
         bounds = ", ".join(f"{view.name} {view.num_prefills}" for view in usable)
-        return InstanceChoice(None, f"prefill instances are full (jobs: {bounds})")
+        return InstanceChoice(None, f"prefill instances are full (jobs: {bounds})", is_full=True)
     loads = [
         TokenLoad(view.name, view.node, view.prefill_tokens, num_jobs=view.num_requests)
         for view in with_room

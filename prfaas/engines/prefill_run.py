@@ -189,7 +189,13 @@ class PrefillRunner:
         return result
 
     async def run_nixl(
-        self, job: PrefillJob, place: PrefillPlace, *, attempt: int = 1, reason: str = ""
+        self,
+        job: PrefillJob,
+        place: PrefillPlace,
+        *,
+        queue_s: float = 0.0,
+        attempt: int = 1,
+        reason: str = "",
     ) -> PrefillResult:
         """Run a prefill whose KVCache vLLM's NixlConnector keeps until the engine that decodes has
         read it, or its lease there is over. The landing of `job` is left alone. Raises
@@ -210,7 +216,7 @@ class PrefillRunner:
             raise AttemptFailed("engine_failed", message, retryable=True)
         return PrefillResult(
             instance=place.instance,
-            queue_s=0.0,
+            queue_s=queue_s,
             prefill_s=prefill_s,
             service_s=turn.service_s(started_s, prefill_s),
             transfer_tail_s=0.0,

@@ -286,7 +286,8 @@ class FirstToken(Observation, frozen=True):
     """The first byte of a stream came, by the route that was predicted, whose target is `place`.
 
     `was_full` says whether the decode instance was full when it got the request. It is in `pd`.
-    `has_media` says whether the prompt has images or other media.
+    `has_media` says whether the prompt has images or other media. Its waits (queue, transfer tail
+    and decode slot) took `waited_s` longer than predicted, as far as they were measured.
     """
 
     model: str
@@ -296,12 +297,15 @@ class FirstToken(Observation, frozen=True):
     was_full: bool = False
     pd: str = ""
     has_media: bool = False
+    waited_s: float = 0.0
 
     def learn(self, live: LiveScheduler, now_s: float) -> None:
         """The prediction's error, and under normal conditions how the place serves, are learnt.
 
         The delay by a full instance or by a link that is not clear does not belong to the place:
-        their state predicts it, and it ends with that state.
+        their state predicts it, and it ends with that state. Neither does a wait that was longer or
+        shorter than predicted: learnt as the place's own, it would keep prompts away that could
+        show that it is over.
         """
         live.knowledge(self.model).answered(
             live.place(self.place, self.pd),
@@ -310,6 +314,7 @@ class FirstToken(Observation, frozen=True):
             now_s,
             teaches_service=live.is_link_clear(self.place, self.pd) and not self.was_full,
             has_media=self.has_media,
+            waited_s=self.waited_s,
         )
 
 

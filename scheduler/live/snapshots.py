@@ -306,10 +306,7 @@ class SnapshotMaker(msgspec.Struct, frozen=True):
         return self.links_in(name, now_s, sources)
 
     def _hand_off(self, pd: ReportDigest, now_s: float) -> ClusterView:
-        """The instances of the PD cluster that prefill for others.
-
-        They have no common queue: a job that finds all of them full is refused.
-        """
+        """The instances of the PD cluster that prefill for others."""
         name, report = pd.source.name, pd.source.report
         place = self.place(HAND_OFF, name)
         profile = self.knowledge.prefill(place)
@@ -323,8 +320,7 @@ class SnapshotMaker(msgspec.Struct, frozen=True):
             free_s=work.free_s(now_s),
             num_busy=work.num_busy,
             is_healthy=report.healthy and work.is_usable,
-            num_queued=work.num_jobs,
-            max_queued=work.num_places,
+            num_queued=work.num_queued,
             links_in=self._links_in(name, pd.handing_off, now_s),
             queued_s=work.queued_s,
             can_feed=pd.can_hand_off,

@@ -223,17 +223,43 @@ def local_candidate(
 ) -> Candidate:
     """The PD cluster as a candidate.
 
-    That is its prefill instances, if one is usable and enough of the prompt is uncached. Otherwise
-    it is one engine, whose prefill delays the decodes that run there. No cache comes from clusters
-    in `excluded`.
+    That is its prefill instances, if one is usable and enough of the prompt is uncached. It is one
+    engine, whose prefill delays the decodes that run there, if not, or if that was measured and
+    costs less by the margin of staying at home. No cache comes from clusters in `excluded`.
     """
-    cluster, target = _local_place(request, snapshot, config)
+    asked = _Asked(request, snapshot, config, excluded)
+    whole = snapshot.engines or snapshot.local
+    if not (
+        wants_hand_off(request, snapshot, config)
+        and hand_off_obstacle(request, snapshot, config) is None
+    ):
+        return _local(ONE_ENGINE, whole, asked)
+    handed = _local(HAND_OFF, snapshot.local, asked)
+    # A prompt holds up all answers of a decode engine, so it does not go there on a guess.
+    is_measured = config.service.get(ONE_ENGINE, ALONE) is not ALONE
+    if snapshot.engines is None or not is_measured:
+        return handed
+    direct = _local(ONE_ENGINE, whole, asked)
+    is_sooner = is_cheaper(direct, handed, config.home_margin_s, config.home_margin_share)
+    return direct if is_sooner else handed
+
+
+def is_cheaper(other: Candidate, own: Candidate, margin_s: float, margin_share: float) -> bool:
+    """Whether leaving `own` gains more than the margin. Any finite cost beats an infinite one."""
+    other_s, own_s = other.cost_s, own.cost_s
+    if own_s == math.inf:
+        return other_s < math.inf
+    return other_s + margin_s + margin_share * own_s < own_s
+
+
+def _local(target: str, cluster: ClusterView, asked: _Asked) -> Candidate:
+    request = asked.request
     num_tokens = request.num_prompt_tokens
     cached_tokens = min(request.local_cached_tokens, num_tokens)
     task = PrefillTask(num_tokens, cached_tokens)
     if request.media is not None:
         task = task._replace(media=request.media.task(cluster.name, cached_tokens))
-    return _with_best_cache(task, target, cluster, _Asked(request, snapshot, config, excluded))
+    return _with_best_cache(task, target, cluster, asked)
 
 
 def whole_prediction(
@@ -389,12 +415,3 @@ def _move_obstacle(source: str, target: str, link: LinkView, asked: _Asked) -> M
     if not all(is_abundant(request, end, config) for end in ends):
         return MoveReason.BANDWIDTH_SCARCE
     return MoveReason.FAILED_LATELY if pair in snapshot.failed_moves else None
-
-
-def _local_place(
-    request: RequestShape, snapshot: RegionSnapshot, config: RouteConfig
-) -> tuple[ClusterView, str]:
-    wanted = wants_hand_off(request, snapshot, config)
-    if wanted and hand_off_obstacle(request, snapshot, config) is None:
-        return snapshot.local, HAND_OFF
-    return snapshot.engines or snapshot.local, ONE_ENGINE

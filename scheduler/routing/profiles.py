@@ -7,6 +7,7 @@ This file knows no queue and no link.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 
@@ -48,6 +49,18 @@ class PrefillProfile:
         """The same curve with another factor."""
         return replace(self, factor=factor)
 
+    def extended(self, reach_tokens: float, other: PrefillProfile) -> PrefillProfile:
+        """This curve up to `reach_tokens`, and from there on as much more as `other` has."""
+        added = self.factor * self._at(reach_tokens) - other.factor * other._at(reach_tokens)
+        pieces = dict(zip(self.starts, _scaled(self), strict=True))
+        pieces = {start: piece for start, piece in pieces.items() if start < reach_tokens}
+        for start, end, (constant, linear, square) in zip(
+            other.starts, (*other.starts[1:], math.inf), _scaled(other), strict=True
+        ):
+            if end > reach_tokens:
+                pieces[max(start, reach_tokens)] = (added + constant, linear, square)
+        return PrefillProfile(tuple(pieces), tuple(pieces.values()))
+
     def curve(self) -> Curve:
         """The corrected curve, as the planner takes it."""
         return Curve(np.array(self.coefficients), np.array(self.starts)).scaled(self.factor)
@@ -63,10 +76,16 @@ class PrefillProfile:
             whole_s = max(fixed_s, whole_s - self._at(min(cached_tokens, num_tokens)) + fixed_s)
         return whole_s * self.factor
 
-    def _at(self, num_tokens: int) -> float:
+    def _at(self, num_tokens: float) -> float:
         piece = bisect_right(self.starts, num_tokens) - 1 if len(self.starts) > 1 else 0
         constant, linear, square = self.coefficients[piece]
         return constant + num_tokens * (linear + num_tokens * square)
+
+
+def _scaled(profile: PrefillProfile) -> list[tuple[float, float, float]]:
+    """The coefficients with the factor in them."""
+    factor = profile.factor
+    return [(factor * a, factor * b, factor * c) for a, b, c in profile.coefficients]
 
 
 class KvProfile(msgspec.Struct, frozen=True):

@@ -9,15 +9,19 @@ is learnt (`scheduler.live.learning.service_meter`) as the numbers of a `Service
          + overhead_s + prefill * prefill_s
          + decode_s * decodes + busy_s * busy + render * render_s
 
-Queue and tail have no factor. What is wrong with them comes from the work and the link of the
+Queue, tail and slot have no factor. What is wrong with them comes from the work and the link of the
 moment, and a factor learnt from them would be wrong with the next change of either. All numbers
-are 0 or more, so a prediction never falls with load. Routing and the simulator use the same
-numbers. Pure; this file does not know how anything is measured.
+are 0 or more, so a prediction never falls with load. Overhead and what load adds to it stay below
+the most that was ever measured, since load may be higher than it ever was. Routing and the
+simulator use the same numbers. Pure; this file does not know how anything is measured.
 """
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
+
+NO_BOUND_S: Final = 1e6
+"""Finite, since it is kept and sent as JSON."""
 
 
 class Load(NamedTuple):
@@ -47,16 +51,26 @@ class ServiceModel(NamedTuple):
     """Seconds while all instances at other places prefill."""
     render: float = 1.0
     """What each second of rendering stands for: itself, and what else is late on such a host."""
+    most_s: float = NO_BOUND_S
+    """The most that a first token came later than its parts say, seconds."""
 
     def contention_s(self, prefill_s: float, load: Load) -> float:
         """How much later the first token comes than the parts and the overhead say, seconds. It is
         negative where prefills are faster than their profile.
         """
-        return (
-            (self.prefill - 1.0) * prefill_s
-            + self.decode_s * load.decodes
-            + self.busy_s * load.busy
-            + self.render * load.render_s
+        others_s = self.decode_s * load.decodes + self.busy_s * load.busy
+        others_s += self.render * load.render_s
+        return (self.prefill - 1.0) * prefill_s + min(others_s, self.most_s - self.overhead_s)
+
+    def aged(self, kept: float) -> ServiceModel:
+        """The model when only the share `kept` (0..1) of what was learnt is believed."""
+        return ServiceModel(
+            kept * self.overhead_s,
+            1.0 + kept * (self.prefill - 1.0),
+            kept * self.decode_s,
+            kept * self.busy_s,
+            1.0 + kept * (self.render - 1.0),
+            self.most_s,
         )
 
 

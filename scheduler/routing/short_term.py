@@ -32,7 +32,6 @@ instance is. `scheduler.routing.instance_choice` chooses the instance within the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -41,6 +40,7 @@ from scheduler.routing.candidates import (
     Candidate,
     RouteConfig,
     hand_off_obstacle,
+    is_cheaper,
     local_candidate,
     obstacle,
     remote_candidate,
@@ -221,7 +221,7 @@ def _kept_back(
 
 def _from_remote(local: Candidate, remote: Candidate, config: RouteConfig) -> _Chosen:
     """The prompt belongs to this prefill cluster, unless the PD cluster is clearly cheaper."""
-    if _is_cheaper(local, remote, config.home_margin_s, config.home_margin_share):
+    if is_cheaper(local, remote, config.home_margin_s, config.home_margin_share):
         return _Chosen(local, Reason.LOCAL_SOONER, local, remote)
     return _Chosen(remote, Reason.ABOVE_THRESHOLD, local, remote)
 
@@ -235,7 +235,7 @@ def _from_local(
     inviting = [r for r in remotes if _is_inviting(r.cluster)]
     if inviting:
         remote = _soonest(inviting)
-        if _is_cheaper(remote, local, config.margin_s, config.margin_share):
+        if is_cheaper(remote, local, config.margin_s, config.margin_share):
             return _Chosen(remote, Reason.REMOTE_SOONER, local, remote)
     return _Chosen(local, reason, local, _soonest(remotes))
 
@@ -253,14 +253,6 @@ def _first(candidate: Candidate) -> tuple[float, str]:
 def _is_inviting(cluster: ClusterView) -> bool:
     """Whether a prompt below t may go over its link. A rate that is a guess must not fill it up."""
     return cluster.link is not None and cluster.link.available_bytes_per_s is not None
-
-
-def _is_cheaper(other: Candidate, own: Candidate, margin_s: float, margin_share: float) -> bool:
-    """Whether leaving `own` gains more than the margin. Any finite cost beats an infinite one."""
-    other_s, own_s = other.cost_s, own.cost_s
-    if own_s == math.inf:
-        return other_s < math.inf
-    return other_s + margin_s + margin_share * own_s < own_s
 
 
 def _landing_numbers(

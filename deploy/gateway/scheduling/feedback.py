@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
 from deploy.gateway.scheduling.scheduler import RegionScheduler
 from deploy.gateway.serving.records import RequestRecord
+from deploy.gateway.serving.ttft_parts import TtftParts
 from kvmanager.landing import ReservedLanding
 from local_pd.messages import DecodeSlot
 from prfaas.engines.service_time import LEAST_SERVICE_S
@@ -38,6 +40,8 @@ from scheduler.live.learning.prompt_length import PromptContent
 from scheduler.routing.decision import HAND_OFF, RequestShape
 from scheduler.routing.media import MediaShape
 from scheduler.routing.prediction import Prediction
+
+SMALL_WAIT_S: Final = 0.1
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -236,13 +240,15 @@ class Feedback:
         was_full: bool = False,
         pd: str = "",
         has_media: bool = False,
+        parts: TtftParts | None = None,
     ) -> None:
         """The first byte of a stream came, by the route that was predicted.
 
         `was_full` says whether the decode instance, which is in `pd`, was full when it got the
-        request.
+        request. `parts` are those of the TTFT that were measured.
         """
-        event = FirstToken(model, place, predicted, ttft_s, was_full, pd, has_media)
+        waited_s = 0.0 if parts is None else _waited_s(predicted, parts)
+        event = FirstToken(model, place, predicted, ttft_s, was_full, pd, has_media, waited_s)
         self.scheduler.ask(event)
 
     def measured(self, model: str, record: RequestRecord) -> None:
@@ -265,6 +271,26 @@ class Feedback:
         first_s = record.ttft_s if record.is_stream else record.predicted_ttft_s
         seconds = max(0.0, record.total_s - (first_s or 0.0))
         self.scheduler.tell(AnswerDecoded(model, record.output_tokens, seconds))
+
+
+def _waited_s(predicted: Prediction, parts: TtftParts) -> float:
+    """How much longer than predicted the waits were that end with the load of the moment, as far
+    as they were measured.
+
+    What is below `SMALL_WAIT_S`, or a decode step of the batch that the request joins, is there at
+    any load: it belongs to the place.
+    """
+    waits = (
+        (predicted.queue_s, (parts.queue_s, parts.engine_queue_s), SMALL_WAIT_S),
+        (predicted.tail_s, (parts.transfer_tail_s,), SMALL_WAIT_S),
+        (predicted.slot_s, (parts.load_wait_s,), SMALL_WAIT_S + predicted.step_s),
+    )
+    late_s = 0.0
+    for expected_s, measured, small_s in waits:
+        if measured[-1] is not None:
+            error_s = sum(seconds or 0.0 for seconds in measured) - expected_s
+            late_s += error_s - max(-small_s, min(error_s, small_s))
+    return late_s
 
 
 def _at_the_end(num_tokens: int, media_tokens: Sequence[int]) -> MediaShape:

@@ -130,17 +130,17 @@ class Offload:
         answer.correction = Correction(len(self._prefix), partial(self._cached_tokens, leg))
         return answer
 
-    def close(self, *, is_answered: bool) -> None:
+    def close(self, answered: Callable[[], None] | None) -> None:
         """Give everything back in the background: callers may be in the middle of a cancellation.
 
-        `is_answered` says that the decode engine's answer has begun. The prefill leg then gets a
-        moment to report its numbers: the engine may have taken the landing before the leg heard
-        that it was complete.
+        With `answered` the decode engine's answer has begun. The prefill leg then gets a moment to
+        report its numbers: the engine may have taken the landing before the leg heard that it was
+        complete. `answered` is called when they are known.
         """
-        if self._slot is not None and not is_answered:
+        if self._slot is not None and answered is None:
             self._feedback.over(self._slot.instance)
         self._services.background.spawn(
-            self._give_back(is_answered=is_answered), f"settle {self._exchange.request_id}"
+            self._give_back(answered), f"settle {self._exchange.request_id}"
         )
 
     async def _reserve(self) -> DecodeSlot:
@@ -422,19 +422,20 @@ class Offload:
         result = leg.result() if leg.done() and not leg.cancelled() else None
         return result.cached_tokens if isinstance(result, PrefillResult) else 0
 
-    async def _give_back(self, *, is_answered: bool) -> None:
+    async def _give_back(self, answered: Callable[[], None] | None) -> None:
         leg = self._leg
         try:
             if leg is not None:
                 # The leg's numbers of an answered request are worth a moment; a given up request
                 # has none.
-                if is_answered and not leg.done():
+                if answered is not None and not leg.done():
                     await asyncio.wait((leg,), timeout=self._timeouts.result_grace_s)
                 leg.cancel()
                 await asyncio.wait((leg,), timeout=self._timeouts.cluster_s)
             if self._slot is not None:
-                await self._release(self._slot, "answered" if is_answered else "given up")
-            if is_answered:
+                await self._release(self._slot, "given up" if answered is None else "answered")
+            if answered is not None:
+                answered()
                 self._feedback.measured(self._inbound.model, self._exchange.record)
         finally:
             self._exchange.release()

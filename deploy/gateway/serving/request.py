@@ -70,6 +70,9 @@ class Serving:
         self._lost_instances: set[str] = set()
         self._end_admission: AdmittedRequest | None = None
         self._num_prompt_tokens = 0
+        self._is_landed = False
+        """Whether the answer began with KVCache that landed: only later all of its waits are known.
+        """
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Answer `request`. Failures are answers too; only cancellation is raised."""
@@ -78,7 +81,8 @@ class Serving:
         try:
             answer = await self._open()
             exchange.answered(answer)
-            self._teach_first_token()
+            if not self._is_landed:
+                self._teach_first_token()
             # The headers say what is known now, since relaying may take long.
             headers = response_headers(exchange.record)
             if answer.is_stream:
@@ -181,10 +185,10 @@ class Serving:
         try:
             answer = await offload.open(lambda: self._has_another_cluster(decision, planned))
             self._check_first_answer(answer)
-            is_answered = True
+            is_answered = self._is_landed = True
             return answer
         finally:
-            offload.close(is_answered=is_answered)
+            offload.close(self._teach_first_token if is_answered else None)
 
     def _at(self, plan: RequestPlan, pd: str) -> RequestPlan:
         """The plan with what is cached in the PD cluster that decodes."""
@@ -310,6 +314,7 @@ class Serving:
             was_full=exchange.was_full,
             pd=record.cluster,
             has_media=self._inbound.content.has_media,
+            parts=record.parts,
         )
         exchange.metrics.predicted(record.model, record.route, predicted.ttft_s, ttft_s)
 

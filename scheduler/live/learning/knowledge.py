@@ -34,6 +34,10 @@ from scheduler.routing.profiles import KvProfile, PrefillProfile
 from scheduler.routing.service import ALONE, ServiceModel
 
 MEAN_GAIN: Final = 0.05
+FAR_BEYOND: Final = 2.0
+"""A place whose longest prompt was this many times shorter than another's is not believed beyond
+it: its times grow there as the other's do.
+"""
 NUM_ERRORS: Final = 64
 NUM_SIZES: Final = 64
 MAX_CALIBRATIONS: Final = 16
@@ -266,6 +270,10 @@ class ModelKnowledge:
     def _own_or_borrowed(self, place: str) -> PrefillProfile:
         own = self.profile(place)
         if own.is_known:
+            # Short prompts say little of long ones.
+            widest = max(self._profiles.values(), key=attrgetter("reach_tokens"))
+            if widest.is_known and widest.reach_tokens > FAR_BEYOND * own.reach_tokens:
+                return own.profile.extended(own.reach_tokens, widest.profile)
             return own.profile
         most = self._most
         if most is None:
@@ -297,11 +305,8 @@ class ModelKnowledge:
 
     def learn(self, place: str, num_tokens: int, cached_tokens: int, seconds: float) -> None:
         """Take over how long a prefill took, whenever it was."""
-        learned = self.profile(place)
-        learned.observe(num_tokens, cached_tokens, seconds)
-        self._best.pop(place, None)
-        if self._most is not None and learned.num_seen >= self._most.num_seen:
-            self._forget_best()
+        self.profile(place).observe(num_tokens, cached_tokens, seconds)
+        self._forget_best()
 
     def _forget_best(self) -> None:
         """Other places may borrow something else from now on."""
@@ -368,11 +373,13 @@ class ModelKnowledge:
         *,
         teaches_service: bool = True,
         has_media: bool = False,
+        waited_s: float = 0.0,
     ) -> None:
         """A first token came, predicted when the request was routed and measured from its arrival.
 
         It teaches nothing about how the place serves if the profile of another place predicted it,
-        or if `teaches_service` is False. With `has_media` it teaches nothing about text.
+        or if `teaches_service` is False. With `has_media` it teaches nothing about text. Its waits
+        took `waited_s` longer than predicted, which is no matter of the place.
         """
         predicted_s = predicted.ttft_s
         if not (0 < measured_s < math.inf and 0 <= predicted_s < math.inf):
@@ -385,7 +392,7 @@ class ModelKnowledge:
         if is_borrowed or not teaches_service:
             return
         services = self.media if has_media else self._services
-        services.observe(place, predicted, measured_s, now_s)
+        services.observe(place, predicted, measured_s - waited_s, now_s)
 
     def decoded(self, num_tokens: int, seconds: float, now_s: float) -> None:
         """An answer of `num_tokens` ended `seconds` after its first token."""

@@ -144,6 +144,16 @@ class LearnedProfile:
         return self._prior is not None
 
     @property
+    def reach_tokens(self) -> float:
+        """The longest prompt that the estimate rests on; infinite with a prior."""
+        if self._prior is not None:
+            return math.inf
+        rows = self._rows[max(0, self._end - self._memory) : self._end]
+        # A row has n - c, and its product with n + c.
+        uncached, product = rows[:, 2], rows[:, 3]
+        return float((product / uncached + uncached).max(initial=0.0)) / 2
+
+    @property
     def is_known(self) -> bool:
         """Whether the estimate rests on something: a prior, or enough prefills."""
         return self._prior is not None or self.num_seen >= MIN_SEEN

@@ -10,11 +10,15 @@ from typing import Final
 
 from scheduler.live.learning.service_meter import ServiceMeter, ServiceState
 from scheduler.routing.prediction import Prediction
-from scheduler.routing.service import ServiceModel
+from scheduler.routing.service import ALONE, ServiceModel
 
 SERVICE_KEPT_S: Final = 300.0
-"""How long a service model is believed after its last observation, seconds. Otherwise a place that
-a bad moment made look slow would never be tried again.
+"""How long a service model is believed after its last observation, seconds."""
+FRESH_S: Final = 30.0
+HALF_LIFE_S: Final = 30.0
+"""A model without an observation for `FRESH_S` loses half of what it says in each `HALF_LIFE_S`. A
+place that a bad moment made look slow is soon tried again: no request that goes elsewhere shows
+that it is not.
 """
 
 
@@ -40,8 +44,12 @@ class PlaceServices:
     def model(self, place: str, now_s: float) -> ServiceModel | None:
         """How requests are served there beside others; None without a recent observation."""
         found = self._found.get(place)
-        is_recent = found is not None and now_s - found.at_s <= SERVICE_KEPT_S
-        return found.meter.model if found is not None and is_recent else None
+        if found is None or (age_s := now_s - found.at_s) > SERVICE_KEPT_S:
+            return None
+        model = found.meter.model
+        if age_s <= FRESH_S or model is ALONE:
+            return model
+        return model.aged(0.5 ** ((age_s - FRESH_S) / HALF_LIFE_S))
 
     def observe(self, place: str, predicted: Prediction, measured_s: float, now_s: float) -> None:
         """A first token came at a place, as `ServiceMeter.observe` takes it."""

@@ -32,7 +32,8 @@ from scheduler.routing.service import ALONE, ServiceModel
 
 MIN_SEEN: Final = 3
 """The number of first tokens that are needed. An engine's first request often is a stall."""
-_NUM: Final = len(ALONE)
+_NUM: Final = len(ALONE) - 1
+"""The numbers that are solved for: all but the bound."""
 _HALF_LIFE: Final = 100.0
 _KEPT: Final = 0.5 ** (1 / _HALF_LIFE)
 _CLOSE: Final = 0.1
@@ -62,7 +63,9 @@ _LEAST_WEIGHT: Final = 0.4
 """What each of the first `_FEW` equations weighs at least, at the start and after a change: they
 are off because little is known yet.
 """
-_PRIOR_MODEL: Final = np.array(ALONE)
+_PRIOR_MODEL: Final = np.array(ALONE[:_NUM])
+_MOST_KEPT: Final = 0.98
+"""What of the bound is left after each first token that came sooner."""
 
 
 class ServiceState(msgspec.Struct, frozen=True, array_like=True):
@@ -76,6 +79,7 @@ class ServiceState(msgspec.Struct, frozen=True, array_like=True):
     drift: tuple[float, float]
     num_fresh: int
     model: ServiceModel
+    most_s: float
 
 
 class ServiceMeter:
@@ -91,6 +95,7 @@ class ServiceMeter:
         self._scatter = 0.2
         self._drift = (0.0, 0.0)
         self._num_fresh = 0
+        self._most_s = 0.0
         self._model = ALONE
 
     @classmethod
@@ -103,6 +108,7 @@ class ServiceMeter:
             raise ValueError(f"a service model has {_NUM} numbers, not {len(state.wanted)}")
         found._scatter, found._drift = state.scatter, state.drift
         found._num_fresh = state.num_fresh
+        found._most_s = state.most_s
         found._model = state.model
         return found
 
@@ -119,6 +125,7 @@ class ServiceMeter:
             self._drift,
             self._num_fresh,
             self._model,
+            self._most_s,
         )
 
     @property
@@ -135,7 +142,9 @@ class ServiceMeter:
         parts = (1.0, predicted.prefill_s, *predicted.load)
         if not (0 < measured_s < math.inf and math.isfinite(fixed_s + sum(parts))):
             return
-        expected_s = fixed_s + sum(a * b for a, b in zip(self._model, parts, strict=True))
+        expected_s = fixed_s + sum(a * b for a, b in zip(self._model[:_NUM], parts, strict=True))
+        rest_s = measured_s - fixed_s - predicted.prefill_s
+        self._most_s = max(rest_s, _MOST_KEPT * self._most_s)
         error = 1 / _CLOSE
         if expected_s > 0:
             error = max(-_MOST_ERROR, min(math.log(expected_s / measured_s), _MOST_ERROR))
@@ -185,7 +194,8 @@ class ServiceMeter:
         wanted = self._wanted + ridge * _PRIOR_MODEL
         scaled = matrix / np.outer(typical, typical)
         found = _least(scaled, wanted / typical) / typical
-        return ServiceModel(*found.tolist())
+        found[0] = min(found[0], self._most_s)
+        return ServiceModel(*found.tolist(), self._most_s)
 
 
 def _least(matrix: Floats, wanted: Floats) -> Floats:

@@ -11,7 +11,7 @@ from scheduler.live.learning.knowledge import (
     ModelKnowledge,
 )
 from scheduler.live.learning.learned_profile import GUESS, MIN_SEEN
-from scheduler.live.learning.place_services import SERVICE_KEPT_S
+from scheduler.live.learning.place_services import FRESH_S, HALF_LIFE_S, SERVICE_KEPT_S
 from scheduler.routing.decision import ONE_ENGINE
 from scheduler.routing.prediction import Prediction
 from scheduler.routing.service import ALONE, Load, ServiceModel
@@ -183,8 +183,9 @@ def test_a_service_model_that_was_not_seen_lately_is_forgotten() -> None:
     known = taught("far")
     for _ in range(40):
         known.answered("far", Prediction(prefill_s=1.0), 5.0, 10.0)
-    at_s = 10.0 + SERVICE_KEPT_S
-    assert whole_s(known.service("far", at_s), 1.0) == pytest.approx(5.0, rel=0.05)
+    assert whole_s(known.service("far", 10.0 + FRESH_S), 1.0) == pytest.approx(5.0, rel=0.05)
+    half_s = 10.0 + FRESH_S + HALF_LIFE_S
+    assert whole_s(known.service("far", half_s), 1.0) == pytest.approx(3.0, rel=0.05)
     late_s = 11.0 + SERVICE_KEPT_S
     assert known.service("far", late_s) is ALONE
     for _ in range(3):
