@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,6 +79,12 @@ class Phase:
     def num_remote(self) -> int:
         """Requests that a prefill cluster computed."""
         return sum(bool(one.prefill_cluster) for one in self.asked)
+
+    @property
+    def stayed(self) -> Counter[str]:
+        """How many prompts no prefill cluster computed, by the reason of their route."""
+        stayed = (one for one in self.asked if one.record and not one.prefill_cluster)
+        return Counter(str(one.record.get("reason", "")) for one in stayed)
 
     @property
     def num_spilled(self) -> int:

@@ -105,15 +105,19 @@ def region_hosts(
 def table(phases: Sequence[Phase]) -> Table:
     """What became of the requests of each act."""
     numbers = ("asked", "failed", "wrong", "lost", "remote", "spilled", "TTFT p50 s", "p99 s", "s")
-    made = new_table("while", numbers=numbers)
+    made = new_table("while", "why prompts stayed", numbers=numbers)
     for phase in phases:
         ttfts = sorted(one.answer.ttft_s for one in phase.asked if not one.answer.error) or [0.0]
         counts = (phase.asked, phase.failed, phase.wrong, phase.lost)
         cells = [*(str(len(items)) for items in counts)]
         cells += [str(phase.num_remote), str(phase.num_spilled)]
         cells += [f"{statistics.median(ttfts):.2f}", f"{ttfts[int(0.99 * len(ttfts))]:.2f}"]
-        made.add_row(phase.name, *cells, f"{phase.seconds:.0f}")
+        made.add_row(phase.name, _stayed(phase), *cells, f"{phase.seconds:.0f}")
     return made
+
+
+def _stayed(phase: Phase) -> str:
+    return ", ".join(f"{reason} {num}" for reason, num in phase.stayed.most_common())
 
 
 def keep(phases: Sequence[Phase]) -> Path:
@@ -166,7 +170,8 @@ async def run(arguments: argparse.Namespace, folder: Path, console: Console) -> 
                 say(
                     console,
                     f"{phase.name}: {len(phase.asked)} asked, {len(phase.failed)} failed, "
-                    f"{len(phase.wrong)} wrong, {phase.num_remote} remote, {phase.seconds:.0f} s",
+                    f"{len(phase.wrong)} wrong, {phase.num_remote} remote, {phase.seconds:.0f} s; "
+                    f"stayed: {_stayed(phase)}",
                 )
         finally:
             # What a host runs is no child of ours: only `nsenter` would end with its number.

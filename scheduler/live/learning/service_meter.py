@@ -195,7 +195,7 @@ class ServiceMeter:
         scaled = matrix / np.outer(typical, typical)
         found = _least(scaled, wanted / typical) / typical
         found[0] = min(found[0], self._most_s)
-        return ServiceModel(*found.tolist(), self._most_s)
+        return ServiceModel(*found.tolist())._replace(most_s=self._most_s)
 
 
 def _least(matrix: Floats, wanted: Floats) -> Floats:
