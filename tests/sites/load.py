@@ -11,7 +11,7 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -59,6 +59,10 @@ class Phase:
     loses: str = ""
     asked: list[Asked] = field(default_factory=list)
     seconds: float = 0.0
+
+    def prefilled(self, after: int = 0) -> set[str]:
+        """The prefill clusters that computed prompts, after the first `after` answers."""
+        return {one.prefill_cluster for one in self.asked[after:]}
 
     @property
     def failed(self) -> list[Asked]:
@@ -133,11 +137,12 @@ class Client:
 
     async def keep_asking(self, phase: Phase, per_s: float, over: asyncio.Event) -> None:
         """Start `per_s` requests each second, in turn, until `over`; return when all are
-        answered.
+        answered. No prompt is cached when it comes again: a PD cluster would compute it then.
         """
         async with asyncio.TaskGroup() as group:
-            for request in itertools.cycle(self.prompts[phase.name]):
+            for number, request in enumerate(itertools.cycle(self.prompts[phase.name])):
                 if over.is_set():
                     break
-                group.create_task(self.ask(phase, request))
+                salted = replace(request, salt=f"{phase.name} {number}")
+                group.create_task(self.ask(phase, salted))
                 await asyncio.sleep(1 / per_s)

@@ -90,9 +90,8 @@ async def _nothing(_sites: Sites, phase: Phase) -> None:
     """Until every prefill cluster has prefilled and every PD cluster has decoded."""
 
     async def all_served() -> bool:
-        prefilled = {one.prefill_cluster for one in phase.asked}
         decoded = {one.cluster for one in phase.asked}
-        return prefilled >= set(PREFILL) and decoded >= set(PD)
+        return phase.prefilled() >= set(PREFILL) and decoded >= set(PD)
 
     await until(all_served, "every cluster has served")
 
@@ -159,8 +158,22 @@ def acts() -> list[Act]:
     ]
 
 
+async def _until_used_again(phase: Phase) -> None:
+    after = len(phase.asked)
+
+    async def are_used() -> bool:
+        return phase.prefilled(after) >= set(PREFILL)
+
+    try:
+        await until(are_used, "every prefill cluster is used again")
+    except TimeoutError as error:
+        raise TimeoutError(f"{phase.name}: {error}; prompts stayed: {phase.stayed}") from error
+
+
 async def play(sites: Sites, act: Act, per_s: float) -> Phase:
-    """Carry out an act while clients ask; returns when all of them have their answers."""
+    """Carry out an act while clients ask, and go on until every prefill cluster is used again.
+    Returns when all clients have their answers. TimeoutError with the reasons why prompts stayed.
+    """
     phase = Phase(act.name, act.loses)
     over = asyncio.Event()
     began_s = time.monotonic()
@@ -169,6 +182,7 @@ async def play(sites: Sites, act: Act, per_s: float) -> Phase:
         await asyncio.sleep(BEFORE_S)
         await act.do(sites, phase)
         await asyncio.sleep(AFTER_S)
+        await _until_used_again(phase)
     finally:
         over.set()
         await asking

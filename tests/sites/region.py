@@ -64,6 +64,8 @@ def region_file(
             "nodes": list(PD.values()),
             "host": "0.0.0.0",
             "threshold_tokens": THRESHOLD_TOKENS,
+            # All engines share this machine's cores, so that the nearest one is always sooner.
+            "scheduling": {"routing": {"policy": "threshold"}},
             "api_keys_file": "clients",
             "shared": {"redis": redis_url},
         },

@@ -38,6 +38,8 @@ class DemoRequest:
     wave: int
     alone: bool = True
     prefix: str = ""
+    salt: str = ""
+    """Requests with different ones share no cached KVCache."""
 
     @property
     def prompt(self) -> str:
@@ -63,6 +65,8 @@ class DemoRequest:
         if with_logprobs:
             chat = {"logprobs": True, "top_logprobs": 2}
             body |= chat if "messages" in body else {"logprobs": 2}
+        if self.salt:
+            body["cache_salt"] = self.salt
         if self.stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         return body
