@@ -298,11 +298,8 @@ class LiveScheduler:
             return False
         waits_s = remote.queue_s + remote.move_s + remote.tail_s + remote.slot_s
         known, margin_s = self.knowledge(model), self.settings.routing.margin_s
-        if waits_s > margin_s or known.untried_s(decision.target, now_s) < RETRY_S:
-            return False
-        # Counted before the result is known: only one prompt is the try.
-        known.tried(decision.target, now_s)
-        return True
+        # A request that is taken counts as a try before its result is known: only one prompt is.
+        return waits_s <= margin_s and known.untried_s(decision.target, now_s) >= RETRY_S
 
     def _spilled(
         self, model: str, at_home: Tried, try_at: Try, now_s: float, excluded: Set[str]

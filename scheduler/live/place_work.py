@@ -178,7 +178,9 @@ class PlaceWork:
     def _follow_legs(self, ledger: Ledger, since_s: float) -> None:
         # A reported leg never counts as unreported again: a later report without it means its end.
         ledger.legs_reported(self._place, self._jobs.keys())
-        legs, after_s, until_s = {}, -math.inf, math.inf
+        # No report can have a request whose landing is not reserved yet, however long that takes.
+        legs = {name: leg for name, leg in ledger.taken() if leg.place == self._place}
+        after_s, until_s = -math.inf, math.inf
         for name, leg in ledger.unreported(self._place).items():
             if leg.begun_s >= since_s:
                 legs[name], until_s = leg, min(until_s, leg.begun_s)

@@ -141,12 +141,13 @@ class Feedback:
         )
         self.scheduler.tell(event)
 
-    def given(self, instance: str) -> bool:
+    def given(self, instance: str, request: int = 0) -> bool:
         """A decode instance has one more request: a slot is held there, or a prompt was sent.
+        `request` is the number under which admission let it in.
 
         Returns whether the instance was full, so that the request waits inside it.
         """
-        return self.scheduler.ask(InstanceGiven(instance))
+        return self.scheduler.ask(InstanceGiven(instance, request))
 
     def over(self, instance: str) -> None:
         """A request that was `given` is answered, given up or moved elsewhere."""
