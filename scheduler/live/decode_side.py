@@ -86,7 +86,7 @@ def decode_view(
     """The instances of `pd` that decode for a model as one pool."""
     landing = ledger.landing(model, pd)
     # No instance has these yet, so no number of requests includes them.
-    coming = [leg for _, leg in ledger.taken() if (leg.model, leg.pd) == (model, pd)]
+    coming = [leg for leg in ledger.taken().values() if (leg.model, leg.pd) == (model, pd)]
     slots = reported.slots_total
     num_requests = reported.num_requests + ledger.change_since(reported.names, reported.at_s)
     # Their number includes requests that still wait for their landings.

@@ -28,7 +28,7 @@ from scheduler.live.spilling import load_request
 from scheduler.live.tenants import TenantLimit
 from scheduler.live.thresholds import ThresholdNow
 from scheduler.reports import ClusterReport
-from scheduler.routing.decision import ONE_ENGINE, RequestShape
+from scheduler.routing.decision import RequestShape
 from scheduler.routing.prediction import Prediction
 from scheduler.routing.short_term import RouteDecision
 from scheduler.routing.views import DecodeView
@@ -151,9 +151,9 @@ class RequestTaken(Event[None], frozen=True):
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
         """It is work ahead of those that come next, and will need a decode slot."""
-        known, needs_landing = live.knowledge(self.model), self.target != ONE_ENGINE
+        known = live.knowledge(self.model)
         leg = PrefillLeg(
-            place=live.place(self.target, self.pd) if needs_landing else "",
+            place=live.place(self.target, self.pd),
             num_tokens=self.num_tokens,
             uncached_tokens=self.uncached_tokens,
             begun_s=now_s,
@@ -164,8 +164,7 @@ class RequestTaken(Event[None], frozen=True):
             pd=live.pd(self.pd).name,
         )
         live.ledger.take(self.request, leg)
-        if needs_landing:
-            known.tried(leg.place, now_s)
+        known.tried(leg.place, now_s)
 
 
 class ThresholdsAsked(Event[list[ThresholdNow]], frozen=True):

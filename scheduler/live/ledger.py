@@ -125,8 +125,8 @@ class Ledger:
     # ---- requests that were let in and have no instance yet
 
     def take(self, request: int, leg: PrefillLeg) -> None:
-        """A request was let in, or goes another way than before. It will decode in `leg.pd`. If
-        KVCache is to be sent, it is work ahead of others at `leg.place`, else that is "".
+        """A request was let in, or goes another way than before. It is work ahead of others at
+        `leg.place`, which may be one engine of `leg.pd`, and will decode in `leg.pd`.
 
         Requests that arrive together would otherwise all find the region empty.
         """
@@ -140,10 +140,9 @@ class Ledger:
         if leg is not None:
             _grow(self._leg_versions, leg.place)
 
-    def taken(self) -> Iterator[tuple[str, PrefillLeg]]:
-        """The requests that were taken and not dropped, by keys that are no transfer's."""
-        for request, leg in self._taken.items():
-            yield f"request {request}", leg
+    def taken(self) -> Mapping[int, PrefillLeg]:
+        """The requests that were taken and not dropped."""
+        return self._taken
 
     # ---- legs
 

@@ -179,7 +179,8 @@ class PlaceWork:
         # A reported leg never counts as unreported again: a later report without it means its end.
         ledger.legs_reported(self._place, self._jobs.keys())
         # No report can have a request whose landing is not reserved yet, however long that takes.
-        legs = {name: leg for name, leg in ledger.taken() if leg.place == self._place}
+        taken = ledger.taken().items()
+        legs = {f"request {number}": leg for number, leg in taken if leg.place == self._place}
         after_s, until_s = -math.inf, math.inf
         for name, leg in ledger.unreported(self._place).items():
             if leg.begun_s >= since_s:

@@ -322,13 +322,10 @@ class ModelKnowledge:
         return sorted({*self._profiles, *self._services.places})
 
     @property
-    def is_measured(self) -> bool:
-        """Whether any prefill was measured. Before that, predictions are mere guesses."""
-        return any(learned.num_seen > 0 for learned in self._profiles.values())
-
-    @property
     def is_known(self) -> bool:
-        """Whether enough was measured for predictions to overrule thresholds."""
+        """Whether enough was measured, or timed in an idle instance, for predictions to overrule
+        thresholds and to refuse requests. Before that they are mere guesses.
+        """
         return any(learned.is_known for learned in self._profiles.values())
 
     @property

@@ -18,7 +18,14 @@ from scheduler.live.events import (
     RequestTaken,
     RouteAsked,
 )
-from scheduler.live.feedback import InstanceGiven, InstanceOver, LegBegun, LegOver, Prefilled
+from scheduler.live.feedback import (
+    Calibrated,
+    InstanceGiven,
+    InstanceOver,
+    LegBegun,
+    LegOver,
+    Prefilled,
+)
 from scheduler.live.ledger import PrefillLeg
 from scheduler.live.settings import LiveSettings, PdSettings
 from scheduler.live.sharing.events import WorkHeard
@@ -33,7 +40,7 @@ LONG = RequestShape(num_prompt_tokens=NUM_TOKENS)
 class Region:
     """Tells a live scheduler what a gateway tells it; `far` starts jobs first come, first served.
 
-    `far_s` is how long the scheduler has seen a long prompt take there.
+    `far_s` is how long the scheduler has seen a long prompt take there; 0: it has seen none.
     """
 
     def __init__(self, decode_slots: int = 1000, far_s: float = PREFILL_S) -> None:
@@ -46,7 +53,7 @@ class Region:
         self.live, self.decode_slots = LiveScheduler(settings), decode_slots
         known = self.live.knowledge(MODEL)
         for place, long_s in (("far", far_s), (ONE_ENGINE, 10 * PREFILL_S)):
-            for share in range(1, 9):
+            for share in range(1, 9) if far_s else ():
                 known.learn(place, share * NUM_TOKENS // 8, 0, share * long_s / 8)
         known.reserved(NUM_TOKENS, 0, NUM_TOKENS * 512)
         self.live.take(LinkHeard("far", "home", FAST_LINK), 0.0)
@@ -132,6 +139,7 @@ def test_asking_changes_nothing_and_taking_counts_until_the_request_is_over() ->
     # Another way of the same request replaces the first one: its landing found no room.
     region.live.take(RequestTaken(1, MODEL, ONE_ENGINE, NUM_TOKENS, NUM_TOKENS, 22.0), 9.0)
     assert region.ask(9.0).numbers["queue_s"] == pytest.approx(PREFILL_S, rel=0.01)
+    assert region.ask(9.0).numbers["local_ttft_s"] == pytest.approx(20 * PREFILL_S, rel=0.01)
     for request in range(1, 6):
         region.live.take(AdmissionOver(request), 9.0)
     assert region.ask(9.0) == first
@@ -163,3 +171,11 @@ def test_one_request_tries_a_place_that_was_slow_however_often_it_is_asked_about
     region.live.take(AdmissionOver(1), 1.0)
     assert region.ask(1.0).reason is Reason.LOCAL_SOONER
     assert region.ask(121.0).reason is Reason.ABOVE_THRESHOLD
+
+
+def test_a_calibrated_region_refuses_what_it_cannot_serve_before_its_first_answer() -> None:
+    region = Region(far_s=0)
+    region.live.take(Calibrated(MODEL, "far", "key", ((NUM_TOKENS, PREFILL_S), (400, 0.022))), 0.0)
+    let_in = sum(region.comes(request, request / 80) for request in range(1, 161))
+    # Five instances compute, since the engine of the PD cluster is taken to be as fast.
+    assert let_in <= 5 * SLO_S / PREFILL_S

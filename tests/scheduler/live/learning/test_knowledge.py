@@ -106,7 +106,7 @@ def test_the_first_answers_at_one_place_are_believed_at_all(per_token_s: float, 
     known = ModelKnowledge()
     for number in range(1, num + 1):
         known.prefilled("far", 1000 * number, 0, 1000 * number * per_token_s, 1.0)
-    assert known.is_measured
+    assert known.profile("far").num_seen == num
     for place in ("far", ONE_ENGINE):
         expected_s = pytest.approx(8000 * per_token_s, rel=0.02)
         assert known.prefill(place).prefill_s(8000) == expected_s
@@ -142,7 +142,6 @@ def test_a_place_that_is_known_itself_borrows_nothing() -> None:
 def test_before_anything_was_seen_there_is_a_guess() -> None:
     known = ModelKnowledge()
     assert not known.is_known
-    assert not known.is_measured
     assert known.prefill(ONE_ENGINE) == GUESS
     assert (known.kv, known.decode_s, known.step_s, known.error("far")) == (None, None, None, None)
     assert known.service("far", 1.0) is ALONE
@@ -196,7 +195,6 @@ def test_timed_prefills_make_a_place_known() -> None:
     known = ModelKnowledge()
     known.calibrated("far", "a", [(256, 0.3), (4096, 2.4)])
     assert known.is_known
-    assert not known.is_measured  # no request has shown anything yet
     for num_tokens, seconds in ((256, 0.3), (4096, 2.4), (2176, 1.35)):
         assert known.prefill("far").prefill_s(num_tokens) == pytest.approx(seconds)
     known.answered("far", Prediction(prefill_s=0.3), 0.4, 1.0)
