@@ -278,7 +278,7 @@ class SnapshotMaker(msgspec.Struct, frozen=True):
             num_queued=work.num_queued,
             max_queued=report.max_queued or None,
             queued_s=self._queued_s(work, name, pd, now_s),
-            link=self._filled(link, work.emitted_tokens_per_s(pd)),
+            link=self._filled(link, work, pd),
             links_in=self._links_in(name, report.instances, now_s),
             threshold_tokens=threshold.tokens,
             plan_threshold_tokens=threshold.plan_tokens,
@@ -373,8 +373,8 @@ class SnapshotMaker(msgspec.Struct, frozen=True):
             num_left += 1
         return ahead_s
 
-    def _filled(self, link: LinkView, emitted_tokens_per_s: float) -> LinkView:
-        """The link with what running prefills will go on to emit.
+    def _filled(self, link: LinkView, work: PlaceWork, pd: str) -> LinkView:
+        """The link to `pd` with what running prefills will go on to emit.
 
         A link that nobody has filled is not known to be too slow for that: a backlog would have
         shown it.
@@ -382,8 +382,8 @@ class SnapshotMaker(msgspec.Struct, frozen=True):
         kv = self.knowledge.kv
         if kv is None or link.is_floor:
             return link
-        rate = kv.token_bytes * emitted_tokens_per_s
-        return msgspec.structs.replace(link, inflow_bytes_per_s=rate)
+        inflow_bytes_per_s = work.emitted_bytes_per_s(pd, kv)
+        return msgspec.structs.replace(link, inflow_bytes_per_s=inflow_bytes_per_s)
 
 
 def _prefill_s(profile: PrefillProfile, work: DirectPrompt | PrefillLeg) -> float:

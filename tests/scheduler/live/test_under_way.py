@@ -5,9 +5,12 @@ The region has a prefill cluster `far` of four instances, and `home`, which deco
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from live_region_cases import FAST_LINK, MODEL, instance, job, report
 
+from netmon.region_link import LinkView
 from scheduler.live.admission import AdmissionConfig
 from scheduler.live.core import LiveScheduler
 from scheduler.live.events import (
@@ -30,7 +33,8 @@ from scheduler.live.ledger import PrefillLeg
 from scheduler.live.settings import LiveSettings, PdSettings
 from scheduler.live.sharing.events import WorkHeard
 from scheduler.live.sharing.peer_work import SharedLeg, Work
-from scheduler.routing.decision import ONE_ENGINE, Reason, RequestShape
+from scheduler.reports import JobReport
+from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape
 from scheduler.routing.short_term import RouteDecision
 
 NUM_TOKENS, PREFILL_S, SLO_S = 40_000, 2.2, 12.0
@@ -179,3 +183,46 @@ def test_a_calibrated_region_refuses_what_it_cannot_serve_before_its_first_answe
     let_in = sum(region.comes(request, request / 80) for request in range(1, 161))
     # Five instances compute, since the engine of the PD cluster is taken to be as fast.
     assert let_in <= 5 * SLO_S / PREFILL_S
+
+
+def route_of(jobs: Sequence[JobReport]) -> RouteDecision:
+    """The route of a prompt of the model `a` in a PD cluster that also serves `b`, which has
+    `jobs`.
+    """
+    live = LiveScheduler(
+        LiveSettings(pd_clusters=(PdSettings("home"),), threshold_tokens=1e6, hand_off_tokens=1)
+    )
+    instances = [
+        instance(f"{role[0]}-{model}", role, model=model, decode_slots=4)
+        for model in "ab"
+        for role in ("prefill", "decode")
+    ]
+    live.take(ReportHeard("home", report("home", *instances, jobs=tuple(jobs)), 0.0), 0.0)
+    return live.take(RouteAsked("a", RequestShape(num_prompt_tokens=5000)), 0.0)
+
+
+def test_the_jobs_of_one_model_do_not_fill_the_instances_of_another() -> None:
+    busy = [job(str(n), 5000, 1.0, instance="p-b", model="b") for n in range(2)]
+    assert route_of([]).target == route_of(busy).target == HAND_OFF
+    assert route_of([job(str(n), instance="p-a", model="a") for n in range(2)]).target == ONE_ENGINE
+
+
+def test_recurrent_states_of_prompts_ahead_take_their_time_on_the_link() -> None:
+    def tail_s(state_bytes: int) -> float:
+        region = Region()
+        known = region.live.knowledge(MODEL)
+        for num_tokens in (NUM_TOKENS // 2, NUM_TOKENS):
+            for _ in range(64):
+                known.reserved(num_tokens, 0, num_tokens * 512 + state_bytes)
+        slow = LinkView(available_bytes_per_s=1e7)  # a prompt emits 9.3 MB/s besides its state
+        region.live.take(LinkHeard("far", "home", slow), 0.0)
+        for number in range(2):
+            region.jobs.append((PREFILL_S, 0.0, number, number))
+        region.hear(0.0)
+        found = region.ask().remote
+        assert found is not None
+        return found.tail_s
+
+    state_bytes = 20_000_000
+    # Those of two prompts ahead and its own cross the link after what they cross with anyway.
+    assert tail_s(state_bytes) - tail_s(0) == pytest.approx(3 * state_bytes / 1e7, rel=0.2)
