@@ -44,14 +44,14 @@ class ReportHeard(Event[None], frozen=True):
     at_s: float
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
-        """The report replaces the one before. When instances have joined or left, the means of the
-        period begin anew, so that the next plan is one for the instances that there are.
+        """The report replaces the one before. When instances have joined or left, the means of
+        health begin anew, so that the next plan is one for the instances that there are.
         """
         num_changes = live.members.num_changes
         if left := live.members.heard(self.report):
             live.ledger.forget(left)
         if live.members.num_changes != num_changes:
-            live.period.take()
+            live.period.forget_health()
         live.reports[self.cluster] = Reported(self.cluster, self.report, self.at_s)
 
 

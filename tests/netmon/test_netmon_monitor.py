@@ -121,12 +121,11 @@ def idle(
     return seen, num_bytes / seconds
 
 
-@pytest.mark.parametrize("gbit", [0.1, 1.0, 10.0, 100.0])
-@pytest.mark.parametrize("rtt_s", [0.002, 0.02, 0.1])
+@pytest.mark.parametrize(("gbit", "rtt_s"), [(0.1, 0.02), (1.0, 0.002), (10.0, 0.02), (100.0, 0.1)])
 def test_an_idle_link_keeps_a_rate_and_is_found_to_have_recovered(
     gbit: float, rtt_s: float
 ) -> None:
-    seen, probes_bytes_per_s = idle(gbit, rtt_s, begins_at=0.01, seconds=7200)
+    seen, probes_bytes_per_s = idle(gbit, rtt_s, begins_at=0.01, seconds=1500)
     assert all(view.available_bytes_per_s for view in seen)
     # Probes may be too short to say so. The old rate is then a floor, which counts as fast enough.
     rates = [0.0 if view.is_floor else view.available_bytes_per_s or 0.0 for view in seen]

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
 from scheduler.live.learning.knowledge import ModelKnowledge
 from scheduler.live.learning.learned_profile import MIN_SEEN, LearnedProfile
@@ -38,7 +37,7 @@ HEALTHY_SHARE: Final = 0.5
 """An instance counts if it was healthy for at least this share of a period."""
 
 UNFILLED_BYTES_PER_S: Final = 12.5e9
-"""The rate assumed for a link that nobody has filled, bytes/s. Such a link does not limit the
+"""The rate assumed for a link that nobody has ever filled, bytes/s. Such a link does not limit the
 region now. Should a plan fill it, the next period knows its rate.
 """
 
@@ -78,8 +77,8 @@ class PeriodMeter:
     """Makes the means of a period from samples at even intervals."""
 
     def __init__(self) -> None:
-        self.filled: set[LinkPair] = set()
-        """Links whose rate was known once."""
+        self.measured: dict[LinkPair, float] = {}
+        """The mean rate of each link in the last period in which it was measured."""
         self._clear()
 
     def see(self, reports: Iterable[Reported], links: Mapping[LinkPair, LinkView]) -> None:
@@ -104,45 +103,38 @@ class PeriodMeter:
         self._clear()
         return PeriodMeans(links, healthy)
 
+    def forget_health(self) -> None:
+        """Begin the means of health anew, because instances have joined or left."""
+        self._num_looks = 0
+        self._healthy: dict[str, dict[tuple[str, str], int]] = {}
+
     def _see_link(self, pair: LinkPair, link: LinkView) -> None:
         self._rtts[pair] = link.rtt_s
         rate = link.available_bytes_per_s
-        if rate is None:
-            # No rate yet: an empty list marks a link that may be planned with as unfilled.
-            if self._is_forgotten(pair, link):
-                self._floors.setdefault(pair, [])
-        elif link.is_floor:
-            self._floors.setdefault(pair, []).append(rate)
-        else:
-            self._rates.setdefault(pair, []).append(rate)
-            self.filled.add(pair)
-
-    def _is_forgotten(self, pair: LinkPair, link: LinkView) -> bool:
-        """Whether a rate was known and is too old now.
-
-        Such a link stays in the plan. Otherwise a link that no prompt is long enough for would
-        never be used again.
-        """
-        return link.state is LinkCondition.CLEAR and pair in self.filled
+        if rate is not None:
+            (self._floors if link.is_floor else self._rates).setdefault(pair, []).append(rate)
 
     def _rate(self, pair: LinkPair) -> float | None:
         """The mean rate, where a floor counts as at least the highest measured rate.
 
         Otherwise a few seconds of congestion would stand for a period in which the link was mostly
-        idle.
+        idle. A link that nobody measured has the last mean until a floor is above it: silence is no
+        news, and the plan must go on with what the link was found to carry.
         """
         rates, floors = self._rates.get(pair, []), self._floors.get(pair, [])
         if not rates:
-            return UNFILLED_BYTES_PER_S if pair in self._floors else None
+            known = self.measured.get(pair, UNFILLED_BYTES_PER_S if floors else None)
+            return None if known is None else max([known, *floors])
+        # While the link was down, nothing was found out about its rate.
+        if up := [rate for rate in rates if rate > 0]:
+            self.measured[pair] = math.fsum(up) / len(up)
         most = max(rates)
         seen = [*rates, *(max(most, floor) for floor in floors)]
         return math.fsum(seen) / len(seen)
 
     def _clear(self) -> None:
-        self._num_looks = 0
+        self.forget_health()
         self._floors: dict[LinkPair, list[float]] = {}
-        """It also has links that nobody filled and whose rate is unknown."""
-        self._healthy: dict[str, dict[tuple[str, str], int]] = {}
         self._rates: dict[LinkPair, list[float]] = {}
         self._rtts: dict[LinkPair, float] = {}
 

@@ -16,7 +16,6 @@ from deploy.gateway.scheduling.config import LongTermSection
 from deploy.gateway.scheduling.long_term import NUM_DECISIONS, LongTermService
 from deploy.gateway.scheduling.plan_metrics import PlanMetrics
 from deploy.gateway.scheduling.plan_overview import PlanDecision, PlanOverview
-from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
 from scheduler.encoding.line import EncodeLine
 from scheduler.live.long_term.conversion import ConversionOutcome, ConversionWish
@@ -379,7 +378,7 @@ async def test_the_overview_is_json_and_keeps_the_last_decisions(
 ) -> None:
     service = make(mode="advise")
     await service.decide()
-    live.link = LinkView(state=LinkCondition.CONGESTED)
+    live.pd = None
     live.now_s += 10.0
     for _ in range(NUM_DECISIONS):
         live.now_s += 1.0

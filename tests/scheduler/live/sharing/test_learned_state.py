@@ -133,6 +133,7 @@ def test_plans_budgets_links_and_moves_are_kept() -> None:
     before.tenants.ended("a", 900)
     before.take(LinkHeard("far", "home", LinkView(available_bytes_per_s=1e9)), 60.0)
     before.period.see(before.reports.values(), before.links)
+    before.period.take()
     move = before.take(CacheMoveBegun("far", "home"), 60.0)
     before.take(CacheMoveOver(move, False, 10**9, 2.0, 0.03), 62.0)
     lost = before.take(CacheMoveBegun("home", "far"), 60.0)
@@ -144,7 +145,7 @@ def test_plans_budgets_links_and_moves_are_kept() -> None:
     # 200 tokens were left, and 100 came in the 10 s before and 200 in the 20 s after the state.
     assert after.tenants.refusal("a", 399, 1000.0) is None
     assert after.tenants.refusal("a", 402, 1000.0) is not None
-    assert after.period.filled == {("far", "home")}
+    assert after.period.measured == {("far", "home"): 1e9}
     link = after.moves.completed(LinkView(), ("far", "home"), 1000.0)
     assert link.available_bytes_per_s == pytest.approx(5e8)
     assert after.moves.failed_lately(1000.0) == {("home", "far")}
