@@ -335,15 +335,17 @@ class TtftMeasured(Event[None], frozen=True):
 
 
 class AnswerDecoded(Observation, frozen=True):
-    """An answer of `num_tokens` ended well, `seconds` after its first token."""
+    """An answer of `num_tokens` ended well, `seconds` after its first token, at `instance`."""
 
     model: str
     num_tokens: int
     seconds: float
+    instance: str = ""
 
     def learn(self, live: LiveScheduler, now_s: float) -> None:
         """How long answers are and how long a step takes is learnt."""
-        live.knowledge(self.model).decoded(self.num_tokens, self.seconds, now_s)
+        batch = live.batch_of(self.instance)
+        live.knowledge(self.model).decoded(self.num_tokens, self.seconds, now_s, batch)
 
 
 class CacheMoveBegun(Event[int], frozen=True):

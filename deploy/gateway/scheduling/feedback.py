@@ -265,7 +265,9 @@ class Feedback:
         # A prompt too short to be counted takes little time beside its answer.
         first_s = record.ttft_s if record.is_stream else record.predicted_ttft_s
         seconds = max(0.0, record.total_s - (first_s or 0.0))
-        self.scheduler.tell(AnswerDecoded(model, record.output_tokens, seconds))
+        self.scheduler.tell(
+            AnswerDecoded(model, record.output_tokens, seconds, record.decode_instance)
+        )
 
 
 def _at_the_end(num_tokens: int, media_tokens: Sequence[int]) -> MediaShape:

@@ -288,6 +288,8 @@ class LongTermService:
                 return f"the best division would gain {numbers['gain']:.1%}, which is too little"
             case StepReason.UNSURE:
                 return "a step could be a loss, so uncertain is the traffic that was measured"
+            case StepReason.NOT_BUSY:
+                return "the instances that would get another one beside them have time to spare"
             case StepReason.DWELLING:
                 return "the last conversion, or an attempt at one, was not long ago"
             case StepReason.CONVERTING:

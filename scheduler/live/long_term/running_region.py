@@ -54,10 +54,13 @@ class LinkMean:
 
 @dataclass(frozen=True, slots=True)
 class PeriodMeans:
-    """A period in means. `healthy` is the share of it, by cluster, then by instance and model."""
+    """A period in means. `healthy` is the share of it, by cluster, then by instance and model.
+    `busy` is how busy the instances of a cluster with a role and a model were.
+    """
 
     links: Mapping[LinkPair, LinkMean] = field(default_factory=dict)
     healthy: Mapping[str, Mapping[tuple[str, str], float]] = field(default_factory=dict)
+    busy: Mapping[tuple[str, Role, str], float] = field(default_factory=dict)
 
     def lasting(self, cluster: str, model: str) -> set[str]:
         """The instances of a cluster that were healthy for long enough, for this model."""
@@ -86,10 +89,14 @@ class PeriodMeter:
         self._num_looks += 1
         for source in reports:
             counts = self._healthy.setdefault(source.name, {})
-            for item in source.report.instances if source.report is not None else ():
+            if source.report is None:
+                continue
+            computing = {job.instance for job in source.report.jobs}
+            for item in source.report.instances:
                 if item.healthy:
                     key = item.name, item.model
                     counts[key] = counts.get(key, 0) + 1
+                    self._see_load(source.name, item, item.running or item.name in computing)
         for pair, link in links.items():
             self._see_link(pair, link)
 
@@ -100,13 +107,25 @@ class PeriodMeter:
             cluster: {key: num / self._num_looks for key, num in counts.items()}
             for cluster, counts in self._healthy.items()
         }
+        busy = {key: math.fsum(shares) / len(shares) for key, shares in self._busy.items()}
         self._clear()
-        return PeriodMeans(links, healthy)
+        return PeriodMeans(links, healthy, busy)
 
     def forget_health(self) -> None:
-        """Begin the means of health anew, because instances have joined or left."""
+        """Begin the means of instances anew, because some have joined or left."""
         self._num_looks = 0
+        self._busy: dict[tuple[str, Role, str], list[float]] = {}
         self._healthy: dict[str, dict[tuple[str, str], int]] = {}
+
+    def _see_load(self, cluster: str, item: InstanceReport, num_running: int) -> None:
+        """Note how busy an instance is: one prefill takes all of it, decodes fill its slots. How
+        much one that encodes can do, no report says.
+        """
+        role: Role = "decode" if item.role == "both" else item.role
+        num_places = {"prefill": 1, "decode": item.decode_slots}.get(role, 0)
+        if num_places and not item.draining and item.role_ready:
+            share = min(1.0, num_running / num_places)
+            self._busy.setdefault((cluster, role, item.model), []).append(share)
 
     def _see_link(self, pair: LinkPair, link: LinkView) -> None:
         self._rtts[pair] = link.rtt_s
@@ -167,13 +186,15 @@ class RegionFacts:
 @dataclass(frozen=True, slots=True)
 class Modelled:
     """The region, its present settings, and what was left out of it and why. `encode` is the encode
-    stage of the PD cluster, None where none can be planned or there is nothing to encode.
+    stage of the PD cluster, None where none can be planned or there is nothing to encode. `busy` is
+    how busy its instances were, by role.
     """
 
     region: Region
     current: Allocation
     notes: tuple[str, ...] = ()
     encode: EncodeStage | None = None
+    busy: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +207,7 @@ class NotModelled:
 def model_region(facts: RegionFacts) -> Modelled | NotModelled:
     """The region for the planner, or everything that is missing for one.
 
-    A prefill cluster that was away for the period is left out. The time of a decode step is taken
-    as measured; a step of a full batch may take longer.
+    A prefill cluster that was away for the period is left out.
     """
     if facts.traffic is None:
         return NotModelled("no request has ended yet")
@@ -209,9 +229,13 @@ def model_region(facts: RegionFacts) -> Modelled | NotModelled:
         num_decode={pd.name: num_decode},
         converting=facts.converting,
     )
-    if facts.media is None:
-        return Modelled(region, current, tuple(notes))
-    return _with_media(Modelled(region, current, tuple(notes)), facts, facts.media)
+    busy = {
+        role: share
+        for (cluster, role, model), share in facts.means.busy.items()
+        if cluster == pd.name and model in ("", facts.model)
+    }
+    found = Modelled(region, current, tuple(notes), busy=busy)
+    return found if facts.media is None else _with_media(found, facts, facts.media)
 
 
 def _with_media(found: Modelled, facts: RegionFacts, media: MediaDemand) -> Modelled:
@@ -328,8 +352,10 @@ def _pd_cluster(facts: RegionFacts, missing: list[str], notes: list[str]) -> PdC
     if not (learned.is_known and slots and known.step_s):
         return None
     batch_size = round(sum(slots) / len(slots))
+    # Equation 5 wants the step of a full batch. Small batches of quiet hours have short steps.
+    step_s = known.full_step_s(batch_size) or known.step_s
     curve = learned.profile.curve()
-    return PdClusterModel(name, num_prefill + num_decode, curve, batch_size, known.step_s)
+    return PdClusterModel(name, num_prefill + num_decode, curve, batch_size, step_s)
 
 
 def _prefill_clusters(
