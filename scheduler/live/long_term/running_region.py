@@ -229,7 +229,7 @@ def model_region(facts: RegionFacts) -> Modelled | NotModelled:
         num_decode={pd.name: num_decode},
         converting=facts.converting,
     )
-    busy = {
+    busy: dict[str, float] = {
         role: share
         for (cluster, role, model), share in facts.means.busy.items()
         if cluster == pd.name and model in ("", facts.model)
