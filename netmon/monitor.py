@@ -50,9 +50,7 @@ class LinkMonitor:
         """The size of the probe that is due now, or None. The planner counts it as sent. Ask about
         once a second.
         """
-        detector = self._detector
-        known = detector.reference_bytes_per_s
-        return self._planner.due_bytes(self.estimate(now_s), detector.condition, known, now_s)
+        return self._planner.due_bytes(self.estimate(now_s), self._detector.condition, now_s)
 
     def estimate(self, now_s: float) -> LinkEstimate:
         if self._judged is not None and self._judged[0] == now_s:

@@ -2,8 +2,8 @@
 
 Traffic measures better than any probe. So a link is probed only when nothing flows and the last
 measurement has grown old, or when the link was slow and may have recovered. A budget pays for
-probes; it fills with a small share of the rate that the link is known to carry. So probes never
-cost more than that share, plus what the budget holds at the start.
+probes; it fills with a small share of the estimated rate, or with `least_bytes_per_s` where that is
+more. So probes never cost more than that, plus what the budget holds at the start.
 
 A probe lasts as long as connections need to find their speed at the known rate. When the link turns
 out to be faster, the next probe is bigger. `LinkEstimator.observe_probe` takes the result.
@@ -22,6 +22,10 @@ class ProbeConfig:
 
     share: float = 0.001
     """Share of the link's rate that probes may take in the long run."""
+    least_bytes_per_s: int = 32 * 1024
+    """Probes may take this much in any case. On a fast or long link a probe is over before it has
+    found the rate, and a share of what it found would not pay for another one for many minutes.
+    """
     budget_bytes: int = 8 * 1024 * 1024
     """Most bytes in the budget, and its bytes at the start."""
     least_bytes: int = 64 * 1024
@@ -65,14 +69,10 @@ class ProbePlanner:
         self,
         estimate: LinkEstimate,
         condition: LinkCondition,
-        known_bytes_per_s: float,
         now_s: float,
     ) -> int | None:
-        """The size of the probe that is due now, or None. It counts as sent.
-
-        `known_bytes_per_s`: the highest rate that the link carried lately.
-        """
-        self._fill(known_bytes_per_s, now_s)
+        """The size of the probe that is due now, or None. It counts as sent."""
+        self._fill(estimate.available_bytes_per_s, now_s)
         # Traffic measures the link by itself: a probe would only be in its way.
         if estimate.backlog_bytes or estimate.achieved_bytes_per_s >= self._quiet(estimate):
             self._used_s = now_s
@@ -89,10 +89,12 @@ class ProbePlanner:
         self._probed_s = self._used_s = now_s
         return size
 
-    def _fill(self, known_bytes_per_s: float, now_s: float) -> None:
+    def _fill(self, available_bytes_per_s: float, now_s: float) -> None:
+        config = self._config
         if self._filled_s is not None:
-            gained = self._config.share * known_bytes_per_s * max(0.0, now_s - self._filled_s)
-            self._budget_bytes = min(self._config.budget_bytes, self._budget_bytes + gained)
+            rate = max(config.least_bytes_per_s, config.share * available_bytes_per_s)
+            gained = rate * max(0.0, now_s - self._filled_s)
+            self._budget_bytes = min(config.budget_bytes, self._budget_bytes + gained)
         else:
             self._used_s = now_s
         self._filled_s = now_s

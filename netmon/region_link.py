@@ -30,9 +30,9 @@ from netmon.estimate import MAX_BACKLOG_S, LinkCondition, PathReport
 
 STALE_S: Final = 5.0
 """A path counts no longer when its last report is older than this."""
-RATE_KEPT_S: Final = 20.0
-"""Routing uses a rate up to this age, which is more than the time between two probes of an idle
-link.
+RATE_KEPT_S: Final = 600.0
+"""A measured rate counts as measured up to this age, which is several times the time between two
+probes of an idle link (`netmon.probing.ProbeConfig`). After that the link may be faster.
 """
 MEASURING_S: Final = 1.5
 """A path is being measured when it was full within this time."""
@@ -73,7 +73,7 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True):
     None before the first measurement. `backlog_bytes` wait at the sender and go first.
     `inflow_bytes_per_s` is the rate at which running prefills will go on to emit KVCache into it.
     `age_s` is the time since the link's last sample; an old sample says nothing about its state.
-    `is_floor`: nobody asked for more than the link carried, so it may be faster.
+    `is_floor`: nobody asked for more than the link carried, or not for long, so it may be faster.
     """
 
     state: LinkCondition = LinkCondition.CLEAR
@@ -134,17 +134,16 @@ class LinkNow(msgspec.Struct, frozen=True, kw_only=True):
         """The link as routing sees it. A link without any report gets the greatest age."""
         rate, age_s = self.available_bytes_per_s, self.rate_age_s
         is_clear = self.condition is LinkCondition.CLEAR
-        # A rate does not count for ever: otherwise a link that was slow once would never be tried
-        # again.
-        if is_clear and age_s is not None and age_s > RATE_KEPT_S:
-            rate = None
+        # A measurement does not hold for ever: otherwise a link that was slow once, and that nobody
+        # probes, would never be tried again.
+        is_old = is_clear and age_s is not None and age_s > RATE_KEPT_S
         return LinkView(
             state=self.condition,
             available_bytes_per_s=rate,
             rtt_s=self.rtt_s,
             backlog_bytes=self.backlog_bytes,
             age_s=MAX_BACKLOG_S if self.age_s is None else self.age_s,
-            is_floor=self.is_floor and rate is not None,
+            is_floor=rate is not None and (self.is_floor or is_old),
         )
 
 

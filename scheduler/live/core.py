@@ -17,7 +17,7 @@ HTTP, token ids or engines.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -46,6 +46,7 @@ from scheduler.live.snapshots import (
 from scheduler.live.spilling import Distances, Tried, Try, spilled
 from scheduler.live.tenants import TenantLedger, TenantLimit
 from scheduler.live.thresholds import Thresholds
+from scheduler.reports import InstanceReport
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Reason, RequestShape, one_engine_reason
 from scheduler.routing.profiles import KvProfile
 from scheduler.routing.service import ServiceModel
@@ -269,13 +270,27 @@ class LiveScheduler:
 
     def is_full(self, instance: str) -> bool:
         """Whether a request given to this decode instance now would wait inside of it."""
+        for at_s, item in self._reported(instance):
+            num_since = self.ledger.change_since({instance}, at_s)
+            return is_full(item, item.running + num_since)
+        return False
+
+    def batch_of(self, instance: str) -> int | None:
+        """The requests that this decode instance decodes at a time, by the last report; None if
+        that does not name it.
+        """
+        for _, item in self._reported(instance):
+            # A front that does not read its engines still knows what it gave them.
+            return max(1, item.num_running or item.running)
+        return None
+
+    def _reported(self, instance: str) -> Iterator[tuple[float, InstanceReport]]:
+        """A PD cluster's instance of this name as last reported, and when that was asked for."""
         for settings in self.settings.pd_clusters:
             pd = self.reports[settings.name]
             for item in () if pd.report is None else pd.report.instances:
                 if item.name == instance:
-                    num_since = self.ledger.change_since({instance}, pd.at_s)
-                    return is_full(item, item.running + num_since)
-        return False
+                    yield pd.at_s, item
 
     def is_link_clear(self, target: str, pd: str = "") -> bool:
         """Whether the link is clear that KVCache takes from a route's target to `pd`. Inside of a
@@ -298,11 +313,8 @@ class LiveScheduler:
             return False
         waits_s = remote.queue_s + remote.move_s + remote.tail_s + remote.slot_s
         known, margin_s = self.knowledge(model), self.settings.routing.margin_s
-        if waits_s > margin_s or known.untried_s(decision.target, now_s) < RETRY_S:
-            return False
-        # Counted before the result is known: only one prompt is the try.
-        known.tried(decision.target, now_s)
-        return True
+        # A request that is taken counts as a try before its result is known: only one prompt is.
+        return waits_s <= margin_s and known.untried_s(decision.target, now_s) >= RETRY_S
 
     def _spilled(
         self, model: str, at_home: Tried, try_at: Try, now_s: float, excluded: Set[str]

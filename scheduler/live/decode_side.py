@@ -85,10 +85,13 @@ def decode_view(
 ) -> DecodeView:
     """The instances of `pd` that decode for a model as one pool."""
     landing = ledger.landing(model, pd)
+    # No instance has these yet, so no number of requests includes them.
+    coming = [leg for leg in ledger.taken().values() if (leg.model, leg.pd) == (model, pd)]
     slots = reported.slots_total
     num_requests = reported.num_requests + ledger.change_since(reported.names, reported.at_s)
     # Their number includes requests that still wait for their landings.
     num_decoding = max(0, num_requests - len(landing))
+    under_way = [*landing, *coming]
     kv_change_bytes = ledger.kv_change_since(model, reported.looked_at_s, pd)
     return DecodeView(
         slots_total=slots,
@@ -96,8 +99,8 @@ def decode_view(
         num_waiting=max(0, num_decoding - slots),
         decode_s=known.decode_s,
         step_s=known.step_s or 0.0,
-        landing_s=tuple(sorted([max(0.0, leg.lands_at_s - now_s) for leg in landing])),
-        landing_kv_bytes=sum([leg.kv_bytes for leg in landing]),
+        landing_s=tuple(sorted([max(0.0, leg.lands_at_s - now_s) for leg in under_way])),
+        landing_kv_bytes=sum([leg.kv_bytes for leg in under_way]),
         # Engines have taken in and released KVCache since the front read their metrics.
         kv_bytes=max(0.0, reported.kv_bytes + kv_change_bytes),
         kv_total_bytes=reported.kv_total_bytes,

@@ -44,14 +44,14 @@ class ReportHeard(Event[None], frozen=True):
     at_s: float
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
-        """The report replaces the one before. When instances have joined or left, the means of the
-        period begin anew, so that the next plan is one for the instances that there are.
+        """The report replaces the one before. When instances have joined or left, the means of
+        health begin anew, so that the next plan is one for the instances that there are.
         """
         num_changes = live.members.num_changes
         if left := live.members.heard(self.report):
             live.ledger.forget(left)
         if live.members.num_changes != num_changes:
-            live.period.take()
+            live.period.forget_health()
         live.reports[self.cluster] = Reported(self.cluster, self.report, self.at_s)
 
 
@@ -126,31 +126,45 @@ class RouteAsked(Event[RouteDecision], frozen=True):
     home: str = ""
 
     def apply(self, live: LiveScheduler, now_s: float) -> RouteDecision:
-        """The answer of `LiveScheduler.route`. The prompt is work ahead of those that come next."""
+        """The answer of `LiveScheduler.route`. Asking changes nothing: `RequestTaken` says what is
+        done.
+        """
         request = PendingRequest(self.shape, self.priority, self.home)
-        decision = live.route(self.model, request, now_s, excluded=self.excluded)
-        _note_routed(live, self, decision, now_s)
-        return decision
+        return live.route(self.model, request, now_s, excluded=self.excluded)
 
 
-def _note_routed(
-    live: LiveScheduler, asked: RouteAsked, decision: RouteDecision, now_s: float
-) -> None:
-    """Count a prompt that is to be computed elsewhere as work ahead from now on."""
-    predicted, numbers = decision.predicted, decision.numbers
-    if predicted is None or not decision.needs_landing:
-        return
-    leg = PrefillLeg(
-        place=live.place(decision.target, decision.pd),
-        num_tokens=asked.shape.num_prompt_tokens,
-        uncached_tokens=int(numbers["uncached_tokens"]),
-        begun_s=now_s,
-        lands_at_s=now_s + predicted.landed_s,
-        model=asked.model,
-        priority=asked.priority,
-        pd=decision.pd,
-    )
-    live.ledger.routed(leg)
+class RequestTaken(Event[None], frozen=True):
+    """A request that was let in goes this way from now on: its prompt is computed at `target`, and
+    decoded in `pd` after `lands_s`. A later event for the same number replaces this one.
+
+    `request` is its number in `AdmitAsked`. It counts until `InstanceGiven` or `AdmissionOver`.
+    """
+
+    request: int
+    model: str
+    target: str
+    num_tokens: int
+    uncached_tokens: int
+    lands_s: float
+    priority: int = 0
+    pd: str = ""
+
+    def apply(self, live: LiveScheduler, now_s: float) -> None:
+        """It is work ahead of those that come next, and will need a decode slot."""
+        known = live.knowledge(self.model)
+        leg = PrefillLeg(
+            place=live.place(self.target, self.pd),
+            num_tokens=self.num_tokens,
+            uncached_tokens=self.uncached_tokens,
+            begun_s=now_s,
+            lands_at_s=now_s + self.lands_s,
+            kv_bytes=0.0 if known.kv is None else known.kv.size_bytes(self.num_tokens),
+            model=self.model,
+            priority=self.priority,
+            pd=live.pd(self.pd).name,
+        )
+        live.ledger.take(self.request, leg)
+        known.tried(leg.place, now_s)
 
 
 class ThresholdsAsked(Event[list[ThresholdNow]], frozen=True):
@@ -231,13 +245,16 @@ class TenantAsked(Event[Judged], frozen=True):
 
 
 class AdmissionOver(Event[None], frozen=True):
-    """A request that was let in is over; `used_tokens` is the work that it was, None: not known."""
+    """A request that was let in is over; `used_tokens` is the work that it was, None: not known.
+    Whatever ended it, nothing of it is to come.
+    """
 
     request: int
     used_tokens: int | None = None
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
         """Its tenant has one request less in flight. A request that was refused changes nothing."""
+        live.ledger.drop(self.request)
         found = live.admitted.pop(self.request, None)
         if found is not None:
             live.tenants.ended(*found, self.used_tokens)
@@ -267,4 +284,6 @@ def _decode_load(prediction: Prediction, decode: DecodeView) -> float | None:
 
 
 DecisionEvent: TypeAlias = RouteEarly | RouteAsked | ThresholdsAsked | AdmitAsked | TenantAsked
-FactEvent: TypeAlias = ReportHeard | LinkHeard | ThresholdPlanned | TenantsLimited | AdmissionOver
+FactEvent: TypeAlias = (
+    ReportHeard | LinkHeard | ThresholdPlanned | TenantsLimited | RequestTaken | AdmissionOver
+)

@@ -107,9 +107,10 @@ class LegBegun(Observation, frozen=True):
     pd: str = ""
 
     def learn(self, live: LiveScheduler, now_s: float) -> None:
-        """The size of the landing is learnt."""
+        """The size of the landing is learnt, and that the place was tried."""
         known = live.knowledge(self.model)
         known.reserved(self.num_tokens, self.landing_cached_tokens, self.nbytes)
+        known.tried(live.place(self.place, self.pd), now_s)
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
         """It is work ahead of others until it is over."""
@@ -188,14 +189,18 @@ class Prefilled(Observation, frozen=True):
 
 
 class InstanceGiven(Event[bool], frozen=True):
-    """A decode instance has one more request: a slot is held there, or a prompt was sent."""
+    """A decode instance has one more request: a slot is held there, or a prompt was sent. `request`
+    is its number in `RequestTaken`.
+    """
 
     instance: str
+    request: int = 0
 
     def apply(self, live: LiveScheduler, now_s: float) -> bool:
         """Whether the instance was full, so that the request waits inside it."""
         # Asked before the request itself is counted.
         is_full = live.is_full(self.instance)
+        live.ledger.drop(self.request)
         live.ledger.begun(self.instance, now_s)
         return is_full
 
@@ -335,15 +340,17 @@ class TtftMeasured(Event[None], frozen=True):
 
 
 class AnswerDecoded(Observation, frozen=True):
-    """An answer of `num_tokens` ended well, `seconds` after its first token."""
+    """An answer of `num_tokens` ended well, `seconds` after its first token, at `instance`."""
 
     model: str
     num_tokens: int
     seconds: float
+    instance: str = ""
 
     def learn(self, live: LiveScheduler, now_s: float) -> None:
         """How long answers are and how long a step takes is learnt."""
-        live.knowledge(self.model).decoded(self.num_tokens, self.seconds, now_s)
+        batch = live.batch_of(self.instance)
+        live.knowledge(self.model).decoded(self.num_tokens, self.seconds, now_s, batch)
 
 
 class CacheMoveBegun(Event[int], frozen=True):

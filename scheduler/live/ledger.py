@@ -19,10 +19,6 @@ import msgspec
 
 KEEP_ENDED_S = 30.0
 """How long ended legs are remembered, seconds. No report older than this is used."""
-ROUTED_S = 1.0
-"""How long a prompt that was routed counts as work ahead before its leg begins, seconds. It may
-have been refused, or its landing may not have been reserved.
-"""
 KEEP_LAST_END_S = 3600.0
 """How long the end of an instance's last prefill is remembered, seconds. No prefill runs longer."""
 
@@ -79,10 +75,7 @@ class Ledger:
         self._by_pd: dict[str, _Legs] = {}
         # Legs under way that no report has had, by place.
         self._unreported: dict[str, dict[str, PrefillLeg]] = {}
-        # Prompts that were routed to a place and whose legs have not begun, by place, the earliest
-        # first. They are in `_unreported`, too.
-        self._routed: dict[str, dict[str, PrefillLeg]] = {}
-        self._num_routed = 0
+        self._taken: dict[int, PrefillLeg] = {}
         self._direct: dict[int, DirectPrompt] = {}
         self._direct_at: dict[str, list[DirectPrompt]] = {}
         self._num_direct = 0
@@ -129,6 +122,28 @@ class Ledger:
             total += self.requests.get(name, 0) - known[1]
         return total
 
+    # ---- requests that were let in and have no instance yet
+
+    def take(self, request: int, leg: PrefillLeg) -> None:
+        """A request was let in, or goes another way than before. It is work ahead of others at
+        `leg.place`, which may be one engine of `leg.pd`, and will decode in `leg.pd`.
+
+        Requests that arrive together would otherwise all find the region empty.
+        """
+        self.drop(request)
+        self._taken[request] = leg
+        _grow(self._leg_versions, leg.place)
+
+    def drop(self, request: int) -> None:
+        """An instance has the request, or none ever will. Calling it again changes nothing."""
+        leg = self._taken.pop(request, None)
+        if leg is not None:
+            _grow(self._leg_versions, leg.place)
+
+    def taken(self) -> Mapping[int, PrefillLeg]:
+        """The requests that were taken and not dropped."""
+        return self._taken
+
     # ---- legs
 
     def leg_version(self, place: str) -> int:
@@ -137,30 +152,8 @@ class Ledger:
         """
         return self._leg_versions.get(place, 0)
 
-    def routed(self, leg: PrefillLeg) -> None:
-        """A prompt is to be computed at a place; its landing is not reserved yet.
-
-        Prompts that arrive together would otherwise all find the queue empty.
-        """
-        waiting = self._routed.setdefault(leg.place, {})
-        for key in [key for key, old in waiting.items() if leg.begun_s - old.begun_s > ROUTED_S]:
-            self._forget_routed(leg.place, key)
-        self._num_routed += 1
-        key = f"routed {self._num_routed}"
-        waiting[key] = leg
-        self._unreported.setdefault(leg.place, {})[key] = leg
-        _grow(self._leg_versions, leg.place)
-
-    def _forget_routed(self, place: str, key: str) -> None:
-        del self._routed[place][key]
-        self._unreported[place].pop(key, None)
-
     def leg_begun(self, transfer_id: str, leg: PrefillLeg) -> None:
-        """A landing is reserved, and the job is on its way. It was one of the `routed`, if any."""
-        if waiting := self._routed.get(leg.place):
-            # Which one nobody says. The next in length is most likely it.
-            near = min(waiting, key=lambda key: abs(waiting[key].num_tokens - leg.num_tokens))
-            self._forget_routed(leg.place, near)
+        """A landing is reserved, and the job is on its way."""
         for legs in (self._all, self._of_pd(leg.pd)):
             # A leg of a gateway that was not heard for a while was over, and begins again.
             legs.ended.pop(transfer_id, None)

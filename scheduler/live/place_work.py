@@ -11,13 +11,14 @@ Pure; time is an argument. This file knows no links and decides nothing.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from scheduler.live.ledger import Ledger, PrefillLeg
 from scheduler.reports import ClusterReport, InstanceReport, JobReport, serves
 from scheduler.routing.order_config import OrderConfig
-from scheduler.routing.profiles import PrefillProfile
+from scheduler.routing.profiles import KvProfile, PrefillProfile
 from scheduler.routing.queue_order import QueueOrder, WaitingJob, priority_class
 
 _LEAST_PREFILL_S: Final = 1e-3
@@ -57,23 +58,24 @@ class PlaceWork:
         self.order = order
         self._place, self._at_s, self._first_pd = place, at_s, first_pd
         self._usable = [i.name for i in instances if serves(i, model) and i.role_ready]
-        self.num_places = sum(i.max_concurrent for i in instances if serves(i, model))
-        """How many jobs the instances run at once."""
         # Jobs of a model with instances of its own wait for those.
-        prefilling = (item for item in report.instances if item.role != "encode")
+        prefilling = [item for item in report.instances if item.role != "encode"]
         self._others = {item.model for item in prefilling} - {"", model}
+        self._model = model
+        self._places = {name: _num_places(instances, name) for name in {model, *self._others}}
         self._jobs = {job.transfer_id: job for job in report.jobs}
         self._legs: dict[str, PrefillLeg] = {}
         self._prefill_s: dict[str, float] = {}
         # The jobs that wait for the same instances as a request for this model.
         self._waiting: set[str] = set()
+        self._others_waiting: dict[str, str] = {}  # for other instances: the models by job
         self._queue: QueueOrder[str] = QueueOrder(order)
-        self._num_running = 0
+        self._num_running: Counter[str] = Counter()  # by the model of the instances
         self._running: list[_Running] = []
         # Of each busy instance: the seconds of all it runs, those of its oldest prefill, and when
         # that one got the instance for itself.
         self._busy: list[tuple[float, float, float]] = []
-        self._emitted: dict[str, float] = {}
+        self._emitted: dict[str, tuple[float, float]] = {}
         self._followed_legs = self._followed_ends = -1
         # Between these two, any `since_s` gives the same legs.
         self._same_legs_s = math.inf, -math.inf
@@ -85,14 +87,26 @@ class PlaceWork:
         return bool(self._usable)
 
     @property
+    def num_places(self) -> int:
+        """How many jobs the instances of the model run at once."""
+        return self._places[self._model]
+
+    @property
     def num_jobs(self) -> int:
-        """The jobs that run or wait, for all models."""
-        return len(self._jobs) + len(self._legs)
+        """The jobs that run or wait on the instances of the model."""
+        return self._num_running[self._model] + len(self._waiting)
 
     @property
     def num_queued(self) -> int:
-        """The jobs that wait, without those that free instances will take at once."""
-        return max(0, self.num_jobs - max(self.num_places, self._num_running))
+        """The jobs of all models that wait, without those that free instances will take at once.
+        The queue of a cluster and its limit are for all models together.
+        """
+        num_waiting = Counter(self._others_waiting.values())
+        num_waiting[self._model] = len(self._waiting)
+        return sum(
+            max(0, num - max(0, self._places[model] - self._num_running[model]))
+            for model, num in num_waiting.items()
+        )
 
     @property
     def num_busy(self) -> int:
@@ -143,9 +157,12 @@ class PlaceWork:
         # The exact sum does not depend on the order in which jobs came and went.
         return math.fsum([self._prefill_s[job.key] for job in self._queue.ahead_of(new, now_s)])
 
-    def emitted_tokens_per_s(self, pd: str) -> float:
-        """How fast running prefills emit the KVCache that `pd` decodes, in tokens."""
-        return self._emitted.get(pd, 0.0)
+    def emitted_bytes_per_s(self, pd: str, kv: KvProfile) -> float:
+        """How fast running prefills emit the KVCache that `pd` decodes. What leaves at the end of a
+        prefill counts as if it left all the time.
+        """
+        tokens_per_s, prefills_per_s = self._emitted.get(pd, (0.0, 0.0))
+        return kv.token_bytes * tokens_per_s + kv.fixed_bytes * prefills_per_s
 
     def _follow_jobs(
         self, ledger: Ledger, profile: PrefillProfile, since_s: float, *, has_new_times: bool
@@ -171,6 +188,7 @@ class PlaceWork:
             self._jobs.pop(name, None)
             self._legs.pop(name, None)
             self._prefill_s.pop(name, None)
+            self._others_waiting.pop(name, None)
             if name in self._waiting:
                 self._waiting.remove(name)
                 self._queue.remove(name)
@@ -178,7 +196,10 @@ class PlaceWork:
     def _follow_legs(self, ledger: Ledger, since_s: float) -> None:
         # A reported leg never counts as unreported again: a later report without it means its end.
         ledger.legs_reported(self._place, self._jobs.keys())
-        legs, after_s, until_s = {}, -math.inf, math.inf
+        # No report can have a request whose landing is not reserved yet, however long that takes.
+        taken = ledger.taken().items()
+        legs = {f"request {number}": leg for number, leg in taken if leg.place == self._place}
+        after_s, until_s = -math.inf, math.inf
         for name, leg in ledger.unreported(self._place).items():
             if leg.begun_s >= since_s:
                 legs[name], until_s = leg, min(until_s, leg.begun_s)
@@ -201,6 +222,7 @@ class PlaceWork:
             else:
                 submitted_s = self._at_s - item.for_s
             if item.model in self._others:
+                self._others_waiting[name] = item.model
                 continue
             owner, priority = item.pd or self._first_pd, priority_class(item.priority)
             self._waiting.add(name)
@@ -212,7 +234,11 @@ class PlaceWork:
         for job in self._jobs.values():
             if job.instance:
                 by_instance.setdefault(job.instance, []).append(job)
-        self._num_running = sum(map(len, by_instance.values()))
+        self._num_running = Counter(
+            job.model if job.model in self._others else self._model
+            for job in self._jobs.values()
+            if job.instance
+        )
         self._emitted = self._emission(by_instance.values())
         self._running = []
         for name in self._usable:
@@ -222,9 +248,9 @@ class PlaceWork:
                 first_s, begun_s = self._prefill_s[first.transfer_id], self._at_s - first.for_s
                 self._running.append(_Running(name, total_s, first_s, begun_s))
 
-    def _emission(self, instances: Iterable[Sequence[JobReport]]) -> dict[str, float]:
-        """Tokens/s of KVCache by the PD cluster that decodes."""
-        rates: dict[str, float] = {}
+    def _emission(self, instances: Iterable[Sequence[JobReport]]) -> dict[str, tuple[float, float]]:
+        """Tokens/s and prefills/s by the PD cluster that decodes."""
+        rates: dict[str, tuple[float, float]] = {}
         for jobs in instances:
             # An instance runs prefills one after the other, so only the oldest for each PD cluster
             # emits now.
@@ -235,12 +261,20 @@ class PlaceWork:
                     heads[pd] = job
             for pd, job in heads.items():
                 seconds = max(self._prefill_s[job.transfer_id], _LEAST_PREFILL_S)
-                rates[pd] = rates.get(pd, 0.0) + job.uncached_tokens / seconds
+                tokens_per_s, prefills_per_s = rates.get(pd, (0.0, 0.0))
+                rates[pd] = (
+                    tokens_per_s + job.uncached_tokens / seconds,
+                    prefills_per_s + 1 / seconds,
+                )
         return rates
 
     def _seconds(self, job: JobReport | PrefillLeg) -> float:
         assert self._profile is not None
         return self._profile.prefill_s(job.num_tokens, job.num_tokens - job.uncached_tokens)
+
+
+def _num_places(instances: Iterable[InstanceReport], model: str) -> int:
+    return sum(item.max_concurrent for item in instances if serves(item, model))
 
 
 def _age_s(job: JobReport) -> float:

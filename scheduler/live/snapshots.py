@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heapify, heapreplace
 from typing import Final
 
 import msgspec
@@ -17,7 +18,7 @@ from netmon.region_link import LinkView
 from scheduler.live.decode_side import Decoding, decode_view, decoding, landing_room_bytes
 from scheduler.live.learning.cache_moves import CacheMoveLedger
 from scheduler.live.learning.knowledge import ModelKnowledge
-from scheduler.live.ledger import DirectPrompt, Ledger
+from scheduler.live.ledger import DirectPrompt, Ledger, PrefillLeg
 from scheduler.live.place_work import PlaceWork
 from scheduler.live.thresholds import Thresholds
 from scheduler.reports import ClusterReport, InstanceReport, decodes, is_of_model, serves
@@ -277,7 +278,7 @@ class SnapshotMaker(msgspec.Struct, frozen=True):
             num_queued=work.num_queued,
             max_queued=report.max_queued or None,
             queued_s=self._queued_s(work, name, pd, now_s),
-            link=self._filled(link, work.emitted_tokens_per_s(pd)),
+            link=self._filled(link, work, pd),
             links_in=self._links_in(name, report.instances, now_s),
             threshold_tokens=threshold.tokens,
             plan_threshold_tokens=threshold.plan_tokens,
@@ -329,18 +330,25 @@ class SnapshotMaker(msgspec.Struct, frozen=True):
     def _engines(self, pd: ReportDigest, now_s: float) -> ClusterView:
         """The instances that serve a request whole."""
         name, report = pd.source.name, pd.source.report
-        profile = self.knowledge.prefill(self.place(ONE_ENGINE, name))
+        place = self.place(ONE_ENGINE, name)
+        profile = self.knowledge.prefill(place)
         if report is None:
             return ClusterView(name=name, prefill=profile, is_healthy=False)
         direct = self.ledger.direct()
         busy = direct.keys() & pd.whole_names
         free_s = [0.0] * (len(pd.whole) - len(busy))
         free_s += [self._engine_s(item, direct[item], profile, now_s) for item in busy]
+        wanted, taken = (place, self.model), self.ledger.taken().values()
+        coming = [leg for leg in taken if (leg.place, leg.model) == wanted]
+        heapify(free_s)
+        # Nobody knows yet which engine gets which of them: each the one that is free first.
+        for leg in coming if free_s else ():
+            heapreplace(free_s, free_s[0] + _prefill_s(profile, leg))
         return ClusterView(
             name=name,
             prefill=profile,
             free_s=tuple(sorted(free_s)),
-            num_busy=len(busy),
+            num_busy=min(len(free_s), len(busy) + len(coming)),
             is_healthy=report.healthy,
             links_in=self._links_in(name, pd.whole, now_s),
         )
@@ -352,8 +360,7 @@ class SnapshotMaker(msgspec.Struct, frozen=True):
         num_left = 0
         ahead_s = 0.0
         for prompt in given:
-            cached_tokens = prompt.num_tokens - prompt.uncached_tokens
-            prefill_s = profile.prefill_s(prompt.num_tokens, cached_tokens)
+            prefill_s = _prefill_s(profile, prompt)
             spent_s = self.ledger.alone_s(ONE_ENGINE, instance, prompt.begun_s, now_s)
             if spent_s > LATE_FACTOR * (ahead_s + prefill_s) + LATE_S:
                 continue
@@ -362,8 +369,8 @@ class SnapshotMaker(msgspec.Struct, frozen=True):
             num_left += 1
         return ahead_s
 
-    def _filled(self, link: LinkView, emitted_tokens_per_s: float) -> LinkView:
-        """The link with what running prefills will go on to emit.
+    def _filled(self, link: LinkView, work: PlaceWork, pd: str) -> LinkView:
+        """The link to `pd` with what running prefills will go on to emit.
 
         A link that nobody has filled is not known to be too slow for that: a backlog would have
         shown it.
@@ -371,8 +378,12 @@ class SnapshotMaker(msgspec.Struct, frozen=True):
         kv = self.knowledge.kv
         if kv is None or link.is_floor:
             return link
-        rate = kv.token_bytes * emitted_tokens_per_s
-        return msgspec.structs.replace(link, inflow_bytes_per_s=rate)
+        inflow_bytes_per_s = work.emitted_bytes_per_s(pd, kv)
+        return msgspec.structs.replace(link, inflow_bytes_per_s=inflow_bytes_per_s)
+
+
+def _prefill_s(profile: PrefillProfile, work: DirectPrompt | PrefillLeg) -> float:
+    return profile.prefill_s(work.num_tokens, work.num_tokens - work.uncached_tokens)
 
 
 def _layouts(instances: Iterable[InstanceReport], model: str) -> frozenset[str] | None:

@@ -195,9 +195,9 @@ def load_request(
 ) -> AdmissionRequest:
     """A request as admission sees it, without its tenant."""
     known = live.knowledge(model)
-    # No request is refused because of a guess: before any prefill was measured, the present load
-    # counts, which an empty prediction asks for.
-    prediction = predicted if known.is_measured else None
+    # No request is refused because of a guess: before prefills were measured or timed in idle
+    # engines, the present load counts, which an empty prediction asks for.
+    prediction = predicted if known.is_known else None
     kv_bytes = 0.0 if known.kv is None else known.kv.size_bytes(num_tokens)
     return AdmissionRequest(prediction or Prediction(), kv_bytes)
 

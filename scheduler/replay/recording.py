@@ -32,7 +32,7 @@ from scheduler.live.long_term.events import PlanDecisionEvent, PlanEvent
 from scheduler.live.settings import LiveSettings
 from scheduler.live.sharing.events import SharingEvent
 
-FORMAT: Final = 6
+FORMAT: Final = 7
 # A longer frame is no recording, so it must not make the reader allocate its length.
 LENGTH: Final = struct.Struct("<I")
 MAX_FRAME_BYTES: Final = 1 << 30

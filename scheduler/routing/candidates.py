@@ -38,7 +38,7 @@ from scheduler.routing.decision import (
 from scheduler.routing.prediction import Prediction, PrefillTask, predict
 from scheduler.routing.profiles import KvProfile
 from scheduler.routing.service import ALONE, ServiceModel
-from scheduler.routing.views import ClusterView, RegionSnapshot
+from scheduler.routing.views import ClusterView, DecodeView, RegionSnapshot
 
 MOVE_ROUND_TRIPS: Final = 4
 """The round trips of a move beyond its bytes: reserving memory at the destination, the order to the
@@ -320,7 +320,7 @@ def _with_best_cache(
     service = asked.config.service.get(target, ALONE)
     load = asked.snapshot.load(cluster, asked.request.render_s)
     prediction = predict(task, cluster, asked.snapshot.decode, service, load)
-    harm_s = _harm_s(target, prediction, asked.config)
+    harm_s = _harm_s(target, prediction, asked.snapshot.decode, asked.config)
     own = Candidate(target, cluster, prediction, task.cached_tokens, harm_s=harm_s)
     if not asked.request.sendable_tokens:
         return own
@@ -334,13 +334,18 @@ def _with_best_cache(
     return min(others, key=_by_first_token, default=own)
 
 
-def _harm_s(target: str, prediction: Prediction, config: RouteConfig) -> float:
-    """What running answers lose by a prefill: on an engine that decodes, each of its batch gets
-    one token a chunk of the prefill, so it comes later by about the whole prefill.
+def _harm_s(target: str, prediction: Prediction, decode: DecodeView, config: RouteConfig) -> float:
+    """What others lose by a prefill on an engine that decodes: each of its batch gets one token a
+    chunk of the prefill, so it comes later by about the whole prefill. Where requests wait for
+    slots, or will, all of them come later, too.
     """
     if target != ONE_ENGINE:
         return 0.0
-    return config.stream_weight * prediction.prefill_s * prediction.load.decodes
+    delayed = config.stream_weight * prediction.load.decodes
+    num_coming = decode.num_waiting + len(decode.landing_s)
+    if decode.slots_used + num_coming >= decode.slots_total:
+        delayed += num_coming / max(1, decode.num_instances)
+    return prediction.prefill_s * delayed
 
 
 def _by_first_token(candidate: Candidate) -> tuple[bool, float, int]:
@@ -397,7 +402,7 @@ def _with_cache_of(
     )
     if not move.pays:
         return own._replace(move=move)
-    harm_s = _harm_s(own.target, moved, asked.config)
+    harm_s = _harm_s(own.target, moved, asked.snapshot.decode, asked.config)
     return Candidate(own.target, cluster, moved, num_tokens, move, harm_s)
 
 

@@ -50,15 +50,21 @@ class PrefillProfile:
         return replace(self, factor=factor)
 
     def extended(self, reach_tokens: float, other: PrefillProfile) -> PrefillProfile:
-        """This curve up to `reach_tokens`, and from there on as much more as `other` has."""
-        added = self.factor * self._at(reach_tokens) - other.factor * other._at(reach_tokens)
-        pieces = dict(zip(self.starts, _scaled(self), strict=True))
-        pieces = {start: piece for start, piece in pieces.items() if start < reach_tokens}
-        for start, end, (constant, linear, square) in zip(
-            other.starts, (*other.starts[1:], math.inf), _scaled(other), strict=True
-        ):
+        """This curve up to `reach_tokens`. From there on it grows as `other`, but never slower than
+        it did itself.
+        """
+        own = dict(zip(self.starts, _scaled(self), strict=True))
+        pieces = {start: piece for start, piece in own.items() if start < reach_tokens}
+        _, own_linear, own_square = pieces[max(pieces)]
+        at_s = self.factor * self._at(reach_tokens)
+        ends = (*other.starts[1:], math.inf)
+        for start, end, (_, linear, square) in zip(other.starts, ends, _scaled(other), strict=True):
             if end > reach_tokens:
-                pieces[max(start, reach_tokens)] = (added + constant, linear, square)
+                start, linear = max(start, reach_tokens), max(linear, own_linear)
+                square = max(square, own_square)
+                constant = at_s - start * (linear + start * square)
+                pieces[start] = constant, linear, square
+                at_s = constant + end * (linear + end * square)
         return PrefillProfile(tuple(pieces), tuple(pieces.values()))
 
     def curve(self) -> Curve:

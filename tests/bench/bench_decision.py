@@ -181,9 +181,10 @@ class LivingRegion:
         assert predicted is not None
         admit_asked = AdmitAsked(self._num, "", MODEL, 80, predicted, 112, "pd")
         assert scheduler.tell(admit_asked).verdict.admitted
+        scheduler.taken(self._num, MODEL, shape, route)
         scheduler.tell(RequestArrived(MODEL, 80, 0, "pd"))
         key = scheduler.tell(DirectBegun(instance, 80, 80))
-        scheduler.tell(InstanceGiven(instance))
+        scheduler.tell(InstanceGiven(instance, self._num))
         scheduler.tell(DirectOver(key))
         scheduler.tell(DirectAnswered(instance, self._now_s))
         scheduler.ask(FirstToken(MODEL, ONE_ENGINE, predicted, 0.02, False, "pd"))

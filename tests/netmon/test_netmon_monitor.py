@@ -9,6 +9,7 @@ from prometheus_client import generate_latest
 from netmon.estimate import LinkCondition
 from netmon.metrics import LinkMetrics
 from netmon.monitor import LinkMonitor
+from netmon.region_link import LinkPath, LinkView, RegionLink
 from netmon.samples import ProbeResult
 
 MB = 1_000_000
@@ -86,3 +87,53 @@ def test_metrics_show_the_last_report() -> None:
     assert value("condition_changes_total", condition="down") == 0
     metrics.show([])
     assert value("available_bytes_per_second") is None
+
+
+def probe_s(size: float, bytes_per_s: float, rtt_s: float) -> float:
+    """How long a probe takes whose connections double what they send at each round trip."""
+    took_s, window = rtt_s, 4 * 10 * 1448.0
+    while size > window and window < bytes_per_s * rtt_s:
+        took_s, size, window = took_s + rtt_s, size - window, 2 * window
+    return took_s + size / bytes_per_s
+
+
+def idle(
+    gbit: float, rtt_s: float, *, begins_at: float, seconds: int
+) -> tuple[list[LinkView], float]:
+    """What routing sees each second of an idle link that once carried the share `begins_at` of its
+    rate, and the bytes/s that probes take.
+    """
+    rate, num_bytes = gbit * GBIT, 0.0
+    fluid = FluidLink(rate, rtt_s, step_s=1.0)
+    monitor, link, seen = LinkMonitor("a>b"), RegionLink("a", "b"), []
+    for second in range(seconds):
+        fluid.run(1.0)
+        monitor.observe(fluid.sample("a>b"), fluid.now_s)
+        if not second:
+            measured = ProbeResult(acked_bytes=round(2 * begins_at * rate), duration_s=2.0)
+            monitor.observe_probe(measured, fluid.now_s)
+        elif size := monitor.due_probe_bytes(fluid.now_s):
+            num_bytes += size
+            took = ProbeResult(acked_bytes=size, duration_s=probe_s(size, rate, rtt_s))
+            monitor.observe_probe(took, fluid.now_s)
+        link.observe([LinkPath("a/1", "b/1", monitor.report(fluid.now_s), 0.0)], fluid.now_s)
+        seen.append(link.now(fluid.now_s).view())
+    return seen, num_bytes / seconds
+
+
+@pytest.mark.parametrize(("gbit", "rtt_s"), [(0.1, 0.02), (1.0, 0.002), (10.0, 0.02), (100.0, 0.1)])
+def test_an_idle_link_keeps_a_rate_and_is_found_to_have_recovered(
+    gbit: float, rtt_s: float
+) -> None:
+    seen, probes_bytes_per_s = idle(gbit, rtt_s, begins_at=0.01, seconds=1500)
+    assert all(view.available_bytes_per_s for view in seen)
+    # Probes may be too short to say so. The old rate is then a floor, which counts as fast enough.
+    rates = [0.0 if view.is_floor else view.available_bytes_per_s or 0.0 for view in seen]
+    assert all(rate == 0 or rate > 0.5 * gbit * GBIT for rate in rates[620:])
+    assert probes_bytes_per_s < 0.01 * gbit * GBIT
+
+
+def test_an_idle_link_that_has_become_slow_is_known_to_be() -> None:
+    seen, _ = idle(0.1, 0.02, begins_at=10.0, seconds=180)
+    assert not seen[-1].is_floor
+    assert seen[-1].available_bytes_per_s == pytest.approx(0.1 * GBIT, rel=0.5)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from cache_doubles import coverage
+from live_region_cases import teach
 
 from deploy.gateway.api_keys import ApiKey
 from deploy.gateway.cache.region_caches import RegionCaches
@@ -16,6 +17,7 @@ from deploy.gateway.intake.cache_salts import CacheSalts
 from kvmanager.agent.messages import CacheModel, ListCacheReply, PrefixLeaf
 from kvmanager.directory.messages import NodeCoverage, NodeName, NodeState, ResumeRule
 from kvmanager.hashing import block_keys, root_key
+from scheduler.routing.decision import ONE_ENGINE
 
 MODEL = CacheModel("ab" * 16, 64, [(0, 6400, 0)])
 NODE = NodeName("home", "d0")
@@ -251,3 +253,14 @@ async def test_no_client_names_memory_of_the_region(opened: Any, name: str) -> N
         assert region.engine.requests == []
         status, _, _ = await ask(region, "mallory", plain | {"vllm_xargs": {"other": 1}})
         assert status == 200
+
+
+async def test_explanations_are_no_work_ahead_of_the_prompts_of_others(opened: Any) -> None:
+    async with opened() as region:
+        for place, token_s in (("far", 1e-2), (ONE_ENGINE, 2e-2)):
+            teach(region.gateway.scheduler, place, token_s)
+        told = [await ask(region, "mallory", path="/prfaas/cache/explain") for _ in range(5)]
+        assert {answer["target"] for _, _, answer in told} == {"far"}
+        _, headers, _ = await ask(region, "alice")
+        assert headers["x-prfaas-route"] == "prefill_cluster"
+        assert "queue_s=0.0;" in headers["x-prfaas-reason"]

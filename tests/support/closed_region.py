@@ -18,7 +18,14 @@ from typing import Any
 from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
 from scheduler.live.core import LiveScheduler
-from scheduler.live.events import AdmissionOver, AdmitAsked, LinkHeard, ReportHeard, RouteAsked
+from scheduler.live.events import (
+    AdmissionOver,
+    AdmitAsked,
+    LinkHeard,
+    ReportHeard,
+    RequestTaken,
+    RouteAsked,
+)
 from scheduler.live.feedback import (
     AnswerDecoded,
     Calibrated,
@@ -158,18 +165,19 @@ class ClosedRegion:
         asked.target, asked.arrived_s = decision.target, self.now_s
         self.targets[asked.target] = self.targets.get(asked.target, 0) + 1
         self._tell(RequestArrived(MODEL, asked.num_tokens, 0, HOME))
-        asked.was_full = self._tell(InstanceGiven("d0"))
+        tokens, lands_s = asked.num_tokens, asked.predicted.landed_s
+        self._tell(RequestTaken(asked.number, MODEL, asked.target, tokens, tokens, lands_s))
+        asked.was_full = self._tell(InstanceGiven("d0", asked.number))
         asked.begun_s = self.now_s
         if asked.target == ONE_ENGINE:
             asked.key = self._tell(DirectBegun("d0", asked.num_tokens, asked.num_tokens))
             self._direct.append(asked)
             self._step()
             return
-        landed_s = asked.predicted.landed_s
         self._tell(
             LegBegun(
                 str(asked.number), MODEL, asked.target, asked.num_tokens, asked.num_tokens, 0,
-                KV_BYTES, landed_s, instance="d0", pd=HOME,
+                KV_BYTES, lands_s, instance="d0", pd=HOME,
             )
         )  # fmt: skip
         cluster = HOME if asked.target == HAND_OFF else FAR
@@ -253,7 +261,7 @@ class ClosedRegion:
         self._tell(FirstToken(MODEL, asked.target, asked.predicted, ttft_s, *fields))
 
     def _over(self, asked: Asked) -> None:
-        self._tell(AnswerDecoded(MODEL, ANSWER_TOKENS, self.now_s - asked.first_s))
+        self._tell(AnswerDecoded(MODEL, ANSWER_TOKENS, self.now_s - asked.first_s, "d0"))
         self._tell(InstanceOver("d0"))
         if asked.target != ONE_ENGINE:
             self._tell(LegAnswered(str(asked.number)))

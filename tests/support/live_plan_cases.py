@@ -40,7 +40,7 @@ def instance(name: str, role: Role, **changes: object) -> InstanceReport:
         model=MODEL,
         healthy=True,
         draining=False,
-        running=0,
+        running=SLOTS,  # busy, so that it may be helped by another one
         max_concurrent=8,
         decode_slots=SLOTS,
     )

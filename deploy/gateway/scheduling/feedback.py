@@ -145,12 +145,13 @@ class Feedback:
         )
         self.scheduler.tell(event)
 
-    def given(self, instance: str) -> bool:
+    def given(self, instance: str, request: int = 0) -> bool:
         """A decode instance has one more request: a slot is held there, or a prompt was sent.
+        `request` is the number under which admission let it in.
 
         Returns whether the instance was full, so that the request waits inside it.
         """
-        return self.scheduler.ask(InstanceGiven(instance))
+        return self.scheduler.ask(InstanceGiven(instance, request))
 
     def over(self, instance: str) -> None:
         """A request that was `given` is answered, given up or moved elsewhere."""
@@ -270,7 +271,9 @@ class Feedback:
         # A prompt too short to be counted takes little time beside its answer.
         first_s = record.ttft_s if record.is_stream else record.predicted_ttft_s
         seconds = max(0.0, record.total_s - (first_s or 0.0))
-        self.scheduler.tell(AnswerDecoded(model, record.output_tokens, seconds))
+        self.scheduler.tell(
+            AnswerDecoded(model, record.output_tokens, seconds, record.decode_instance)
+        )
 
 
 def _waited_s(predicted: Prediction, parts: TtftParts) -> float:

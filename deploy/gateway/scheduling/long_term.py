@@ -59,6 +59,10 @@ logger = logging.getLogger("prfaas.deploy.gateway")
 
 NUM_DECISIONS: Final = 50
 ERROR: Final = "error"
+SETTLE_S: Final = 30.0
+"""The time from a change of members to the plan for it, seconds. A plan that rests on one look
+would take a disturbance of a moment for the state of a period.
+"""
 
 
 class LongTermService:
@@ -176,11 +180,13 @@ class LongTermService:
         while True:
             await asyncio.sleep(min(LOOK_S, self._section.period_s))
             members = self._scheduler.live.members
-            # A plan for instances that are gone, or without new ones, is solved anew at once.
-            has_changed, known = members.num_changes != known, members.num_changes
-            is_over = self._next_s is None or self._scheduler.clock() >= self._next_s
-            if is_over or has_changed:
-                self._next_s = self._scheduler.clock() + self._section.period_s
+            now_s, period_s = self._scheduler.clock(), self._section.period_s
+            # A plan for instances that are gone, or without new ones, is soon solved anew.
+            if members.num_changes != known and self._next_s is not None:
+                self._next_s = min(self._next_s, now_s + SETTLE_S)
+            known = members.num_changes
+            if self._next_s is None or now_s >= self._next_s:
+                self._next_s = now_s + period_s
                 await self._try_step()
             else:
                 self._try_look()
@@ -282,6 +288,8 @@ class LongTermService:
                 return f"the best division would gain {numbers['gain']:.1%}, which is too little"
             case StepReason.UNSURE:
                 return "a step could be a loss, so uncertain is the traffic that was measured"
+            case StepReason.NOT_BUSY:
+                return "the instances that would get another one beside them have time to spare"
             case StepReason.DWELLING:
                 return "the last conversion, or an attempt at one, was not long ago"
             case StepReason.CONVERTING:

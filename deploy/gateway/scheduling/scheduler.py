@@ -17,6 +17,7 @@ from scheduler.live.core import Event, LiveScheduler, ReportedViews
 from scheduler.live.events import (
     LinkHeard,
     ReportHeard,
+    RequestTaken,
     RouteAsked,
     RouteEarly,
     ThresholdsAsked,
@@ -26,7 +27,7 @@ from scheduler.live.settings import LiveSettings, PdSettings
 from scheduler.live.snapshots import LinkPair, Reported
 from scheduler.live.thresholds import ThresholdNow
 from scheduler.planning.region_model import Uplink
-from scheduler.routing.decision import RequestShape
+from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Decision, RequestShape
 from scheduler.routing.short_term import RouteDecision
 from scheduler.routing.spill import Spill
 
@@ -94,9 +95,41 @@ class RegionScheduler:
         home: str = "",
     ) -> RouteDecision:
         """Where a prompt is computed and decoded. Clusters in `excluded` are passed over. `home` is
-        the PD cluster that the request belongs to; "" is the first one.
+        the PD cluster that the request belongs to; "" is the first one. Asking changes nothing;
+        `taken` says that the route is gone.
         """
         return self.ask(RouteAsked(model, shape, priority, excluded, home))
+
+    def taken(
+        self,
+        request: int,
+        model: str,
+        shape: RequestShape,
+        decision: Decision,
+        *,
+        priority: int = 0,
+    ) -> None:
+        """The request of this number in `AdmitAsked` goes the way of `decision` from now on."""
+        predicted, saved_tokens, cached_tokens = None, 0, shape.local_cached_tokens
+        if isinstance(decision, RouteDecision):
+            predicted = decision.predicted
+            saved_tokens = decision.move.saved_tokens if decision.move.pays else 0
+        if decision.target not in (HAND_OFF, ONE_ENGINE):
+            cached_tokens = shape.prefill_cached_tokens.get(decision.target, 0)
+        num_tokens = shape.num_prompt_tokens
+        lands_s = 0.0 if predicted is None else predicted.landed_s
+        self.tell(
+            RequestTaken(
+                request,
+                model,
+                decision.target,
+                num_tokens,
+                max(0, num_tokens - cached_tokens - saved_tokens),
+                lands_s,
+                priority,
+                decision.pd,
+            )
+        )
 
     def route_early(
         self, model: str, shape: RequestShape, *, priority: int = 0, home: str = ""

@@ -111,6 +111,8 @@ class Exchange:
     the duration that `record.parts` has.
     """
     accepted: AcceptedBody
+    number: int = 0
+    """The number under which admission let the request in; 0 before."""
     predicted: Prediction | None = None
     """What was predicted for the route that is being taken; None if nothing usable was."""
     was_full: bool = False

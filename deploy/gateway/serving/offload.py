@@ -56,6 +56,8 @@ from transport.rpc import RpcError
 logger = logging.getLogger("prfaas.deploy.gateway")
 
 _Leg: TypeAlias = asyncio.Task[PrefillResult | PrefillFailed]
+TryElsewhere: TypeAlias = Callable[[], RouteDecision | None]
+"""The route to another prefill cluster; None if there is none, or no try is left."""
 
 
 class NotOffloaded(Exception):
@@ -67,11 +69,12 @@ class NotOffloaded(Exception):
 
 
 class PrefillLost(Exception):
-    """The prefill leg failed early enough to try another prefill cluster."""
+    """The prefill leg failed early enough to try another prefill cluster, by `elsewhere`."""
 
-    def __init__(self, target: str, error: PrefillFailed) -> None:
+    def __init__(self, target: str, error: PrefillFailed, elsewhere: RouteDecision) -> None:
         super().__init__(f"{target}: {error}")
         self.target = target
+        self.elsewhere = elsewhere
 
 
 class Offload:
@@ -107,10 +110,11 @@ class Offload:
         self._leg: _Leg | None = None
         exchange.hold()
 
-    async def open(self, try_elsewhere: Callable[[], bool]) -> EngineAnswer:
+    async def open(self, try_elsewhere: TryElsewhere) -> EngineAnswer:
         """The decode engine's answer, once it has begun.
 
-        If the prefill leg fails before and `try_elsewhere()` is true, raises `PrefillLost`.
+        If the prefill leg fails before and `try_elsewhere()` gives a route to another prefill
+        cluster, raises `PrefillLost`.
         Otherwise the decode engine prefills by itself, and `decision` changes to say so. Also
         raises `NotOffloaded`, `EngineLost`, `EngineTimeout`.
         """
@@ -179,7 +183,7 @@ class Offload:
             self._exchange.not_reserved(self._exchange.elapsed_s() - started_s, reason)
             raise NotOffloaded(reason, str(error) or "no answer in time") from error
         reserve_s = self._exchange.elapsed_s() - started_s
-        was_full = self._feedback.given(slot.instance)
+        was_full = self._feedback.given(slot.instance, self._exchange.number)
         self._exchange.given(slot.instance, slot.reason, was_full=was_full)
         self._exchange.reserved(slot, reserve_s, self._saved_bytes(slot))
         return slot
@@ -325,15 +329,13 @@ class Offload:
         leg.cancel()
         return self._prefill_failed(PrefillFailed("transfer_failed", f"landing {landing.error}"))
 
-    def _lost(
-        self, slot: DecodeSlot, error: PrefillFailed, try_elsewhere: Callable[[], bool]
-    ) -> None:
+    def _lost(self, slot: DecodeSlot, error: PrefillFailed, try_elsewhere: TryElsewhere) -> None:
         """Give the landing back and fall back; raises `PrefillLost` to go elsewhere instead."""
         # Prefill instances of the same cluster are no other place, so the decode engine computes.
         # Other clusters would refuse the same media, and the client is to hear why from an engine.
         if self._routed.target != HAND_OFF and not (self._media and error.code == "rejected"):
-            if try_elsewhere():
-                raise PrefillLost(self._routed.target, error)
+            if (elsewhere := try_elsewhere()) is not None:
+                raise PrefillLost(self._routed.target, error, elsewhere)
             if self._services.refuses_local_prefill:
                 raise PrefillUnavailable(Reason.PREFILL_FAILED)
         self.decision = fall_back(self.decision, Reason.PREFILL_FAILED)
@@ -372,7 +374,7 @@ class Offload:
         decoding: Coroutine[Any, Any, EngineAnswer],
         slot: DecodeSlot,
         leg: _Leg,
-        try_elsewhere: Callable[[], bool],
+        try_elsewhere: TryElsewhere,
     ) -> EngineAnswer:
         """The answer of `decoding`; if `leg` fails before it begins, the landing is given back."""
         opening = self._services.background.begin(

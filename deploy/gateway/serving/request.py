@@ -139,6 +139,7 @@ class Serving:
             checked=self._end_admission,
             reserved=reserved,
         )
+        self._exchange.number = self._end_admission.number
 
     async def _open_planned(self, plan: RequestPlan) -> EngineAnswer:
         decision, was_remote = plan.decision, False
@@ -156,7 +157,7 @@ class Serving:
                 decision = fall_back(decision, error.reason)
             except PrefillLost as error:
                 self._lost_clusters.add(error.target)
-                decision = self._route(plan)
+                decision = error.elsewhere
                 self._retried(Reason.PREFILL_FAILED)
             except PdError as error:
                 decision = self._lost_pds.elsewhere(decision, error, lambda: self._route(plan))
@@ -174,6 +175,14 @@ class Serving:
     async def _try(self, decision: Decision, plan: RequestPlan) -> EngineAnswer:
         planned = plan
         plan = self._at(plan, decision.pd)
+        # Until an instance has the request, others are predicted and let in beside it.
+        self._services.scheduler.taken(
+            self._exchange.number,
+            self._inbound.model,
+            plan.shape,
+            decision,
+            priority=self._inbound.priority,
+        )
         # Here and not before: a second route may move another prefix.
         plan = await self._with_moved_cache(decision, plan)
         if plan.token_ids is None or not (
@@ -183,7 +192,7 @@ class Serving:
         offload = Offload(self._services, self._exchange, decision, plan, plan.token_ids)
         is_answered = False
         try:
-            answer = await offload.open(lambda: self._has_another_cluster(decision, planned))
+            answer = await offload.open(lambda: self._another_cluster(decision, planned))
             self._check_first_answer(answer)
             is_answered = self._is_landed = True
             return answer
@@ -212,11 +221,12 @@ class Serving:
             return plan
         return replace(plan, cached=cached, shape=cached.shape(plan.shape))
 
-    def _has_another_cluster(self, decision: Decision, plan: RequestPlan) -> bool:
-        """Whether a try is left and another prefill cluster would take it."""
+    def _another_cluster(self, failed: Decision, plan: RequestPlan) -> RouteDecision | None:
+        """The route to another prefill cluster; None if there is none, or no try is left."""
         if self._tries_left <= 0:
-            return False
-        return self._route(plan, {decision.target}).route == "prefill_cluster"
+            return None
+        found = self._route(plan, {failed.target})
+        return found if found.route == "prefill_cluster" else None
 
     async def _open_direct(self, plan: RequestPlan, pd: str) -> EngineAnswer:
         """The answer of an engine of a PD cluster that serves the request alone."""
@@ -226,16 +236,17 @@ class Serving:
         if target.instance in self._lost_instances and self._lost_pds.may_leave(pd):
             services.pds[pd].request_ended(target.instance)
             raise NoInstance(f"{pd}: the only engine left has failed this request")
+        # The front counts it from now on, too, so that a report has it at most once.
+        was_full = feedback.given(target.instance, exchange.number)
+        exchange.given(target.instance, target.reason, was_full=was_full)
         try:
             done = await encode_media(services, exchange, plan, pd, target)
         except BaseException:
-            services.pds[pd].request_ended(target.instance)
+            self._leave(pd, target.instance)
             raise
         # Taken before the request is sent: the engine may answer before `open` returns.
         begun_s = services.scheduler.clock()
         key = feedback.direct_begun(target.instance, plan.shape)
-        was_full = feedback.given(target.instance)
-        exchange.given(target.instance, target.reason, was_full=was_full)
         try:
             answer = await services.engines.open(
                 target.instance,

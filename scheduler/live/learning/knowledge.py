@@ -24,6 +24,7 @@ from scheduler.live.learning.learned_profile import (
     ProfileState,
     profile_through,
 )
+from scheduler.live.learning.means import Mean, MeanState, StepLine
 from scheduler.live.learning.measured_traffic import TrafficMeter, TrafficState
 from scheduler.live.learning.media_knowledge import MediaKnowledge, MediaPlaceState
 from scheduler.live.learning.place_services import PlaceServices
@@ -33,7 +34,6 @@ from scheduler.routing.prediction import Prediction
 from scheduler.routing.profiles import KvProfile, PrefillProfile
 from scheduler.routing.service import ALONE, ServiceModel
 
-MEAN_GAIN: Final = 0.05
 FAR_BEYOND: Final = 2.0
 """A place whose longest prompt was this many times shorter than another's is not believed beyond
 it: its times grow there as the other's do.
@@ -42,13 +42,6 @@ NUM_ERRORS: Final = 64
 NUM_SIZES: Final = 64
 MAX_CALIBRATIONS: Final = 16
 """The keys that are remembered of a place, the latest ones."""
-
-
-class MeanState(msgspec.Struct, frozen=True, array_like=True):
-    """An average, and the number of values that it rests on."""
-
-    num_seen: int
-    value: float | None
 
 
 class PlaceState(msgspec.Struct, frozen=True, array_like=True):
@@ -78,31 +71,8 @@ class KnowledgeState(msgspec.Struct, frozen=True, array_like=True):
     """The traffic of each home, where there are several."""
     media: dict[str, MediaPlaceState] = {}
     """What prompts with media have taught, by place."""
-
-
-class Mean:
-    """An exponential average. Its first `1 / gain` values weigh alike; None before the first."""
-
-    def __init__(self, gain: float = MEAN_GAIN) -> None:
-        self._gain = gain
-        self._num_seen = 0
-        self.value: float | None = None
-
-    def state(self) -> MeanState:
-        """The argument of `restore`."""
-        return MeanState(self._num_seen, self.value)
-
-    def restore(self, state: MeanState) -> None:
-        """Go on from a state."""
-        self._num_seen, self.value = state.num_seen, state.value
-
-    def observe(self, value: float) -> None:
-        """Add a value. Values that are not finite are ignored."""
-        if not math.isfinite(value):
-            return
-        self._num_seen += 1
-        gain = max(self._gain, 1 / self._num_seen)
-        self.value = value if self.value is None else self.value + gain * (value - self.value)
+    steps: list[tuple[MeanState, MeanState]] = []
+    """What `StepLine` keeps."""
 
 
 class KvMeter:
@@ -167,6 +137,7 @@ class ModelKnowledge:
         self._kv = KvMeter()
         self._decode = Mean()
         self._step = Mean()
+        self._steps = StepLine()
 
     @classmethod
     def restored(cls, state: KnowledgeState, now_s: float) -> ModelKnowledge:
@@ -190,6 +161,7 @@ class ModelKnowledge:
             found._kv.observe(*size)
         found._decode.restore(state.decode)
         found._step.restore(state.step)
+        found._steps.restore(state.steps)
         found.media.restore(state.media.items(), now_s)
         return found
 
@@ -205,6 +177,7 @@ class ModelKnowledge:
             self._step.state(),
             {home: traffic.state(now_s) for home, traffic in self._homes.items()},
             self.media.state(now_s),
+            self._steps.state(),
         )
 
     def _place_state(self, place: str, now_s: float) -> PlaceState:
@@ -327,13 +300,10 @@ class ModelKnowledge:
         return sorted({*self._profiles, *self._services.places})
 
     @property
-    def is_measured(self) -> bool:
-        """Whether any prefill was measured. Before that, predictions are mere guesses."""
-        return any(learned.num_seen > 0 for learned in self._profiles.values())
-
-    @property
     def is_known(self) -> bool:
-        """Whether enough was measured for predictions to overrule thresholds."""
+        """Whether enough was measured, or timed in an idle instance, for predictions to overrule
+        thresholds and to refuse requests. Before that they are mere guesses.
+        """
         return any(learned.is_known for learned in self._profiles.values())
 
     @property
@@ -348,8 +318,12 @@ class ModelKnowledge:
 
     @property
     def step_s(self) -> float | None:
-        """Time from one token to the next."""
+        """Time from one token to the next, as it was of late."""
         return self._step.value
+
+    def full_step_s(self, batch_size: int) -> float | None:
+        """The same in a batch of this size, however small batches are now."""
+        return self._steps.at(batch_size) or self._step.value
 
     def service(self, place: str, now_s: float) -> ServiceModel:
         """How requests are served there beside others; `ALONE` without a recent observation."""
@@ -394,9 +368,14 @@ class ModelKnowledge:
         services = self.media if has_media else self._services
         services.observe(place, predicted, measured_s - waited_s, now_s)
 
-    def decoded(self, num_tokens: int, seconds: float, now_s: float) -> None:
-        """An answer of `num_tokens` ended `seconds` after its first token."""
+    def decoded(
+        self, num_tokens: int, seconds: float, now_s: float, batch: int | None = None
+    ) -> None:
+        """An answer of `num_tokens` ended `seconds` after its first token, in a `batch` of so many
+        requests where that is known.
+        """
         self.traffic.finished(num_tokens, now_s)
         self._decode.observe(seconds)
         if num_tokens > 1:
             self._step.observe(seconds / (num_tokens - 1))
+            self._steps.observe(batch or 0, seconds / (num_tokens - 1))

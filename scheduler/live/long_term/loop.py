@@ -14,6 +14,9 @@ Rules:
 2. Convert when the best division gains `min_gain` or more, and when the next step is no loss even
    if the measured means are off by `NUM_ERRORS` standard errors in the unlucky direction. So the
    noise of few samples converts nothing, and no other threshold is needed.
+   An instance is given only to a role whose instances are busy (`BUSY_SHARE`): a gain of the
+   highest rate is none while nobody asks for it, and a plan whose model is wrong is contradicted by
+   a stage with time to spare.
 3. Each step converts one instance of a cluster, towards the best division. Throughput is concave in
    the division, so every step gains, and a wrong one costs little. A change by several instances
    takes as many steps.
@@ -57,6 +60,7 @@ from scheduler.live.long_term.encode_step import (
     raised,
 )
 from scheduler.live.long_term.step_config import (
+    BUSY_SHARE,
     MAX_ERROR,
     NUM_ERRORS,
     ROUNDING,
@@ -136,6 +140,10 @@ class LongTermQuestion:
     changed_encode: Mapping[str, tuple[float, int]] = field(
         default_factory=lambda: MappingProxyType({})
     )
+    busy: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    """How busy the instances of the PD cluster were in the last period, by role. A role that is not
+    here counts as busy: no report says how much it can do.
+    """
 
     def answer(self) -> LongTermDecision:
         """Decide. Takes milliseconds to seconds, and may be called in any thread."""
@@ -173,6 +181,8 @@ class LongTermQuestion:
         left = search.left_share(measured.rate_rps)
         numbers = {"encode_gain": found.gain, "encode_left": left}
         goal = EncodeGoal.of(search.best, stage, measured.rate_rps)
+        if found.way < 0 and not self._is_busy(found.role or ""):
+            found = replace(found, after=None)
         if found.after is None or found.role is None:
             # What the stage leaves to instances that prefill is work of theirs.
             region = raised(self.region, left * stage.own_s if stage.num_encode else stage.own_s)
@@ -257,9 +267,14 @@ class LongTermQuestion:
         if _gain(after, present) < self.config.min_gain / num_steps:
             return StepReason.SMALL_GAIN
         ways = {int(np.sign(n)) for n in _steps(self.current.num_prefill, after).values() if n}
+        if not all(self._is_busy("prefill" if way > 0 else "decode") for way in ways):
+            return StepReason.NOT_BUSY
         if all(self._holds(measured, way, present, after) for way in ways):
             return StepReason.CONVERT
         return StepReason.UNSURE
+
+    def _is_busy(self, role: str) -> bool:
+        return self.busy.get(role, 1.0) >= BUSY_SHARE
 
     def _holds(self, measured: MeasuredTraffic, way: int, present: Plan, after: Plan) -> bool:
         """Whether the step is no loss with the means off against it. `way` is 1 towards more

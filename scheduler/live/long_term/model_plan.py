@@ -134,6 +134,7 @@ class ModelPlan:
             joint=joint,
             encode=modelled.encode,
             changed_encode=dict(self.changed_encode),
+            busy=modelled.busy,
         )
 
     def decide(self) -> LongTermDecision | None:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
 from scheduler.live.learning.knowledge import ModelKnowledge
 from scheduler.live.learning.learned_profile import MIN_SEEN, LearnedProfile
@@ -38,7 +37,7 @@ HEALTHY_SHARE: Final = 0.5
 """An instance counts if it was healthy for at least this share of a period."""
 
 UNFILLED_BYTES_PER_S: Final = 12.5e9
-"""The rate assumed for a link that nobody has filled, bytes/s. Such a link does not limit the
+"""The rate assumed for a link that nobody has ever filled, bytes/s. Such a link does not limit the
 region now. Should a plan fill it, the next period knows its rate.
 """
 
@@ -55,10 +54,13 @@ class LinkMean:
 
 @dataclass(frozen=True, slots=True)
 class PeriodMeans:
-    """A period in means. `healthy` is the share of it, by cluster, then by instance and model."""
+    """A period in means. `healthy` is the share of it, by cluster, then by instance and model.
+    `busy` is how busy the instances of a cluster with a role and a model were.
+    """
 
     links: Mapping[LinkPair, LinkMean] = field(default_factory=dict)
     healthy: Mapping[str, Mapping[tuple[str, str], float]] = field(default_factory=dict)
+    busy: Mapping[tuple[str, Role, str], float] = field(default_factory=dict)
 
     def lasting(self, cluster: str, model: str) -> set[str]:
         """The instances of a cluster that were healthy for long enough, for this model."""
@@ -78,8 +80,8 @@ class PeriodMeter:
     """Makes the means of a period from samples at even intervals."""
 
     def __init__(self) -> None:
-        self.filled: set[LinkPair] = set()
-        """Links whose rate was known once."""
+        self.measured: dict[LinkPair, float] = {}
+        """The mean rate of each link in the last period in which it was measured."""
         self._clear()
 
     def see(self, reports: Iterable[Reported], links: Mapping[LinkPair, LinkView]) -> None:
@@ -87,10 +89,14 @@ class PeriodMeter:
         self._num_looks += 1
         for source in reports:
             counts = self._healthy.setdefault(source.name, {})
-            for item in source.report.instances if source.report is not None else ():
+            if source.report is None:
+                continue
+            computing = {job.instance for job in source.report.jobs}
+            for item in source.report.instances:
                 if item.healthy:
                     key = item.name, item.model
                     counts[key] = counts.get(key, 0) + 1
+                    self._see_load(source.name, item, item.running or item.name in computing)
         for pair, link in links.items():
             self._see_link(pair, link)
 
@@ -101,48 +107,53 @@ class PeriodMeter:
             cluster: {key: num / self._num_looks for key, num in counts.items()}
             for cluster, counts in self._healthy.items()
         }
+        busy = {key: math.fsum(shares) / len(shares) for key, shares in self._busy.items()}
         self._clear()
-        return PeriodMeans(links, healthy)
+        return PeriodMeans(links, healthy, busy)
+
+    def forget_health(self) -> None:
+        """Begin the means of instances anew, because some have joined or left."""
+        self._num_looks = 0
+        self._busy: dict[tuple[str, Role, str], list[float]] = {}
+        self._healthy: dict[str, dict[tuple[str, str], int]] = {}
+
+    def _see_load(self, cluster: str, item: InstanceReport, num_running: int) -> None:
+        """Note how busy an instance is: one prefill takes all of it, decodes fill its slots. How
+        much one that encodes can do, no report says.
+        """
+        role: Role = "decode" if item.role == "both" else item.role
+        num_places = {"prefill": 1, "decode": item.decode_slots}.get(role, 0)
+        if num_places and not item.draining and item.role_ready:
+            share = min(1.0, num_running / num_places)
+            self._busy.setdefault((cluster, role, item.model), []).append(share)
 
     def _see_link(self, pair: LinkPair, link: LinkView) -> None:
         self._rtts[pair] = link.rtt_s
         rate = link.available_bytes_per_s
-        if rate is None:
-            # No rate yet: an empty list marks a link that may be planned with as unfilled.
-            if self._is_forgotten(pair, link):
-                self._floors.setdefault(pair, [])
-        elif link.is_floor:
-            self._floors.setdefault(pair, []).append(rate)
-        else:
-            self._rates.setdefault(pair, []).append(rate)
-            self.filled.add(pair)
-
-    def _is_forgotten(self, pair: LinkPair, link: LinkView) -> bool:
-        """Whether a rate was known and is too old now.
-
-        Such a link stays in the plan. Otherwise a link that no prompt is long enough for would
-        never be used again.
-        """
-        return link.state is LinkCondition.CLEAR and pair in self.filled
+        if rate is not None:
+            (self._floors if link.is_floor else self._rates).setdefault(pair, []).append(rate)
 
     def _rate(self, pair: LinkPair) -> float | None:
         """The mean rate, where a floor counts as at least the highest measured rate.
 
         Otherwise a few seconds of congestion would stand for a period in which the link was mostly
-        idle.
+        idle. A link that nobody measured has the last mean until a floor is above it: silence is no
+        news, and the plan must go on with what the link was found to carry.
         """
         rates, floors = self._rates.get(pair, []), self._floors.get(pair, [])
         if not rates:
-            return UNFILLED_BYTES_PER_S if pair in self._floors else None
+            known = self.measured.get(pair, UNFILLED_BYTES_PER_S if floors else None)
+            return None if known is None else max([known, *floors])
+        # While the link was down, nothing was found out about its rate.
+        if up := [rate for rate in rates if rate > 0]:
+            self.measured[pair] = math.fsum(up) / len(up)
         most = max(rates)
         seen = [*rates, *(max(most, floor) for floor in floors)]
         return math.fsum(seen) / len(seen)
 
     def _clear(self) -> None:
-        self._num_looks = 0
+        self.forget_health()
         self._floors: dict[LinkPair, list[float]] = {}
-        """It also has links that nobody filled and whose rate is unknown."""
-        self._healthy: dict[str, dict[tuple[str, str], int]] = {}
         self._rates: dict[LinkPair, list[float]] = {}
         self._rtts: dict[LinkPair, float] = {}
 
@@ -175,13 +186,15 @@ class RegionFacts:
 @dataclass(frozen=True, slots=True)
 class Modelled:
     """The region, its present settings, and what was left out of it and why. `encode` is the encode
-    stage of the PD cluster, None where none can be planned or there is nothing to encode.
+    stage of the PD cluster, None where none can be planned or there is nothing to encode. `busy` is
+    how busy its instances were, by role.
     """
 
     region: Region
     current: Allocation
     notes: tuple[str, ...] = ()
     encode: EncodeStage | None = None
+    busy: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +207,7 @@ class NotModelled:
 def model_region(facts: RegionFacts) -> Modelled | NotModelled:
     """The region for the planner, or everything that is missing for one.
 
-    A prefill cluster that was away for the period is left out. The time of a decode step is taken
-    as measured; a step of a full batch may take longer.
+    A prefill cluster that was away for the period is left out.
     """
     if facts.traffic is None:
         return NotModelled("no request has ended yet")
@@ -217,9 +229,13 @@ def model_region(facts: RegionFacts) -> Modelled | NotModelled:
         num_decode={pd.name: num_decode},
         converting=facts.converting,
     )
-    if facts.media is None:
-        return Modelled(region, current, tuple(notes))
-    return _with_media(Modelled(region, current, tuple(notes)), facts, facts.media)
+    busy: dict[str, float] = {
+        role: share
+        for (cluster, role, model), share in facts.means.busy.items()
+        if cluster == pd.name and model in ("", facts.model)
+    }
+    found = Modelled(region, current, tuple(notes), busy=busy)
+    return found if facts.media is None else _with_media(found, facts, facts.media)
 
 
 def _with_media(found: Modelled, facts: RegionFacts, media: MediaDemand) -> Modelled:
@@ -336,8 +352,10 @@ def _pd_cluster(facts: RegionFacts, missing: list[str], notes: list[str]) -> PdC
     if not (learned.is_known and slots and known.step_s):
         return None
     batch_size = round(sum(slots) / len(slots))
+    # Equation 5 wants the step of a full batch. Small batches of quiet hours have short steps.
+    step_s = known.full_step_s(batch_size) or known.step_s
     curve = learned.profile.curve()
-    return PdClusterModel(name, num_prefill + num_decode, curve, batch_size, known.step_s)
+    return PdClusterModel(name, num_prefill + num_decode, curve, batch_size, step_s)
 
 
 def _prefill_clusters(

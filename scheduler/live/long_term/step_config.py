@@ -20,6 +20,10 @@ MAX_ERROR: Final = 0.5
 ROUNDING: Final = 1e-9
 
 
+BUSY_SHARE: Final = 0.5
+"""A stage whose instances are less busy than this needs no other one."""
+
+
 class StepReason(StrEnum):
     """Why instances are converted, or why not. Values are stable: they are metric labels."""
 
@@ -31,6 +35,7 @@ class StepReason(StrEnum):
     CONVERTING = "converting"
     TOO_FEW_REQUESTS = "too_few_requests"
     NO_ROUTE = "no_route"
+    NOT_BUSY = "not_busy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

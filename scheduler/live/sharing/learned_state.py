@@ -17,7 +17,7 @@ from scheduler.live.core import Event, LiveScheduler
 from scheduler.live.learning.cache_moves import MeasuredMoves
 from scheduler.live.learning.knowledge import KnowledgeState, ModelKnowledge
 
-VERSION: Final = 2
+VERSION: Final = 3
 """A state of another version is not read: its fields may mean something else."""
 
 
@@ -57,7 +57,8 @@ class PlanState(msgspec.Struct, frozen=True, array_like=True):
 class LearnedState(msgspec.Struct, frozen=True, array_like=True):
     """Everything that one gateway has learnt.
 
-    `filled_links` are links whose rate was once known. `links` are the rates that are remembered.
+    `measured_links` are the mean rates in the last periods in which links were measured. `links`
+    are the rates that are remembered.
     `spent` are the levels of the token buckets of tenants that are not full. `heard` says how many
     observations of each gateway the rest contains.
     """
@@ -66,7 +67,7 @@ class LearnedState(msgspec.Struct, frozen=True, array_like=True):
     moves: list[MeasuredMoves]
     plan: PlanState
     spent: dict[str, float]
-    filled_links: list[tuple[str, str]]
+    measured_links: list[tuple[str, str, float]]
     links: list[LinkRate]
     heard: dict[str, int]
 
@@ -87,7 +88,7 @@ class StateRestored(Event[None], frozen=True):
         }
         live.replace_knowledge(models)
         live.moves.restore(state.moves, made_s)
-        live.period.filled |= set(state.filled_links)
+        live.period.measured |= {(a, b): rate for a, b, rate in state.measured_links}
         live.tenants.restore(state.spent, made_s)
         # The numbers belong to the state: what was heard before it has given way.
         live.heard = dict(state.heard)
@@ -114,7 +115,7 @@ def learned_state(
         moves=live.moves.state(now_s),
         plan=plan_state(live, now_s),
         spent=live.tenants.state(now_s),
-        filled_links=sorted(live.period.filled),
+        measured_links=sorted((*pair, rate) for pair, rate in live.period.measured.items()),
         links=list(links),
         heard=dict(live.heard),
     )

@@ -16,9 +16,9 @@ from deploy.gateway.scheduling.config import LongTermSection
 from deploy.gateway.scheduling.long_term import NUM_DECISIONS, LongTermService
 from deploy.gateway.scheduling.plan_metrics import PlanMetrics
 from deploy.gateway.scheduling.plan_overview import PlanDecision, PlanOverview
-from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
 from scheduler.encoding.line import EncodeLine
+from scheduler.live.feedback import AnswerDecoded
 from scheduler.live.long_term.conversion import ConversionOutcome, ConversionWish
 from scheduler.reports import EncodeInstanceReport, EncodeReport
 
@@ -111,6 +111,39 @@ async def test_it_sets_t_and_converts_and_sets_t_again(
     assert metrics.value("gain_ratio", model_name=MODEL, cluster="near") == pytest.approx(
         decision.numbers["gain"]
     )
+
+
+async def test_a_quiet_night_gives_no_decode_instance_away(make: Make) -> None:
+    live = LiveRegion(pd=near(3, 5))
+    teach(live.knowledge, 600, now_s=live.now_s)
+    by_day = (await make(live).decide()).goal
+    # Small batches have short steps; those of full ones were seen by day.
+    for running, step_s in ((20, 0.025), (2, 0.012)):
+        live.pd = cluster(
+            "near", *[msgspec.structs.replace(i, running=running) for i in near(3, 5).instances]
+        )
+        live.scheduler.links()  # hear the report
+        for _ in range(200):
+            live.scheduler.tell(AnswerDecoded(MODEL, 1025, 1024 * step_s, "d-0"))
+    assert live.knowledge.step_s == pytest.approx(0.012, rel=0.01)
+    by_night = (await make(live).decide()).goal
+    assert by_day is not None
+    assert by_night is not None
+    assert by_night.num_prefill == by_day.num_prefill
+    assert by_night.max_rps == pytest.approx(by_day.max_rps, rel=0.02)
+
+
+async def test_nothing_is_converted_for_a_rate_that_nobody_asks_for(
+    live: LiveRegion, make: Make
+) -> None:
+    busy, live.pd = live.pd, near(4, 4)
+    for number in range(4):
+        live.change(f"p-{number}", running=0)
+    decision = await make().decide()
+    assert (decision.reason, live.roles.asked) == ("not_busy", [])
+    assert "time to spare" in decision.done[0] or decision.done[0].startswith("planned threshold")
+    live.pd = busy
+    assert (await make().decide()).reason == "convert"
 
 
 async def test_wanted_instances_follow_the_load_and_not_what_there_is(
@@ -379,7 +412,7 @@ async def test_the_overview_is_json_and_keeps_the_last_decisions(
 ) -> None:
     service = make(mode="advise")
     await service.decide()
-    live.link = LinkView(state=LinkCondition.CONGESTED)
+    live.pd = None
     live.now_s += 10.0
     for _ in range(NUM_DECISIONS):
         live.now_s += 1.0

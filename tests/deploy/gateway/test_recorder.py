@@ -213,12 +213,12 @@ def test_a_state_without_a_field_of_this_version_is_an_error(tmp_path: Path) -> 
         entries = written[stream.tell() :]
     assert isinstance(header, Header)
     live = scheduler_of(header)
-    del live.ledger._routed
+    del live.ledger._taken
     path.write_bytes(frame_of(header_of(live, "0.0.1", 0.0).packed()) + entries)
     told = CliRunner().invoke(simulate_app, ["--recording", str(tmp_path)])
     assert told.exit_code == 2, told.output
     assert "whose state this one cannot use" in told.output
-    assert "_routed" in told.output
+    assert "_taken" in told.output
     assert "0.0.1" in told.output
 
 

@@ -217,13 +217,15 @@ def test_without_prefill_clusters_estimated_lengths_teach_too() -> None:
     case.feedback.counted(MODEL, PromptContent(4000), 1000)
     # Beside prefill clusters the longer prompts are counted, and say more.
     case.feedback.direct_took(MODEL, estimated, 0.1)
-    assert not case.known.is_measured
+    assert not case.known.profile(ONE_ENGINE).num_seen
     alone = Case(prefill_clusters=())
     alone.feedback.direct_took(MODEL, estimated, 0.1)
-    assert not alone.known.is_measured  # not even the bytes of a token are known yet
+    assert not alone.known.profile(
+        ONE_ENGINE
+    ).num_seen  # not even the bytes of a token are known yet
     alone.feedback.counted(MODEL, PromptContent(4000), 1000)
     alone.feedback.direct_took(MODEL, replace(estimated, has_bound_media=True), 9.0)
-    assert not alone.known.is_measured
+    assert not alone.known.profile(ONE_ENGINE).num_seen
     alone.feedback.direct_took(MODEL, estimated, 0.1)
     assert alone.known.prefill(ONE_ENGINE).prefill_s(1000) == pytest.approx(0.1)
 
@@ -238,7 +240,8 @@ def test_nobody_is_refused_for_a_guess() -> None:
 
     never = Prediction(queue_s=math.inf)
     assert load(never) == 0.5
-    case.prefilled()
+    for _ in range(3):
+        case.prefilled()
     assert load(never) is None
     assert load(None) == 0.5
 

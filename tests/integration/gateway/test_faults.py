@@ -7,9 +7,11 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from live_region_cases import teach
 
 from deploy.gateway.serving import request as serving
 from prfaas.engines.errors import PrefillFailed
+from scheduler.routing.decision import ONE_ENGINE
 
 
 async def read_events(response: Any) -> tuple[bytes, bool]:
@@ -76,6 +78,25 @@ async def test_another_prefill_cluster_is_tried_first(open_region: Any) -> None:
         assert status == 200
         assert headers["x-prfaas-route"] == "local"
         await region.assert_nothing_held()
+
+
+async def test_a_failed_prefill_is_no_work_ahead_of_its_own_second_try(open_region: Any) -> None:
+    async with open_region(prefill=("a", "b")) as region:
+        first, second = region.prefill["a"], region.prefill["b"]
+        for place, token_s in (("a", 0.9e-2), ("b", 1e-2), (ONE_ENGINE, 1.5e-2)):
+            teach(region.gateway.scheduler, place, token_s)
+        second.gate.clear()
+        first.is_healthy = False
+        await region.heard()
+        other = asyncio.create_task(region.post(region.long_body()))
+        await region.until(lambda: second.num_running == 1)
+        first.is_healthy, first.error = True, PrefillFailed("engine_failed", "killed")
+        await region.heard()
+        retried = asyncio.create_task(region.post(region.long_body()))
+        await region.until(lambda: second.num_running == 2 or retried.done())
+        second.gate.set()
+        assert (await retried)[1]["x-prfaas-route"] == "prefill_cluster"
+        assert (await other)[0] == 200
 
 
 async def test_no_landing_room_means_local(region: Any) -> None:

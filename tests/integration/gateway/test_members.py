@@ -188,7 +188,10 @@ async def test_instances_join_and_leave_under_load_and_no_request_fails(served: 
     assert "d0" not in text
 
 
-async def test_the_plan_is_solved_again_when_an_instance_has_joined(served: Served) -> None:
+async def test_the_plan_is_solved_again_when_an_instance_has_joined(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.gateway.scheduling.long_term.SETTLE_S", 0.1)
     known = served.gateway.scheduler.live.members
     await served.ask()  # so that the scheduler has heard of those that there are
     assert known.num_changes == 0

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from scheduler.live.ledger import KEEP_ENDED_S, ROUTED_S, DirectPrompt, Ledger, PrefillLeg
+from scheduler.live.ledger import KEEP_ENDED_S, DirectPrompt, Ledger, PrefillLeg
 
 
 def leg(begun_s: float = 0.0, place: str = "far", **fields: Any) -> PrefillLeg:
@@ -22,31 +22,6 @@ def test_legs_are_found_by_place_until_they_are_over() -> None:
     assert list(ledger.unreported("far")) == ["a"]
     assert ledger.over({"a", "b", "unknown"}) == {"b"}
     assert len(ledger) == 2
-
-
-def test_a_routed_prompt_is_work_ahead_until_its_leg_begins() -> None:
-    ledger = Ledger()
-    ledger.routed(leg(0.0, num_tokens=500))
-    ledger.routed(leg(0.0, num_tokens=2000))
-    ledger.routed(leg(0.0, "near"))
-    before = ledger.leg_version("far")
-    assert [item.num_tokens for item in ledger.unreported("far").values()] == [500, 2000]
-    # Its landing lacks the last token, which the decoding engine computes.
-    ledger.leg_begun("a", leg(0.01, num_tokens=1999))
-    assert [item.num_tokens for item in ledger.unreported("far").values()] == [500, 1999]
-    assert ledger.leg_version("far") > before
-    assert len(ledger.unreported("near")) == 1
-    # Neither a landing nor a leg under way: nothing is reserved for them.
-    assert len(ledger.landing("")) == len(ledger) == 1
-
-
-def test_a_routed_prompt_whose_leg_never_begins_is_forgotten() -> None:
-    ledger = Ledger()
-    ledger.routed(leg(0.0, num_tokens=500))
-    ledger.routed(leg(ROUTED_S, num_tokens=600))
-    assert len(ledger.unreported("far")) == 2
-    ledger.routed(leg(ROUTED_S + 0.1, num_tokens=700))
-    assert [item.num_tokens for item in ledger.unreported("far").values()] == [600, 700]
 
 
 def test_a_leg_that_a_report_had_is_for_reports_to_count() -> None:

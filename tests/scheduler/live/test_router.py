@@ -124,21 +124,6 @@ def test_a_side_that_is_clearly_sooner_wins_by_prediction_and_only_then() -> Non
     assert by_threshold.reason is Reason.BELOW_THRESHOLD
 
 
-def test_prompts_that_arrive_together_do_not_all_find_the_queue_empty() -> None:
-    region = Region()
-    scheduler = known(region)
-    together = [scheduler.route(MODEL, LONG) for _ in range(2)]
-    assert [item.target for item in together] == ["far", ONE_ENGINE]
-    waits_s = [item.remote.queue_s for item in together if item.remote is not None]
-    assert waits_s == pytest.approx([0.0, 4.0], rel=0.05)
-    # It was not given to the prefill cluster.
-    region.now_s += 2.5
-    region.at_s = region.now_s
-    later = scheduler.route(MODEL, LONG)
-    assert later.remote is not None
-    assert later.remote.queue_s == 0.0
-
-
 def test_a_long_queue_elsewhere_keeps_a_long_prompt() -> None:
     region = Region()
     region.far = report("far", instance("p0"), jobs=(job("x", 60_000, instance="p0"),))
@@ -215,8 +200,6 @@ def test_learnt_overhead_is_part_of_what_is_predicted() -> None:
     scheduler = known(region)
     predicted = scheduler.route(MODEL, LONG).remote
     assert predicted is not None
-    # The first prompt was given to nobody, and is no work ahead for long.
-    region.now_s = region.at_s = 103.0
     for _ in range(9):
         scheduler.knowledge(MODEL).answered("far", predicted, predicted.ttft_s + 0.5, 100.0)
     again = scheduler.route(MODEL, LONG).remote
@@ -236,17 +219,6 @@ def slow_far(region: Region) -> RegionScheduler:
     teach(scheduler, "far", 5e-3)
     teach(scheduler, ONE_ENGINE, 1e-3)
     return scheduler
-
-
-def test_a_cluster_that_was_slow_is_tried_again_now_and_then() -> None:
-    region = Region()
-    scheduler = slow_far(region)
-    taken = []
-    for now_s in (100.0, 101.0, 219.0, 220.0, 221.0):
-        region.now_s = region.at_s = now_s
-        taken.append(scheduler.route(MODEL, LONG).reason)
-    sooner, tried = Reason.LOCAL_SOONER, Reason.ABOVE_THRESHOLD
-    assert taken == [tried, sooner, sooner, tried, sooner]
 
 
 def test_nothing_is_tried_where_waiting_makes_it_late() -> None:

@@ -18,6 +18,7 @@ from scheduler.live.events import (
     AdmitAsked,
     LinkHeard,
     ReportHeard,
+    RequestTaken,
     RouteAsked,
     RouteEarly,
     ThresholdPlanned,
@@ -119,8 +120,10 @@ def a_day() -> list[Event[Any]]:
         events += [
             asked(tokens, prefill_cached_tokens={"far": 100}),
             AdmitAsked(number, "acme", MODEL, tokens, Prediction(queue_s=1.0)),
+            RequestTaken(number, MODEL, "far", tokens, tokens, 2.0, 0, "home"),
             RequestArrived(MODEL, tokens, 0),
-            InstanceGiven("d0"),
+            asked(tokens),
+            InstanceGiven("d0", number),
             LegBegun(transfer, MODEL, "far", tokens, tokens, 0, tokens * 512, 2.0),
             Prefilled(MODEL, "far", "p0", tokens, 0, 0.1, tokens * 1e-3),
             LegOver(transfer),
@@ -180,7 +183,7 @@ def test_every_kind_of_event_is_decided_the_same_again() -> None:
     found = played(recorded(LiveScheduler(SETTINGS), events))
     assert found.differences == []
     assert found.num_events == len(events)
-    assert found.num_decisions == 34
+    assert found.num_decisions == 42
     assert found.outcomes["PlansAsked"] == {("tiny (not_known)", "tiny (not_known)"): 1}
 
 

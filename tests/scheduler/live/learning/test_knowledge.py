@@ -106,7 +106,7 @@ def test_the_first_answers_at_one_place_are_believed_at_all(per_token_s: float, 
     known = ModelKnowledge()
     for number in range(1, num + 1):
         known.prefilled("far", 1000 * number, 0, 1000 * number * per_token_s, 1.0)
-    assert known.is_measured
+    assert known.profile("far").num_seen == num
     for place in ("far", ONE_ENGINE):
         expected_s = pytest.approx(8000 * per_token_s, rel=0.02)
         assert known.prefill(place).prefill_s(8000) == expected_s
@@ -136,13 +136,20 @@ def test_a_places_own_first_prefills_set_the_level_of_what_it_borrows(
 
 def test_a_place_that_is_known_itself_borrows_nothing() -> None:
     known = after(2e-3, (1.0, 1.0, 1.0), ONE_ENGINE)
-    assert known.prefill(ONE_ENGINE) == known.profile(ONE_ENGINE).profile
+    assert known.prefill(ONE_ENGINE).prefill_s(8000) == pytest.approx(16.0, rel=0.02)
+
+
+def test_short_prompts_say_nothing_of_long_ones() -> None:
+    """Three stalls of 0.8 s at 100 to 300 tokens are no sign that 30,000 tokens take 0.8 s."""
+    known = taught("far")
+    for tokens in (100, 200, 300):
+        known.learn(ONE_ENGINE, tokens, 0, 0.8)
+    assert known.prefill(ONE_ENGINE).prefill_s(30_000) >= known.prefill("far").prefill_s(30_000)
 
 
 def test_before_anything_was_seen_there_is_a_guess() -> None:
     known = ModelKnowledge()
     assert not known.is_known
-    assert not known.is_measured
     assert known.prefill(ONE_ENGINE) == GUESS
     assert (known.kv, known.decode_s, known.step_s, known.error("far")) == (None, None, None, None)
     assert known.service("far", 1.0) is ALONE
@@ -197,7 +204,6 @@ def test_timed_prefills_make_a_place_known() -> None:
     known = ModelKnowledge()
     known.calibrated("far", "a", [(256, 0.3), (4096, 2.4)])
     assert known.is_known
-    assert not known.is_measured  # no request has shown anything yet
     for num_tokens, seconds in ((256, 0.3), (4096, 2.4), (2176, 1.35)):
         assert known.prefill("far").prefill_s(num_tokens) == pytest.approx(seconds)
     known.answered("far", Prediction(prefill_s=0.3), 0.4, 1.0)

@@ -200,20 +200,40 @@ def test_seconds_of_congestion_do_not_stand_for_a_period_with_little_to_carry(
     assert link.bytes_per_s == pytest.approx((1e9 + 5e7 + 1e9 + 3e9) / 4)
 
 
-def test_a_link_of_which_the_rate_is_too_old_to_be_known_limits_nothing(live: LiveRegion) -> None:
+def test_a_link_is_planned_with_what_it_carried_until_something_contradicts_that(
+    live: LiveRegion,
+) -> None:
     meter = PeriodMeter()
+
+    def planned(*links: LinkView) -> float:
+        for live.link in links:
+            look(live, meter)
+        return region_of(modelled(live, meter)).region.links[0].bytes_per_s
+
     live.link = LinkView()
     look(live, meter)
     assert "rate of the link far to near is not known" in reason_of(modelled(live, meter))
-    live.link = LinkView(available_bytes_per_s=5e7)
-    look(live, meter)
-    assert region_of(modelled(live, meter)).region.links[0].bytes_per_s == 5e7
-    live.link = LinkView(state=LinkCondition.CONGESTED)
-    look(live, meter)
-    assert "rate of the link far to near is not known" in reason_of(modelled(live, meter))
-    live.link = LinkView()
-    look(live, meter)
-    assert region_of(modelled(live, meter)).region.links[0].bytes_per_s == UNFILLED_BYTES_PER_S
+    floor, slow = LinkView(available_bytes_per_s=1e7, is_floor=True), 5e7
+    assert planned(floor) == UNFILLED_BYTES_PER_S
+    assert planned(floor, LinkView(available_bytes_per_s=slow)) == slow
+    down = LinkView(state=LinkCondition.DOWN, available_bytes_per_s=0.0)
+    assert planned(down) == 0
+    for idle in (LinkView(), floor, LinkView(state=LinkCondition.CONGESTED)):
+        assert planned(idle) == slow
+    assert planned(LinkView(available_bytes_per_s=6e7, is_floor=True)) == 6e7
+    assert planned(LinkView(available_bytes_per_s=2e7)) == planned(LinkView()) == 2e7
+
+
+def test_members_that_change_leave_the_means_of_links(live: LiveRegion) -> None:
+    meter = PeriodMeter()
+    for rate in (9e7, 3e7):
+        live.link = LinkView(available_bytes_per_s=rate)
+        live.pd = near(4, 2 + (rate == 3e7))
+        meter.forget_health()
+        look(live, meter)
+    found = modelled(live, meter)
+    assert division_of(found) == (4, 3)
+    assert region_of(found).region.links[0].bytes_per_s == 6e7
 
 
 def test_what_was_there_for_moments_does_not_count(live: LiveRegion) -> None:
