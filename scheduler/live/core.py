@@ -378,10 +378,6 @@ class ReportedViews:
         # By cluster and model, and only of the latest report of each cluster.
         self._digests: dict[str, tuple[Reported, dict[str, ReportDigest]]] = {}
 
-    def __reduce__(self) -> tuple[type[ReportedViews], tuple[()]]:
-        # Digests follow from the rest of the scheduler's state, so recordings do without them.
-        return ReportedViews, ()
-
     def snapshot(
         self,
         live: LiveScheduler,

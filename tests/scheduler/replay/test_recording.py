@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -240,23 +239,6 @@ def test_lost_events_are_counted_and_a_cut_end_is_left_out() -> None:
 def test_what_nobody_recorded_is_refused(written: bytes, told: str) -> None:
     with pytest.raises(RecordingError, match=told):
         list(frames_in(io.BytesIO(written)))
-
-
-class _Evil:
-    def __reduce__(self) -> Any:
-        return print, ("taken over",)
-
-
-@pytest.mark.parametrize("state", [pickle.dumps(_Evil()), pickle.dumps({"a": 1}), b"no pickle"])
-def test_a_state_that_is_no_scheduler_is_refused(
-    state: bytes, capsys: pytest.CaptureFixture[str]
-) -> None:
-    header = header_of(LiveScheduler(SETTINGS), "1.0", 0.0)
-    with pytest.raises(RecordingError):
-        scheduler_of(msgspec.structs.replace(header, state=state).packed())
-    assert capsys.readouterr().out == ""
-    with pytest.raises(RecordingError, match="format 9"):
-        scheduler_of(msgspec.structs.replace(header, format=9))
 
 
 def test_a_recording_of_another_release_names_the_release_that_plays_it() -> None:
