@@ -142,8 +142,8 @@ class LiveScheduler:
         self.settings, self._pds = settings, _by_name(settings)
         self.thresholds = _thresholds(settings)
         if settings.threshold_tokens == before.threshold_tokens:
-            for cluster, pd in before.pairs:
-                self.thresholds.set_base(cluster, planned.plan_tokens(cluster, pd), pd=pd)
+            for cluster, pd, tokens, sends in planned.planned():
+                self.thresholds.set_base(cluster, tokens, sends, pd=pd)
         self.tenants.set_limits(settings.default_tenant, settings.tenants)
 
     def limit_tenants(self, default: TenantLimit, limits: Mapping[str, TenantLimit]) -> None:

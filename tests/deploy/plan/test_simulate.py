@@ -91,6 +91,26 @@ def test_pictures_are_written(tmp_path: Path) -> None:
     assert "must end in .png" in run(path, "--plot", tmp_path / "out.pdf", status=2)
 
 
+def test_a_policy_by_reports_decides_for_the_places_that_are_simulated(tmp_path: Path) -> None:
+    policies = {
+        "seen": {"routing": "router"},
+        "told": {"routing": "router", "report_every": "0.5s"},
+    }
+    simulation = {"duration": "4min", "load": 1.0, "policies": policies}
+    path = written(tmp_path, document() | {"simulation": simulation})
+    seen, told = (numbers(path, "--policy", name)["policies"][name] for name in policies)
+    assert told["ttft_p90_s"] == pytest.approx(seen["ttft_p90_s"], rel=0.1)
+    assert told["remote_share"] == pytest.approx(seen["remote_share"], abs=0.05)
+    assert told["prediction_error"] < 0.25
+
+
+def test_an_overhead_is_learnt_and_predicted(tmp_path: Path) -> None:
+    contention = {name: {"overhead": "3s"} for name in ("home-site", "compute-site")}
+    simulation = {"duration": "5min", "load": 0.6, "policy": "router", "contention": contention}
+    path = written(tmp_path, document() | {"simulation": simulation})
+    assert numbers(path)["policies"]["router"]["prediction_error"] < 0.05
+
+
 def chats(num: int, block_tokens: int, start: float, ms: float) -> str:
     """A trace of `num` prompts of 4,000 tokens, one a second in times of `ms` milliseconds each."""
     ids = [list(range(100 * i, 100 * i + -(-4000 // block_tokens))) for i in range(num)]

@@ -222,6 +222,15 @@ def test_other_settings_decide_otherwise() -> None:
     assert played(written, refusing).num_events == len(a_day())
 
 
+def test_other_settings_keep_what_plans_send_over_links() -> None:
+    written = recorded(LiveScheduler(SETTINGS), [ThresholdPlanned("far", 3000.0, 1e6)])
+    frames = frames_in(io.BytesIO(written))
+    live = scheduler_of(next(frames))  # type: ignore[arg-type]
+    play(live, frames, Played())
+    live.reconfigure(replace(SETTINGS, refuses_load=True))
+    assert list(live.thresholds.planned()) == [("far", "home", 3000.0, 1e6)]
+
+
 def test_lost_events_are_counted_and_a_cut_end_is_left_out() -> None:
     written = recorded(LiveScheduler(SETTINGS), a_day()) + frame_of(Gap(7))
     assert played(written).num_lost == 7
