@@ -332,9 +332,11 @@ class _Channel:
         tried = np.flatnonzero((newer >= MIN_RECENT) & (older >= MIN_RECENT))
         if not len(tried):
             return rows
-        new = np.cumsum(upto[tried], axis=1) / newer[tried, None]
-        old = np.cumsum(upto[-1] - upto[tried], axis=1) / older[tried, None]
-        distance = np.abs(new - old).max(axis=1)
+        new = np.cumsum(upto[tried], axis=1)
+        old = np.cumsum(upto[-1]) - new
+        gap = new / newer[tried, None]
+        gap -= old / older[tried, None]
+        distance = np.abs(gap, out=gap).max(axis=1)
         chance = _KS_SCALE * np.sqrt(1 / newer[tried] + 1 / older[tried])
         clearest = int(np.argmax(distance / chance))
         is_change = distance[clearest] > chance[clearest]

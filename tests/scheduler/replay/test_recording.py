@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -236,6 +238,30 @@ def test_lost_events_are_counted_and_a_cut_end_is_left_out() -> None:
     assert played(written).num_lost == 7
     assert played(written[:-1]).num_lost == 0
     assert played(written[:-1]).num_events == len(a_day())
+
+
+@pytest.mark.alone
+def test_a_look_at_two_hours_of_traffic_and_a_new_file_hold_up_the_loop_for_little() -> None:
+    live = LiveScheduler(SETTINGS)
+    for number in range(20_000):
+        now_s = number * 0.36
+        live.take(RequestArrived(MODEL, 200 + number * 7919 % 90_000, 0), now_s)
+        live.take(AnswerDecoded(MODEL, 1 + number * 104_729 % 3000, 2.0), now_s)
+    traffic = live.traffic(MODEL, "home")
+    looks = [
+        lambda: traffic.measured(now_s),
+        lambda: traffic.forget_before_change(now_s),
+        lambda: traffic.state(now_s),
+        lambda: header_of(live, "1.0", 0.0),
+    ]
+    assert [min(_cpu_s(look) for _ in range(5)) < 0.004 for look in looks] == [True] * 4
+    assert len(header_of(live, "1.0", 0.0).state) < 1_000_000
+
+
+def _cpu_s(work: Callable[[], object]) -> float:
+    begun_s = time.thread_time()
+    work()
+    return time.thread_time() - begun_s
 
 
 @pytest.mark.parametrize(
