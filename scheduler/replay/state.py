@@ -123,7 +123,8 @@ class _Reader:
                 self._made[number] = held = deque[Any](maxlen=parts[0])
                 held.extend(self._all(parts[1]))
             case "dict":
-                self._made[number] = mapping = {}
+                mapping: dict[Any, Any] = {}
+                self._made[number] = mapping
                 mapping.update(zip(self._all(parts[0]), self._all(parts[1]), strict=True))
             case "mappingproxy":
                 pairs = zip(self._all(parts[0]), self._all(parts[1]), strict=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -44,6 +44,7 @@ CHANGE_ODDS = 1e-6
 # sqrt(1 / n + 1 / m) for samples of n and m.
 _KS_SCALE = math.sqrt(-math.log(CHANGE_ODDS / 2) / 2)
 Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
+Counts = np.ndarray[Any, np.dtype[np.int32]]
 _EDGES: Floats = np.exp2(np.arange(NUM_BINS + 1) / BINS_PER_OCTAVE)
 
 
@@ -305,7 +306,7 @@ class _Channel:
     def _see(self, first: int, end: int) -> None:
         self._bins = min(self._bins[0], first), max(self._bins[1], end)
 
-    def _narrow(self, rows: Rows) -> Rows:
+    def _narrow(self, rows: Rows) -> Counts:
         """The counts of these rows, in the bins that have any."""
         return self._counts[rows, slice(*self._bins)]
 
