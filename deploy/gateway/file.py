@@ -7,6 +7,7 @@ Each cluster's front either runs embedded in the gateway's process (`instances`)
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ from prfaas.engines.access import EngineAccess
 from prfaas.engines.departures import Departures, follow_changes
 from prfaas.engines.discovery.following import follow_discovery
 from prfaas.engines.discovery.found import DiscoverySection
-from prfaas.engines.instance import InstanceSpec
+from prfaas.engines.instance import InstanceSpecs
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.members import MemberChanges
 from prfaas.front_config import QueueBounds
@@ -46,6 +47,8 @@ from scheduler.routing.spill import Spill
 from transport import LocalError
 from transport.grants import Granter
 from transport.tasks import start_task
+
+logger = logging.getLogger("prfaas.deploy.gateway")
 
 if TYPE_CHECKING:
     from deploy.gateway.sharing.redis_region import RegionInRedis
@@ -59,7 +62,7 @@ class _Source(Section):
     """The name of the cluster."""
     front: Address | None = None
     """host:port of a front that runs elsewhere, instead of `instances`."""
-    instances: tuple[InstanceSpec, ...] = ()
+    instances: InstanceSpecs = ()
     """The engines of the cluster. Its front then runs in the gateway's process."""
 
     discover: DiscoverySection | None = None
@@ -214,7 +217,8 @@ class Clusters:
     def change_members(self, cluster: str, changes: MemberChanges) -> None:
         """Let instances of a front inside the gateway join and leave."""
         if (departures := self._departures(cluster)) is not None:
-            follow_changes(departures, changes)
+            for message in follow_changes(departures, changes).values():
+                logger.warning("%s", message)
 
     def _departures(self, cluster: str) -> Departures | None:
         """None for a front elsewhere."""

@@ -79,6 +79,7 @@ def set_command(
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="wait until the change is over")
     ] = True,
+    cluster: Annotated[str, typer.Option(metavar="CLUSTER", help="if several have the name")] = "",
     gateway: GatewayOption = "",
     run_dir: RunDirOption = None,
     api_key: KeyOption = "",
@@ -101,7 +102,7 @@ def set_command(
     if epoch is not None:
         order["expected_epoch"] = epoch
     url, key = client.find_pages(gateway, run_dir, api_key)
-    now = client.ask(url, _PATH, InstanceRole, key=key, body=json.dumps(order).encode())
+    now = client.ask(url, _path(cluster), InstanceRole, key=key, body=json.dumps(order).encode())
     # The gateway converts the instance by itself; waiting only watches.
     if wait:
         try:
@@ -150,8 +151,11 @@ def _not_converted(now: InstanceRole, overview: RolesOverview) -> NoReturn:
 def _overview(url: str, api_key: str, cluster: str = "") -> RolesOverview:
     from deploy.gateway.scheduling.role_pages import RolesOverview
 
-    path = f"{_PATH}?{urlencode({'cluster': cluster})}" if cluster else _PATH
-    return client.ask(url, path, RolesOverview, key=api_key)
+    return client.ask(url, _path(cluster), RolesOverview, key=api_key)
+
+
+def _path(cluster: str) -> str:
+    return f"{_PATH}?{urlencode({'cluster': cluster})}" if cluster else _PATH
 
 
 def print_roles(console: Console, overview: RolesOverview) -> None:

@@ -15,30 +15,34 @@ FULL_NAMES = ("full_attention", "attention")
 WINDOW_NAMES = ("sliding_attention",)
 RECURRENT_NAMES = ("linear_attention", "mamba")
 
-# Fields with which configs announce caches that the readers below would get wrong.
-_OTHER_MECHANISMS = {
-    "attention_chunk_size": "attention in chunks",
-    "attention_other_setting": "heads that differ between layers",
+# Fields with which configs announce caches that the readers below would get wrong. A reader that
+# takes `layer_types` at its word need not look: hybrids have them though all layers are attention.
+_OTHER_LAYERS = {
     "attn_layer_period": "attention only in every n-th layer",
-    "compress_ratios": "compressed attention",
     "full_attention_interval": "linear attention between full attention",
-    "global_head_dim": "heads that differ between layers",
-    "hybrid_layer_pattern": "two kinds of attention",
     "hybrid_override_pattern": "several kinds of layers",
-    "index_topk": "sparse attention, whose indexer has a cache of its own",
-    "is_encoder_decoder": "cross attention",
     "layers_block_type": "several kinds of layers",
     "linear_attn_config": "linear attention",
     "mamba_d_state": "Mamba layers",
-    "num_kv_shared_layers": "layers that share one cache",
     "ssm_cfg": "Mamba layers",
     "state_size": "Mamba layers",
+}
+# The same, whatever layers are called.
+_OTHER_MECHANISMS = {
+    "attention_chunk_size": "attention in chunks",
+    "attention_other_setting": "heads that differ between layers",
+    "compress_ratios": "compressed attention",
+    "global_head_dim": "heads that differ between layers",
+    "hybrid_layer_pattern": "two kinds of attention",
+    "index_topk": "sparse attention, whose indexer has a cache of its own",
+    "is_encoder_decoder": "cross attention",
+    "num_kv_shared_layers": "layers that share one cache",
 }
 
 
 def dense_layers(config: Fields, sizes: LayerSizes) -> Iterator[LayerKv]:
     """Attention with KV heads: Llama, Qwen, Mistral, gpt-oss, Gemma, MiniMax-M2 and their like."""
-    refuse_other_mechanisms(config, "kv_lora_rank")
+    refuse_other_mechanisms(config, "kv_lora_rank", listed=config.has("layer_types"))
     _check_all_softmax(config)
     heads = read_heads(config)
     for index, windowed in enumerate(_windowed_layers(config)):
@@ -63,7 +67,7 @@ def mla_layers(config: Fields, sizes: LayerSizes) -> Iterator[LayerKv]:
     """DeepSeek-V2 and V3, Kimi-K2: MLA in every layer."""
     refuse_other_mechanisms(config)
     num_heads, latent_dim = config.integer("num_attention_heads"), mla_latent_dim(config)
-    for index in range(config.integer("num_hidden_layers")):
+    for index in range(config.num_layers()):
         yield sizes.mla(index, num_heads, latent_dim)
 
 
@@ -101,12 +105,14 @@ def mla_latent_dim(config: Fields) -> int:
     return config.integer("kv_lora_rank") + config.integer("qk_rope_head_dim")
 
 
-def refuse_other_mechanisms(config: Fields, *more: str) -> None:
-    """Raises ConfigError for a field that means caches other than plain attention's."""
-    for name in (*_OTHER_MECHANISMS, *more):
+def refuse_other_mechanisms(config: Fields, *more: str, listed: bool = False) -> None:
+    """Raises ConfigError for a field that means caches other than plain attention's. `listed`: the
+    caller reads from `layer_types` what each layer is.
+    """
+    named = {} if listed else _OTHER_LAYERS
+    for name, what in (named | _OTHER_MECHANISMS | dict.fromkeys(more, "MLA")).items():
         # Files may carry the field switched off, as 0, false or an empty list.
         if config.has(name) and config.value(name):
-            what = _OTHER_MECHANISMS.get(name, "MLA")
             raise config.error(
                 name, f"{what}: not known for model_type {config.value('model_type')}"
             )
@@ -114,7 +120,7 @@ def refuse_other_mechanisms(config: Fields, *more: str) -> None:
 
 def check_length(config: Fields, name: str, length: int) -> None:
     """Raises ConfigError when a list for all layers is not as long as there are layers."""
-    num_layers = config.integer("num_hidden_layers", default=length)
+    num_layers = config.num_layers(default=length)
     if length != num_layers:
         raise config.error(name, f"{length} entries for num_hidden_layers {num_layers}")
 
@@ -135,7 +141,7 @@ def _windowed_layers(config: Fields) -> list[bool]:
         kinds = config.strings("layer_types", known)
         check_length(config, "layer_types", len(kinds))
         return [kind in WINDOW_NAMES for kind in kinds]
-    layers = range(config.integer("num_hidden_layers"))
+    layers = range(config.num_layers())
     if not config.has("sliding_window"):
         return [False for _ in layers]
     if config.has("sliding_window_pattern"):

@@ -4,7 +4,11 @@ It knows JSON values. The `*_families` know what the fields mean.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
+
+MOST: Final = 1 << 32
+"""Of anything that a config counts: numbers from files must not overflow what is computed."""
+MOST_LAYERS: Final = 10_000
 
 
 class ConfigError(ValueError):
@@ -52,15 +56,21 @@ class Fields:
         shown = self._values.get(name) if value is None else value
         return ConfigError(self._path + name, shown, problem)
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number of at least 1. Raises ConfigError; null and missing are the same."""
+    def integer(self, name: str, default: int | None = None, most: int = MOST) -> int:
+        """A whole number from 1 to `most`. Raises ConfigError; null and missing are the same."""
         value = self.value(name)
         if value is None and default is not None:
             return default
         # To Python, true is the integer 1.
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.error(name, "a whole number of at least 1 is needed")
+        if value > most:
+            raise self.error(name, f"more than {most}: no model is so large")
         return value
+
+    def num_layers(self, default: int | None = None) -> int:
+        """`num_hidden_layers`, bounded, since readers make so many layers. Raises ConfigError."""
+        return self.integer("num_hidden_layers", default, MOST_LAYERS)
 
     def integers(self, name: str, allowed: Mapping[int, object]) -> list[int]:
         """A list of the `allowed` whole numbers, each with its meaning. Raises ConfigError naming

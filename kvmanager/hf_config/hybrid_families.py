@@ -48,7 +48,7 @@ def kimi_linear_layers(config: Fields, sizes: LayerSizes) -> Iterator[LayerKv]:
     linear = config.inner("linear_attn_config")
     kda = _kda_layers(config, linear)
     num_heads, latent_dim = config.integer("num_attention_heads"), mla_latent_dim(config)
-    for index in range(config.integer("num_hidden_layers")):
+    for index in range(config.num_layers()):
         if index + 1 in kda:
             yield sizes.kimi_delta(
                 index,
@@ -64,7 +64,7 @@ def kimi_linear_layers(config: Fields, sizes: LayerSizes) -> Iterator[LayerKv]:
 
 def bailing_lightning_mla_layers(config: Fields, sizes: LayerSizes) -> Iterator[LayerKv]:
     """Ring-2.5 and Ling-2.5: lightning attention, and MLA at the end of each group of layers."""
-    num_layers, group = config.integer("num_hidden_layers"), config.integer("layer_group_size")
+    num_layers, group = config.num_layers(), config.integer("layer_group_size")
     if num_layers % group:
         raise config.error(
             "layer_group_size",
@@ -147,7 +147,7 @@ def _lightning(config: Fields, sizes: LayerSizes, index: int) -> LayerKv:
 def _qwen_recurrent_layers(config: Fields) -> list[bool]:
     if config.has("layer_types"):
         return _listed_recurrent_layers(config)
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     interval = config.integer("full_attention_interval")
     return [(index + 1) % interval != 0 for index in range(num_layers)]
 
@@ -161,14 +161,14 @@ def _listed_recurrent_layers(config: Fields) -> list[bool]:
 
 def _grouped_recurrent_layers(config: Fields) -> list[bool]:
     """The last layer of each group, and every layer after the last whole group, is attention."""
-    num_layers, group = config.integer("num_hidden_layers"), config.integer("layer_group_size")
+    num_layers, group = config.num_layers(), config.integer("layer_group_size")
     num_grouped = num_layers // group * group
     return [index < num_grouped and (index + 1) % group != 0 for index in range(num_layers)]
 
 
 def _kda_layers(config: Fields, linear: Fields) -> set[int]:
     kda, full = linear.layer_numbers("kda_layers"), linear.layer_numbers("full_attn_layers")
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.num_layers()
     wrong = (kda & full) | ((kda | full) ^ set(range(1, num_layers + 1)))
     if wrong:
         raise linear.error(

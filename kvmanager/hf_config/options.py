@@ -86,9 +86,15 @@ def _has_fp8_kv(levels: tuple[Fields, ...]) -> bool:
         if not fields.has("quantization_config"):
             continue
         quantization = fields.inner("quantization_config")
+        is_modelopt = str(quantization.value("quant_method")).startswith("modelopt")
         if quantization.has("quantization"):  # ModelOpt's older files
             quantization = quantization.inner("quantization")
+            is_modelopt = True
         for name in ("kv_cache_scheme", "kv_cache_quant_algo"):
+            # AutoFP8's "static" is a word about scales, which vLLM does not read as a type.
+            is_word = isinstance(quantization.value(name), str)
+            if name == "kv_cache_scheme" and is_word and not is_modelopt:
+                continue
             if quantization.has(name):
                 return _is_fp8(quantization, name)
     return False

@@ -176,5 +176,5 @@ def _reader(text: Fields, model_type: Any, architectures: list[str]) -> LayerRea
 def _num_layers(text: Fields, layers: tuple[LayerKv, ...]) -> int:
     """All of the model's layers, those without a cache included."""
     if text.has("num_hidden_layers"):
-        return text.integer("num_hidden_layers")
+        return text.num_layers()
     return layers[-1].index + 1

@@ -137,8 +137,11 @@ class Departures:
                 continue
 
 
-def follow_changes(departures: Departures, changes: MemberChanges) -> None:
-    """Carry out what a changed list of instances means. What cannot be done is logged."""
+def follow_changes(departures: Departures, changes: MemberChanges) -> dict[str, str]:
+    """Carry out what a changed list of instances means. Returns why instances cannot join, by
+    name.
+    """
+    refused = {}
     for name in changes.leaving:
         try:
             departures.order(Leave(name=name))
@@ -149,4 +152,5 @@ def follow_changes(departures: Departures, changes: MemberChanges) -> None:
         try:
             departures.join(spec)
         except MemberRefused as error:
-            logger.warning("%s", error.message)
+            refused[spec.name] = error.message
+    return refused

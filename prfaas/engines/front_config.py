@@ -23,7 +23,7 @@ from kvmanager.config_files.security import MetricsSection, SecuritySection, che
 from kvmanager.config_files.traces import TracesSection
 from prfaas.engines.discovery.found import DiscoverySection
 from prfaas.engines.health import ProbeTiming
-from prfaas.engines.instance import InstanceSpec
+from prfaas.engines.instance import InstanceSpecs
 from prfaas.engines.instances import InstancesConfig
 from transport import Role
 
@@ -40,7 +40,7 @@ class FrontConfig(SecuritySection, MetricsSection):
     """Address of its gRPC server, host:port; port 0: any free port."""
     metrics_port: Port = 0
     """Prometheus port at `metrics_host`; 0: none."""
-    instances: tuple[InstanceSpec, ...] = ()
+    instances: InstanceSpecs = ()
     """The engines of the cluster."""
     discover: DiscoverySection | None = None
     """Where more engines are found, instead of `instances` or beside them."""

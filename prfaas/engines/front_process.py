@@ -164,7 +164,8 @@ async def _follow_members(
     def use(read: FrontConfig) -> None:
         nonlocal running
         changes = member_changes(running.instances, read.instances)
-        follow_changes(departures, changes)
+        for message in follow_changes(departures, changes).values():
+            logger.warning("%s", message)
         # `listen` may come from the command line instead.
         same = {"instances", "listen"}
         waiting = [

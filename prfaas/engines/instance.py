@@ -5,9 +5,10 @@ It asks and decides nothing: `instances.py` probes it, and fronts place work on 
 
 import asyncio
 import time
-from typing import Final
+from collections.abc import Sequence
+from typing import Annotated, Final
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from kvmanager.agent.client import AgentClient
 from kvmanager.agent.messages import CacheModel
@@ -84,6 +85,20 @@ class InstanceSpec(BaseModel):
     def served_name(self) -> str:
         """The model's served name; "" when the front need not tell models apart."""
         return self.model or (self.engine.served_name if self.engine is not None else "")
+
+
+def check_names(specs: Sequence[InstanceSpec]) -> tuple[InstanceSpec, ...]:
+    """The instances of one cluster. ValueError names those that share a name."""
+    names = [spec.name for spec in specs]
+    if doubled := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"instance names must be unique in a cluster; several are called {', '.join(doubled)}"
+        )
+    return tuple(specs)
+
+
+InstanceSpecs = Annotated[tuple[InstanceSpec, ...], AfterValidator(check_names)]
+"""The instances that a file lists for a cluster."""
 
 
 class Instance:

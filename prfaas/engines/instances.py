@@ -20,7 +20,7 @@ from prfaas.engines.client import EngineHttp, open_session
 from prfaas.engines.command import EngineSpec
 from prfaas.engines.errors import EngineError, UnknownInstance
 from prfaas.engines.health import ProbeTiming
-from prfaas.engines.instance import Instance, InstanceSpec
+from prfaas.engines.instance import Instance, InstanceSpec, check_names
 from prfaas.engines.members import MemberRefused, cannot_join
 from prfaas.engines.prefill_run import AttemptFailed
 from prfaas.engines.supervision.supervisor import (
@@ -73,11 +73,8 @@ class Instances:
         config: InstancesConfig,
         on_change: Callable[[Instance], None],
     ) -> None:
-        names = [spec.name for spec in specs]
-        if len(set(names)) != len(names):
-            raise ValueError(f"instance names must be unique, got {', '.join(names)}")
         self._cluster = cluster
-        self._specs = tuple(specs)
+        self._specs = check_names(specs)
         self._config = config
         self._on_change = on_change
         self._session: aiohttp.ClientSession | None = None

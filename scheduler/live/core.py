@@ -143,8 +143,8 @@ class LiveScheduler:
         self.settings, self._pds = settings, _by_name(settings)
         self.thresholds = _thresholds(settings)
         if settings.threshold_tokens == before.threshold_tokens:
-            for cluster, pd in before.pairs:
-                self.thresholds.set_base(cluster, planned.plan_tokens(cluster, pd), pd=pd)
+            for cluster, pd, tokens, sends in planned.planned():
+                self.thresholds.set_base(cluster, tokens, sends, pd=pd)
         self.tenants.set_limits(settings.default_tenant, settings.tenants)
 
     def limit_tenants(self, default: TenantLimit, limits: Mapping[str, TenantLimit]) -> None:
@@ -389,10 +389,6 @@ class ReportedViews:
     def __init__(self) -> None:
         # By cluster and model, and only of the latest report of each cluster.
         self._digests: dict[str, tuple[Reported, dict[str, ReportDigest]]] = {}
-
-    def __reduce__(self) -> tuple[type[ReportedViews], tuple[()]]:
-        # Digests follow from the rest of the scheduler's state, so recordings do without them.
-        return ReportedViews, ()
 
     def snapshot(
         self,

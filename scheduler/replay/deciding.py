@@ -44,7 +44,7 @@ from scheduler.planning.plan import is_pair
 from scheduler.planning.throughput import Mode
 from scheduler.replay.jobs import Job, Way
 from scheduler.replay.model import MODEL, Policy, ReplayModel, Routing
-from scheduler.replay.station_views import Parts, StationViews, reports
+from scheduler.replay.station_views import Parts, ReportedStations, StationViews, reports
 from scheduler.routing.decision import HAND_OFF, PdCached, RequestShape
 from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.prediction import PrefillTask, transfer_tail_s
@@ -74,7 +74,7 @@ class Decider:
             for at, name in enumerate(self.pds)
         }
         self.report_every_s = policy.report_every_s
-        views = StationViews(parts) if policy.report_every_s is None else None
+        views = StationViews(parts) if policy.report_every_s is None else ReportedStations()
         self.live = LiveScheduler(_settings(policy, linked), views)
         self._parts = parts
         self._admission = policy.admission
@@ -213,7 +213,7 @@ class Decider:
             return
         # Told a step early, as the step's time is known. A request that waited for a slot met full
         # engines.
-        ttft_s, was_full = now_s + job.step_s - job.arrival_s, now_s > job.landed_s
+        ttft_s, was_full = now_s + job.step_s - job.arrival_s, now_s > job.ready_s
         target = self._targets[job.place]
         pd = self.pds[job.pd]
         has_media = bool(job.media)

@@ -394,6 +394,7 @@ class _Driver:
         if job.landed_s < lost_s <= now_s:
             self._lose(job, now_s)
         else:
+            job.ready_s = now_s
             pd.pool.land(job, now_s)
 
     def _decode_ended(self, where: tuple[int, DecodeInstance], version: int, now_s: float) -> None:

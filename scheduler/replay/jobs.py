@@ -62,6 +62,7 @@ class Job:
         "place",
         "predicted",
         "prefill_end_s",
+        "ready_s",
         "service_s",
         "slot_s",
         "start_s",
@@ -116,6 +117,8 @@ class Job:
         self.start_s = NEVER
         self.prefill_end_s = NEVER
         self.landed_s = NEVER
+        self.ready_s = NEVER
+        """The time at which it can have a decode slot: it has landed, and overheads are over."""
         self.slot_s = NEVER
         self.done_s = NEVER
         self.step_s = 0.0

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
 import struct
 import zlib
 from collections import Counter
@@ -31,6 +30,7 @@ from scheduler.live.feedback import FeedbackEvent
 from scheduler.live.long_term.events import PlanDecisionEvent, PlanEvent
 from scheduler.live.settings import LiveSettings
 from scheduler.live.sharing.events import SharingEvent
+from scheduler.replay.state import Node, StateError, nodes_of, object_of
 
 FORMAT: Final = 7
 # A longer frame is no recording, so it must not make the reader allocate its length.
@@ -110,9 +110,10 @@ def entry_frame(event: Event[Any], answer: object, now_s: float) -> bytes:
 
 def header_of(live: LiveScheduler, version: str, started_at: float) -> Header:
     """The header of a new file, not packed: the scheduler as it is now."""
-    written = io.BytesIO()
-    _StatePickler(written, pickle.HIGHEST_PROTOCOL).dump(live)
-    return Header(FORMAT, version, started_at, live.settings, written.getvalue())
+    # Views are worked out anew from reports.
+    fields = {name: value for name, value in vars(live).items() if name != "_views"}
+    state = _encoder.encode(nodes_of(fields))
+    return Header(FORMAT, version, started_at, live.settings, state)
 
 
 def frames_in(stream: io.BufferedIOBase) -> Iterator[Frame]:
@@ -140,14 +141,18 @@ def scheduler_of(header: Header) -> LiveScheduler:
     try:
         # Bounded, since a small file could unpack to more than the memory there is.
         state = zlib.decompressobj().decompress(header.state, MAX_FRAME_BYTES)
-        found = _StateUnpickler(io.BytesIO(state)).load()
-    # Unpickling the state of another version may raise anything.
-    except Exception as error:
+        fields = object_of(msgspec.msgpack.decode(state, type=list[Node]))
+    except (zlib.error, msgspec.MsgspecError, StateError) as error:
         message = f"written by version {header.version}, whose state cannot be read: {error}"
         raise RecordingError(message) from error
-    if not isinstance(found, LiveScheduler):
-        raise RecordingError(f"its state is a {type(found).__name__}, not a scheduler")
-    return found
+    live = LiveScheduler(header.settings)
+    expected = vars(live).keys() - {"_views"}
+    if not isinstance(fields, dict) or fields.keys() != expected:
+        raise RecordingError(
+            f"written by version {header.version}, whose scheduler has other fields than this one's"
+        )
+    vars(live).update(fields)
+    return live
 
 
 def _check_format(body: bytes) -> None:
@@ -260,51 +265,3 @@ def _item_in_words(item: dict[str, Any]) -> str:
 
 def _framed(body: bytes) -> bytes:
     return LENGTH.pack(len(body)) + body
-
-
-def frozen_mapping(values: dict[str, Any]) -> MappingProxyType[str, Any]:
-    """A read-only mapping. `MappingProxyType` itself cannot be pickled."""
-    return MappingProxyType(values)
-
-
-class _StatePickler(pickle.Pickler):
-    def reducer_override(self, value: object) -> Any:
-        if isinstance(value, MappingProxyType):
-            return frozen_mapping, (dict(value),)
-        return NotImplemented
-
-
-class _StateUnpickler(pickle.Unpickler):
-    """Makes objects of this program's value classes and nothing else.
-
-    A recording may come from another person's machine, and a pickle may name any function.
-    """
-
-    _PACKAGES: Final = ("scheduler.", "netmon.")
-    _ALLOWED: Final = frozenset(
-        {
-            ("builtins", "set"),
-            ("builtins", "frozenset"),
-            ("collections", "deque"),
-            ("copyreg", "_reconstructor"),
-            ("builtins", "object"),
-            ("numpy", "ndarray"),
-            ("numpy", "dtype"),
-            ("numpy._core.multiarray", "_reconstruct"),
-            ("numpy._core.multiarray", "scalar"),
-            ("numpy._core.numeric", "_frombuffer"),
-            ("msgspec._utils", "rebuild"),
-            ("scheduler.replay.recording", "frozen_mapping"),
-        }
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._ALLOWED:
-            return super().find_class(module, name)
-        if module.startswith(self._PACKAGES) and "." not in name:
-            found = super().find_class(module, name)
-            # A name in our packages may still be an imported function or a class of another
-            # package.
-            if isinstance(found, type) and found.__module__.startswith(self._PACKAGES):
-                return found
-        raise pickle.UnpicklingError(f"{module}.{name} is no part of a scheduler's state")

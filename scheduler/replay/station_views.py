@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from scheduler.live.core import LiveScheduler
+import msgspec
+
+from scheduler.live.core import LiveScheduler, ReportedViews
 from scheduler.live.settings import PdSettings
 from scheduler.live.snapshots import PendingRequest
 from scheduler.replay.caching import ReplayCache
@@ -133,6 +135,25 @@ def _report(
             for job, instance in station.jobs()
         ),
     )
+
+
+class ReportedStations(ReportedViews):
+    """The region by reports, with the places that a replay has: in a PD cluster, prompts are
+    prefilled by the instances that prefill, which have a common queue. No engine serves one whole.
+    """
+
+    def snapshot(
+        self,
+        live: LiveScheduler,
+        model: str,
+        now_s: float,
+        request: PendingRequest | None,
+        pd: PdSettings,
+    ) -> RegionSnapshot:
+        """The region at `now_s`, as far as reports say."""
+        seen = super().snapshot(live, model, now_s, request, pd)
+        local = msgspec.structs.replace(seen.local, max_queued=None)
+        return msgspec.structs.replace(seen, local=local, engines=None)
 
 
 class StationViews:

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from netmon.estimate import LinkCondition, LinkEstimate
 from netmon.monitor import LinkMonitor, MonitorConfig
-from netmon.region_link import LinkView
+from netmon.region_link import RATE_KEPT_S, LinkView
 from netmon.samples import LinkSample, ProbeResult
 from netmon.tcp_info import TcpInfo
 from scheduler.replay.links import ReplayLink
@@ -147,6 +147,8 @@ class MonitoredLink:
             return LinkView(rtt_s=self._rtt_s, inflow_bytes_per_s=inflow)
         self._link.advance(now_s)
         rate = estimate.available_bytes_per_s
+        # As a gateway sees it (`netmon.region_link`): a link that has been idle may be faster.
+        is_old = self.condition is LinkCondition.CLEAR and estimate.age_s > RATE_KEPT_S
         return LinkView(
             state=self.condition,
             available_bytes_per_s=None if rate is None else self._link.available(rate),
@@ -155,7 +157,7 @@ class MonitoredLink:
             backlog_bytes=self._waiting_bytes,
             inflow_bytes_per_s=inflow,
             age_s=now_s - self._sampled_s,
-            is_floor=estimate.is_floor,
+            is_floor=rate is not None and (estimate.is_floor or is_old),
         )
 
     def _count(self, now_s: float) -> None:

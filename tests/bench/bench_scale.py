@@ -160,7 +160,7 @@ def without(joint: JointRegion, source: str) -> JointRegion:
 
 
 def state_bytes(live: LiveScheduler) -> int:
-    """The memory of the scheduler's state: that of a copy, made from its own pickled form."""
+    """The memory of the scheduler's state: that of a copy, made as of a recording."""
     header = header_of(live, "", 0.0).packed()
     gc.collect()
     tracemalloc.start()

@@ -76,7 +76,7 @@ def test_a_recording_and_its_conversations_become_a_trace_with_shared_prefixes(
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     # Three whole blocks of the first turn; another conversation shares nothing.
-    assert cached_tokens(load_trace(trace), 32, None) == [0, 0, 96]
+    assert cached_tokens(load_trace(trace, 32), 32, None) == [0, 0, 96]
     file = tmp_path / "simulation.yaml"
     file.write_text(
         yaml.safe_dump(simulation_file(SHAPES[1], profile, trace, 32, 20.0, SERVICE, 0.01))

@@ -124,6 +124,19 @@ def test_checking_a_wrong_file(tmp_path: Path) -> None:
     assert "NAME=VALUE" in result.output
 
 
+@pytest.mark.parametrize("process", ["gateway", "pd", "prefill"])
+def test_instances_of_one_cluster_with_one_name_are_refused(tmp_path: Path, process: str) -> None:
+    one = {"name": "d0", "url": "http://127.0.0.1:8100", "agent": "127.0.0.1:7101"}
+    cluster = {"name": "home", "instances": [one, one | {"url": "http://127.0.0.1:8101"}]}
+    models = [{"name": "tiny", "max_model_len": 100}]
+    whole = {"gateway": {"models": models}, "pd": cluster} if process == "gateway" else cluster
+    path = tmp_path / "process.yaml"
+    path.write_text(json.dumps(whole | {"trusted_network": True}))
+    result = run(app, [process, "--config", str(path)])
+    assert result.exit_code == 2
+    assert "unique in a cluster; several are called d0" in " ".join(result.output.split())
+
+
 def test_the_schema_is_json() -> None:
     result = run(app, ["region", "schema"])
     assert json.loads(result.output)["title"] == "RegionSpec"

@@ -6,7 +6,7 @@ here: a small HTTP server speaks the list and watch of EndpointSlices as the API
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -71,35 +71,37 @@ class KubernetesApi:
     """Lists and watches the EndpointSlices of the service `ns/east`, as the API server does."""
 
     def __init__(self) -> None:
-        self.endpoints: list[dict[str, Any]] = []
+        self.slices: list[dict[str, Any]] = []
         self.version = 1
         self.num_watches = 0
         self.status = 200
         self._changed = asyncio.Event()
         self.url = ""
 
-    def say(self, *endpoints: dict[str, Any], port: int = 8000) -> None:
-        """The slice is another one from now on."""
-        self.endpoints, self.port = list(endpoints), port
+    def say(
+        self, *endpoints: dict[str, Any], port: int = 8000, also: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        """The slice is another one from now on, with a slice of IPv6 addresses before it."""
         self.version += 1
+        self.slices = [self._slice("IPv6", also, port)] if also else []
+        self.slices.append(self._slice("IPv4", endpoints, port))
         self._changed.set()
         self._changed = asyncio.Event()
 
-    @property
-    def slice(self) -> dict[str, Any]:
+    def _slice(self, kind: str, endpoints: Sequence[dict[str, Any]], port: int) -> dict[str, Any]:
         labels = {"kubernetes.io/service-name": "east"}
         return {
             "apiVersion": "discovery.k8s.io/v1",
             "kind": "EndpointSlice",
             "metadata": {
-                "name": "east-1",
+                "name": f"east-{kind.lower()}",
                 "namespace": "ns",
                 "labels": labels,
                 "resourceVersion": str(self.version),
             },
-            "addressType": "IPv4",
-            "endpoints": self.endpoints,
-            "ports": [{"name": "metrics", "port": 1}, {"name": "engine", "port": self.port}],
+            "addressType": kind,
+            "endpoints": list(endpoints),
+            "ports": [{"name": "metrics", "port": 1}, {"name": "engine", "port": port}],
         }
 
     @asynccontextmanager
@@ -123,7 +125,7 @@ class KubernetesApi:
         if request.query.get("watch") != "true":
             metadata = {"resourceVersion": str(self.version)}
             listed = {"kind": "EndpointSliceList", "apiVersion": "discovery.k8s.io/v1"}
-            return web.json_response(listed | {"metadata": metadata, "items": [self.slice]})
+            return web.json_response(listed | {"metadata": metadata, "items": self.slices})
         self.num_watches += 1
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
@@ -133,7 +135,7 @@ class KubernetesApi:
                     await self._changed.wait()
         except TimeoutError:
             return response
-        event = {"type": "MODIFIED", "object": self.slice}
+        event = {"type": "MODIFIED", "object": self.slices[0]}
         await response.write(json.dumps(event).encode() + b"\n")
         return response
 
@@ -146,6 +148,8 @@ class Cluster:
         self.engines: dict[str, FakeEngine] = {}
         self.ports: dict[str, int] = {}
         self.agent_port = 0
+        self.left: set[str] = set()
+        """What was seen to leave."""
         self.front: EmbeddedPrefillCluster
 
     def follow(self, **section: Any) -> None:
@@ -164,8 +168,9 @@ class Cluster:
                 report = await self.front.report()
                 for item in report.instances:
                     if item.leaving:
+                        self.left.add(item.name)
                         await self.front.change_members(LetGo(name=item.name))
-                if [i.name for i in report.instances if i.healthy] == sorted(names):
+                if sorted(i.name for i in report.instances if i.healthy) == sorted(names):
                     return
                 await asyncio.sleep(0.05)
 
@@ -194,7 +199,7 @@ async def cluster() -> AsyncIterator[Cluster]:
             port = int(engine.url.rpartition(":")[2])
             name = f"localhost-{port}"
             made.engines[name], made.ports[name] = engine, port
-        agent.instances = ["localhost", *made.engines, "p0", "p1"]
+        agent.instances = [*made.engines, "p0", "p1"]
         yield made
 
 
@@ -203,16 +208,17 @@ async def test_srv_records_are_followed(cluster: Cluster) -> None:
         first, second = cluster.ports
         server.records = [("localhost", cluster.ports[first])]
         cluster.follow(dns=NAME, nameserver=server.address, interval_s=0.05)
-        await cluster.until("localhost")
-        assert (await cluster.front.submit(prefill_job(1))).instance == "localhost"
+        await cluster.until(first)
+        assert (await cluster.front.submit(prefill_job(1))).instance == first
         server.broken = True
         await asyncio.sleep(0.3)
-        await cluster.until("localhost")
+        await cluster.until(first)
         server.broken = False
-        server.records = [("localhost", cluster.ports[name]) for name in (first, second)]
+        server.records = [("LocalHost", cluster.ports[name]) for name in (first, second)]
         await cluster.until(first, second)
+        assert not cluster.left
         server.records = [("localhost", cluster.ports[second])]
-        await cluster.until("localhost")
+        await cluster.until(second)
         server.records = []
         await cluster.until()
 
@@ -222,10 +228,12 @@ async def test_a_server_that_fails_is_no_answer() -> None:
         section = DiscoverySection(dns=NAME, nameserver=server.address)
         records = DnsRecords(section)
         assert await records.found() == []
-        server.records = [("p0.east.test", 8000), ("p1.east.test", 8001)]
+        # Hosts with one first label, and two engines on one of them: all have names of their own.
+        server.records = [("p.east.test", 8000), ("p.east.test", 8001), ("p.west.test", 8000)]
         assert sorted(await records.found(), key=lambda item: item.name) == [
-            Found("p0", "p0.east.test", 8000),
-            Found("p1", "p1.east.test", 8001),
+            Found("p.east.test-8000", "p.east.test", 8000),
+            Found("p.east.test-8001", "p.east.test", 8001),
+            Found("p.west.test-8000", "p.west.test", 8000),
         ]
         # RFC 2782: the service is not there.
         server.records = [("", 0)]
@@ -235,9 +243,9 @@ async def test_a_server_that_fails_is_no_answer() -> None:
             await records.found()
 
 
-def endpoint(name: str, *, terminating: bool = False) -> dict[str, Any]:
+def endpoint(name: str, *, terminating: bool = False, address: str = "127.0.0.1") -> dict[str, Any]:
     return {
-        "addresses": ["127.0.0.1"],
+        "addresses": [address],
         "conditions": {"ready": not terminating, "serving": True, "terminating": terminating},
         "nodeName": "k8s-node",
         "targetRef": {"kind": "Pod", "name": name, "namespace": "ns"},
@@ -271,8 +279,13 @@ async def test_endpoint_slices_are_followed(cluster: Cluster, tmp_path: Path) ->
         async with asyncio.timeout(60):
             while not api.num_watches:
                 await asyncio.sleep(0.05)
-        api.say(endpoint("p0"), endpoint("p1"), port=first)
+        # The service gets a slice of another family: nothing that runs leaves, nothing doubles.
+        api.say(endpoint("p0"), port=first, also=[endpoint("p0", address="::1")])
+        await asyncio.sleep(0.3)
+        await cluster.until("p0")
+        api.say(endpoint("p0"), endpoint("p1"), port=first, also=[endpoint("p0", address="::1")])
         await cluster.until("p0", "p1")
+        assert not cluster.left
         # One that terminates has left, though it still serves.
         api.say(endpoint("p0", terminating=True), endpoint("p1"), port=first)
         await cluster.until("p1")

@@ -412,15 +412,16 @@ async def open_region(
     granter: Granter | None = None,
     owned: Mapping[str, Any] | None = None,
     around: Region | None = None,
+    same_names: bool = False,
     **config: Any,
 ) -> AsyncIterator[Region]:
     """`config` are settings of the gateway, `owned` further arguments of `Gateway`. The engines of
-    all PD clusters but the first have its name before theirs. With `around` it is one more gateway
-    of that region.
+    all PD clusters but the first have its name before theirs, except with `same_names`. With
+    `around` it is one more gateway of that region.
     """
     fronts = list(around.pds.values()) if around else []
     for index, name in enumerate(() if around else pds):
-        prefix = f"{name}-" if index else ""
+        prefix = f"{name}-" if index and not same_names else ""
         engines = [OpenAiEngine(f"{prefix}d{number}") for number in range(num_engines)]
         for engine in engines:
             await engine.start()

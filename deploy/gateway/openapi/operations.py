@@ -287,6 +287,9 @@ OPERATIONS: Final[dict[tuple[str, str], Operation]] = {
         answers=_json(ref(InstanceRole)) | _json(ref(InstanceRole), 202),
         key="operator",
         errors=_ORDER_ERRORS,
+        parameters=(
+            _query("cluster", {"type": "string"}, "Its cluster, if several have the name."),
+        ),
         body=ref(RoleOrder),
     ),
 }

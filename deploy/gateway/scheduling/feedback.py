@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from deploy.gateway.scheduling.scheduler import RegionScheduler
+from deploy.gateway.scheduling.scheduler import RegionScheduler, in_region
 from deploy.gateway.serving.records import RequestRecord
 from deploy.gateway.serving.ttft_parts import TtftParts
 from kvmanager.landing import ReservedLanding
@@ -140,22 +140,22 @@ class Feedback:
             nbytes=landing.nbytes,
             lands_s=predicted.landed_s,
             priority=priority,
-            instance=slot.instance,
+            instance=in_region(pd, slot.instance),
             pd=pd,
         )
         self.scheduler.tell(event)
 
-    def given(self, instance: str, request: int = 0) -> bool:
+    def given(self, pd: str, instance: str, request: int = 0) -> bool:
         """A decode instance has one more request: a slot is held there, or a prompt was sent.
         `request` is the number under which admission let it in.
 
         Returns whether the instance was full, so that the request waits inside it.
         """
-        return self.scheduler.ask(InstanceGiven(instance, request))
+        return self.scheduler.ask(InstanceGiven(in_region(pd, instance), request))
 
-    def over(self, instance: str) -> None:
+    def over(self, pd: str, instance: str) -> None:
         """A request that was `given` is answered, given up or moved elsewhere."""
-        self.scheduler.tell(InstanceOver(instance))
+        self.scheduler.tell(InstanceOver(in_region(pd, instance)))
 
     def answer_over(self, transfer_id: str) -> None:
         """The request that a leg was for is answered or given up."""
@@ -182,7 +182,7 @@ class Feedback:
         event = Prefilled(
             model=model,
             place=place,
-            instance=result.instance,
+            instance=in_region(cluster, result.instance),
             num_tokens=num_tokens,
             cached_tokens=min(result.cached_tokens, num_tokens),
             tail_s=result.transfer_tail_s,
@@ -194,22 +194,24 @@ class Feedback:
         )
         self.scheduler.tell(event)
 
-    def direct_begun(self, instance: str, shape: RequestShape) -> int:
-        """A prompt was given to one engine. Returns the key for `direct_over`."""
-        event = DirectBegun(instance, shape.num_prompt_tokens, shape.local_uncached_tokens)
+    def direct_begun(self, pd: str, instance: str, shape: RequestShape) -> int:
+        """A prompt was given to one engine of `pd`. Returns the key for `direct_over`."""
+        event = DirectBegun(
+            in_region(pd, instance), shape.num_prompt_tokens, shape.local_uncached_tokens
+        )
         return self.scheduler.tell(event)
 
     def direct_over(self, key: int) -> None:
         """The engine has begun to answer, or never will."""
         self.scheduler.tell(DirectOver(key))
 
-    def direct_answered(self, instance: str, begun_s: float) -> float | None:
+    def direct_answered(self, pd: str, instance: str, begun_s: float) -> float | None:
         """The first token from one engine came.
 
         Returns the time that its prompt alone took, None if that is unknown: it waited, and then
         ended in one pass with another.
         """
-        return self.scheduler.tell(DirectAnswered(instance, begun_s))
+        return self.scheduler.tell(DirectAnswered(in_region(pd, instance), begun_s))
 
     def direct_took(
         self,
@@ -272,7 +274,12 @@ class Feedback:
         first_s = record.ttft_s if record.is_stream else record.predicted_ttft_s
         seconds = max(0.0, record.total_s - (first_s or 0.0))
         self.scheduler.tell(
-            AnswerDecoded(model, record.output_tokens, seconds, record.decode_instance)
+            AnswerDecoded(
+                model,
+                record.output_tokens,
+                seconds,
+                in_region(record.cluster, record.decode_instance),
+            )
         )
 
 

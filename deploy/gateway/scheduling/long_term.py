@@ -14,6 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -30,7 +31,7 @@ from deploy.gateway.scheduling.plan_overview import (
     traffic_now,
 )
 from deploy.gateway.scheduling.roles import RoleKeeper
-from deploy.gateway.scheduling.scheduler import RegionScheduler
+from deploy.gateway.scheduling.scheduler import RegionScheduler, in_region
 from scheduler.live.long_term.conversion import (
     Conversion,
     ConversionOutcome,
@@ -110,14 +111,14 @@ class LongTermService:
         decided while another gateway leads.
         """
         scheduler, roles = self._scheduler, self._roles
-        first, *_ = roles.values()
+        (first_pd, first), *_ = roles.items()
         others = {
-            name: PdBusy(keeper.current, bool(keeper.converting))
+            name: PdBusy(_current(keeper, name), bool(keeper.converting))
             for name, keeper in roles.items()
             if keeper is not first
         }
         # Also while it does not lead, so that means do not reach back over many periods later.
-        scheduler.ask(PeriodOver(first.current, bool(first.converting), others))
+        scheduler.ask(PeriodOver(_current(first, first_pd), bool(first.converting), others))
         self._show_thresholds()
         if not first.leads():
             return []
@@ -312,6 +313,12 @@ def _in_words(changes: Iterable[ThresholdChange]) -> list[str]:
         f"{change.tokens:.0f} tokens where {change.pd} decodes"
         for change in changes
     ]
+
+
+def _current(keeper: RoleKeeper, pd: str) -> Conversion | None:
+    """The conversion that runs, with the instance's name as the live scheduler knows it."""
+    now = keeper.current
+    return None if now is None else replace(now, instance=in_region(pd, now.instance))
 
 
 def _told(conversion: Conversion) -> str:

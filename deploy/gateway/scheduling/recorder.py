@@ -21,14 +21,12 @@ from collections.abc import Callable, Set
 from datetime import UTC, datetime
 from typing import Any, BinaryIO, Final
 
-import msgspec
 from prometheus_client import CollectorRegistry, Counter
 
 from deploy.gateway.config import RecorderSection
 from kvmanager.private_files import open_private
 from scheduler.live.core import Event, LiveScheduler
 from scheduler.replay.recording import Gap, Header, entry_frame, frame_of, header_of
-from scheduler.reports import ClusterReport
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -224,18 +222,3 @@ class Recorder:
 
 def _num_bytes(item: bytes | Header) -> int:
     return len(item.state) if isinstance(item, Header) else len(item)
-
-
-def without_texts(report: ClusterReport | None) -> ClusterReport | None:
-    """A report without parts that no decision rests on: error texts, layouts in words, and how
-    prompts are cached.
-    """
-    if report is None:
-        return None
-    instances = tuple(
-        msgspec.structs.replace(
-            item, reason="", cache=None, layout="", weights="", adapters={}, encoder=""
-        )
-        for item in report.instances
-    )
-    return msgspec.structs.replace(report, reason="", instances=instances)

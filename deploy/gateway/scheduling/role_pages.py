@@ -118,28 +118,40 @@ class RegionRolePages:
     async def overview(self, query: Mapping[str, str]) -> RolesOverview:
         """Answer GET /v1/pd_role, for the first cluster where none is named. Raises `ApiError`."""
         names = list(self._clusters)
-        pages = self._clusters.get(wanted := query.get("cluster", names[0]))
-        if pages is None:
-            message = f"No PD cluster is called `{wanted[:200]}`. There are: {', '.join(names)}."
-            raise ApiError(404, "unknown_cluster", message, param="cluster")
+        _, pages = self._named(query.get("cluster", names[0]))
         return msgspec.structs.replace(await pages.overview(), clusters=names)
 
     async def change(self, body: bytes, query: Mapping[str, str]) -> tuple[int, InstanceRole]:
-        """Answer POST /v1/pd_role in the cluster that has the instance. Raises `ApiError`."""
-        errors = []
-        for pages in self._clusters.values():
+        """Answer POST /v1/pd_role in the cluster that has the instance, or that is named. Raises
+        `ApiError`.
+        """
+        order, errors, found = _order(body), [], []
+        wanted = query.get("cluster")
+        for name, pages in self._clusters.items() if wanted is None else [self._named(wanted)]:
             try:
-                return await pages.change(body, query)
+                await pages.role_of(order.instance)
+                found.append(name)
             except ApiError as error:
-                if error.code not in (_UNKNOWN_INSTANCE, _UNREACHABLE):
-                    raise
                 errors.append(error)
+        if len(found) > 1:
+            names = ", ".join(found)
+            message = f"Several clusters have a `{order.instance}`: {names}. Add ?cluster=NAME."
+            raise ApiError(409, "ambiguous_instance", message, param="cluster")
+        if found:
+            return await self._clusters[found[0]].change(body, query)
         # The instance may be in a cluster whose front does not answer.
         worst = max(errors, key=lambda error: error.status)
         if worst.code == _UNREACHABLE:
             raise worst
         message = " ".join(error.message for error in errors)
         raise ApiError(404, _UNKNOWN_INSTANCE, message, param="instance")
+
+    def _named(self, name: str) -> tuple[str, RolePages]:
+        if name not in self._clusters:
+            names = ", ".join(self._clusters)
+            message = f"No PD cluster is called `{name[:200]}`. There are: {names}."
+            raise ApiError(404, "unknown_cluster", message, param="cluster")
+        return name, self._clusters[name]
 
 
 class RolePages:
@@ -186,7 +198,7 @@ class RolePages:
         if ended.outcome is not ConversionOutcome.CONVERTED:
             message = f"{order.instance} is {instance.role} still, and serves: {ended.detail}."
             raise ApiError(409, "not_converted", message)
-        return 200, await self._role_of(order.instance)
+        return 200, await self.role_of(order.instance)
 
     def _begin(self, report: ClusterReport, instance: InstanceReport, order: RoleOrder) -> None:
         _check_epoch(instance, order)
@@ -233,9 +245,10 @@ class RolePages:
                     await self._pd.resume(instance.name, leader=token)
             except (PdError, UnknownInstance, RpcError, TimeoutError) as error:
                 raise _unreachable(str(error) or "no answer in time") from error
-        return await self._role_of(instance.name)
+        return await self.role_of(instance.name)
 
-    async def _role_of(self, name: str) -> InstanceRole:
+    async def role_of(self, name: str) -> InstanceRole:
+        """The instance as it is now. Raises `ApiError`."""
         report = await self._report()
         return _role(_named(report, name), self._keeper.current, report.name)
 

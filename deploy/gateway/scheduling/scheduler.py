@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from deploy.gateway.config import GatewayConfig, SharedUplink
-from deploy.gateway.scheduling.recorder import Recorder, without_texts
+from deploy.gateway.scheduling.recorder import Recorder
 from netmon.region_link import LinkView
 from scheduler.live.core import Event, LiveScheduler, ReportedViews
 from scheduler.live.events import (
@@ -27,6 +29,7 @@ from scheduler.live.settings import LiveSettings, PdSettings
 from scheduler.live.snapshots import LinkPair, Reported
 from scheduler.live.thresholds import ThresholdNow
 from scheduler.planning.region_model import Uplink
+from scheduler.reports import ClusterReport
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Decision, RequestShape
 from scheduler.routing.short_term import RouteDecision
 from scheduler.routing.spill import Spill
@@ -185,8 +188,7 @@ class RegionScheduler:
             # request's route.
             if known is None or found.report is not known.report or found.at_s != known.at_s:
                 self._heard[found.name] = found
-                # Texts would make recordings larger, and no decision reads them.
-                report = found.report if self._recorder is None else without_texts(found.report)
+                report = found.report and for_scheduler(found.report)
                 self._take(ReportHeard(found.name, report, found.at_s), now_s)
         if self._link is None:
             return
@@ -202,6 +204,39 @@ class RegionScheduler:
         for listener in self._listeners:
             listener(event, now_s)
         return answer
+
+
+def in_region(cluster: str, instance: str) -> str:
+    """The name by which the live scheduler knows an instance. A front's own name for it is unique
+    in its cluster only: two sites with one chart have the same names.
+    """
+    return f"{cluster}/{instance}"
+
+
+def for_scheduler(report: ClusterReport) -> ClusterReport:
+    """A report as the live scheduler takes it: instances have their names `in_region`, and what no
+    decision reads (error texts, layouts in words, how prompts are cached) is left out, since it
+    would make recordings larger.
+    """
+    replace = msgspec.structs.replace
+    instances = tuple(
+        replace(
+            item,
+            name=in_region(report.name, item.name),
+            reason="",
+            cache=None,
+            layout="",
+            weights="",
+            adapters={},
+            encoder="",
+        )
+        for item in report.instances
+    )
+    jobs = tuple(
+        replace(job, instance=in_region(report.name, job.instance)) if job.instance else job
+        for job in report.jobs
+    )
+    return replace(report, reason="", instances=instances, jobs=jobs)
 
 
 def pd_settings(

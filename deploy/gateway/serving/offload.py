@@ -142,7 +142,7 @@ class Offload:
         complete. `answered` is called when they are known.
         """
         if self._slot is not None and answered is None:
-            self._feedback.over(self._slot.instance)
+            self._feedback.over(self.decision.pd, self._slot.instance)
         self._services.background.spawn(
             self._give_back(answered), f"settle {self._exchange.request_id}"
         )
@@ -183,7 +183,7 @@ class Offload:
             self._exchange.not_reserved(self._exchange.elapsed_s() - started_s, reason)
             raise NotOffloaded(reason, str(error) or "no answer in time") from error
         reserve_s = self._exchange.elapsed_s() - started_s
-        was_full = self._feedback.given(slot.instance, self._exchange.number)
+        was_full = self._feedback.given(self.decision.pd, slot.instance, self._exchange.number)
         self._exchange.given(slot.instance, slot.reason, was_full=was_full)
         self._exchange.reserved(slot, reserve_s, self._saved_bytes(slot))
         return slot
@@ -403,13 +403,13 @@ class Offload:
         Until it begins, the prompt counts as work ahead of others at that engine.
         """
         begun_s = self._services.scheduler.clock()
-        key = self._feedback.direct_begun(slot.instance, self._shape)
+        key = self._feedback.direct_begun(self.decision.pd, slot.instance, self._shape)
         try:
             answer = await decoding
         finally:
             self._feedback.direct_over(key)
         if answer.is_stream and answer.status == 200:
-            self._feedback.direct_answered(slot.instance, begun_s)
+            self._feedback.direct_answered(self.decision.pd, slot.instance, begun_s)
         return answer
 
     async def _cached_tokens(self, leg: _Leg) -> int | None:

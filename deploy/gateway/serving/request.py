@@ -67,7 +67,7 @@ class Serving:
         self._tries_left = 1
         self._lost_clusters: set[str] = set()
         self._lost_pds = LostPds(services, exchange)
-        self._lost_instances: set[str] = set()
+        self._lost_instances: set[tuple[str, str]] = set()  # PD cluster, instance
         self._end_admission: AdmittedRequest | None = None
         self._num_prompt_tokens = 0
         self._is_landed = False
@@ -168,7 +168,7 @@ class Serving:
                 if self._tries_left <= 0:
                     raise
                 logger.warning("trying elsewhere: %s", error)
-                self._lost_instances.add(error.instance)
+                self._lost_instances.add((decision.pd, error.instance))
                 decision = fall_back(decision, Reason.DECODE_FAILED)
                 self._retried(Reason.DECODE_FAILED)
 
@@ -232,12 +232,13 @@ class Serving:
         """The answer of an engine of a PD cluster that serves the request alone."""
         services, feedback, exchange = self._services, self._feedback, self._exchange
         nodes = plan.cached.direct_nodes()
-        target = await direct_target(services, exchange, pd, self._lost_instances, nodes)
-        if target.instance in self._lost_instances and self._lost_pds.may_leave(pd):
+        lost = {instance for cluster, instance in self._lost_instances if cluster == pd}
+        target = await direct_target(services, exchange, pd, lost, nodes)
+        if target.instance in lost and self._lost_pds.may_leave(pd):
             services.pds[pd].request_ended(target.instance)
             raise NoInstance(f"{pd}: the only engine left has failed this request")
         # The front counts it from now on, too, so that a report has it at most once.
-        was_full = feedback.given(target.instance, exchange.number)
+        was_full = feedback.given(pd, target.instance, exchange.number)
         exchange.given(target.instance, target.reason, was_full=was_full)
         try:
             done = await encode_media(services, exchange, plan, pd, target)
@@ -246,7 +247,7 @@ class Serving:
             raise
         # Taken before the request is sent: the engine may answer before `open` returns.
         begun_s = services.scheduler.clock()
-        key = feedback.direct_begun(target.instance, plan.shape)
+        key = feedback.direct_begun(pd, target.instance, plan.shape)
         try:
             answer = await services.engines.open(
                 target.instance,
@@ -263,7 +264,7 @@ class Serving:
         finally:
             feedback.direct_over(key)
         if answer.is_stream and answer.status == 200:
-            seconds = feedback.direct_answered(target.instance, begun_s)
+            seconds = feedback.direct_answered(pd, target.instance, begun_s)
             # A prompt that was not looked up may be cached, and one at a full engine waited for a
             # slot. Neither says how long a prefill takes.
             is_looked_up = plan.cached.keys is not None or self._is_cached_nowhere()
@@ -466,5 +467,5 @@ class Serving:
 
     def _leave(self, pd: str, instance: str) -> None:
         """Tell the scheduler and the PD front that `instance` is done with the request."""
-        self._feedback.over(instance)
+        self._feedback.over(pd, instance)
         self._services.pds[pd].request_ended(instance)

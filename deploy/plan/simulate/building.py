@@ -56,8 +56,10 @@ class Simulation:
         """The workload, the same for every policy. Raises `FileError` if a trace cannot be read."""
         spec, lengths = self.file.simulation, self.file.traffic.lengths
         if lengths.trace is not None:
-            prompts = load_trace(self.directory / lengths.trace.file.expanduser())
-            return traced(prompts, lengths.trace.block_tokens, spec.trace_speed)
+            trace = lengths.trace
+            file = self.directory / trace.file.expanduser()
+            prompts = load_trace(file, trace.block_tokens, trace.unit)
+            return traced(prompts, trace.block_tokens, spec.trace_speed)
         traffics = self._traffics()
         works = [drawn(self._phases(*one), seed + place) for place, one in enumerate(traffics)]
         if self.images is not None:

@@ -162,11 +162,14 @@ def _play_file(path: Path, resettle: Resettle | None, played: Played) -> None:
                     # The other settings have limits of their own for the whole time.
                     frames = (frame for frame in frames if not _limits_tenants(frame))
                 play(live, frames, played)
-            # The state of another version with the same format may lack fields, which shows when
-            # an event needs them.
-            except AttributeError as error:
+            except RecordingError:
+                raise
+            # Fields of a state may have other types than those of this version, or than anybody
+            # wrote, which shows when an event needs them.
+            except Exception as error:
                 raise RecordingError(
-                    f"written by version {header.version}, whose state this one cannot use: {error}"
+                    f"written by version {header.version}, whose state this one cannot use: "
+                    f"{type(error).__name__}: {error}"
                 ) from error
     except OSError as error:
         raise RecordingError(str(error)) from error

@@ -400,7 +400,8 @@ class _Builder:
         return Traffic(uncached, traffic.output_tokens or 1.0, mean_tokens(whole))
 
     def _traced(self, trace: TraceSpec, output_tokens: float | None) -> Traffic:
-        prompts = load_trace(self._path(trace.file))
+        # A plan rests on lengths alone, so it does not matter which unit the times have.
+        prompts = load_trace(self._path(trace.file), trace.block_tokens, trace.unit or "ms")
         self.traffic_with_cache = partial(
             traced_traffic, prompts, trace.block_tokens, output_tokens
         )

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from deploy.plan.profile.file import DecodeStep, EncodePoint, PrefillPoint
+from deploy.plan.trace import TimeUnit
 from kvmanager.config_files.fields import NotNegative, Positive, Section, spelled
 from kvmanager.config_files.units import parse_duration, parse_rate, parse_size, parse_tokens
 
@@ -57,13 +58,16 @@ class Bin(Section):
 class TraceSpec(Section):
     """A request trace: JSON lines of timestamp, input_length, output_length, hash_ids.
 
-    `cache_tokens` is the size of the prefix cache, which decides what of each prompt is cached. 0:
-    no cache; left out: a cache that never evicts.
+    `block_tokens` is the size of the blocks that `hash_ids` names. `unit` is ms or s; left out: ms,
+    and a trace that would be too fast then is refused. `cache_tokens` is the size of the prefix
+    cache, which decides what of each prompt is cached. 0: no cache; left out: a cache that never
+    evicts.
     """
 
     file: Path
     block_tokens: Annotated[int, Field(ge=1)] = 512
     cache_tokens: CacheTokens | None = None
+    unit: TimeUnit | None = None
 
 
 def _exactly_one(part: BaseModel, *names: str) -> None:

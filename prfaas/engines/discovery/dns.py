@@ -38,5 +38,9 @@ class DnsRecords:
             raise LocalError("dns", f"{self._name}: {error}") from error
         # RFC 2782: the root as a target says that there is no such service.
         records = [record for record in answer if record.target != dns.name.root]
-        hosts = [(record.target.to_text(omit_final_dot=True), record.port) for record in records]
-        return [Found(host.partition(".")[0], host, port) for host, port in hosts]
+        # Names in DNS are the same in any case, and servers may answer in another one each time.
+        hosts = [record.target.to_text(omit_final_dot=True).lower() for record in records]
+        return [
+            Found(f"{host}-{record.port}", host, record.port)
+            for host, record in zip(hosts, records, strict=True)
+        ]

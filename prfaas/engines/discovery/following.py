@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from prfaas.engines.departures import Departures, follow_changes
-from prfaas.engines.discovery.found import Discovered, DiscoverySection
+from prfaas.engines.discovery.found import Discovered, DiscoverySection, Found
 from transport.errors import LocalError
 
 logger = logging.getLogger("prfaas.engines")
@@ -42,7 +43,7 @@ async def _follow(
             raise LocalError("dns", "discover.dns needs pip install prfaas[dns]") from error
         records = DnsRecords(section)
         while True:
-            follow_changes(departures, discovered.heard(await records.found()))
+            _take(discovered, departures, await records.found())
             await asyncio.sleep(section.interval_s)
     try:
         from prfaas.engines.discovery.kubernetes import EndpointSlices
@@ -51,5 +52,11 @@ async def _follow(
         raise LocalError("kubernetes", message) from error
     slices = await asyncio.to_thread(EndpointSlices, section)
     while True:
-        follow_changes(departures, discovered.heard(await slices.found()))
+        _take(discovered, departures, await slices.found())
         await slices.changed()
+
+
+def _take(discovered: Discovered, departures: Departures, found: Sequence[Found]) -> None:
+    refused = follow_changes(departures, discovered.heard(found))
+    for message in discovered.refused(refused):
+        logger.warning("an instance that was found cannot join: %s", message)

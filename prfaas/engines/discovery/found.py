@@ -6,8 +6,8 @@ It does not know DNS or Kubernetes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, FilePath, model_validator
@@ -22,8 +22,8 @@ from transport import Endpoint
 class DiscoverySection(Section):
     """Instances that come and go with DNS records or with a Kubernetes service.
 
-    An instance has the first label of its host's name, or the name of its pod; its engine's
-    connector must have the same. Several engines behind one name are called NAME-PORT.
+    An instance is called HOST-PORT, as its SRV record says, or after its pod. Its engine's
+    connector must have the same name. It does not depend on which other engines there are.
     """
 
     dns: Annotated[str, Field(min_length=1)] | None = None
@@ -73,12 +73,15 @@ class DiscoverySection(Section):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An engine's server. `node` is what people call its host, if that is known."""
+    """An engine's server. `node` is what people call its host, and `pod` identifies the pod that
+    it runs in; "" where they are not known. What has one name is one engine.
+    """
 
     name: str
     host: str
     port: int
     node: str = ""
+    pod: str = ""
 
 
 class Discovered:
@@ -89,23 +92,43 @@ class Discovered:
     def __init__(self, section: DiscoverySection, num_misses: int) -> None:
         self._section = section
         self._num_misses = num_misses
-        self._known: dict[str, InstanceSpec] = {}
+        self._known: dict[str, Found] = {}
         self._missed: Counter[str] = Counter()
+        self._refused: set[str] = set()
 
     def heard(self, found: Sequence[Found]) -> MemberChanges:
-        """The changes that follow from an answer."""
-        told = {item.name: self._section.spec(item) for item in _named(found)}
+        """The changes that follow from an answer, in whatever order it lists engines."""
+        told: dict[str, Found] = {}
+        for item in sorted(set(found), key=_by_preference):
+            told.setdefault(item.name, item)
+        for name, known in self._known.items():
+            # An engine at several addresses keeps the one that it is used by.
+            if name in told and (known in found or _is_one_pod(known, told[name])):
+                told[name] = known
         self._missed = Counter({n: self._missed[n] + 1 for n in self._known if n not in told})
         kept = {n: self._known[n] for n, num in self._missed.items() if num < self._num_misses}
         before, self._known = self._known, kept | told
         self._missed = Counter({n: num for n, num in self._missed.items() if n in kept})
-        return member_changes(tuple(before.values()), tuple(self._known.values()))
+        return member_changes(self._specs(before), self._specs(self._known))
+
+    def refused(self, why: Mapping[str, str]) -> list[str]:
+        """These could not join: their names are those of others, which must not leave when these
+        do. The next answer tries them again. Returns the reasons that were not told before.
+        """
+        for name in why:
+            del self._known[name]
+        new, self._refused = set(why.values()) - self._refused, set(why.values())
+        return sorted(new)
+
+    def _specs(self, found: Mapping[str, Found]) -> tuple[InstanceSpec, ...]:
+        return tuple(self._section.spec(item) for item in found.values())
 
 
-def _named(found: Sequence[Found]) -> list[Found]:
-    """The same engines in a fixed order, each with a name of its own."""
-    names = Counter(item.name for item in set(found))
-    return [
-        replace(item, name=f"{item.name}-{item.port}") if names[item.name] > 1 else item
-        for item in sorted(set(found), key=lambda item: (item.name, item.host, item.port))
-    ]
+def _by_preference(item: Found) -> tuple[str, bool, str, int]:
+    # Of a dual-stack service's two slices, the one that every front can use comes first.
+    return item.name, ":" in item.host, item.host, item.port
+
+
+def _is_one_pod(one: Found, other: Found) -> bool:
+    """Whether both are addresses of one server: a pod has all of its addresses for life."""
+    return bool(one.pod) and (one.pod, one.port) == (other.pod, other.port)

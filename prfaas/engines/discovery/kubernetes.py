@@ -96,12 +96,14 @@ class EndpointSlices:
         """The engines in one slice."""
         ports = [item for item in part.ports or () if self._port_name in ("", item.name)]
         return [
-            Found(_name(item), item.addresses[0], ports[0].port, item.node_name or "")
+            _found(item, ports[0].port)
             for item in part.endpoints or ()
             if ports and not (item.conditions and item.conditions.terminating)
         ]
 
 
-def _name(endpoint: Any) -> str:
-    pod = endpoint.target_ref.name if endpoint.target_ref else None
-    return str(pod or endpoint.hostname or endpoint.addresses[0])
+def _found(endpoint: Any, port: int) -> Found:
+    pod, host = endpoint.target_ref, endpoint.addresses[0]
+    # A slice that somebody wrote by hand has no pods. There, one address may have several engines.
+    name = (pod and pod.name) or endpoint.hostname or f"{host}-{port}"
+    return Found(name, host, port, endpoint.node_name or "", (pod and pod.uid) or "")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -34,7 +34,7 @@ HALF_LIFE_S: Final = 3600.0
 MEMORY_S: Final = 7200.0
 """Older requests are dropped."""
 NUM_SLICES: Final = math.ceil(MEMORY_S / SLICE_S)
-"""Rows of 6 KiB that are kept, for prompts and again for outputs."""
+"""Rows of 3 KiB that are kept, for prompts and again for outputs."""
 MIN_RECENT: Final = 100
 """A cut is tried only with at least this many requests on either side: with fewer the asymptotic
 bound of the test does not hold."""
@@ -44,6 +44,7 @@ CHANGE_ODDS = 1e-6
 # sqrt(1 / n + 1 / m) for samples of n and m.
 _KS_SCALE = math.sqrt(-math.log(CHANGE_ODDS / 2) / 2)
 Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
+Counts = np.ndarray[Any, np.dtype[np.int32]]
 _EDGES: Floats = np.exp2(np.arange(NUM_BINS + 1) / BINS_PER_OCTAVE)
 
 
@@ -211,7 +212,11 @@ class _Channel:
     """Counts of one quantity by slice of time: a ring of rows, the newest at `_newest`."""
 
     def __init__(self, num_extra: int) -> None:
-        self._counts = np.zeros((NUM_SLICES, NUM_BINS), np.int64)
+        self._counts = np.zeros((NUM_SLICES, NUM_BINS), np.int32)
+        self._bins = NUM_BINS, 0
+        """The first bin that has ever counted, and the one after the last. Most bins are outside of
+        them and empty, and the event loop waits for what is computed of these rows.
+        """
         self._sums = np.zeros((NUM_SLICES, 2 + num_extra))
         """Sums of the values, of their squares, and of what came with them."""
         self._num_used = 0
@@ -228,6 +233,7 @@ class _Channel:
         row = current % len(self._sums)
         at = min(int(math.log2(value) * BINS_PER_OCTAVE), NUM_BINS - 1)
         self._counts[row, at] += 1
+        self._see(at, at + 1)
         sums = self._sums[row]
         sums[0] += value
         sums[1] += value * value
@@ -238,12 +244,15 @@ class _Channel:
         """The argument of `restore`; None if nothing was counted."""
         if self._newest is None:
             return None
-        slices = []
-        for ago in range(self._num_used):
-            row = (self._newest - ago) % NUM_SLICES
-            full = np.flatnonzero(self._counts[row]).tolist()
-            counts = {at: int(self._counts[row, at]) for at in full}
-            slices.append(SliceState(counts, self._sums[row].tolist()))
+        rows = (self._newest - np.arange(self._num_used)) % NUM_SLICES
+        counts, first = self._narrow(rows), self._bins[0]
+        ago, at = np.nonzero(counts)
+        nums, bins = counts[ago, at].tolist(), (at + first).tolist()
+        ends = np.searchsorted(ago, np.arange(len(rows) + 1)).tolist()
+        slices = [
+            SliceState(dict(zip(bins[start:end], nums[start:end], strict=True)), sums)
+            for start, end, sums in zip(ends, ends[1:], self._sums[rows].tolist(), strict=False)
+        ]
         return ChannelState(now_s - self._newest * SLICE_S, now_s - self._began_s, slices)
 
     def restore(self, state: ChannelState, now_s: float) -> None:
@@ -256,18 +265,21 @@ class _Channel:
             self._sums[row] = kept.sums
             for at, num in kept.counts.items():
                 self._counts[row, at] = num
+                self._see(at, at + 1)
 
     def seen(self, now_s: float) -> _Seen | None:
         """The window since its clearest change; None if it is empty."""
         rows, ages_s = self._window(now_s)
-        if not self._counts[rows].any():
+        window = self._narrow(rows)
+        if not window.any():
             return None
         weights: Floats = np.exp2(-ages_s / HALF_LIFE_S)
-        counts: Floats = weights @ self._counts[rows]
+        counts: Floats = np.zeros(NUM_BINS)
+        counts[slice(*self._bins)] = weights @ window
         total = counts.sum()
         mean, square, *extra = (float(each) for each in weights @ self._sums[rows] / total)
         # Kish: (sum of weights)^2 / sum of squared weights.
-        num = float(total**2 / (weights**2 @ self._counts[rows].sum(axis=1)))
+        num = float(total**2 / (weights**2 @ window.sum(axis=1)))
         spread = math.sqrt(max(0.0, square - mean**2))
         oldest_s = ((self._newest or 0) - len(rows) + 1) * SLICE_S
         sample = LengthSample(
@@ -277,7 +289,7 @@ class _Channel:
             spread / (mean * math.sqrt(num)),
             max(1.0, now_s - max(self._began_s, oldest_s)),
         )
-        return _Seen(sample, int(self._counts[rows].sum()), extra)
+        return _Seen(sample, int(window.sum()), extra)
 
     def forget_before_change(self, now_s: float) -> None:
         self._num_used = len(self._window(now_s)[0])
@@ -290,6 +302,13 @@ class _Channel:
         rows = self._since_change((newest - np.arange(num)) % NUM_SLICES)
         ages_s: Floats = (age + np.arange(len(rows), dtype=np.float64)) * SLICE_S
         return rows, ages_s
+
+    def _see(self, first: int, end: int) -> None:
+        self._bins = min(self._bins[0], first), max(self._bins[1], end)
+
+    def _narrow(self, rows: Rows) -> Counts:
+        """The counts of these rows, in the bins that have any."""
+        return self._counts[rows, slice(*self._bins)]
 
     def _advance(self, now_s: float) -> None:
         """Open the slice that contains `now_s`. Slices in between stay empty."""
@@ -308,15 +327,17 @@ class _Channel:
 
     def _since_change(self, rows: Rows) -> Rows:
         """The part of `rows` that is not older than the clearest change, if there is one."""
-        upto = np.cumsum(self._counts[rows], axis=0)
+        upto = np.cumsum(self._narrow(rows), axis=0)
         newer = upto[:-1].sum(axis=1, dtype=np.float64)
         older = upto[-1:].sum() - newer
         tried = np.flatnonzero((newer >= MIN_RECENT) & (older >= MIN_RECENT))
         if not len(tried):
             return rows
-        new = np.cumsum(upto[tried], axis=1) / newer[tried, None]
-        old = np.cumsum(upto[-1] - upto[tried], axis=1) / older[tried, None]
-        distance = np.abs(new - old).max(axis=1)
+        new = np.cumsum(upto[tried], axis=1)
+        old = np.cumsum(upto[-1]) - new
+        gap = new / newer[tried, None]
+        gap -= old / older[tried, None]
+        distance = np.abs(gap, out=gap).max(axis=1)
         chance = _KS_SCALE * np.sqrt(1 / newer[tried] + 1 / older[tried])
         clearest = int(np.argmax(distance / chance))
         is_change = distance[clearest] > chance[clearest]

@@ -337,7 +337,7 @@ async def test_instances_with_the_role_both_are_named_wherever_a_plan_is_shown(
     live.pd = cluster("near", *near(4, 3).instances, instance("b", "both"))
     service = make()
     decision = await service.decide()
-    note = "near: b has the role both, which is never converted and counts as decode"
+    note = "near: near/b has the role both, which is never converted and counts as decode"
     assert decision.notes == [note]
     region = service.overview().models[0].region
     assert region is not None
@@ -347,7 +347,7 @@ async def test_instances_with_the_role_both_are_named_wherever_a_plan_is_shown(
     assert live.roles.asked == [ConversionWish("near", "decode", "prefill", MODEL)]
     live.pd = cluster("near", *numbered("b", "both", 2))
     decision = await service.decide()
-    assert "b-0, b-1 have the role both, which is never converted" in decision.done[0]
+    assert "b-0, near/b-1 have the role both, which is never converted" in decision.done[0]
     unknown = service.overview().models[0].unknown
     assert decision.done == [f"did nothing because {unknown}"]
 

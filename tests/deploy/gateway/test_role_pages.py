@@ -103,6 +103,18 @@ async def test_an_order_is_for_the_cluster_that_has_the_instance() -> None:
     assert [item.cluster for item in shown.instances] == ["north", "north"]
 
 
+async def test_an_instance_whose_name_several_clusters_have_is_changed_where_it_is_meant() -> None:
+    region = Region()
+    region.home.instances["d1"] = FakeInstance("decode")
+    error = await region.refused("d1")
+    assert (error.status, error.code) == (409, "ambiguous_instance")
+    assert "home, north. Add ?cluster=NAME" in error.message
+    body = json.dumps({"instance": "d1", "role": "prefill"}).encode()
+    assert (await region.pages.change(body, {"cluster": "north"}))[1].cluster == "north"
+    with pytest.raises(ApiError, match="No PD cluster is called `south`"):
+        await region.pages.change(body, {"cluster": "south"})
+
+
 async def test_an_instance_that_nobody_has_is_not_looked_for_where_no_front_answers() -> None:
     region = Region()
     error = await region.refused("d9")

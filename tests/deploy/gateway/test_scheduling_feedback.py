@@ -58,6 +58,7 @@ class Case:
             RequestShape(num_prompt_tokens=1001, **shape),
             "far",
             Prediction(queue_s=1.0, prefill_s=2.0, slot_s=9.0),
+            pd="home",
         )
         return landing
 
@@ -90,10 +91,10 @@ class Case:
         """One engine's first token, as the gateway lives through it."""
         shape = RequestShape(num_prompt_tokens=num_tokens)
         begun_s = self.region.now_s
-        was_full = self.feedback.given("d0")
+        was_full = self.feedback.given("home", "d0")
         self.region.now_s += waits_s + num_tokens * 1e-4
         self.region.at_s = self.region.now_s
-        seconds = self.feedback.direct_answered("d0", begun_s)
+        seconds = self.feedback.direct_answered("home", "d0", begun_s)
         if not was_full:
             self.feedback.direct_took(MODEL, shape, seconds)
 
@@ -109,7 +110,7 @@ def test_a_leg_is_under_way_until_it_is_over() -> None:
     (leg,) = case.scheduler.live.ledger.landing(MODEL, "home")
     assert (leg.place, leg.num_tokens, leg.uncached_tokens) == ("far", 1000, 400)
     assert (leg.begun_s, leg.lands_at_s, leg.kv_bytes) == (100.0, 103.0, 512_000)
-    assert leg.instance == "d0"
+    assert leg.instance == "home/d0"
     assert case.known.kv is not None
     assert case.known.kv.token_bytes == pytest.approx(512)
     case.feedback.leg_over(landing)
@@ -123,29 +124,29 @@ def test_a_prefill_teaches_what_it_took_by_itself() -> None:
         case.prefilled(prefill_s=9.0, service_s=1.0)
     assert case.known.prefill("far").prefill_s(1000) == pytest.approx(1.0, rel=0.01)
     # The instance was free again when the prefill ended, before the tail was sent.
-    assert case.scheduler.live.ledger.alone_s("far", "p0", 0.0, 100.0) == pytest.approx(0.5)
+    assert case.scheduler.live.ledger.alone_s("far", "far/p0", 0.0, 100.0) == pytest.approx(0.5)
 
 
 def test_a_prefill_that_ended_together_with_another_teaches_no_time() -> None:
     case = Case()
     case.prefilled(prefill_s=2.0, service_s=0.0)
     assert case.known.profile("far").num_seen == 0
-    assert case.scheduler.live.ledger.alone_s("far", "p0", 0.0, 100.0) == pytest.approx(0.5)
+    assert case.scheduler.live.ledger.alone_s("far", "far/p0", 0.0, 100.0) == pytest.approx(0.5)
 
 
 def test_one_engine_teaches_what_was_counted() -> None:
     case = Case()
     case.scheduler.live.ledger.prefill_ended(ONE_ENGINE, "d0", 98.0)
     exact = RequestShape(num_prompt_tokens=1000, local_cached_tokens=500)
-    seconds = case.feedback.direct_answered("d0", begun_s=90.0)
+    seconds = case.feedback.direct_answered("home", "d0", begun_s=90.0)
     case.feedback.direct_took(MODEL, exact, seconds)
     assert case.known.profile(ONE_ENGINE).num_seen == 1
     assert case.known.prefill(ONE_ENGINE).prefill_s(1000, 500) > 0
     bound = RequestShape(num_prompt_tokens=1000, is_exact=False)
-    seconds = case.feedback.direct_answered("d0", begun_s=99.0)
+    seconds = case.feedback.direct_answered("home", "d0", begun_s=99.0)
     case.feedback.direct_took(MODEL, bound, seconds)
     assert case.known.profile(ONE_ENGINE).num_seen == 1
-    assert case.scheduler.live.ledger.alone_s(ONE_ENGINE, "d0", 0.0, 101.0) == 1.0
+    assert case.scheduler.live.ledger.alone_s(ONE_ENGINE, "home/d0", 0.0, 101.0) == 1.0
 
 
 def test_the_wait_for_a_slot_is_no_prefill_time() -> None:
@@ -186,16 +187,16 @@ def test_an_instance_is_full_when_one_more_would_wait_inside(
 ) -> None:
     case = Case()
     case.fill(**fields)
-    assert case.feedback.given("d0") is is_full
-    assert case.feedback.given("nobody") is False
+    assert case.feedback.given("home", "d0") is is_full
+    assert case.feedback.given("home", "nobody") is False
 
 
 def test_what_was_given_since_the_report_fills_an_instance_too() -> None:
     case = Case()
     case.fill(running=30)
-    assert [case.feedback.given("d0") for _ in range(3)] == [False, False, True]
+    assert [case.feedback.given("home", "d0") for _ in range(3)] == [False, False, True]
     case.region.home = None
-    assert case.feedback.given("d0") is False
+    assert case.feedback.given("home", "d0") is False
 
 
 def test_what_a_full_instance_cost_does_not_belong_to_its_place() -> None:
@@ -249,8 +250,8 @@ def test_nobody_is_refused_for_a_guess() -> None:
 def test_a_prompt_is_on_its_engine_until_that_answers() -> None:
     case = Case()
     shape = RequestShape(num_prompt_tokens=100, is_exact=False, local_cached_tokens=40)
-    key = case.feedback.direct_begun("d0", shape)
-    (given,) = case.scheduler.live.ledger.direct()["d0"]
+    key = case.feedback.direct_begun("home", "d0", shape)
+    (given,) = case.scheduler.live.ledger.direct()["home/d0"]
     assert (given.num_tokens, given.uncached_tokens, given.begun_s) == (100, 60, 100.0)
     case.feedback.direct_over(key)
     case.feedback.direct_over(key)
@@ -338,7 +339,7 @@ def test_a_prompt_of_an_image_is_no_minute_of_work_ahead_of_others() -> None:
     idle = case.scheduler.route(MODEL, RequestShape(num_prompt_tokens=900)).local
     inbound = inbound_chat({"type": "image_url", "image_url": {"url": "data:" + "A" * 2_000_000}})
     shape = case.feedback.likely(MODEL, inbound.shape, inbound.content)
-    case.feedback.direct_begun("d0", shape)
+    case.feedback.direct_begun("home", "d0", shape)
     behind = case.scheduler.route(MODEL, RequestShape(num_prompt_tokens=900)).local
     assert idle is not None
     assert behind is not None
@@ -405,14 +406,14 @@ def test_what_a_link_costs_in_bad_times_teaches_no_service(state: LinkCondition)
 def test_first_tokens_out_of_one_forward_pass_teach_no_time() -> None:
     case = Case()
     shape = RequestShape(num_prompt_tokens=1000)
-    assert case.feedback.direct_answered("d0", begun_s=99.0) == 1.0
+    assert case.feedback.direct_answered("home", "d0", begun_s=99.0) == 1.0
     case.region.now_s += 0.001
-    assert case.feedback.direct_answered("d0", begun_s=99.0) is None
+    assert case.feedback.direct_answered("home", "d0", begun_s=99.0) is None
     case.feedback.direct_took(MODEL, shape, None)
     assert case.known.profile(ONE_ENGINE).num_seen == 0
     # One that had the engine for itself all the time may well be that short.
     case.region.now_s += 10.0
-    seconds = case.feedback.direct_answered("d0", begun_s=case.region.now_s - 0.001)
+    seconds = case.feedback.direct_answered("home", "d0", begun_s=case.region.now_s - 0.001)
     assert seconds == pytest.approx(0.001)
 
 
@@ -420,12 +421,12 @@ def test_a_first_token_says_that_earlier_prompts_are_computed() -> None:
     case = Case()
     shape = RequestShape(num_prompt_tokens=1000)
     for name in ("d0", "d1", "d0", "d0"):
-        case.feedback.direct_begun(name, shape)
+        case.feedback.direct_begun("home", name, shape)
         case.region.now_s += 1.0
-    case.feedback.direct_answered("d0", begun_s=102.0)
+    case.feedback.direct_answered("home", "d0", begun_s=102.0)
     left = case.scheduler.live.ledger.direct()
-    assert [prompt.begun_s for prompt in left["d0"]] == [102.0, 103.0]
-    assert len(left["d1"]) == 1
+    assert [prompt.begun_s for prompt in left["home/d0"]] == [102.0, 103.0]
+    assert len(left["home/d1"]) == 1
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,7 @@ def test_a_measured_profile_brings_its_kvcache(tmp_path: Path) -> None:
 
 def test_a_trace_brings_lengths_reuse_and_output(tmp_path: Path) -> None:
     lines = [
-        {"timestamp": 10 * i, "input_length": 2000 + i, "output_length": 50, "hash_ids": [1, 2, i]}
+        {"timestamp": 10 * i, "input_length": 1900 + i, "output_length": 50, "hash_ids": [1, 2, i]}
         for i in range(10, 60)
     ]
     (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")

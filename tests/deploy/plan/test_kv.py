@@ -52,6 +52,71 @@ GPT_OSS: dict[str, Any] = {
 }
 
 
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "beside", "bytes_per_token"),
+    [
+        # ModelOpt's older releases write what is quantised into a file of its own.
+        (LLAMA, {"quantization": {"kv_cache_quant_algo": "FP8"}}, 65_536),
+        (LLAMA, {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}, 131_072),
+        # vLLM reads that file only where config.json says nothing.
+        (
+            LLAMA | {"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": "static"}},
+            {"quantization": {"kv_cache_quant_algo": "FP8"}},
+            131_072,
+        ),
+        # Granite 4.0 micro is of a hybrid's type, and all of its layers are attention.
+        (
+            LLAMA
+            | {"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid"}
+            | {"layer_types": ["attention"] * 40, "num_hidden_layers": 40, "mamba_d_state": 128},
+            None,
+            163_840,
+        ),
+    ],
+)
+def test_the_cache_is_as_large_as_vllm_makes_it(
+    tmp_path: Path, config: dict[str, Any], beside: Any, bytes_per_token: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if beside is not None:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    for path in (tmp_path, tmp_path / "config.json"):
+        result = run(app, [str(path), "--json"])
+        assert json.loads(result.output)["bytes_per_token"] == bytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (json.dumps(LLAMA | {"num_hidden_layers": 10**9}), "num_hidden_layers is 1000000000: more"),
+        (json.dumps(LLAMA | {"head_dim": 10**400}), "head_dim is 1000"),
+        (json.dumps(LLAMA | {"head_dim": 0})[:-1] + ', "x": ' + "1" * 5000 + "}", "not JSON"),
+        ('{"x":' * 100_000, "not JSON"),
+        ('{"x":' * 200 + "1" + "}" * 200, "nested more than 64 deep"),
+        ('{"layer_types": ' + "[" * 60 + "]" * 60 + "}", "dtype missing"),
+    ],
+)
+def test_numbers_and_nesting_beyond_reason_are_refused_at_once(
+    tmp_path: Path, text: str, told: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    result = run(app, [str(path)])
+    assert result.exit_code == 2
+    assert told in result.output
+
+
 @pytest.fixture
 def kimi(tmp_path: Path) -> str:
     path = tmp_path / "config.json"

@@ -91,13 +91,79 @@ def test_pictures_are_written(tmp_path: Path) -> None:
     assert "must end in .png" in run(path, "--plot", tmp_path / "out.pdf", status=2)
 
 
+def test_a_policy_by_reports_decides_for_the_places_that_are_simulated(tmp_path: Path) -> None:
+    policies = {
+        "seen": {"routing": "router"},
+        "told": {"routing": "router", "report_every": "0.5s"},
+    }
+    simulation = {"duration": "4min", "load": 1.0, "policies": policies}
+    path = written(tmp_path, document() | {"simulation": simulation})
+    seen, told = (numbers(path, "--policy", name)["policies"][name] for name in policies)
+    assert told["ttft_p90_s"] == pytest.approx(seen["ttft_p90_s"], rel=0.1)
+    assert told["remote_share"] == pytest.approx(seen["remote_share"], abs=0.05)
+    assert told["prediction_error"] < 0.25
+
+
+def test_an_overhead_is_learnt_and_predicted(tmp_path: Path) -> None:
+    contention = {name: {"overhead": "3s"} for name in ("home-site", "compute-site")}
+    simulation = {"duration": "5min", "load": 0.6, "policy": "router", "contention": contention}
+    path = written(tmp_path, document() | {"simulation": simulation})
+    assert numbers(path)["policies"]["router"]["prediction_error"] < 0.05
+
+
+def chats(num: int, block_tokens: int, start: float, ms: float) -> str:
+    """A trace of `num` prompts of 4,000 tokens, one a second in times of `ms` milliseconds each."""
+    ids = [list(range(100 * i, 100 * i + -(-4000 // block_tokens))) for i in range(num)]
+    lines = [
+        {
+            "timestamp": start + i * 1000 / ms,
+            "input_length": 4000,
+            "output_length": 9,
+            "hash_ids": x,
+        }
+        for i, x in enumerate(ids)
+    ]
+    return "\n".join(map(json.dumps, lines))
+
+
+@pytest.mark.parametrize(
+    ("text", "trace", "told"),
+    [
+        (chats(120, 512, 0, 1), {}, ""),
+        (chats(120, 512, 1_764_288_000_000, 1), {}, ""),
+        (chats(120, 512, 1_764_288_000, 1000), {"unit": "s"}, ""),
+        (chats(120, 512, 0, 1000), {}, "1,008 requests per second if its timestamps are millisec"),
+        (chats(120, 64, 0, 1), {"block_tokens": 64}, ""),
+        (chats(120, 64, 0, 1), {}, "8 blocks of 512 tokens, and hash_ids has 63; block_tokens: 64"),
+        (
+            chats(120, 512, 0, 1),
+            {"block_tokens": 64},
+            "63 blocks of 64 tokens, and hash_ids has 8;",
+        ),
+        ('{"timestamp": 0, "x": ' + "[" * 9999, {}, "not a trace line"),
+    ],
+)
+def test_a_trace_is_played_as_it_was_or_refused(
+    tmp_path: Path, text: str, trace: dict[str, Any], told: str
+) -> None:
+    (tmp_path / "trace.jsonl").write_text(text)
+    whole = document()
+    whole["traffic"] = {"lengths": {"trace": {"file": "trace.jsonl"} | trace}}
+    path = written(tmp_path, whole | {"simulation": {"policy": "router"}})
+    if told:
+        assert told in run(path, status=2)
+    else:
+        found = numbers(path)["policies"]["router"]
+        assert (found["requests"], round(found["offered_rps"])) == (120, 1)
+
+
 def test_a_trace_is_played_with_caches(tmp_path: Path) -> None:
     lines = [
         {
             "timestamp": 2000 * i,
             "input_length": 5000 + 512 * (i % 4),
             "output_length": 50,
-            "hash_ids": list(range(9)),
+            "hash_ids": [*range(9), *(100 * i + j for j in range(1 + i % 4))],
         }
         for i in range(40)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -308,3 +309,29 @@ async def test_a_request_goes_where_it_is_predicted_clearly_sooner(
         assert record.spill == ("" if spill == "never" else "sooner")
         assert record.numbers.get("home_ttft_s", 30) > 10
         await region.assert_nothing_held()
+
+
+@pytest.mark.parametrize("same_names", [False, True])
+async def test_a_full_cluster_does_not_fill_another_with_instances_of_the_same_names(
+    open_region: Any, same_names: bool
+) -> None:
+    stream = SHORT | {"stream": True}
+    regional = open_region(pds=("home", "north"), prefill=(), same_names=same_names)
+    async with regional as region:
+        home, north = region.pds.values()
+        for pd in (home, north):
+            pd.engine_numbers = {"decode_slots": 4}
+            for engine in pd.engines.values():
+                engine.first_token.clear()
+        await region.heard()
+        asked = [asyncio.create_task(region.post(stream)) for _ in range(4)]
+        await region.until(lambda: _num_running(home) == 4)
+        asked += [asyncio.create_task(region.post(stream, headers=NORTH)) for _ in range(3)]
+        await region.until(lambda: _num_running(north) == 3)
+        for engine in (*home.engines.values(), *north.engines.values()):
+            engine.first_token.set()
+        assert {status for status, *_ in await asyncio.gather(*asked)} == {200}
+
+
+def _num_running(pd: Any) -> int:
+    return sum(engine.num_serving for engine in pd.engines.values())

@@ -235,7 +235,7 @@ async def test_the_front_hears_the_end_of_what_it_gave_to_an_engine(
     await region.record()
     await region.until(lambda: len(region.pd.ended_at) >= num_given)
     assert region.pd.ended_at == ["d0"] * num_given
-    assert region.gateway.scheduler.live.ledger.change_since({"d0"}, 0.0) == 0
+    assert region.gateway.scheduler.live.ledger.change_since({"home/d0"}, 0.0) == 0
 
 
 async def test_the_front_hears_of_requests_that_an_engine_never_answered(region: Any) -> None:
@@ -254,4 +254,4 @@ async def test_the_front_hears_of_requests_that_an_engine_never_answered(region:
     region.engine.reply = fail_once
     assert (await region.post({"model": "tiny", "prompt": "short"}))[0] == 200
     await region.until(lambda: region.pd.ended_at == ["d0"] * 3)
-    assert region.gateway.scheduler.live.ledger.change_since({"d0"}, 0.0) == 0
+    assert region.gateway.scheduler.live.ledger.change_since({"home/d0"}, 0.0) == 0

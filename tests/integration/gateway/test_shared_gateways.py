@@ -123,7 +123,7 @@ async def test_each_sees_what_the_other_has_under_way(
         one.engine.next_token.clear()
         asking = asyncio.create_task(one.post(body(stream=True)))
         live = two.gateway.scheduler.live
-        await until(lambda: live.ledger.requests == {"d0": 1})
+        await until(lambda: live.ledger.requests == {"home/d0": 1})
         assert [peer.requests for peer in page(two).peers] == [1]
         one.engine.next_token.set()
         assert (await asking)[0] == 200
@@ -134,9 +134,9 @@ async def test_nothing_is_left_of_a_gateway_that_vanished(
     open_region: Any, server: RedisServer
 ) -> None:
     async with gateways(open_region, server) as (one, two):
-        one.gateway.scheduler.tell(InstanceGiven("d0"))
+        one.gateway.scheduler.tell(InstanceGiven("home/d0"))
         live = two.gateway.scheduler.live
-        await until(lambda: live.ledger.requests == {"d0": 1})
+        await until(lambda: live.ledger.requests == {"home/d0": 1})
         sharing = one.gateway.sharing
         assert sharing is not None
         assert sharing._task is not None

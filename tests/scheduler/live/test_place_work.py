@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 
 import pytest
@@ -122,7 +121,7 @@ def test_a_scheduler_without_digests_decides_the_same_to_the_last_bit(seed: int)
         assert sites.live.take(asked, sites.now_s) == fresh_decision
 
 
-def test_digests_are_those_of_the_latest_reports_and_not_recorded() -> None:
+def test_digests_are_those_of_the_latest_reports() -> None:
     sites = Sites(0)
     sizes = set()
     for number in range(50):
@@ -135,5 +134,4 @@ def test_digests_are_those_of_the_latest_reports_and_not_recorded() -> None:
         views = sites.live._views
         assert isinstance(views, ReportedViews)
         sizes.add(sum(len(digests) for _, digests in views._digests.values()))
-        assert len(pickle.dumps(views)) < 100
     assert sizes == {3}
