@@ -247,6 +247,8 @@ class HybridPool:
     @property
     def num_evictable_blocks(self) -> int:
         """Most arena blocks that `make_room` could free."""
+        if self._books.keeps_arena:
+            return 0
         return self._books.num_blocks - self._books.pinned_blocks - self._fills.num_blocks
 
     def make_room(self, num_blocks: int) -> bool:

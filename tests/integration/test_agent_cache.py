@@ -364,6 +364,22 @@ def test_what_is_cached_outlives_a_killed_agent(tmp_path: Path) -> None:
     assert (tmp_path / "prfaas-kept-node.arena").exists()
 
 
+def test_a_node_that_took_over_a_full_arena_has_no_room_until_it_may_evict(tmp_path: Path) -> None:
+    """A router that believed in room would send prompts that cannot land."""
+    lives = Lives(tmp_path, drain_s=4.0)
+    with lives.agent() as agent, CachingEngine(agent) as engine:
+        for seed in range(15):
+            engine.store(prompt(20, seed))
+    with lives.agent() as agent, CachingEngine(agent):
+        wait_until(lambda: "cached parts are back" in agent.log())
+        status = agent.status()
+        assert status.landing_room_bytes < 1 << 18
+        with pytest.raises(RpcError, match="NO_ROOM"):
+            agent.reserve(2400)
+        wait_until(lambda: agent.status().landing_room_bytes > 1 << 20)
+        assert agent.reserve(2400).nbytes > 1 << 20
+
+
 def is_indexed(directory: Path, keys: Sequence[bytes]) -> bool:
     """Whether the file of the index has all parts of these keys."""
     records, _ = decode_records((directory / "prfaas-kept-node.index").read_bytes())
