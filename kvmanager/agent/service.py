@@ -357,12 +357,10 @@ class NodeAgent:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(aligned_delay_s(TICK_S, now_s()))
-            try:
-                self.transfers.tick()
-                if self.embeddings is not None:
-                    self.embeddings.tick()
-                if self.cache is not None:
-                    self.cache.tick()
-            except Exception:
-                # One transfer's failure must not keep the leases of others from ending.
-                logger.exception("expiry failed")
+            for part in (self.transfers, self.embeddings, self.cache):
+                try:
+                    if part is not None:
+                        part.tick()
+                except Exception:
+                    # One part's failure must not keep the leases of others from ending.
+                    logger.exception("expiry failed")

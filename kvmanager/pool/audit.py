@@ -105,7 +105,7 @@ def _check_node(books: PartBooks, node: Node) -> None:
     if node.index:
         assert node.up is books.nodes[node.parent]
         assert node.up.index == node.index - 1
-        assert node.up.last_used >= node.last_used
+        assert node.up.last_used >= node.prefix_used
 
 
 def _check_part(books: PartBooks, part: Part) -> None:
