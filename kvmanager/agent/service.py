@@ -249,6 +249,7 @@ class NodeAgent:
             host_facts,
             self.config.arena_dir,
             self.book.processes(),
+            ssd_dir=self.config.ssd_dir,
             congestion=self.config.transport_config.congestion or "",
             granting_keys=self.grants.key_digests(),
         )

@@ -434,6 +434,26 @@ def test_ssd_copies_are_found_again_in_this_life_and_the_next(tmp_path: Path) ->
         engine.check(prompts[2], 20)
 
 
+def test_a_full_disk_keeps_what_was_used_last(tmp_path: Path) -> None:
+    """Others may fill it, and files are larger than what they hold."""
+    disk = tmp_path / "disk"
+    agent = Lives(tmp_path, arena_name=None, ssd_dir=str(disk / "ssd"), ssd_gib=1.0).agent()
+    agent.disk = disk, "3m"
+    with agent, CachingEngine(agent) as engine:
+        assert agent.process is not None
+        files = Path(f"/proc/{agent.process.pid}/root{disk}/ssd")
+        for seed in range(30):
+            engine.store(keys := prompt(20, seed))
+            time.sleep(0.1)  # what is stored faster than a disk takes it is not copied
+        names = {f"{key.hex()[:2]}/{key.hex()}.{KV}" for key in keys}
+        wait_until(lambda: all((files / name).exists() for name in names))
+        cache = agent.status().cache
+        assert cache is not None
+        assert cache.evictions["ssd/kv"] > 0
+        assert cache.ssd_failures < 100, "most of what is written stays"
+        engine.check(keys, 20)
+
+
 def num_spilled(agent: AgentProcess) -> float:
     """Prompts of 20 blocks of which SSD has everything."""
     cache = agent.status().cache
