@@ -6,8 +6,9 @@ are about landings alone.
 Claim. The engine whose connection is the first to watch a landing gets it when it has landed. Other
 cores of the engine may watch it as well, since vLLM spreads the choices of a request over its
 cores. A core gives its share up when any of its connections releases the landing, or when the
-watching one is lost. The last one ends the landing. Cancel does not touch a claimed landing, since an
-engine may be reading it; the engine releases it when it is told to abort the request.
+watching one is lost. The last one ends the landing.
+Cancel does not touch a claimed landing, since an engine may be reading it; the engine releases it
+when it is told to abort the request.
 
 Memory. The receiver holds a landing's blocks until `dropped`. When a watching connection is lost,
 every connection of its instance holds them as well, since any of them may be reading.
