@@ -221,7 +221,7 @@ class Directory:
         flags = self._sets.rows(self._table.lookup(short_keys([key])))[0]
         return {self._columns[column]: int(flags[column]) for column in self._known(flags)}
 
-    def _known(self, flags: npt.NDArray[Any]) -> list[int]:
+    def _known(self, flags: npt.ArrayLike) -> list[int]:
         """The columns with any flag, without those of snapshots that are not whole."""
         return [column for column in np.flatnonzero(flags).tolist() if column in self._columns]
 
