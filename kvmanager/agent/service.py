@@ -13,6 +13,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -358,10 +359,16 @@ class NodeAgent:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(aligned_delay_s(TICK_S, now_s()))
-            for part in (self.transfers, self.embeddings, self.cache):
+            transfers, others = self.transfers, (self.embeddings, self.cache)
+            ticks: list[Callable[[], None]] = [
+                partial(transfers.prober.tick, now_s()),
+                transfers.tick,
+                partial(transfers.mover.tick, now_s()),
+                *(part.tick for part in others if part is not None),
+            ]
+            for tick in ticks:
                 try:
-                    if part is not None:
-                        part.tick()
+                    tick()
                 except Exception:
                     # One part's failure must not keep the leases of others from ending.
                     logger.exception("expiry failed")

@@ -136,14 +136,12 @@ class AgentTransfers:
         await self.io.stop()
 
     def tick(self) -> None:
-        """Call a few times a second."""
-        self.prober.tick(now_s())
+        """End transfers whose lease is over. Call a few times a second, as `prober` and `mover`."""
         before = set(self.table.outboxes.records)
         self._perform(self.table.expire(now_s()))
         for transfer_id in before - self.table.outboxes.records.keys():
             self.io.forget(transfer_id)
             self._hand_offs.forget(transfer_id)
-        self.mover.tick(now_s())
 
     # ---- for the control plane
 

@@ -288,3 +288,15 @@ async def test_an_outbox_makes_room_in_steps(tmp_path: Path, destination: Node) 
         assert sum(length for _, length in outbox.runs) > 150
         assert 0 < turns.freed <= 129
         await full.control.cancel(landing.transfer_id, "enough", 5.0)
+
+
+async def test_a_part_of_the_agent_that_fails_keeps_no_other_one_from_ending_leases(
+    destination: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(destination.agent.transfers, "tick", fail)
+    monkeypatch.setattr(destination.agent.transfers.prober, "tick", fail)
+    await destination.control.reserve_cache_move(order(), 0.2)
+    await until(lambda: destination.num_used == 0)
