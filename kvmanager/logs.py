@@ -14,11 +14,12 @@ from __future__ import annotations
 import atexit
 import copy
 import logging
+import os
 import queue
 import threading
 import time
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from logging.handlers import QueueHandler
@@ -53,6 +54,8 @@ MAX_A_PERIOD: Final = 100
 """Messages with one text, arguments aside, that are written in a period."""
 MAX_TEXTS: Final = 1000
 """Texts whose number is kept; a program has a few hundred of them."""
+CLOSE_S: Final = 2.0
+"""How long an end of the process waits for a place behind the last lines, and then for these."""
 MAX_WAITING: Final = 10_000
 """Lines that wait to be written. While so many do, further ones are lost."""
 
@@ -171,13 +174,29 @@ class LogWriter:
         self._thread.start()
 
     def close(self) -> None:
-        """Write what waits. Blocks; call it once."""
-        self._lines.put(None)
-        self._thread.join()
+        """Write what waits. Blocks, but not for long if nobody takes the lines; call it once."""
+        with suppress(queue.Full):
+            self._lines.put(None, timeout=CLOSE_S)
+        self._thread.join(CLOSE_S)
 
     def _write_on(self) -> None:
         while (line := self._lines.get()) is not None:
-            self._handler.handle(line)
+            # Without the handler's lock, for which `logging` would wait when the process ends.
+            self._handler.emit(line)
+
+
+class _Stderr(logging.Handler):
+    """Writes to the descriptor. Python would wait for the lock of `sys.stderr` when it ends, also
+    while a write into a pipe that nobody empties has it.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            left = f"{self.format(record)}\n".encode(errors="backslashreplace")
+            while left:
+                left = left[os.write(2, left) :]
+        except Exception:
+            self.handleError(record)
 
 
 class _Text(logging.Formatter):
@@ -216,7 +235,7 @@ def set_up_logging(
     """
     if logging.getLogger().handlers:
         return
-    handler = handler or logging.StreamHandler()
+    handler = handler or _Stderr()
     handler.setFormatter(json_formatter() if form == "json" else _Text())
     writer = LogWriter(handler)
     writer.front.addFilter(RepeatsFilter())

@@ -361,6 +361,12 @@ class EmbeddedPdCluster:
         finally:
             instance.load.request_ended()
 
+    async def finish(self) -> None:
+        """Refuse new prefills, which engines that decode can compute, and return when none runs.
+        All else goes on: landings need their leases renewed, and clients this cluster.
+        """
+        await self._handoff.finish()
+
     async def close(self) -> None:
         self._closed = True
         await self.departures.close()

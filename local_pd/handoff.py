@@ -157,6 +157,12 @@ class LocalHandoff:
             # on.
             raise self._shutting_down() from None
 
+    async def finish(self) -> None:
+        """Refuse new jobs, and return when none runs."""
+        self._closed = True
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+
     async def close(self) -> None:
         """End running jobs with code "closed", and refuse new ones."""
         self._closed = True

@@ -13,11 +13,11 @@ from msgspec import structs
 from kvmanager.agent.messages import Reserve, ReserveReply
 from kvmanager.landing import consumer_params, reserved_landing
 from kvmanager.load_times import LoadTimes
-from local_pd.leases import LeaseKeeper
 from local_pd.messages import DecodeSlot, LandingReport, landing_report
 from local_pd.slots import HeldSlots
 from prfaas.engines.instance import Instance
 from prfaas.engines.instances import Instances
+from prfaas.engines.leases import LeaseKeeper
 from prfaas.engines.ownership import Cleanups, cancel_requested
 from prfaas.engines.prefill_run import RPC_TIMEOUT_S
 from prfaas.jobs import PrefillJob
@@ -57,11 +57,12 @@ class Landings:
         # At once: the next request may be routed before this agent is probed again.
         self._instances.landing_room_said(instance.name, reply.landing_room_bytes)
         landing = reserved_landing(reply, wanted.num_tokens, wanted.token_digest, adapter)
-        self.slots.hold(reply.transfer_id, instance.name, self._lease_s, time.monotonic())
+        # The agent may grant less than what was asked for.
+        self.slots.hold(reply.transfer_id, instance.name, reply.lease_s, time.monotonic())
         if self._keep_leases:
             self.leases.hold(
                 reply.transfer_id,
-                self._lease_s,
+                reply.lease_s,
                 lambda: self.renew(reply.transfer_id, instance.name),
             )
         return DecodeSlot(
@@ -76,7 +77,7 @@ class Landings:
                 # vLLM makes a request of its own of each choice.
                 num_requests=num_choices,
             ),
-            lease_s=self._lease_s,
+            lease_s=reply.lease_s,
         )
 
     async def renew(self, transfer_id: str, instance: str) -> None:
@@ -84,8 +85,8 @@ class Landings:
         found = self._instances.by_name.get(instance)
         if found is None:
             raise RpcError("NOT_FOUND", f"{self._cluster} has no instance {instance}")
-        await found.agent.renew(transfer_id, self._lease_s, RPC_TIMEOUT_S)
-        self.slots.renew(transfer_id, self._lease_s, time.monotonic())
+        granted_s = await found.agent.renew(transfer_id, self._lease_s, RPC_TIMEOUT_S)
+        self.slots.renew(transfer_id, granted_s, time.monotonic())
 
     async def wait(self, transfer_id: str, instance: str, timeout_s: float) -> LandingReport:
         """Wait for the end of a landing; the report says "open" after `timeout_s`."""

@@ -11,7 +11,6 @@ from typing import Final
 from kvmanager.load_times import LoadTimes
 from local_pd.errors import FrontUnreachable, NoInstance, NoLandingRoom, PdError, RoleRefused
 from local_pd.gathered import GatheredCalls
-from local_pd.leases import LeaseKeeper
 from local_pd.messages import (
     AwaitLandingRequest,
     DecodeSlot,
@@ -30,6 +29,7 @@ from local_pd.messages import (
 from local_pd.server import SERVICE
 from prfaas.encoding.values import EncodeDone, EncodeOrder
 from prfaas.engines.errors import PrefillFailed, UnknownInstance
+from prfaas.engines.leases import LeaseKeeper
 from prfaas.engines.members import MemberOrder
 from prfaas.engines.ownership import Cleanups, cancel_requested
 from prfaas.engines.prefill_rpc import (

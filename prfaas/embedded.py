@@ -193,6 +193,12 @@ class EmbeddedPrefillCluster:
             return TimedPrefills(reason=f"{instance.name} is busy")
         return await time_prefills(instance, order)
 
+    async def finish(self) -> None:
+        """Refuse new jobs, and return when none is queued or runs."""
+        self._closed = True
+        while self._tickets:
+            await self._changed.wait()
+
     async def close(self) -> None:
         self._closed = True
         await self.departures.close()

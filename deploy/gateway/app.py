@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -158,7 +159,9 @@ class Gateway:
             self.metrics.tenants,
             hide=str if self._recorder is None else self._recorder.hide,
         )
-        self.leadership = Leadership(is_shared=shared is not None)
+        self.leadership = Leadership(
+            is_shared=shared is not None, token=0 if shared else int(time.time() * 1000)
+        )
         self.sharing = None if shared is None else self._build_sharing(shared)
         self.roles = self._build_roles()
         watcher, registry = self._watcher, self.metrics.registry

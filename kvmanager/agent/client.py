@@ -162,9 +162,11 @@ class AgentClient:
         )
         return await self._call(request, OpenOutboxReply, timeout_s)
 
-    async def renew(self, transfer_id: str, lease_s: float, timeout_s: float) -> None:
-        """Renew the lease of a transfer at the agent. NOT_FOUND: it has no live end there."""
-        await self._call(Renew(transfer_id, lease_s), RenewReply, timeout_s)
+    async def renew(self, transfer_id: str, lease_s: float, timeout_s: float) -> float:
+        """Renew the lease of a transfer at the agent. Returns the lease that it grants. NOT_FOUND:
+        it has no live end there.
+        """
+        return (await self._call(Renew(transfer_id, lease_s), RenewReply, timeout_s)).lease_s
 
     async def cancel(self, transfer_id: str, reason: str, timeout_s: float) -> CancelReply:
         """End a transfer at the agent. Idempotent."""

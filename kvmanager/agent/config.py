@@ -82,7 +82,9 @@ class AgentSection(Section):
     ssd_dir: Path | None = None
     """A directory of this agent alone for a second tier of the prefix cache. Left out: none."""
     ssd_gib: Gib | None = None
-    """Most bytes in `ssd_dir`, GiB or such as 500GB."""
+    """Most bytes in `ssd_dir`, GiB or such as 500GB. Where the disk is full before, copies that
+    went unused for longest give way to newer ones there.
+    """
     link_probes: bool = True
     """Whether idle links are measured with small probes now and then, which take at most 0.1% of
     their rate.

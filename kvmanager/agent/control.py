@@ -238,7 +238,7 @@ class ControlService:
             elements=Elements(layout.elements),
             digest=agent.config.digest,
         )
-        outbox = agent.transfers.open_outbox(spec, wire, by_transport=request.by_transport)
+        outbox = await agent.transfers.open_outbox(spec, wire, by_transport=request.by_transport)
         return OpenOutboxReply(
             arena_epoch=agent.arena.epoch,
             runs=[(first, length) for first, length in outbox.runs],

@@ -30,6 +30,7 @@ def host_facts(
     arena_dir: Path,
     engines: Mapping[str, Iterable[int]],
     *,
+    ssd_dir: Path | None = None,
     congestion: str,
     granting_keys: list[str],
 ) -> HostFactsReply:
@@ -49,6 +50,7 @@ def host_facts(
         arena_dir=str(arena_dir),
         arena_dir_bytes=space.f_blocks * space.f_frsize,
         is_arena_in_memory=_file_system(arena_dir) in _IN_MEMORY,
+        ssd_free_bytes=_free_bytes(ssd_dir) if ssd_dir is not None else None,
         engines=[
             _process(instance, pid) for instance, pids in engines.items() for pid in sorted(pids)
         ],
@@ -91,6 +93,11 @@ def cpu_list(text: str) -> list[int]:
 def _gpu_addresses(gpus: Path = GPUS) -> list[str]:
     """PCI addresses, in the order in which CUDA_DEVICE_ORDER=PCI_BUS_ID counts."""
     return sorted(path.name for path in gpus.glob("*"))
+
+
+def _free_bytes(folder: Path) -> int:
+    space = os.statvfs(folder)
+    return space.f_bavail * space.f_frsize
 
 
 def _process(instance: str, pid: int) -> EngineProcess:

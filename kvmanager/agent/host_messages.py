@@ -61,6 +61,8 @@ class HostFactsReply(msgspec.Struct, frozen=True, kw_only=True):
     arena_dir_bytes: int = 0
     """The size of the file system that the arena is in."""
     is_arena_in_memory: bool = False
+    ssd_free_bytes: int | None = None
+    """What the file system of `ssd_dir` has free; None without copies on SSD."""
     engines: list[EngineProcess] = []
     granting_keys: list[str] = []
     """Digests of the public keys with which it checks grants; none: it checks none."""

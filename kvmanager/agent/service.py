@@ -13,6 +13,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -249,6 +250,7 @@ class NodeAgent:
             host_facts,
             self.config.arena_dir,
             self.book.processes(),
+            ssd_dir=self.config.ssd_dir,
             congestion=self.config.transport_config.congestion or "",
             granting_keys=self.grants.key_digests(),
         )
@@ -357,12 +359,16 @@ class NodeAgent:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(aligned_delay_s(TICK_S, now_s()))
-            try:
-                self.transfers.tick()
-                if self.embeddings is not None:
-                    self.embeddings.tick()
-                if self.cache is not None:
-                    self.cache.tick()
-            except Exception:
-                # One transfer's failure must not keep the leases of others from ending.
-                logger.exception("expiry failed")
+            transfers, others = self.transfers, (self.embeddings, self.cache)
+            ticks: list[Callable[[], None]] = [
+                partial(transfers.prober.tick, now_s()),
+                transfers.tick,
+                partial(transfers.mover.tick, now_s()),
+                *(part.tick for part in others if part is not None),
+            ]
+            for tick in ticks:
+                try:
+                    tick()
+                except Exception:
+                    # One part's failure must not keep the leases of others from ending.
+                    logger.exception("expiry failed")

@@ -87,7 +87,7 @@ class TransferSpans:
 
         Nothing is recorded if another engine, or none, has owned the landing.
         """
-        if landing.owner != peer.instance:
+        if landing.owner != peer.engine:
             return
         attributes: Attributes = {"prfaas.instance": peer.instance, "prfaas.rank": peer.rank}
         loaded_s = now_s - times.first_step_s

@@ -136,14 +136,12 @@ class AgentTransfers:
         await self.io.stop()
 
     def tick(self) -> None:
-        """Call a few times a second."""
-        self.prober.tick(now_s())
+        """End transfers whose lease is over. Call a few times a second, as `prober` and `mover`."""
         before = set(self.table.outboxes.records)
         self._perform(self.table.expire(now_s()))
         for transfer_id in before - self.table.outboxes.records.keys():
             self.io.forget(transfer_id)
             self._hand_offs.forget(transfer_id)
-        self.mover.tick(now_s())
 
     # ---- for the control plane
 
@@ -172,16 +170,19 @@ class AgentTransfers:
         self.io.admit(spec.transfer_id, admitted)
         return landing
 
-    def open_outbox(
+    async def open_outbox(
         self, spec: OutboxSpec, wire: OutgoingSpec, *, by_transport: bool = False
     ) -> OutboxRecord:
-        """Reserve memory and begin to send. Raises TransferError.
+        """Reserve memory, for which it evicts in steps, and begin to send. Raises TransferError.
 
         If the landing is at this agent, the engine fills its memory, unless `by_transport`.
         """
         landing = self.table.landings.records.get(spec.transfer_id)
         if landing is not None and landing.state in MOVES and not by_transport:
             return self._hand_off(spec, wire.token, landing)
+        if self._cache is not None:
+            self.table.outboxes.check(spec)
+            await self._cache.make_room_in_steps(-(-spec.nbytes // self._arena.block_bytes))
         outbox = self.table.outboxes.open(spec, now_s())
         # Another try may have been a hand-off.
         self._hand_offs.forget(spec.transfer_id)
@@ -316,28 +317,35 @@ class AgentTransfers:
 
     def _perform(self, effects: list[Effect]) -> None:
         for effect in effects:
-            match effect:
-                case ForwardReady(transfer_id, ranges):
-                    self._carrier(transfer_id).ranges_ready(transfer_id, ranges)
-                    self._mark(transfer_id)
-                case TellLanded(conn_id, transfer_id):
-                    self._send(conn_id, Landed(transfer_id))
-                case TellFailed(conn_id, transfer_id, reason, attempt):
-                    self._send(conn_id, FailureNotice(transfer_id, reason, attempt))
-                case DropLanding(transfer_id, reason):
-                    self._hand_offs.landing_over(transfer_id, reason)
-                    self.io.drop(transfer_id, reason)
-                case CancelOutbox(transfer_id, reason):
-                    self._carrier(transfer_id).cancel(transfer_id, reason)
-                case RecordPrefillEnd(transfer_id):
-                    self._carrier(transfer_id).note_prefill_end(transfer_id)
-                case OutcomeKnown(key):
-                    # In the loop's next turn: engines wait for what this one sends them.
-                    self._loop.call_soon(self._transfer_ended, key)
-                case GaveUpOnEngine((kind, transfer_id)):
-                    logger.warning(
-                        "%s %s: an engine did not release its memory", kind, transfer_id.hex()
-                    )
+            try:
+                self._perform_one(effect)
+            except Exception:
+                # The others are of other transfers, or free the memory of this one.
+                logger.exception("cannot do %s", type(effect).__name__)
+
+    def _perform_one(self, effect: Effect) -> None:
+        match effect:
+            case ForwardReady(transfer_id, ranges):
+                self._carrier(transfer_id).ranges_ready(transfer_id, ranges)
+                self._mark(transfer_id)
+            case TellLanded(conn_id, transfer_id):
+                self._send(conn_id, Landed(transfer_id))
+            case TellFailed(conn_id, transfer_id, reason, attempt):
+                self._send(conn_id, FailureNotice(transfer_id, reason, attempt))
+            case DropLanding(transfer_id, reason):
+                self._hand_offs.landing_over(transfer_id, reason)
+                self.io.drop(transfer_id, reason)
+            case CancelOutbox(transfer_id, reason):
+                self._carrier(transfer_id).cancel(transfer_id, reason)
+            case RecordPrefillEnd(transfer_id):
+                self._carrier(transfer_id).note_prefill_end(transfer_id)
+            case OutcomeKnown(key):
+                # In the loop's next turn: engines wait for what this one sends them.
+                self._loop.call_soon(self._transfer_ended, key)
+            case GaveUpOnEngine((kind, transfer_id)):
+                logger.warning(
+                    "%s %s: an engine did not release its memory", kind, transfer_id.hex()
+                )
 
     def _transfer_ended(self, key: Key) -> None:
         report = self.report(key)

@@ -6,10 +6,10 @@ Does not know sockets, models or clocks, and never guesses: it has what the node
 each answer says how long ago that was. One writer; not safe for threads.
 
 Each node is followed by a sequence of `CacheFeed`s of one epoch. A feed continues the known state,
-or is a snapshot that replaces it. A feed with another epoch or an earlier sequence number is
+or begins a snapshot that replaces it. A feed with another epoch or an earlier sequence number is
 refused, and a snapshot must be requested (`position` then returns "from the beginning"). The known
-state of the node stays until the snapshot arrives. So a directory that has just started equals one
-that has seen all events, as soon as it has a snapshot of every node.
+state of the node stays until the last feed of the snapshot has arrived. So a directory that has
+just started equals one that has seen all events, as soon as it has a snapshot of every node.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ _SLICE_KEYS: Final = 4096
 
 @dataclass(slots=True)
 class _Node:
+    """`column` has its known state, `filling` the snapshot of which further feeds are to come."""
+
     column: int
+    filling: int | None = None
     position: Position = FROM_THE_BEGINNING
     heard_s: float = 0.0
     lag_s: float = 0.0
@@ -108,24 +111,31 @@ class Directory:
         """`apply` in short steps, for a feed that `accepts` has passed. If the caller stops in
         between, the node needs a snapshot.
         """
-        if feed.is_snapshot:
-            # A snapshot names what the node holds, but not what it has dropped.
-            self.forget(node)
         known = self._nodes.get(node)
         if known is None:
             known = self._nodes[node] = _Node(self._sets.add_column())
             self._columns[known.column] = node
+        elif feed.is_snapshot:
+            # A snapshot names what the node holds, but not what it has dropped.
+            if known.filling is not None:
+                self._sets.drop_column(known.filling)
+            known.filling = self._sets.add_column()
+        column = known.column if known.filling is None else known.filling
         # Until all steps are done, so that a caller that stops in between gets a snapshot.
         known.position = FROM_THE_BEGINNING
         known.heard_s = now_s
         keys, flags = parse_feed(feed)
         for start in range(0, len(keys), _SLICE_KEYS):
             part = slice(start, start + _SLICE_KEYS)
-            self._enter(known.column, keys[part], flags[part])
+            self._enter(column, keys[part], flags[part])
             yield
         # An answer without changes has no age.
         if len(keys):
             known.lag_s = feed.age_s
+        if known.filling is not None and not feed.more:
+            old, known.column, known.filling = known.column, known.filling, None
+            self._columns[known.column] = self._columns.pop(old)
+            self._sets.drop_column(old)
         # With its first whole snapshot: afterwards `more` only means that further changes wait.
         known.complete = known.complete or not feed.more
         known.position = (feed.epoch, feed.seq)
@@ -141,6 +151,8 @@ class Directory:
         if known is not None:
             del self._columns[known.column]
             self._sets.drop_column(known.column)
+            if known.filling is not None:
+                self._sets.drop_column(known.filling)
 
     def match(self, rule: ResumeRule, keys: Sequence[bytes], now_s: float) -> list[NodeCoverage]:
         """How much of a prompt each node holds. `keys` are the prompt's whole block keys, in order.
@@ -161,9 +173,9 @@ class Directory:
         # Neighbours that the same nodes hold make a run, whose last block speaks for all.
         ends = np.append(np.flatnonzero(ids[1:] != ids[:-1]), len(ids) - 1) + 1
         flags = self._sets.rows(ids[ends - 1])
-        columns = np.flatnonzero(flags.any(axis=0))
+        columns = self._known(flags.any(axis=0))
         nodes = []
-        for column in columns.tolist():
+        for column in columns:
             name = self._columns[column]
             nodes.append((name, now_s - self._nodes[name].heard_s))
         return coverages(rule, flags[:, columns], ends, nodes)
@@ -176,8 +188,7 @@ class Directory:
         """`embedding_holders` for keys that are shortened already."""
         flags = self._sets.rows(self._table.lookup(keys))
         return [
-            [self._columns[column] for column in np.flatnonzero(row & EMBEDDING_FLAG).tolist()]
-            for row in flags
+            [self._columns[column] for column in self._known(row & EMBEDDING_FLAG)] for row in flags
         ]
 
     def nodes(self, now_s: float) -> list[NodeState]:
@@ -208,9 +219,11 @@ class Directory:
     def holders(self, key: bytes) -> dict[NodeName, int]:
         """The flags of one block, by node that holds anything of it."""
         flags = self._sets.rows(self._table.lookup(short_keys([key])))[0]
-        return {
-            self._columns[column]: int(flags[column]) for column in np.flatnonzero(flags).tolist()
-        }
+        return {self._columns[column]: int(flags[column]) for column in self._known(flags)}
+
+    def _known(self, flags: npt.ArrayLike) -> list[int]:
+        """The columns with any flag, without those of snapshots that are not whole."""
+        return [column for column in np.flatnonzero(flags).tolist() if column in self._columns]
 
     def _enter(self, column: int, keys: Keys, flags: Flags) -> None:
         keys, flags = _last_of_each(keys, flags)

@@ -61,6 +61,7 @@ def check_uses(
     """Pins, fills, and the owner of each block of the arena."""
     num_pins = Counter(part for held in pins.values() for _, part in held)
     fillings = [filling for fill in fills.unwritten.values() for filling in fill.values()]
+    num_filling = sum(filling.num_blocks for filling in fillings)
     runs = [run for filling in fillings for run in filling.runs]
     for node in books.nodes.values():
         for part in _parts(node):
@@ -70,6 +71,7 @@ def check_uses(
                 assert filling.part is part
                 if filling.is_written:
                     runs += filling.runs
+                    num_filling += filling.num_blocks
                     base = node.base(part.number)
                     assert base is not None
                     assert part in fills.waiting[base.node.key]
@@ -78,7 +80,7 @@ def check_uses(
     pinned = {part for held in pins.values() for _, part in held if part.runs}
     assert books.pinned_blocks == sum(part.num_blocks for part in pinned)
     assert books.pinned_bytes == sum(part.nbytes for part in pinned)
-    assert fills.num_blocks == sum(filling.num_blocks for filling in fillings)
+    assert fills.num_blocks == num_filling
     owned = [block for run in runs for block in range(run.first, run.end)]
     assert len(owned) == len(set(owned)) == books.num_blocks, "a block is owned twice, or lost"
     free = {block for run in books.allocator.free_runs() for block in _blocks(run)}
@@ -103,7 +105,7 @@ def _check_node(books: PartBooks, node: Node) -> None:
     if node.index:
         assert node.up is books.nodes[node.parent]
         assert node.up.index == node.index - 1
-        assert node.up.last_used >= node.last_used
+        assert node.up.last_used >= node.prefix_used
 
 
 def _check_part(books: PartBooks, part: Part) -> None:

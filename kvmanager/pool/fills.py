@@ -25,7 +25,7 @@ class Fills:
         Some of them may be over already.
         """
         self.num_blocks = 0
-        """Arena blocks that a writer may still be writing to."""
+        """Arena blocks of parts that are not present yet, and so cannot be evicted."""
         self._books = books
 
     def start(
@@ -45,11 +45,10 @@ class Fills:
     def commit(self, fill_id: int, at: BlockPart, now_s: float) -> bool:
         """Note that the part is written. Returns whether it is, or will be, present."""
         filling = self.unwritten[fill_id].pop(at)
-        self.num_blocks -= filling.num_blocks
         part = filling.part
         # The prefix was lost meanwhile; only now does nobody write here any more (doomed, rule 3).
         if part is None:
-            self._books.free(filling.runs)
+            self._free(filling)
             return False
         base = part.node.base(part.number)
         if base is not None and not base.is_present:
@@ -62,8 +61,7 @@ class Fills:
         """End the fill and free the parts that are not committed."""
         for filling in self.unwritten.pop(fill_id, {}).values():
             part, filling.part = filling.part, None
-            self.num_blocks -= filling.num_blocks
-            self._books.free(filling.runs)
+            self._free(filling)
             if part is not None:
                 part.filling = None
                 self._came_to_nothing(part)
@@ -78,6 +76,7 @@ class Fills:
             part = settled.pop()
             assert part.filling is not None
             runs, part.filling = part.filling.runs, None
+            self.num_blocks -= part.num_blocks
             self._books.unneeded_by(part)
             part.node.last_used_s = max(part.node.last_used_s, now_s)
             self._books.arrive(part, Tier.ARENA, runs)
@@ -103,6 +102,10 @@ class Fills:
                 if (filling := each.filling) is not None:
                     each.filling = filling.part = None
                     if filling.is_written:
-                        self._books.free(filling.runs)
+                        self._free(filling)
                     self._books.unneeded_by(each)
                     lost.append(each)
+
+    def _free(self, filling: Filling) -> None:
+        self.num_blocks -= filling.num_blocks
+        self._books.free(filling.runs)

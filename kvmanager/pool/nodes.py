@@ -174,7 +174,8 @@ class Node(msgspec.Struct, eq=False, gc=False):
     `present` and `in_arena` have bit p for each part present in any tier, and in the arena.
     `num_needs` counts the parts that need this block's KV in some tier: KV of next blocks, present
     or being filled, and this block's windows and states that are pinned or being filled.
-    `num_ssd_needs` counts the parts on SSD, of both sorts, that need its KV. The nodes with the
+    `num_ssd_needs` counts the parts on SSD, of both sorts, that need its KV. The blocks before it
+    were all used at `prefix_used` or later. The nodes with the
     same `up` are a doubly linked list, since a set for each node would take more memory than the
     node.
     """
@@ -191,6 +192,7 @@ class Node(msgspec.Struct, eq=False, gc=False):
     num_ssd_needs: int = 0
     last_used: int = 0
     last_used_s: float = 0.0
+    prefix_used: int = 0
     _first_child: Node | None = None
     _previous: Node | None = None
     _next: Node | None = None
@@ -199,6 +201,7 @@ class Node(msgspec.Struct, eq=False, gc=False):
         self.parts = (None,) * len(self.geometry.shape.parts)
         up = self.up
         if up is not None:
+            self.prefix_used = up.prefix_used
             first = up._first_child
             self._next, up._first_child = first, self
             if first is not None:

@@ -50,6 +50,9 @@ class PartBooks:
         self.block_bytes = block_bytes
         self.max_blocks = max_blocks
         self.ssd_bytes = ssd_bytes
+        """Most bytes on SSD."""
+        self.ssd_room_bytes = ssd_bytes
+        """Most bytes on SSD for now: less than `ssd_bytes` while the disk has no room for more."""
         self.keeps_arena = False
         """Whether all copies in the arena must stay."""
         self.num_blocks = 0
@@ -299,10 +302,16 @@ class PartBooks:
         if self.ssd_fits(part.nbytes):
             return True
         head = self._ssd_queue.head()
-        return part.nbytes <= self.ssd_bytes and head is not None and head[0] < Lru().score(part)
+        return (
+            part.nbytes <= self.ssd_room_bytes and head is not None and head[0] < Lru().score(part)
+        )
 
     def ssd_fits(self, nbytes: int) -> bool:
-        return nbytes + sum(self.nbytes[Tier.SSD, kind] for kind in PartKind) <= self.ssd_bytes
+        return nbytes + self.held_ssd_bytes <= self.ssd_room_bytes
+
+    @property
+    def held_ssd_bytes(self) -> int:
+        return sum(self.nbytes[Tier.SSD, kind] for kind in PartKind)
 
     def check_queues(self) -> None:
         """Raise AssertionError when a copy may go and is not queued; for tests."""

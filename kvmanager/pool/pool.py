@@ -23,7 +23,8 @@ Rules.
    abort, because somebody may be writing there.
 4. A use is one call of `pin` or `reserve`. It touches the KV of the whole prefix, and the windows
    and states that it names. All of these then have the same age, but eviction takes the end of the
-   prompt before its beginning. A base is never older than a part that builds on it.
+   prompt before its beginning. A base is hardly older than a part that builds on it: a `reserve`
+   that goes on behind a long prefix touches all of it only now and then (`_touch`).
 5. `reserve` evicts as much as it needs, except blocks of the prefix that it extends. When room is
    short, it gives memory for the beginning of the request. So with `lru` and full attention alone
    the pool holds exactly the most recently used blocks.
@@ -153,6 +154,11 @@ class HybridPool:
         found = self._books.part(key, part)
         return found.runs or None if found is not None else None
 
+    def is_present(self, key: bytes, part: int) -> bool:
+        """Whether the part is in any tier."""
+        found = self._books.part(key, part)
+        return found is not None and found.is_present
+
     def is_filling(self, key: bytes, part: int) -> bool:
         """Whether the part is being written into the arena, or waits as written for its base."""
         found = self._books.part(key, part)
@@ -247,6 +253,8 @@ class HybridPool:
     @property
     def num_evictable_blocks(self) -> int:
         """Most arena blocks that `make_room` could free."""
+        if self._books.keeps_arena:
+            return 0
         return self._books.num_blocks - self._books.pinned_blocks - self._fills.num_blocks
 
     def make_room(self, num_blocks: int) -> bool:
@@ -331,12 +339,19 @@ class HybridPool:
         for node in nodes:
             if node is not None:
                 node.touch(self._num_uses, now_s)
-        # A base is never older than its part (rule 4), so the whole prefix before is touched as
-        # well.
         before = self._books.nodes.get(parent) if nodes else None
-        while before is not None:
-            before.touch(self._num_uses, now_s)
-            before = before.up
+        if before is None:
+            return
+        # `reserve` is called for each block of an answer, and the prefix may have thousands. So it
+        # may lag behind (rule 4), by less than what the pool forgets in that time.
+        before.touch(self._num_uses, now_s)
+        if before.prefix_used >= self._num_uses - self._books.num_present // 64:
+            return
+        each: Node | None = before
+        while each is not None:
+            each.touch(self._num_uses, now_s)
+            each.prefix_used = self._num_uses
+            each = each.up
 
     def _hit(self, keys: Sequence[bytes], now_s: float) -> None:
         for key in keys:

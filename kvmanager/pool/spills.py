@@ -24,9 +24,10 @@ class Spills:
     def choose(self, limit: int) -> list[Spill]:
         """At most `limit` parts that should be copied from the arena to SSD, bases first.
 
-        Each is returned once, and the caller must then call `stored` or `not_stored` for it. The
-        caller pins the memory that it reads. A part that is older than all copies on a full SSD is
-        not returned.
+        Each is returned once, and the caller must then call `stored`, `not_stored` or `no_room` for
+        it. Nothing keeps the part's memory meanwhile: if the part leaves the arena, its copy is not
+        wanted any more (`spill_id`). A part that is older than all copies on a full SSD is not
+        returned.
         """
         chosen: list[Part] = []
         to_spill = self._books.to_spill
@@ -69,6 +70,23 @@ class Spills:
         found.spill_id = 0
         purge.condemn_above(self._books, found)
         purge.drop_condemned(self._books)
+
+    def no_room(self, spill: Spill) -> None:
+        """The copy could not be written, since the disk is full before its limit is reached. Less
+        recently used copies give way, and the part is to be copied again if that helped.
+        """
+        books, found = self._books, self._part_of(spill)
+        nbytes = spill.change.shape.parts[spill.change.part].nbytes
+        # Copies that are being written need room beside those that are there, so that each failure
+        # lowers the limit once more.
+        books.ssd_room_bytes = max(0, min(books.ssd_room_bytes, books.held_ssd_bytes) - nbytes)
+        self.not_stored(spill)
+        if found is not None and books.make_ssd_room(found):
+            books.wants_spill(found)
+
+    def use_whole_limit(self) -> None:
+        """The disk may have more room again."""
+        self._books.ssd_room_bytes = self._books.ssd_bytes
 
     def lost(self, parts: Iterable[tuple[bytes, int]]) -> None:
         """Drop the SSD copies of these (key, part), which cannot be read, and what builds on them.

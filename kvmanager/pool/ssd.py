@@ -9,7 +9,7 @@ under another name and then renamed, so that a file under its own name is comple
 crashed. The checksum finds what a crash of the host leaves behind, when the file is read.
 
 One thread carries out the requests about one file in order, except that reads come first, because
-an engine waits for them. Errors of the disk are not raised: the request results in False, each kind
+an engine waits for them. Errors of the disk are not raised: the request results in None, each kind
 of error is logged once, and the store goes on.
 """
 
@@ -52,6 +52,8 @@ _FOLDER: Final = re.compile(r"[0-9a-f]{2}", re.ASCII)
 _FILE: Final = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})\.(\d{{1,3}})(\.new)?", re.ASCII)
 _READ, _CHANGE, _END = range(3)
 
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+
 _Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 
 
@@ -76,7 +78,8 @@ class SsdEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     version: int = SSD_VERSION
 
 
-_Job = tuple[int, int, Callable[[], bool], Future[bool]]
+_Outcome = bool | None
+_Job = tuple[int, int, Callable[[], bool], Future[_Outcome]]
 _Result = TypeVar("_Result")
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(SsdEntry)
@@ -149,9 +152,9 @@ class SsdStore:
                     entries.append(msgspec.structs.replace(entry, shape=shape))
         return sorted(entries, key=restore_order)
 
-    def write(self, entry: SsdEntry, views: Sequence[memoryview]) -> Future[bool] | None:
-        """Begin to write a part. The result is True once its file is there. None: too many writes
-        are queued.
+    def write(self, entry: SsdEntry, views: Sequence[memoryview]) -> Future[_Outcome] | None:
+        """Begin to write a part. The result is True once its file is there, False if the disk has
+        no room for it. None in place of a future: too many writes are queued.
 
         The views must not change before the future is done. Raises ValueError if they do not have
         the entry's size.
@@ -165,23 +168,23 @@ class SsdStore:
         future.add_done_callback(lambda _: self._writes_left.release())
         return future
 
-    def read(self, entry: SsdEntry, views: Sequence[memoryview]) -> Future[bool]:
+    def read(self, entry: SsdEntry, views: Sequence[memoryview]) -> Future[_Outcome]:
         """Begin to read a part into `views`. The result is True once its bytes are verified.
 
         The file's own checksum counts and not `entry.checksum`, since a part may have been stored
-        again with bytes that differ in rounding. After False the views hold anything. A wrong file
-        is removed. The views belong to the store until this future is done. Raises ValueError if
-        they do not have the entry's size.
+        again with bytes that differ in rounding. After another result the views hold anything. A
+        wrong file is removed. The views belong to the store until this future is done. Raises
+        ValueError if they do not have the entry's size.
         """
         _check_size(entry, views)
         return self._submit(_READ, entry.key, lambda: self._read(entry, views))
 
-    def remove(self, key: bytes, part: int) -> Future[bool]:
+    def remove(self, key: bytes, part: int) -> Future[_Outcome]:
         """Begin to remove a part's file. True: it was removed; False: there was none."""
         return self._submit(_CHANGE, key, lambda: self._remove(self._path(key, part)))
 
     def close(self) -> None:
-        """Finish requests under way and release the directory. Queued ones result in False."""
+        """Finish requests under way and release the directory. Queued ones result in None."""
         with self._lock:
             self._closing = True
         for jobs in self._queues:
@@ -195,15 +198,15 @@ class SsdStore:
     def _path(self, key: bytes, part: int) -> Path:
         return self.directory / f"{key[0]:02x}" / f"{key.hex()}.{part}"
 
-    def _submit(self, order: int, key: bytes, work: Callable[[], bool]) -> Future[bool]:
-        future: Future[bool] = Future()
+    def _submit(self, order: int, key: bytes, work: Callable[[], bool]) -> Future[_Outcome]:
+        future: Future[_Outcome] = Future()
         # All requests about one file go to the same thread, which keeps their order.
         jobs = self._queues[key[0] % len(self._queues)]
         with self._lock:  # no job may be queued behind the end marker, or its future never ends
             if not self._closing:
                 jobs.put((order, next(self._order), work, future))
                 return future
-        future.set_result(False)
+        future.set_result(None)
         return future
 
     # Below: the store's threads, and scan.
@@ -214,7 +217,7 @@ class SsdStore:
             if order == _END:
                 return
             if future.set_running_or_notify_cancel():
-                future.set_result(not self._closing and bool(self._tried(work)))
+                future.set_result(None if self._closing else self._tried(work))
             del work, future  # they would hold the caller's memory until the next job
 
     def _tried(self, work: Callable[[], _Result]) -> _Result | None:
@@ -222,28 +225,34 @@ class SsdStore:
         try:
             return work()
         except (OSError, _Wrong) as error:
-            kind = f"{type(error).__name__} {error.errno if isinstance(error, OSError) else ''}"
-            level = logging.DEBUG if kind in self._told else logging.WARNING
-            self._told.add(kind)
-            logger.log(level, "cached parts in %s: %s", self.directory, error)
+            self._log(error)
         except Exception:
             logger.exception("unexpected failure in %s", self.directory)
         return None
 
+    def _log(self, error: Exception) -> None:
+        kind = f"{type(error).__name__} {error.errno if isinstance(error, OSError) else ''}"
+        level = logging.DEBUG if kind in self._told else logging.WARNING
+        self._told.add(kind)
+        logger.log(level, "cached parts in %s: %s", self.directory, error)
+
     def _write(self, entry: SsdEntry, header: bytes, views: Sequence[memoryview]) -> bool:
         path = self._path(entry.key, entry.part)
         new_path = path.with_name(path.name + ".new")
-        path.parent.mkdir(mode=0o700, exist_ok=True)
         try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
             new_path.unlink(missing_ok=True)
             with open(new_path, "xb", opener=open_private) as file:
                 _write_whole(file.fileno(), [memoryview(header), *views])
             os.replace(new_path, path)
-        except OSError:
+        except OSError as error:
             # What was written so far would take room on a disk that may be full.
             with contextlib.suppress(OSError):
                 new_path.unlink()
-            raise
+            if error.errno not in _NO_ROOM:
+                raise
+            self._log(error)
+            return False
         return True
 
     def _read(self, entry: SsdEntry, views: Sequence[memoryview]) -> bool:

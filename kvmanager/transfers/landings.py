@@ -3,12 +3,14 @@
 States and the rules for both ends of a transfer are in `kvmanager.transfers.table`. These two rules
 are about landings alone.
 
-Claim. The first connection that watches a landing gets it when it has landed. The landing belongs
-to the instance of that connection until any connection of the instance releases it, or the watching
-connection is lost. Cancel does not touch a claimed landing, since an engine may be reading it; the
-engine releases it when it is told to abort the request.
+Claim. The engine whose connection is the first to watch a landing gets it when it has landed. Other
+cores of the engine may watch it as well, since vLLM spreads the choices of a request over its
+cores. A core gives its share up when any of its connections releases the landing, or when the
+watching one is lost. The last one ends the landing.
+Cancel does not touch a claimed landing, since an engine may be reading it; the engine releases it
+when it is told to abort the request.
 
-Memory. The receiver holds a landing's blocks until `dropped`. When the watching connection is lost,
+Memory. The receiver holds a landing's blocks until `dropped`. When a watching connection is lost,
 every connection of its instance holds them as well, since any of them may be reading.
 
 It does not know outboxes, message formats, or what the bytes mean.
@@ -108,9 +110,10 @@ class LandingTable:
             return [TellFailed(conn_id, transfer_id, why_over(landing))]
         if landing.spec.fingerprint != self._books.peers[conn_id].fingerprint:
             return [TellFailed(conn_id, transfer_id, "the landing has another KV layout")]
-        if landing.watcher not in (None, conn_id):
+        peers = self._books.peers
+        if any(peers[other].engine != peers[conn_id].engine for other in landing.watchers):
             return [TellFailed(conn_id, transfer_id, "another engine waits for this landing")]
-        landing.watcher = conn_id
+        landing.watchers.add(conn_id)
         if landing.state is State.CLAIMED:
             return [TellLanded(conn_id, transfer_id)]
         return self._claim(landing) if landing.state is State.LANDED else []
@@ -118,18 +121,23 @@ class LandingTable:
     def release(self, conn_id: int, transfer_id: bytes, now_s: float) -> list[Effect]:
         """The engine does not touch the landing's memory any more.
 
-        This ends a landing of its instance, and cancels one that the engine only watched.
+        This ends a landing of its engine, and cancels one that the engine only watched, unless
+        another core still watches it.
         """
         landing = self.records.get(transfer_id)
-        if landing is None or landing.watcher is None:
+        if landing is None:
             return []
+        done = landing.watchers & {conn_id}
         if landing.state is State.CLAIMED:
             peers = self._books.peers
-            # The connection that watches may be another process of the same engine.
-            is_owner = peers[conn_id].instance == peers[landing.watcher].instance
-            return self._end(landing, State.RELEASED, "", now_s) if is_owner else []
-        if landing.watcher != conn_id:
+            # The connection that watches may be another process of the same core.
+            own = peers[conn_id].instance
+            done = {other for other in landing.watchers if peers[other].instance == own}
+        if not done or landing.watchers - done:
+            landing.watchers -= done
             return []
+        if landing.state is State.CLAIMED:
+            return self._end(landing, State.RELEASED, "", now_s)
         return self._end(landing, State.CANCELLED, "given up by its engine", now_s)
 
     def loaded(self, conn_id: int, transfer_id: bytes, times: LoadTimes) -> None:
@@ -138,7 +146,7 @@ class LandingTable:
         Changes nothing if another engine, or none, has owned the landing.
         """
         landing = self.records.get(transfer_id)
-        if landing is None or self._books.peers[conn_id].instance != landing.owner:
+        if landing is None or self._books.peers[conn_id].engine != landing.owner:
             return
         # Ranks step together, so the one that names the most time is the last to be done.
         if landing.times is None or times.total_s > landing.times.total_s:
@@ -148,12 +156,13 @@ class LandingTable:
         """End the landings that the lost connection had claimed, and its watches."""
         effects: list[Effect] = []
         for landing in self.records.values():
-            if landing.watcher != conn_id:
+            if conn_id not in landing.watchers:
                 continue
+            landing.watchers.discard(conn_id)
             if landing.state is State.CLAIMED:
                 self._hold_for_instance(landing, self._books.peers[conn_id].instance)
-                effects += self._end(landing, State.RELEASED, "", now_s)
-            landing.watcher = None
+                if not landing.watchers:
+                    effects += self._end(landing, State.RELEASED, "", now_s)
         return effects
 
     # ---- time
@@ -175,9 +184,10 @@ class LandingTable:
         """Raises AssertionError when a rule of the module text is broken; for tests."""
         for landing in self.records.values():
             over = landing.state not in MOVES
-            assert landing.watcher is None or landing.watcher in self._books.connected
-            assert not (over and landing.watcher is not None)
-            assert landing.state is not State.CLAIMED or landing.watcher is not None
+            assert landing.watchers <= set(self._books.connected)
+            assert len({self._books.peers[conn_id].engine for conn_id in landing.watchers}) <= 1
+            assert not (over and landing.watchers)
+            assert landing.state is not State.CLAIMED or landing.watchers
             assert (landing.ended_s is None) == (landing.state in (State.RESERVED, State.RECEIVING))
         cap = self._books.limits.landing_bytes
         assert cap is None or self._books.held_bytes(Kind.LANDING) <= cap
@@ -185,11 +195,11 @@ class LandingTable:
     # ---- inside
 
     def _claim(self, landing: LandingRecord) -> list[Effect]:
-        if landing.watcher is None:
+        if not landing.watchers:
             return []
         landing.state = State.CLAIMED
-        landing.owner = self._books.peers[landing.watcher].instance
-        return [TellLanded(landing.watcher, landing.spec.transfer_id)]
+        landing.owner = self._books.peers[min(landing.watchers)].engine
+        return [TellLanded(conn_id, landing.spec.transfer_id) for conn_id in landing.watchers]
 
     def _end(
         self, landing: LandingRecord | None, state: State, reason: str, now_s: float
@@ -204,9 +214,10 @@ class LandingTable:
         if landing.ended_s is None:
             landing.ended_s = now_s
             effects.append(OutcomeKnown(landing.key))
-        if landing.watcher is not None and state is not State.RELEASED:
-            effects.append(TellFailed(landing.watcher, transfer_id, reason))
-        landing.watcher = None
+        if state is not State.RELEASED:
+            watchers = landing.watchers
+            effects += [TellFailed(conn_id, transfer_id, reason) for conn_id in watchers]
+        landing.watchers.clear()
         self._books.holds.end_transfer(landing.key, now_s + self._books.limits.drain_s)
         return effects
 

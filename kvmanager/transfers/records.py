@@ -126,6 +126,14 @@ class EnginePeer:
     world_size: int
     fingerprint: bytes
 
+    @property
+    def engine(self) -> str:
+        """The configured name, which all cores of an engine with data parallelism have. Each core
+        is an instance of its own, with its rank behind the name.
+        """
+        name, mark, rank = self.instance.rpartition("_dp")
+        return name if mark and rank.isdecimal() else self.instance
+
 
 @dataclass(slots=True)
 class LandingRecord:
@@ -135,14 +143,14 @@ class LandingRecord:
     lease_until_s: float
     state: State = State.RESERVED
     error: str = ""
-    watcher: int | None = None
-    """The connection that waits for the landing or owns it."""
+    watchers: set[int] = field(default_factory=set)
+    """The connections that wait for the landing or own it: of one engine, for each of its cores."""
     ended_s: float | None = None
     """When the transfer landed, or ended without success."""
     is_filled_here: bool = False
     """An engine of this agent fills it, through an outbox that has borrowed its memory."""
     owner: str = ""
-    """The instance that owns it or has owned it."""
+    """The engine that owns it or has owned it."""
     times: LoadTimes | None = None
     """What the engine says of its load and first step: the rank that was last."""
 

@@ -49,8 +49,8 @@ class ArenaAccess:
         """Begin to map all pages of an arena into this process.
 
         The agent has allocated them, but a page that this process touches for the first time costs
-        a fault: a copy into such memory takes six times as long. A GPU's copier needs none of this,
-        since pinning maps.
+        a fault: a copy into such memory takes six times as long. Copiers of GPUs copy from and to
+        their staging memory, so they pay it like others.
         """
         self.stop_mapping()
         self._is_unwanted = unwanted = threading.Event()

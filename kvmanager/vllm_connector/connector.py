@@ -353,7 +353,7 @@ def _cache_options(extra: dict[str, Any], namespace: bytes, *, loads: bool) -> P
 
 def instance_name(vllm_config: "VllmConfig") -> str:
     """The engine's name for its agent. The scheduler and all workers of a core have one name, each
-    data parallel core another one.
+    data parallel core another one (`EnginePeer.engine` knows the form).
 
     Without a configured name it is vLLM's engine id, which all processes of a core have. With
     several cores it ends with the core's rank.

@@ -209,7 +209,7 @@ class Landings:
             self._blocks(index, table, ref, first_token) for index, table in enumerate(tables)
         )
         base = self._base(landing, tables, first_token)
-        return LoadStep(request_id, time.monotonic(), ref, blocks, base)
+        return LoadStep(request_id, ref, blocks, base)
 
     def _blocks(
         self, group_index: int, table: list[int], ref: TransferRef, first_token: int
@@ -269,6 +269,13 @@ class Landings:
         if consumer.state is not LandingState.LOADING:
             self._release(consumer)
             self._forget(request_id, consumer)
+
+    def give_up(self) -> None:
+        """No request may load a landing any more. Those under way give theirs back at their end."""
+        for consumer in self._consumers.values():
+            consumer.landing.num_to_come = 0
+            if consumer.state is not LandingState.LOADING:
+                self._release(consumer)
 
     def _release(self, consumer: Consumer) -> None:
         """The request does not need its landing any more, and stays known until it has finished.

@@ -114,14 +114,11 @@ class LoadStep:
     """A request whose KVCache must be copied into the engine's pages from a landing, from the
     prefix cache, or from both. Without either, its source was lost and the load counts as failed.
 
-    given_s: a time at which the agent kept the source for this engine (CLOCK_MONOTONIC, which all
-        processes of a host share).
     blocks: for each group, the block ids of the last `len(blocks[g])` of the transfer's pages
         (`KVGroup.pages`); the pages before them are in the engine's own prefix cache.
     """
 
     request_id: str
-    given_s: float
     ref: TransferRef | None = None
     blocks: tuple[list[int], ...] = ()
     cached: CachedParts | None = None
@@ -159,6 +156,9 @@ class EndedSend:
 class PrfaasMetadata(KVConnectorMetadata):
     """One step: what to send, load and store, which outboxes are over, and who begins.
 
+    kept_s: for each request that is being loaded, the latest time at which the agent was known to
+        keep its source for this engine (CLOCK_MONOTONIC, which all processes of a host share);
+        -inf: it must not be used.
     is_idle: the step computes nothing.
     """
 
@@ -167,4 +167,5 @@ class PrfaasMetadata(KVConnectorMetadata):
     ended: list[EndedSend] = field(default_factory=list)
     stores: list[StoreStep] = field(default_factory=list)
     first_steps: list[FirstStep] = field(default_factory=list)
+    kept_s: dict[str, float] = field(default_factory=dict)
     is_idle: bool = False

@@ -10,6 +10,7 @@ the scheduler's thread.
 """
 
 import logging
+import math
 import threading
 import time
 from dataclasses import dataclass
@@ -103,6 +104,9 @@ class SchedulerSide:
         self._wait_until_s = 0.0
         self._producers: dict[str, Producer] = {}
         self._loads: list[LoadStep] = []
+        # When the agent was last known to keep what each request loads; inf: it does so now.
+        self._kept_s: dict[str, float] = {}
+        self._kept_lock = threading.Lock()
         self._ended: list[EndedSend] = []
         self._shape = CacheShape.of(layout)
         state_tokens = [spec.block_size for spec in self._specs]
@@ -153,6 +157,7 @@ class SchedulerSide:
     def on_disconnected(self) -> None:
         self._landings.on_disconnected()
         self._cache.on_disconnected()
+        self._sources_lost(time.monotonic())
         self._agent_said.set()
 
     # vLLM's scheduler, in the order of a request's life.
@@ -299,11 +304,19 @@ class SchedulerSide:
         # vLLM calls this a second time, with 0 external tokens, for blocks after the load (handled
         # above).
         tables = self._config.select_transfer_block_ids(blocks.get_block_ids())
+        # Before the source is taken, so that its loss is noticed from then on.
+        with self._kept_lock:
+            self._kept_s[request.request_id] = math.inf
         step = self._landings.load(request.request_id, tables, num_external_tokens)
         if step is None:
             cached = self._cache.load(request, tables, num_external_tokens)
-            step = LoadStep(request.request_id, time.monotonic(), cached=cached)
+            step = LoadStep(request.request_id, cached=cached)
         self._loads.append(step)
+
+    def _sources_lost(self, time_s: float) -> None:
+        """What is being loaded was kept for this engine until then; -inf: it must not be used."""
+        with self._kept_lock:
+            self._kept_s = {name: min(kept_s, time_s) for name, kept_s in self._kept_s.items()}
 
     def _state_index(self, group_index: int, computed_tokens: int) -> int:
         return state_block_index(self._specs[group_index], self._mamba_cache_mode, computed_tokens)
@@ -315,6 +328,9 @@ class SchedulerSide:
             self._cache.preempted(request_id)
         meta = PrfaasMetadata(loads=self._loads, ended=self._ended, stores=self._cache.take_ended())
         meta.is_idle = self._engine_is_idle
+        with self._kept_lock:
+            now_s = time.monotonic()
+            meta.kept_s = {name: min(kept_s, now_s) for name, kept_s in self._kept_s.items()}
         self._loads, self._ended = [], []
         for request in output.scheduled_new_reqs:
             self._add_steps(meta, output, request.req_id, request.num_computed_tokens)
@@ -379,19 +395,31 @@ class SchedulerSide:
         return table[pages.start : pages.stop]
 
     def reset_cache(self) -> None:
-        """Stop transfers and the use of the cache: the engine's weights may have changed, which
-        neither block keys nor the layout show.
+        """Stop transfers and the use of the cache, those under way included: the engine's weights
+        may have changed, which neither block keys nor the layout show.
         """
         logger.warning(
             "vLLM reset its caches, as it does when weights change: this engine takes no part in "
             "transfers and leaves the node's prefix cache alone until it is started again"
         )
         self._cache.stop()
+        for producer in self._producers.values():
+            # One that is done has sent KVCache of the old weights only, as its keys say.
+            if not producer.done:
+                producer.done = True
+                failure = "this engine's weights may have changed meanwhile"
+                self._ended.append(
+                    EndedSend(producer.ref.transfer_id, producer.ref.attempt, failure)
+                )
+        self._landings.give_up()
+        self._sources_lost(-math.inf)
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
         # vLLM's KVOutputAggregator names a request here once `get_finished` of every rank has named
         # it.
         for request_id in output.finished_recving or ():
+            with self._kept_lock:
+                self._kept_s.pop(request_id, None)
             self._landings.loaded(request_id)
             self._cache.loaded(request_id)
 

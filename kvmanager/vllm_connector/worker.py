@@ -73,7 +73,6 @@ class WorkerSide:
         every = [view for parts in views.values() for view in parts]
         copier = copier_for(every, staging_bytes, lambda s: self._stats.add_staging_wait(s))
         self._access = ArenaAccess(client, copier)
-        self._is_on_host = every[0].device.type == "cpu"
         self._sending = threading.Lock()
         # By opening of the outbox. None: this worker gave it up, so later steps skip it.
         self._outgoing: dict[tuple[bytes, int], Outgoing | None] = {}
@@ -87,6 +86,7 @@ class WorkerSide:
         self._cache = CacheWorker(layout, client, self._access, views, stats=lambda: self._stats)
         self._results_changed = threading.Condition()
         self._num_loading = 0
+        self._kept_s: dict[str, float] = {}  # of the latest step's metadata
         self._finished_loads: set[str] = set()
         self._failed_loads: set[str] = set()
         self._step_began_s = 0.0
@@ -123,8 +123,7 @@ class WorkerSide:
             self._agent_version = welcome.version
             self._may_begin_after = welcome.last_attempt
             self._lost.clear()
-        if self._is_on_host:
-            self._access.map_pages(arena)
+        self._access.map_pages(arena)
         self._cache.on_connected()
 
     def on_disconnected(self) -> None:
@@ -176,6 +175,7 @@ class WorkerSide:
         `transfer_results` has named those.
         """
         self._step_began_s = now_s
+        self._kept_s = meta.kept_s
         if meta.loads:
             with self._results_changed:
                 self._num_loading += len(meta.loads)
@@ -389,14 +389,22 @@ class WorkerSide:
     def _load(self, step: LoadStep, mark: Mark) -> None:
         if step.ref is None and step.cached is None:
             raise StaleArenaError("the scheduler's side lost what it was to load")
+        self._check_kept(step.request_id)
         if step.cached is not None:
             self._cache.load(step.cached, mark)
         if step.ref is not None:
             self._load_landing(step, step.ref, mark)
-        # The scheduler's connection owns the source, and this worker does not see its loss. Within
-        # the grace time the agent keeps the bytes even then.
-        if time.monotonic() > step.given_s + self._grace_s:
-            raise StaleArenaError(f"the load was over only after {self._grace_s:g} s")
+        # Checked again: it may have been lost during the copy.
+        self._check_kept(step.request_id)
+
+    def _check_kept(self, request_id: str) -> None:
+        """Raises `StaleArenaError` if the source may have been lost. The scheduler's connection
+        owns it, and each step says when that stood. For the grace time after its loss the agent
+        keeps the bytes.
+        """
+        kept_s = self._kept_s.get(request_id, -math.inf)
+        if time.monotonic() > kept_s + self._grace_s:
+            raise StaleArenaError("vLLM reset its caches, or the agent may have lost the source")
 
     def _load_landing(self, step: LoadStep, ref: TransferRef, mark: Mark = None) -> None:
         space, copier = self._space(ref)

@@ -46,6 +46,8 @@ class FrontConfig(SecuritySection, MetricsSection):
     """Where more engines are found, instead of `instances` or beside them."""
     probes: Annotated[ProbeTiming, CoreFields(ProbeTiming)]
     drained_hold_s: Seconds
+    drain_s: Seconds = 30.0
+    """The wait for jobs that run when the front stops, seconds. New ones are refused meanwhile."""
     log_dir: Path
     engine_key_file: Path | None
     traces: TracesSection | None = None

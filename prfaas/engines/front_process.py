@@ -55,6 +55,9 @@ class Front(Protocol):
 
     async def start(self) -> None: ...
 
+    async def finish(self) -> None:
+        """Refuse new jobs, and return when none runs."""
+
     async def close(self) -> None: ...
 
 
@@ -91,8 +94,9 @@ async def serve_front(
     metrics_prefix: str,
     tracer: Tracer | None = None,
 ) -> None:
-    """Start both, print a JSON line {"event": "ready", ...} to stdout, and stop on SIGTERM/SIGINT.
-    `path` is the file of `config`; SIGHUP reads it again.
+    """Start both, print a JSON line {"event": "ready", ...} to stdout, and stop on SIGTERM/SIGINT
+    when the jobs that run have ended; a second signal skips that. `path` is the file of `config`;
+    SIGHUP reads it again.
 
     `metrics_prefix` begins the names of metrics of the process itself. `tracer` is closed in the
     end. What somebody on the network may do by `config` is logged, and in the metrics. Raises
@@ -138,7 +142,9 @@ async def serve_front(
             REGISTRY.register(LoopCollector(metrics_prefix, watch.gaps))
             async with served():
                 await stop.wait()
-        logger.info("%s: stopping", front.name)
+            logger.info("%s: stopping", front.name)
+            stop.clear()
+            await _finish(front, stop, config.drain_s)
     finally:
         for task in following:
             task.cancel()
@@ -148,6 +154,15 @@ async def serve_front(
             await asyncio.to_thread(tracer.close)
         # Last, so that probes hear until the end that the process lives and no longer serves.
         await metrics.stop()
+
+
+async def _finish(front: Front, skip: asyncio.Event, drain_s: float) -> None:
+    """Let the jobs end that run, at most for so long. They are minutes of work of GPUs."""
+    finishing = [asyncio.create_task(front.finish()), asyncio.create_task(skip.wait())]
+    await asyncio.wait(finishing, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+    for task in finishing:
+        task.cancel()
+    await asyncio.gather(*finishing, return_exceptions=True)
 
 
 async def _follow_members(

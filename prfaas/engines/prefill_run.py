@@ -32,6 +32,7 @@ from prfaas.engines.errors import (
     PrefillCode,
     PrefillFailed,
 )
+from prfaas.engines.leases import keep_lease
 from prfaas.engines.ownership import Cleanups
 from prfaas.engines.service_time import Turn, Turns
 from prfaas.jobs import PrefillJob, PrefillResult
@@ -259,7 +260,15 @@ class PrefillRunner:
         next_token = job.last_token.tolist()[0] if grant.draft and job.last_token else None
         prefill = self._start_prefill(job, place, turn, job.prompt_token_ids, params, next_token)
         transfer = asyncio.create_task(self._landed(job, place, prefill))
-        renewing = asyncio.create_task(self._keep_lease(job, place))
+        transfer_id, wanted_s = job.landing.transfer_id, self._config.outbox_lease_s
+        # A lost lease shows as the end of the transfer, which `_landed` reports.
+        renewing = asyncio.create_task(
+            keep_lease(
+                f"outbox {transfer_id}",
+                grant.lease_s,
+                lambda: place.agent.renew(transfer_id, wanted_s, RPC_TIMEOUT_S),
+            )
+        )
         ending = asyncio.create_task(self._outcome(prefill, transfer))
         async with self._bounded(place, ending, prefill, transfer, renewing):
             return await ending
@@ -418,18 +427,6 @@ class PrefillRunner:
                     f"{acked_bytes} of {report.nbytes} bytes confirmed and none for"
                     f" {config.stall_timeout_s:g} s after the prefill",
                 )
-
-    async def _keep_lease(self, job: PrefillJob, place: PrefillPlace) -> None:
-        config = self._config
-        while True:
-            await asyncio.sleep(config.outbox_lease_s / 3)
-            try:
-                await place.agent.renew(
-                    job.landing.transfer_id, config.outbox_lease_s, RPC_TIMEOUT_S
-                )
-            except RpcError as error:
-                # A lost lease shows as the end of the transfer, which `_landed` reports.
-                logger.warning("outbox %s not renewed: %s", job.landing.transfer_id, error)
 
     async def _discard(
         self, job: PrefillJob, place: PrefillPlace, opening: asyncio.Task[OpenOutboxReply]

@@ -104,8 +104,8 @@ async def collect() -> None:
 class DeadSsd(SsdStore):
     """Has no file that can be read."""
 
-    def read(self, *_: Any) -> Future[bool]:
-        result: Future[bool] = Future()
+    def read(self, *_: Any) -> Future[bool | None]:
+        result: Future[bool | None] = Future()
         result.set_result(False)
         return result
 

@@ -106,6 +106,29 @@ def test_bytes_arrive_and_all_memory_comes_back(pair: Pair) -> None:
     assert undocumented(text) == []
 
 
+def test_every_core_of_an_engine_loads_the_landing_of_its_choices(pair: Pair) -> None:
+    """With data parallelism vLLM gives choices of one request to several cores."""
+    content = random.Random(4).randbytes(NBYTES)
+    landing = pair.receiver.reserve(NUM_TOKENS)
+    transfer_id = bytes.fromhex(landing.transfer_id)
+    with (
+        DrivenEngine(pair.receiver, "engine_dp1") as core,
+        DrivenEngine(pair.receiver, "other") as other,
+    ):
+        for watching in (pair.consumer, core):
+            watching.client.watch(transfer_id)
+        send(pair.sender, pair.producer, landing, content)
+        for watching in (pair.consumer, core):
+            assert watching.next() == ("landed", landing.transfer_id)
+        other.client.watch(transfer_id)
+        assert "another engine" in other.next()[2]
+        pair.consumer.client.release(transfer_id)
+        assert core.read(landing.runs, NBYTES) == content
+        assert landing_bytes(pair.receiver) >= NBYTES
+        core.client.release(transfer_id)
+        wait_until(lambda: landing_bytes(pair.receiver) == 0)
+
+
 def test_wrong_token_fails_the_sender_and_leaves_the_landing_to_the_right_one(
     pair: Pair,
 ) -> None:

@@ -364,6 +364,22 @@ def test_what_is_cached_outlives_a_killed_agent(tmp_path: Path) -> None:
     assert (tmp_path / "prfaas-kept-node.arena").exists()
 
 
+def test_a_node_that_took_over_a_full_arena_has_no_room_until_it_may_evict(tmp_path: Path) -> None:
+    """A router that believed in room would send prompts that cannot land."""
+    lives = Lives(tmp_path, drain_s=4.0)
+    with lives.agent() as agent, CachingEngine(agent) as engine:
+        for seed in range(15):
+            engine.store(prompt(20, seed))
+    with lives.agent() as agent, CachingEngine(agent):
+        wait_until(lambda: "cached parts are back" in agent.log())
+        status = agent.status()
+        assert status.landing_room_bytes < 1 << 18
+        with pytest.raises(RpcError, match="NO_ROOM"):
+            agent.reserve(2400)
+        wait_until(lambda: agent.status().landing_room_bytes > 1 << 20)
+        assert agent.reserve(2400).nbytes > 1 << 20
+
+
 def is_indexed(directory: Path, keys: Sequence[bytes]) -> bool:
     """Whether the file of the index has all parts of these keys."""
     records, _ = decode_records((directory / "prfaas-kept-node.index").read_bytes())
@@ -416,6 +432,26 @@ def test_ssd_copies_are_found_again_in_this_life_and_the_next(tmp_path: Path) ->
         engine.free(found)
         assert engine.find(prompts[1]).kv_blocks == 10
         engine.check(prompts[2], 20)
+
+
+def test_a_full_disk_keeps_what_was_used_last(tmp_path: Path) -> None:
+    """Others may fill it, and files are larger than what they hold."""
+    disk = tmp_path / "disk"
+    agent = Lives(tmp_path, arena_name=None, ssd_dir=str(disk / "ssd"), ssd_gib=1.0).agent()
+    agent.disk = disk, "3m"
+    with agent, CachingEngine(agent) as engine:
+        assert agent.process is not None
+        files = Path(f"/proc/{agent.process.pid}/root{disk}/ssd")
+        for seed in range(30):
+            engine.store(keys := prompt(20, seed))
+            time.sleep(0.1)  # what is stored faster than a disk takes it is not copied
+        names = {f"{key.hex()[:2]}/{key.hex()}.{KV}" for key in keys}
+        wait_until(lambda: all((files / name).exists() for name in names))
+        cache = agent.status().cache
+        assert cache is not None
+        assert cache.evictions["ssd/kv"] > 0
+        assert cache.ssd_failures < 100, "most of what is written stays"
+        engine.check(keys, 20)
 
 
 def num_spilled(agent: AgentProcess) -> float:

@@ -3,14 +3,29 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Self
 
 import pytest
-from cache_node import BLOCK_KEYS, FINGERPRINT, KEYS, NBYTES, RESUME, SHAPE, Node, content, node
+from cache_node import (
+    BLOCK_KEYS,
+    FINGERPRINT,
+    KEYS,
+    NBYTES,
+    RESUME,
+    ROOT,
+    SHAPE,
+    Node,
+    content,
+    node,
+)
 
 from kvmanager.agent.between_agents import move_cache
 from kvmanager.agent.cache.move_messages import ReserveCacheMoveReply
 from kvmanager.agent.client import CacheMoveOrder
+from kvmanager.agent.messages import Reserve
 from kvmanager.agent.transfer_io import now_s
+from kvmanager.hashing import KEY_BYTES
+from kvmanager.landing import reserved_landing
 from kvmanager.pool.records import BlockPart
 from transport.rpc import RpcError
 
@@ -217,3 +232,71 @@ async def test_an_unknown_move_is_not_found(source: Node) -> None:
         await source.control.cache_move_status("00" * 16, "send", lease_s=1, wait_s=0)
     assert caught.value.code == "NOT_FOUND"
     assert not await source.control.end_cache_move("00" * 16, "")
+
+
+MANY_KEYS = [index.to_bytes(KEY_BYTES, "big") for index in range(1, 601)]
+MANY = [(index, 0) for index in range(len(MANY_KEYS))]
+
+
+class Turns:
+    """What is freed and taken in one turn of the agent's event loop at most, in blocks."""
+
+    def __init__(self, one: Node) -> None:
+        self._one = one
+        self.freed = self.taken = 0
+
+    async def __aenter__(self) -> Self:
+        self._watching = asyncio.create_task(self._watch())
+        await asyncio.sleep(0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._watching.cancel()
+
+    async def _watch(self) -> None:
+        before = self._one.num_used
+        while True:
+            await asyncio.sleep(0)
+            now = self._one.num_used
+            self.freed, self.taken = max(self.freed, before - now), max(self.taken, now - before)
+            before = now
+
+
+async def test_a_long_prefix_is_taken_and_dropped_in_steps(tmp_path: Path) -> None:
+    """Transfers and engines of the node wait for its event loop."""
+    long = CacheMoveOrder(FINGERPRINT, ROOT + b"".join(MANY_KEYS), MANY)
+    async with node(tmp_path, "long", num_blocks=2048) as one, Turns(one) as turns:
+        landing = await one.control.reserve_cache_move(long, 30.0)
+        assert (len(landing.parts), one.num_used) == (600, 1200)
+        await one.control.end_cache_move(landing.transfer_id, "enough")
+        await until(lambda: one.num_used == 0)
+        assert (turns.taken, turns.freed) == (256, 256)
+        one.store(MANY, keys=MANY_KEYS)
+        await asyncio.sleep(0)
+        turns.freed = 0
+        assert await one.control.drop_cached(FINGERPRINT, long.block_keys, 0) == 600
+        assert 0 < turns.freed <= 256
+
+
+async def test_an_outbox_makes_room_in_steps(tmp_path: Path, destination: Node) -> None:
+    landing = await destination.control.reserve(Reserve(1200, 30.0), 5.0)
+    async with node(tmp_path, "full", num_blocks=1200) as full, Turns(full) as turns:
+        full.store(MANY, keys=MANY_KEYS)
+        assert full.num_used == 1200
+        where = reserved_landing(landing, 1200, "")
+        outbox = await full.control.open_outbox(where, 30.0, 5.0)
+        assert sum(length for _, length in outbox.runs) > 150
+        assert 0 < turns.freed <= 129
+        await full.control.cancel(landing.transfer_id, "enough", 5.0)
+
+
+async def test_a_part_of_the_agent_that_fails_keeps_no_other_one_from_ending_leases(
+    destination: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(destination.agent.transfers, "tick", fail)
+    monkeypatch.setattr(destination.agent.transfers.prober, "tick", fail)
+    await destination.control.reserve_cache_move(order(), 0.2)
+    await until(lambda: destination.num_used == 0)

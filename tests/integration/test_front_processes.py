@@ -20,7 +20,7 @@ from deploy.cli import app
 from local_pd.messages import ReserveRequest
 from local_pd.remote import RemotePdCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
-from prfaas.engines.errors import EngineStartFailed
+from prfaas.engines.errors import EngineStartFailed, PrefillFailed
 from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
@@ -98,6 +98,46 @@ async def test_the_prefill_front_as_a_process(tmp_path: Path) -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await engine.wait_aborts(1)
+        await front.close()
+    await engine.stop()
+    await agent.stop()
+
+
+@pytest.mark.parametrize("kind", ["prefill", "pd"])
+@pytest.mark.parametrize("hurry", [False, True])
+async def test_a_front_that_stops_lets_its_jobs_end(tmp_path: Path, kind: str, hurry: bool) -> None:
+    """A restart must not throw away minutes of work of GPUs. A second signal skips that."""
+    agent = await FakeAgent("i0").start()
+    engine = await FakeEngine(agent).start()
+    config = write_config(tmp_path / "front.yaml", engine, agent, "prefill")
+    async with front_process(kind, config) as (target, pid):
+        front: RemotePrefillCluster | RemotePdCluster = RemotePrefillCluster("c", target)
+        if kind == "pd":
+            front = RemotePdCluster("c", target, has_prefill_instances=True)
+        submit = front.submit if isinstance(front, RemotePrefillCluster) else front.prefill_locally
+        await submit(prefill_job(1))
+        engine.may_answer.clear()
+        running = asyncio.create_task(submit(prefill_job(2)))
+        await engine.wait_requests(2)
+        os.kill(pid, signal.SIGTERM)
+        refused = ""
+        while not refused:
+            try:
+                async with asyncio.timeout(0.5):
+                    await submit(prefill_job(3))
+            except TimeoutError:  # it was taken before the signal came
+                continue
+            except PrefillFailed as error:
+                refused = error.code
+        assert refused == "closed"
+        assert not running.done()
+        if hurry:
+            os.kill(pid, signal.SIGTERM)
+            with pytest.raises(PrefillFailed):
+                await running
+        else:
+            engine.may_answer.set()
+            assert (await running).instance == "i0"
         await front.close()
     await engine.stop()
     await agent.stop()

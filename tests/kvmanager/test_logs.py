@@ -155,6 +155,19 @@ for number in range(99):
     assert all("WARNING" in line for line in lines)
 
 
+def test_a_process_whose_log_nobody_reads_ends_all_the_same() -> None:
+    code = """
+import logging, sys
+from kvmanager.logs import set_up_logging
+set_up_logging()
+for number in range(12_000):
+    logging.getLogger().warning(f"{number}".ljust(100))
+sys.exit(3)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) as process:
+        assert process.wait(30) == 3
+
+
 def test_a_process_that_logs_already_is_left_alone() -> None:
     before = threading.active_count(), list(logging.getLogger().handlers)
     set_up_logging()

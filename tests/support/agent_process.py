@@ -87,6 +87,8 @@ class AgentProcess:
         }
         self.settings = defaults | settings
         self.process: subprocess.Popen[str] | None = None
+        self.disk: tuple[Path, str] | None = None
+        """A folder that only the agent sees, on a file system of this size, such as "3m"."""
         self.ready: dict[str, Any] = {}
         self.transfer_ids: set[str] = set()
         self.caller: Credentials | None = None
@@ -102,10 +104,10 @@ class AgentProcess:
     def start(self) -> Self:
         """Returns when the agent says that it is ready."""
         self.ready = {}
-        path = self.write_settings()
+        command = ["-m", "deploy.cli", "agent", "--config", str(self.write_settings())]
         with (self.directory / "agent.log").open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "deploy.cli", "agent", "--config", str(path)],
+                [*self._mounting(), sys.executable, *command],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -115,6 +117,14 @@ class AgentProcess:
         assert line, f"the agent did not start: {self.log()}"
         self.ready = json.loads(line)
         return self
+
+    def _mounting(self) -> list[str]:
+        if self.disk is None:
+            return []
+        folder, size = self.disk
+        mount = f'mkdir -p "$0" && mount -t tmpfs -o size={size} tmpfs "$0" && exec "$@"'
+        user = [] if os.geteuid() == 0 else ["--map-root-user"]
+        return ["unshare", "--mount", *user, "sh", "-c", mount, str(folder)]
 
     def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 30.0) -> int:
         """Send the signal and wait; the exit status. AssertionError with its log if an agent that

@@ -5,6 +5,7 @@ can show is tested with those.
 """
 
 import asyncio
+import math
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -158,6 +159,7 @@ class FakeAgent:
         self._landing_ends: dict[str, _End] = {}
         self.cancelled: list[str] = []
         self.renewals = 0
+        self.max_lease_s = math.inf
         self.prefill_s = 1e-6
         self.load_times: LoadTimes | None = None
         self.outbox_room = 100
@@ -220,7 +222,7 @@ class FakeAgent:
             arena_epoch="e1",
             runs=[(0, 2), (5, 1)],
             layout_fingerprint=request.layout_fingerprint or self.fingerprint,
-            lease_s=request.lease_s,
+            lease_s=min(request.lease_s, self.max_lease_s),
             cached_tokens=self.cached_tokens if request.block_keys else 0,
             cached_runs=[[(9, 1)]] if request.block_keys and self.cached_tokens else [],
             landing_room_bytes=self.landing_room_bytes,
@@ -228,9 +230,10 @@ class FakeAgent:
 
     async def _renew(self, request: Renew) -> RenewReply:
         self.renewals += 1
+        await self._pause("Renew")
         if request.transfer_id not in self.landings and request.transfer_id not in self.outboxes:
             raise RpcError("NOT_FOUND", "no live transfer")
-        return RenewReply(request.lease_s)
+        return RenewReply(min(request.lease_s, self.max_lease_s))
 
     async def _cancel(self, request: Cancel) -> CancelReply:
         self.cancelled.append(request.transfer_id)
@@ -253,7 +256,8 @@ class FakeAgent:
         self.outboxes[request.transfer_id] = _End(request.nbytes)
         if request.by_transport:
             self._by_transport.add(request.transfer_id)
-        return OpenOutboxReply(arena_epoch="e1", runs=[(0, 1)], lease_s=request.lease_s, attempt=1)
+        lease_s = min(request.lease_s, self.max_lease_s)
+        return OpenOutboxReply(arena_epoch="e1", runs=[(0, 1)], lease_s=lease_s, attempt=1)
 
     async def _await(self, request: Await) -> TransferReport:
         is_landing = request.kind == "landing"

@@ -17,9 +17,12 @@ import math
 class Leadership:
     """Whether one gateway leads. A gateway that shares nothing always does."""
 
-    def __init__(self, *, is_shared: bool = False) -> None:
-        self.token = 0
-        """The number of its last lease; 0 before the first."""
+    def __init__(self, *, is_shared: bool = False, token: int = 0) -> None:
+        self.token = token
+        """The number of its last lease; before the first the one given here. A gateway that shares
+        nothing has no lease: the time of its start in ms is above the numbers of all gateways that
+        led before it, which are times as well.
+        """
         self.leader = ""
         """The name of the gateway that leads, "" while that is not known."""
         self._is_ours = not is_shared

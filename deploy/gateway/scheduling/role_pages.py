@@ -21,7 +21,7 @@ import msgspec
 from deploy.gateway.errors import ApiError
 from deploy.gateway.scheduling.roles import RoleKeeper, drained_by_others, is_usable
 from local_pd.cluster import PdCluster
-from local_pd.errors import PdError
+from local_pd.errors import PdError, RoleRefused
 from prfaas.engines.errors import UnknownInstance
 from scheduler.live.long_term.conversion import (
     Conversion,
@@ -243,6 +243,8 @@ class RolePages:
                 async with asyncio.timeout(self._timeout_s):
                     token = self._keeper.leadership.token
                     await self._pd.resume(instance.name, leader=token)
+            except RoleRefused as error:
+                raise ApiError(409, "not_leader", f"{error.message}.") from error
             except (PdError, UnknownInstance, RpcError, TimeoutError) as error:
                 raise _unreachable(str(error) or "no answer in time") from error
         return await self.role_of(instance.name)

@@ -203,6 +203,25 @@ def memory_checks(hosts: Iterable[HostView]) -> list[Check]:
     return found
 
 
+def ssd_checks(hosts: Iterable[HostView]) -> list[Check]:
+    """Whether the disks have room for as many copies as `ssd_gib` allows."""
+    found = []
+    for host in hosts:
+        free_bytes, ssd_gib = host.facts.ssd_free_bytes, host.node.agent.ssd_gib
+        if free_bytes is None or ssd_gib is None:
+            continue
+        about, cache = f"SSD of {host.node.name}", host.status.cache
+        held = {} if cache is None else cache.nbytes
+        held_bytes = sum(size for name, size in held.items() if name.startswith("ssd/"))
+        what = f"ssd_gib is {ssd_gib:.3g} GiB: {_gib(held_bytes)} held, {_gib(free_bytes)} free"
+        if held_bytes + free_bytes < ssd_gib * GIB:
+            fix = "lower ssd_gib, or free room: a full disk keeps fewer copies, and fails writes"
+            found.append(warning(about, what, fix))
+        else:
+            found.append(ok(about, what))
+    return found
+
+
 def placement_checks(region: RegionSpec, hosts: Sequence[HostView]) -> list[Check]:
     """GPUs, cores and NUMA nodes of engines and agents."""
     found = []

@@ -88,6 +88,7 @@ async def examine(view: Viewpoint, api_key: str = "") -> list[Check]:
     checks += host_checks.exposure_checks(hosts)
     checks += host_checks.kernel_lines(hosts)
     checks += host_checks.memory_checks(hosts)
+    checks += host_checks.ssd_checks(hosts)
     checks += host_checks.placement_checks(region, hosts)
     return checks
 

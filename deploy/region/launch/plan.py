@@ -68,6 +68,8 @@ def grace_s(kind: Kind, timeouts: TimeoutConfig) -> float:
     """How long a process may take to end by itself, before it is killed."""
     if kind == "gateway":  # it drains, then gives back what requests still held
         return timeouts.drain_s + timeouts.cluster_s + _CLOSE_S
+    if kind == "front":  # it lets jobs end
+        return timeouts.drain_s + _CLOSE_S
     return _ENGINE_GRACE_S if kind == "engine" else _CLOSE_S
 
 

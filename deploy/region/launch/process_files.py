@@ -98,6 +98,7 @@ def front_file(
         "name": cluster.name,
         "listen": str(Endpoint(first.bound_host, cluster.front_port)),
         "metrics_port": cluster.front_metrics_port,
+        "drain_s": region.gateway.timeouts.drain_s,
         "metrics_host": region.metrics_host(first),
         "metrics_key_file": region.security.metrics_key,
         "instances": _instances(region, cluster),

@@ -73,7 +73,7 @@ class CacheMoveControl:
         # A caller that may choose the keys of a landing can plant KVCache.
         with self._grants.once(request.grant, move_landing(request, self._grants.agent)):
             what, _ = self._what(request)
-            return self._prefixes.open_landing(what, request.lease_s)
+            return await self._prefixes.open_landing(what, request.lease_s)
 
     async def send(self, request: SendCacheMove) -> SendCacheMoveReply:
         # A caller that may choose the destination can read KVCache.
@@ -108,7 +108,8 @@ class CacheMoveControl:
     async def drop(self, request: DropCached) -> DropCachedReply:
         _, _, shape = self._cut(request)
         _, keys = _keys(request.block_keys)
-        return DropCachedReply(self._prefixes.drop_cached(shape, keys, request.keep_blocks))
+        num_parts = await self._prefixes.drop_cached(shape, keys, request.keep_blocks)
+        return DropCachedReply(num_parts)
 
     @property
     def _prefixes(self) -> PrefixMoves:

@@ -9,12 +9,13 @@ Use it on the agent's event loop; time is an argument. It does not know why anyt
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvmanager.agent.cache.move_messages import ReserveCacheMoveReply
 from kvmanager.agent.cache.moved_parts import MovedParts
-from kvmanager.agent.cache.service import AgentCache
+from kvmanager.agent.cache.service import PARTS_PER_STEP, AgentCache
 from kvmanager.agent.moves import Mover
 from kvmanager.arena import Arena
 from kvmanager.pool.parts_space import PartsSpace
@@ -41,27 +42,34 @@ class PrefixMoves:
         self._pool = cache.pool
         self._clock_s = clock_s
 
-    def open_landing(self, what: MovedParts, lease_s: float) -> ReserveCacheMoveReply:
-        """Reserve memory for the parts that this agent lacks, and admit one sender to it. Raises
-        NoArenaRoom, BadRequest.
+    async def open_landing(self, what: MovedParts, lease_s: float) -> ReserveCacheMoveReply:
+        """Reserve memory for the parts that this agent lacks, in steps, and admit one sender to it.
+        Raises NoArenaRoom, BadRequest.
         """
-        lease_s = self._mover.admissible("landing", "prefix", lease_s)
-        fill = self._pool.reserve(what.shape, what.root, 0, what.keys, what.parts, self._clock_s())
-        if not fill.slots:
-            self._pool.abort(fill.fill_id)
-            if self._lacks_memory(what):
-                raise NoArenaRoom("no room for any of these parts, or others are storing them")
-            return ReserveCacheMoveReply(parts=[])
-        granted = tuple((slot.index, slot.part) for slot in fill.slots)
-        what = MovedParts(what.fingerprint, what.shape, what.root, what.keys, granted)
-        opened = self._mover.open_landing(
-            "prefix",
-            _Landing(self._cache, what, fill),
-            _space(self._arena, what.shape, fill.slots),
-            what.fingerprint,
-            lease_s,
-        )
-        return ReserveCacheMoveReply(list(granted), *opened)
+        self._mover.admissible("landing", "prefix", lease_s)
+        memory = _Landing(self._cache, what, [])
+        parts = sorted(what.parts)  # bases first, since a step has no more than its own
+        try:
+            for start in range(0, len(parts), PARTS_PER_STEP):
+                some, now_s = parts[start : start + PARTS_PER_STEP], self._clock_s()
+                fill = self._pool.reserve(what.shape, what.root, 0, what.keys, some, now_s)
+                if fill.slots:
+                    memory.fills.append(fill)
+                await asyncio.sleep(0)
+            slots = [slot for fill in memory.fills for slot in fill.slots]
+            if not slots:
+                here = self._pool.is_present
+                if not all(here(what.keys[index], part) for index, part in parts):
+                    raise NoArenaRoom("no room for any of these parts, or others are storing them")
+                return ReserveCacheMoveReply(parts=[])
+            # Others may have begun between the steps.
+            lease_s = self._mover.admissible("landing", "prefix", lease_s)
+            space = _space(self._arena, what.shape, slots)
+            opened = self._mover.open_landing("prefix", memory, space, what.fingerprint, lease_s)
+        except BaseException:  # also when the caller goes away
+            memory.let_go()
+            raise
+        return ReserveCacheMoveReply([(slot.index, slot.part) for slot in slots], *opened)
 
     async def open_send(self, what: MovedParts, wire: OutgoingSpec, lease_s: float) -> float:
         """Begin to send to a landing. Returns the lease in seconds.
@@ -72,12 +80,14 @@ class PrefixMoves:
         memory = _Pinned(self._cache, self._arena, what, self._clock_s)
         return await self._mover.open_send("prefix", memory, wire, lease_s)
 
-    def drop_cached(self, shape: CacheShape, keys: list[bytes], keep_blocks: int) -> int:
-        """Drop the parts that nobody uses and nothing continues, from the last block on. Returns
-        how many parts.
+    async def drop_cached(self, shape: CacheShape, keys: list[bytes], keep_blocks: int) -> int:
+        """Drop the parts that nobody uses and nothing continues, from the last block on, in steps.
+        Returns how many parts.
         """
         num_parts = 0
-        for key in reversed(keys[max(0, keep_blocks) :]):
+        for count, key in enumerate(reversed(keys[max(0, keep_blocks) :]), 1):
+            if count % PARTS_PER_STEP == 0:
+                await asyncio.sleep(0)
             for part in reversed(range(len(shape.parts))):
                 dropped = [self._pool.discard(key, part, tier) for tier in Tier]
                 num_parts += any(dropped)
@@ -85,33 +95,37 @@ class PrefixMoves:
                 break  # a longer prefix or a user needs this block, and so all blocks before it
         return num_parts
 
-    def _lacks_memory(self, what: MovedParts) -> bool:
-        """Whether a part is not cached at all, so that the pool must have lacked room for it."""
-        try:
-            pin = self._pool.pin(what.shape, what.keys, what.parts, self._clock_s())
-        except KeyError:
-            return True
-        self._pool.unpin(pin.pin_id)
-        return False
-
 
 class _Landing:
-    """The memory of parts that this agent lacks (a `LandingMemory`)."""
+    """The memory of parts that this agent lacks (a `LandingMemory`). Each of `fills` is as large as
+    one turn of the event loop may give, commit or end.
+    """
 
-    def __init__(self, cache: AgentCache, what: MovedParts, fill: Fill) -> None:
+    def __init__(self, cache: AgentCache, what: MovedParts, fills: list[Fill]) -> None:
+        self.fills = fills
         self._cache = cache
         self._what = what
-        self._fill = fill
 
     async def keep(self) -> int:
         """Commit the landed parts, in order."""
-        what, slots = self._what, self._fill.slots
-        await self._cache.commit(what.shape, what.keys, self._fill, slots)
+        what, num_kept = self._what, 0
+        for fill in self.fills:
+            await self._cache.commit(what.shape, what.keys, fill, fill.slots)
         kept = self._cache.pool.lookup
-        return sum(kept(what.keys[slot.index], slot.part) == slot.runs for slot in slots)
+        for fill in self.fills:
+            slots = fill.slots
+            num_kept += sum(kept(what.keys[slot.index], slot.part) == slot.runs for slot in slots)
+            await asyncio.sleep(0)
+        return num_kept
 
     def let_go(self) -> None:
-        self._cache.end_fill(self._what.keys, self._fill)
+        self._cache.spawn(self._let_go(), "ending a move")
+
+    async def _let_go(self) -> None:
+        # The last first: with a base, all that waits for it would end in the same turn.
+        for fill in reversed(self.fills):
+            self._cache.end_fill(self._what.keys, fill)
+            await asyncio.sleep(0)
 
 
 class _Pinned:

@@ -24,6 +24,8 @@ from kvmanager.pool.ssd import SsdEntry, SsdStore
 from transport.tasks import start_task
 
 MAX_SPILLING: Final = 32
+FULL_FOR_S: Final = 60.0
+"""How long a disk that was full is not filled any further."""
 MAX_READING: Final = 64
 """Reads of one fetch that are under way: enough to keep the SSD busy, few enough to begin in one
 turn of the event loop.
@@ -41,6 +43,7 @@ class SsdCopies:
         self._entries: dict[PartId, SsdEntry] = {}
         self._fetching: dict[PartId, asyncio.Task[None]] = {}
         self._num_spilling = 0
+        self._full_until_s = 0.0
         self._spilling: dict[PartId, int] = {}
         """The latest spill of each part that is being copied to SSD."""
         self._scanning = False
@@ -140,7 +143,7 @@ class SsdCopies:
         When the generator has ended or is closed, no thread writes into the slots any more.
         """
         assert self._ssd is not None
-        reading: deque[tuple[Slot, asyncio.Future[bool]]] = deque()
+        reading: deque[tuple[Slot, asyncio.Future[bool | None]]] = deque()
         ids = ((slot, (keys[slot.index], slot.part)) for slot in slots)
         left = ((slot, self._entries[part_id]) for slot, part_id in ids if part_id in self._entries)
         try:
@@ -153,7 +156,7 @@ class SsdCopies:
                 slot, read = reading[0]
                 is_read = await read
                 reading.popleft()
-                yield slot, is_read
+                yield slot, bool(is_read)
         finally:
             # The memory belongs to the store's threads until every read is over.
             await asyncio.gather(*(read for _, read in reading), return_exceptions=True)
@@ -175,6 +178,9 @@ class SsdCopies:
     def spill(self) -> None:
         """Begin to copy parts to SSD that are worth it. Call a few times a second."""
         ssd = self._ssd
+        if self._full_until_s and now_s() >= self._full_until_s:
+            self._full_until_s = 0.0
+            self._parts.pool.ssd.use_whole_limit()
         # `scan` could take a file that is being written now for a torn one, and remove it.
         if ssd is None or self._scanning or self._num_spilling >= MAX_SPILLING:
             return
@@ -190,7 +196,8 @@ class SsdCopies:
             self._num_spilling += 1
             future.add_done_callback(partial(_post, loop, self._spilled, spill))
 
-    def _spilled(self, spill: Spill, is_written: bool) -> None:
+    def _spilled(self, spill: Spill, is_written: bool | None) -> None:
+        """`is_written` as the result of `SsdStore.write`."""
         self._num_spilling -= 1
         if self._parts.is_closed:
             return
@@ -200,7 +207,11 @@ class SsdCopies:
             is_kept = self._parts.pool.ssd.stored(spill)
         else:
             self._parts.use.ssd_failures += 1
-            self._parts.pool.ssd.not_stored(spill)
+            if is_written is None:
+                self._parts.pool.ssd.not_stored(spill)
+            else:
+                self._full_until_s = now_s() + FULL_FOR_S
+                self._parts.pool.ssd.no_room(spill)
             is_kept = False
         is_latest = self._spilling[key, part] == spill.spill_id
         if is_latest:
@@ -208,6 +219,8 @@ class SsdCopies:
         # A later spill of the part writes the same file, so only the latest one may remove it.
         if self._ssd is not None and is_latest and not is_kept and (key, part) not in self._entries:
             self._ssd.remove(key, part)
+        if is_written:
+            self.spill()  # at once, or the clock would limit how many are copied in a second
 
     async def scan(self) -> list[SsdEntry]:
         """The files that the former agent left, in the order in which they must be restored."""
@@ -238,9 +251,9 @@ class SsdCopies:
 
 def _post(
     loop: asyncio.AbstractEventLoop,
-    function: Callable[[Spill, bool], None],
+    function: Callable[[Spill, bool | None], None],
     spill: Spill,
-    done: Future[bool],
+    done: Future[bool | None],
 ) -> None:
     # RuntimeError: the loop is closed, and the cache has ended with it.
     with contextlib.suppress(RuntimeError):

@@ -282,7 +282,7 @@ class AgentConnection:
         """Map the arena of this Welcome. Raises ArenaError.
 
         The mapping of the connection before is used again if the agent is the same and has not
-        restarted. A worker with a GPU pins the mapping (cudaHostRegister), which takes seconds.
+        restarted. A worker maps all of its pages (`ArenaAccess.map_pages`), which takes seconds.
         """
         path, nbytes = Path(welcome.arena_path), welcome.arena_bytes
         known = self._mapped

@@ -20,8 +20,9 @@ Rules for touching memory and giving it back:
   outbox was opened. No other may fill it, so a worker must not begin an outbox with an attempt up
   to its `Welcome.last_attempt`. Ranges that were sent as `Ready` must not be written again. A
   complete transfer needs no `Release`.
-- An engine that waits for a landing sends `Watch`, on one connection. `Landed` makes its instance
-  the owner: the memory is stable until one `Release` from any connection of the instance.
+- An engine that waits for a landing sends `Watch`, on one connection of each core that has a
+  request for it. `Landed` makes that instance an owner: the memory is stable until one `Release`
+  from any connection of the instance.
   `FailureNotice` ends the watch, and then the instance owns nothing.
 - A closed connection loses its watches, and the outboxes that it was still filling fail. The memory
   that its process could touch is reused when the process has ended, or after a grace time.

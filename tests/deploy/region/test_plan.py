@@ -14,6 +14,7 @@ from deploy.gateway.file import GatewayFile
 from deploy.gateway.media.config import MediaSection
 from deploy.region.launch.addresses import gateway_url
 from deploy.region.launch.plan import Planner, stop_limit_s
+from deploy.region.launch.plan import grace_s as grace_s_of
 from deploy.region.launch.ports import resolve_ports
 from deploy.region.launch.process_files import gateway_file
 from deploy.region.launch.rundir import RunDirectory
@@ -337,6 +338,7 @@ def test_a_gateway_may_drain_as_long_as_the_file_says(region: RegionSpec) -> Non
     grace_s = {item.kind: item.process.term_grace_s for item in planned.processes()}
     assert grace_s["gateway"] > 300.0 + 7.0
     assert gateway_file(planned.resolved, planned.directory).gateway.timeouts == timeouts
+    assert grace_s_of("front", timeouts) > 300.0, "its prefills end as well"
     assert stop_limit_s(timeouts) > sum(grace_s.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -33,6 +34,7 @@ class Rig:
 
     def __init__(self) -> None:
         self.url = ""
+        self.pd: EmbeddedPdCluster
         self.engines: dict[str, FakeEngine] = {}
         self.session: aiohttp.ClientSession
 
@@ -79,7 +81,10 @@ async def rig() -> AsyncIterator[Rig]:
             PdClusterConfig(drain_poll_interval_s=0.02, instances=probing),
             metrics=PdMetrics(CollectorRegistry()),
         )
+        made.pd = pd
         await pd.start()
+        # Several gateways shared the region before, and one of them led.
+        await pd.resume("d0", leader=int(time.time() * 1000) - 60_000)
         stack.push_async_callback(pd.close)
         config = GatewayConfig(
             port=0,
@@ -161,3 +166,10 @@ async def test_orders_need_an_operators_key_and_are_answered_at_once(rig: Rig) -
     async with asyncio.timeout(10):
         while (await rig.roles())["d1"] != ("prefill", 1):
             await asyncio.sleep(0.02)
+
+
+async def test_a_front_that_follows_another_gateway_says_so(rig: Rig) -> None:
+    await rig.pd.drain("d0", leader=int(time.time() * 1000) + 60_000)
+    status, said = await rig.order(instance="d0", role="decode")
+    assert (status, said["error"]["code"]) == (409, "not_leader")
+    assert "another gateway leads" in said["error"]["message"]

@@ -19,6 +19,7 @@ from local_pd.messages import DecodeSlot, DirectRequest, ReserveRequest
 from local_pd.remote import RemotePdCluster
 from prfaas.engines.health import ProbeTiming
 from scheduler.live.long_term.conversion import RoleChange
+from transport.rpc import RpcError
 
 
 async def test_a_slot_names_engine_landing_and_what_the_engine_must_be_told(rig: PdRig) -> None:
@@ -220,6 +221,30 @@ async def test_leases_are_kept_until_release(kind: str) -> None:
         renewals = rig.nodes[0].renewals
         await asyncio.sleep(0.2)
         assert rig.nodes[0].renewals <= renewals + 1
+
+
+@pytest.mark.parametrize("kind", ["embedded", "remote"])
+async def test_the_lease_that_the_node_grants_is_kept(kind: str) -> None:
+    async with make_rig(kind) as rig:
+        rig.nodes[0].max_lease_s = 0.15
+        assert (await rig.reserve()).lease_s == 0.15
+        await eventually(lambda: rig.nodes[0].renewals >= 3)
+
+
+@pytest.mark.parametrize("kind", ["embedded", "remote"])
+@pytest.mark.parametrize("trouble", ["hangs", "fails"])
+async def test_a_lost_renewal_does_not_cost_the_lease(kind: str, trouble: str) -> None:
+    async def spoil(method: str) -> None:
+        if method == "Renew" and rig.nodes[0].renewals == 1:
+            if trouble == "fails":
+                raise RpcError("INTERNAL", "out of luck")
+            await asyncio.sleep(60)
+
+    async with make_rig(kind, replace(CONFIG, lease_s=3.0)) as rig:
+        rig.nodes[0].before_reply = spoil
+        await rig.reserve()
+        async with asyncio.timeout(2.9):
+            await eventually(lambda: rig.nodes[0].renewals >= 2)
 
 
 async def test_a_lease_that_is_over_is_not_renewed_for_ever() -> None:

@@ -191,6 +191,17 @@ async def test_nothing_is_copied_to_ssd_while_its_files_are_listed(
             await asyncio.sleep(0.001)
 
 
+async def test_one_call_copies_all_that_wants_to_be_on_ssd(begin: Begin) -> None:
+    """A fixed number for each tick of the agent's clock would be a limit below that of the disk."""
+    life = begin(num_blocks=256, with_ssd=True)
+    keys = [number.to_bytes(16, "big") for number in range(1, 101)]
+    await life.commit(life.reserve(0, keys), keys)
+    life.store.ssd.spill()
+    async with asyncio.timeout(10):
+        while life.store.parts.use.ssd_writes < len(keys):
+            await asyncio.sleep(0.001)
+
+
 class Turns:
     """The longest time that the event loop's thread computed between two turns of this task.
 

@@ -25,6 +25,9 @@ def test_this_host(tmp_path: Path) -> None:
     assert facts.arena_dir == str(tmp_path)
     assert facts.arena_dir_bytes > 0
     assert facts.memory_bytes > 0
+    assert facts.ssd_free_bytes is None
+    with_ssd = host_facts(tmp_path, {}, ssd_dir=tmp_path, congestion="", granting_keys=[])
+    assert with_ssd.ssd_free_bytes
     assert facts.max_open_files > 0
     (engine,) = facts.engines
     assert (engine.instance, engine.pid, engine.cpus) == ("a", os.getpid(), facts.cpus)

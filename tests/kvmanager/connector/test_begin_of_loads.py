@@ -29,7 +29,7 @@ def test_loads_begin_before_the_forward_pass_and_not_again_behind_it() -> None:
     """vLLM calls `start_load_kv` behind the pass, as no request of the step waits for a load."""
     connector: Any = object.__new__(PrfaasConnector)
     connector._worker = worker = Worker()
-    meta = PrfaasMetadata(loads=[LoadStep("r1", 0.0)])
+    meta = PrfaasMetadata(loads=[LoadStep("r1")])
     connector.bind_connector_metadata(meta)
     assert connector.has_connector_metadata()
     connector.wait_for_layer_load("layers.0")

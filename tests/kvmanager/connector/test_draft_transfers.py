@@ -99,7 +99,7 @@ def test_what_lands_is_loaded_and_the_rest_of_the_page_is_cleared(
     engine.arena.memory[: LAYOUT.transfer_bytes(NUM_TOKENS)] = b"\x40" * LAYOUT.transfer_bytes(
         NUM_TOKENS
     )
-    engine.side._load_landing(LoadStep("r", 0.0, engine.ref(draft), ([1, 2],)), engine.ref(draft))
+    engine.side._load_landing(LoadStep("r", engine.ref(draft), ([1, 2],)), engine.ref(draft))
     loaded = {"target": engine.memory[TARGET.name], "draft": engine.memory[DRAFT.name]}
     for name, memory in loaded.items():
         assert memory[[0, 3]].isnan().all()

@@ -85,7 +85,9 @@ class Worker:
         return [found for _, _, ranges in self.said("ready") for found in ranges]
 
     def load(self, step: LoadStep) -> None:
-        self.side.begin_step(PrfaasMetadata(loads=[step]), 0.0)
+        self.side.begin_step(
+            PrfaasMetadata(loads=[step], kept_s={step.request_id: time.monotonic()}), 0.0
+        )
         deadline_s = time.monotonic() + 10
         while not (found := self.side.transfer_results()).finished_recving:
             assert time.monotonic() < deadline_s
@@ -156,7 +158,7 @@ def test_stages_fill_an_outbox_chunk_by_chunk_and_one_engine_loads_it(
     assert [worker.said("prefill_end") for worker in stages.values()] == [[[TID, 1]]] * 4
     landing = TransferRef(TID, NUM_TOKENS, arena.epoch, RUNS)
     for other in others.values():
-        other.load(LoadStep("r", time.monotonic(), landing, blocks(NUM_TOKENS)))
+        other.load(LoadStep("r", landing, blocks(NUM_TOKENS)))
     assert has_loaded(others, stages, TABLE)
 
 
@@ -174,7 +176,7 @@ def test_a_stage_may_run_ahead_of_the_next_one(
     assert total == LAYOUT.transfer_bytes(NUM_TOKENS)
     landing = TransferRef(TID, NUM_TOKENS, arena.epoch, RUNS)
     for other in others.values():
-        other.load(LoadStep("r", time.monotonic(), landing, blocks(NUM_TOKENS)))
+        other.load(LoadStep("r", landing, blocks(NUM_TOKENS)))
     assert has_loaded(others, stages, TABLE)
 
 
@@ -193,12 +195,12 @@ def test_stages_store_and_load_the_cache_with_engines_of_one_stage(
     ] * 4
     given = CachedParts(arena.epoch, time.monotonic(), parts)
     for other in others.values():
-        other.load(LoadStep("r", time.monotonic(), cached=given))
+        other.load(LoadStep("r", cached=given))
     assert has_loaded(others, stages, table)
     before = {key: {n: p.clone() for n, p in w.pages.items()} for key, w in stages.items()}
     for key, worker in stages.items():
         for pages in worker.pages.values():
             pages.zero_()
-        worker.load(LoadStep("r", time.monotonic(), cached=given))
+        worker.load(LoadStep("r", cached=given))
         for name, pages in worker.pages.items():
             assert torch.equal(pages[table[name]], before[key][name][table[name]])

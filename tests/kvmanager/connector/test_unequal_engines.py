@@ -131,7 +131,9 @@ class Rank:
         return [range_ for message in said if message[0] == "ready" for range_ in message[3]]
 
     def load(self, step: LoadStep) -> None:
-        self.side.begin_step(PrfaasMetadata(loads=[step]), 0.0)
+        self.side.begin_step(
+            PrfaasMetadata(loads=[step], kept_s={step.request_id: time.monotonic()}), 0.0
+        )
         self.side.close()  # its threads have done what they were given
         results = self.side.transfer_results()
         assert (results.finished_recving, results.failed_recving) == ({step.request_id}, set())
@@ -216,7 +218,7 @@ def test_a_transfer_has_the_same_bytes_for_all_engines(
             rank.table(index, group.tokens(NUM_TOKENS, cached_tokens))
             for index, group in enumerate(theirs.groups)
         )
-        rank.load(LoadStep("r", time.monotonic(), ref, blocks))
+        rank.load(LoadStep("r", ref, blocks))
         rank.check(first_tokens, NUM_TOKENS)
 
 
@@ -258,7 +260,7 @@ def test_the_rest_of_the_last_page_is_cleared(arena: Arena, size: int) -> None:
         rank.table(index, group.tokens(NUM_TOKENS, 0, step))
         for index, group in enumerate(theirs.groups)
     )
-    rank.load(LoadStep("r", time.monotonic(), ref, blocks))
+    rank.load(LoadStep("r", ref, blocks))
     end = -(-NUM_TOKENS // size) * size
     for group_index, layer in theirs.layers:
         if theirs.groups[group_index].kind is not KVKind.RECURRENT:
@@ -280,7 +282,7 @@ def test_a_receiver_leaves_out_the_pages_that_it_has(arena: Arena) -> None:
         sender.send(ref)
         sender.side.close()
     rank = Rank(theirs, 0, arena, is_full=False)
-    rank.load(LoadStep("r", time.monotonic(), ref, rank.tables(64, NUM_TOKENS)))
+    rank.load(LoadStep("r", ref, rank.tables(64, NUM_TOKENS)))
     rank.check(dict.fromkeys(KVKind, 64), NUM_TOKENS)
 
 
@@ -309,5 +311,5 @@ def test_a_cached_block_has_the_same_bytes_for_all_engines(
         rank.side.close()
     for tp_rank in range(theirs.tp_size):
         rank = Rank(theirs, tp_rank, arena, is_full=False)
-        rank.load(LoadStep("r", time.monotonic(), None, (), parts(rank)))
+        rank.load(LoadStep("r", cached=parts(rank)))
         rank.check(dict.fromkeys(KVKind, 0), tokens.stop)

@@ -1,6 +1,7 @@
 """The connector's worker half: which outboxes it fills, and what it tells the agent about them."""
 
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from kvmanager.vllm_connector.metadata import (
     SendStep,
     TransferRef,
 )
+from kvmanager.vllm_connector.pages import CpuPageCopier
 from kvmanager.vllm_connector.worker import WorkerSide
 
 PAGE = 96
@@ -379,12 +381,63 @@ def test_a_load_that_ends_too_late_is_not_trusted(
 ) -> None:
     """The scheduler's connection may be lost meanwhile, and the memory be another transfer's."""
     ref = TransferRef(TID, NUM_TOKENS, engine.arena.epoch, ((0, 1),))
-    load = LoadStep("r1", time.monotonic() - age_s, ref, ([1, 2],))
-    engine.side.begin_step(PrfaasMetadata(loads=[load]), 0.0)
+    kept_s = time.monotonic() - age_s
+    load = LoadStep("r1", ref, ([1, 2],))
+    engine.side.begin_step(PrfaasMetadata(loads=[load], kept_s={"r1": kept_s}), 0.0)
     engine.side.close()  # its threads have done what they were given
     results = engine.side.transfer_results()
     assert results.finished_recving == {"r1"}
     assert bool(results.failed_recving) is fails
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_load_may_take_long_while_the_scheduler_is_connected(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, is_kept: bool
+) -> None:
+    """The steps meanwhile say so; without them it has the grace time, as after a loss."""
+    now_s = time.monotonic()
+    copying, copied = threading.Event(), threading.Event()
+
+    def load(slabs: Any, mark: Any) -> None:
+        copying.set()
+        assert copied.wait(10)
+        for slab in slabs:
+            assert slab.nbytes
+
+    monkeypatch.setattr(engine.side._access.copier, "load", load)
+    ref = TransferRef(TID, NUM_TOKENS, engine.arena.epoch, ((0, 1),))
+    meta = PrfaasMetadata(loads=[LoadStep("r1", ref, ([1, 2],))], kept_s={"r1": now_s})
+    engine.side.begin_step(meta, now_s)
+    assert copying.wait(10)
+    later_s = now_s + 10 * GRACE_S
+    monkeypatch.setattr(module.time, "monotonic", lambda: later_s)
+    if is_kept:
+        engine.side.begin_step(PrfaasMetadata(kept_s={"r1": later_s - 1}), later_s)
+    copied.set()
+    engine.side.close()
+    assert bool(engine.side.transfer_results().failed_recving) is not is_kept
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_workers_of_every_device_map_the_arena_before_they_need_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Else each page costs a fault when the first copy into it is made."""
+    monkeypatch.setattr(module, "copier_for", lambda *_: CpuPageCopier())
+    made = Arena.create(tmp_path, 64, 65536, prefault=False)
+    arena = Arena.attach(made.path, made.nbytes, made.block_bytes, epoch=made.epoch)
+    client: Any = RecordingClient(arena)
+    rows = torch.zeros((4, PAGE), dtype=torch.uint8, device=device)
+    views = {"full": page_view(LAYOUT.groups[0].layers[0].parts[0], rows)}
+    side = WorkerSide(LAYOUT, client, views)
+    side.on_connected(Welcome(arena.epoch, str(arena.path), arena.nbytes, 65536), arena)
+    for mapping in (one for one in threading.enumerate() if one.name == "prfaas-map"):
+        mapping.join()
+    maps = Path("/proc/self/smaps").read_text().split(str(made.path))[1:]
+    assert max(int(one.partition("Rss:")[2].split()[0]) for one in maps) == made.nbytes >> 10
+    side.close()
+    arena.close()
+    made.close()
 
 
 def test_a_first_step_is_told_with_what_came_before_it(
@@ -421,7 +474,8 @@ def test_the_time_of_a_prefill_begins_with_its_first_step(
 
 def test_a_step_that_computes_nothing_waits_for_the_end_of_a_load(engine: Engine) -> None:
     ref = TransferRef(TID, NUM_TOKENS, engine.arena.epoch, ((0, 1),))
-    meta = PrfaasMetadata(loads=[LoadStep("r1", time.monotonic(), ref, ([1, 2],))])
+    load = LoadStep("r1", ref, ([1, 2],))
+    meta = PrfaasMetadata(loads=[load], kept_s={"r1": time.monotonic()})
     assert not engine.side.transfer_results(600.0).finished_recving, "nothing is under way"
     engine.side.begin_step(meta, time.monotonic())
     engine.side.start_step(meta)

@@ -320,6 +320,30 @@ def test_pages_of_a_snapshot_are_complete_with_the_last() -> None:
     assert (state.complete, state.num_blocks, state.seq, state.age_s) == (True, 2, 7, 3.0)
 
 
+def test_what_a_node_is_known_to_hold_stays_until_its_new_snapshot_is_whole() -> None:
+    """That of a large node takes many feeds, and prompts would miss it meanwhile."""
+    directory = holding({NODES[0]: {KEYS[0]: KV}})
+
+    def held() -> list[bytes]:
+        by_key = [key for key in KEYS[:3] if directory.holders(key)]
+        assert [bool(found) for found in directory.embedding_holders(KEYS[2:3])] == [
+            len(by_key) > 1
+        ]
+        assert [state.num_blocks for state in directory.nodes(0.0)] == [1]
+        return by_key
+
+    for _ in range(2):  # the first time the node is lost in between
+        assert directory.apply(
+            NODES[0], feed({KEYS[1]: KV}, 3, epoch="f", snapshot=True, more=True), 0.0
+        )
+        assert held() == KEYS[:1]
+        assert [one.usable_blocks for one in directory.match(RULE, KEYS[:2], 0.0)] == [1]
+    assert directory.apply(NODES[0], feed({KEYS[2]: EMBEDDING_FLAG}, 7, epoch="f"), 1.0)
+    assert held() == KEYS[1:3]
+    directory.forget(NODES[0])
+    assert directory.num_blocks == 0
+
+
 def test_nodes_that_begin_anew_again_and_again_leave_nothing_behind() -> None:
     """Each time with other tiers for the same blocks, so that all sets are new ones."""
     directory = Directory()

@@ -6,6 +6,7 @@ import pytest
 from pool_cases import HYBRID, KV, STATE, Harness, keys_of, last_key
 
 from kvmanager.pool.eviction import CheapestFirst
+from kvmanager.pool.nodes import Node
 from kvmanager.pool.pool import HybridPool
 from kvmanager.pool.shape import CacheShape
 from kvmanager.transfers.blocks import BlockAllocator
@@ -41,6 +42,33 @@ def test_a_pin_of_no_parts_hits_nothing() -> None:
     pin = pool.pin("ab")
     assert (pin.slots, pin.absent) == ((), ())
     assert num_hits(pool, "ab") == [0, 0]
+
+
+def test_an_answer_keeps_its_long_prompt_without_a_touch_of_all_of_it_for_each_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = CacheShape(4, (KV,))
+    pool = HybridPool(BlockAllocator(2000), KV.nbytes)
+
+    def store(keys: list[bytes], first: int, end: int) -> None:
+        parent = keys[first - 1] if first else bytes(16)
+        parts = [(index, 0) for index in range(end - first)]
+        fill = pool.reserve(shape, parent, first, keys[first:end], parts, 0.0)
+        for slot in fill.slots:
+            pool.commit(fill.fill_id, slot.index, slot.part, 0.0)
+        pool.abort(fill.fill_id)
+
+    ours, theirs = ([bytes([mine]) + n.to_bytes(15, "big") for n in range(1200)] for mine in (1, 2))
+    store(ours, 0, 1000)
+    store(theirs, 0, 700)
+    touches: list[object] = []
+    touch = Node.touch
+    monkeypatch.setattr(Node, "touch", lambda *said: (touches.append(said), touch(*said)))
+    for block in range(1000, 1200):
+        store(ours, block, block + 1)
+    assert len(touches) < 10 * len(ours), "200 blocks behind 1,000 each"
+    assert pool.make_room(700)
+    assert (pool.match(shape, theirs).num_blocks, pool.match(shape, ours).num_blocks) == (100, 1200)
 
 
 def test_a_state_that_was_pinned_later_stays_longer() -> None:

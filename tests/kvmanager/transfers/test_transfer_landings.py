@@ -94,7 +94,7 @@ class TestLanding:
         table.landings.watch(1, TID)
         assert table.landings.release(2, TID, 1) == []
         assert landing.state is State.RESERVED
-        assert landing.watcher == 1
+        assert landing.watchers == {1}
 
     def test_a_lost_connection_gives_up_its_own_landings_and_no_others(
         self, table: TransferTable

@@ -13,7 +13,7 @@ from deploy.region.doctor.host_checks import HostView
 from deploy.region.spec.loading import parse_region
 from deploy.region.spec.region import RegionSpec
 from kvmanager.agent.host_messages import EngineProcess, HostFactsReply, NumaNode
-from kvmanager.agent.messages import EngineStatus, StatusReply
+from kvmanager.agent.messages import CacheStatus, EngineStatus, StatusReply
 from kvmanager.agent.probe_messages import KernelTcp
 
 GIB = 1 << 30
@@ -201,6 +201,21 @@ def test_arenas_must_fit_where_they_are() -> None:
     full, large = checks.memory_checks([tight])
     assert full.fix == "mount -o remount,size=1.11G /dev/shm"
     assert large.fix.startswith("lower arena_gib")
+
+
+def test_a_disk_must_have_room_for_the_copies_that_it_is_to_hold() -> None:
+    a1, _ = hosts()
+    agent = a1.node.agent.model_copy(update={"ssd_gib": 10.0})
+    a1 = replace(
+        a1,
+        node=a1.node.model_copy(update={"agent": agent}),
+        status=status(cache=CacheStatus(nbytes={"ssd/kv": 3 * GIB, "arena/kv": 9 * GIB})),
+    )
+    assert checks.ssd_checks([a1]) == [], "it has no copies on SSD, or does not say"
+    roomy = replace(a1, facts=facts(ssd_free_bytes=8 * GIB))
+    assert wrong(checks.ssd_checks([roomy])) == []
+    (full,) = wrong(checks.ssd_checks([replace(a1, facts=facts(ssd_free_bytes=GIB))]))
+    assert full == ("warning", "SSD of a1", "ssd_gib is 10 GiB: 3 GiB held, 1 GiB free")
 
 
 def test_engines_of_one_host_have_gpus_and_cores_of_their_own() -> None:
