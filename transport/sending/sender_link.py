@@ -353,15 +353,19 @@ class SenderLink:
 
     def handle(self, lane: Lane, events: Iterable[Event]) -> None:
         """Process the receiver's events on this lane. Raises PeerError when it broke the rules."""
-        with self.lock:
-            try:
-                for event in events:
-                    self._core.handle(lane.connection, event, time.monotonic())
-            finally:
-                if self._num_waiting:
-                    self._acked.notify_all()
-                effects = self._pop_effects()
-        self.perform(effects)
+        effects: list[Effect] = []
+        try:
+            with self.lock:
+                try:
+                    for event in events:
+                        self._core.handle(lane.connection, event, time.monotonic())
+                finally:
+                    if self._num_waiting:
+                        self._acked.notify_all()
+                    effects = self._pop_effects()
+        finally:
+            # Also when a later event broke the rules: what ended before that must be reported.
+            self.perform(effects)
 
     def fail_lane(self, lane: Lane, error: TransportError) -> None:
         """The reader found the connection ended."""
