@@ -347,7 +347,11 @@ class Lane(WaitingLane):
         try:
             while True:
                 count = stream.receive([memory], fill=False)
-                self._link.handle(self, session.feed(memory[:count]))
+                events: list[Event] = []
+                try:
+                    session.feed(memory[:count], events)
+                finally:
+                    self._link.handle(self, events)
         except TransportError as error:
             self._link.fail_lane(self, bare(error))
         except Exception as error:
