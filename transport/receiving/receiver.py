@@ -13,7 +13,9 @@ import threading
 import time
 from collections.abc import Collection
 from contextlib import suppress
+from functools import partial
 
+from transport.addresses import listen
 from transport.config import TransportConfig
 from transport.endpoint import Endpoint, network_of
 from transport.errors import LocalError, TransportError
@@ -22,7 +24,6 @@ from transport.receiving.connection import NO_PLACE, IncomingConnection
 from transport.receiving.places import Places
 from transport.receiving.reception import Reception
 from transport.rotating import Rotating
-from transport.sockets import listen
 from transport.tls import RegionTls, server_tls
 from transport.wire.frames import FrameType, encode_reason
 from transport.wire.receiver_session import ReceiverSession
@@ -55,15 +56,19 @@ class Receiver:
         self._num_reported = 0
         self._reported_s = -REPORT_S
         self._ids = itertools.count(1)
-        self._listener: socket.socket | None = None
+        self._listeners: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._stirred = threading.Event()
         self._closing = False
 
     def start(self) -> None:
-        """Listen; raises LocalError("bind")."""
-        self._listener = listen(self._bind)
-        for name, target in (("accept", self._accept), ("watchdog", self._watch)):
+        """Listen at each address of the host; raises LocalError("bind")."""
+        try:
+            self._listeners = listen(self._bind)
+        except OSError as error:
+            raise LocalError("bind", error.strerror) from error
+        accepting = [partial(self._accept, listener) for listener in self._listeners]
+        for name, target in (*(("accept", each) for each in accepting), ("watchdog", self._watch)):
             thread = threading.Thread(target=target, name=f"prfaas-receive-{name}", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -71,14 +76,14 @@ class Receiver:
     @property
     def endpoint(self) -> Endpoint:
         """The address with the real port. Raises RuntimeError before `start` and after `close`."""
-        if self._listener is None:
+        if not self._listeners:
             raise RuntimeError("the receiver is not listening")
-        return Endpoint(self._bind.host, self._listener.getsockname()[1])
+        return Endpoint(self._bind.host, self._listeners[0].getsockname()[1])
 
     @property
     def is_listening(self) -> bool:
         """Whether new connections are taken."""
-        return not self._closing and any(thread.is_alive() for thread in self._threads[:1])
+        return not self._closing and all(thread.is_alive() for thread in self._threads)
 
     @property
     def num_connections(self) -> int:
@@ -114,10 +119,10 @@ class Receiver:
                 *(connection.thread for connection in connections),
                 *self._ending,
             ]
-        if self._listener is not None:
+        for listener in self._listeners:
             # On Linux only shutdown wakes a thread that is blocked in accept; close does not.
             with suppress(OSError):  # it may not be listening any more
-                self._listener.shutdown(socket.SHUT_RDWR)
+                listener.shutdown(socket.SHUT_RDWR)
         self._stirred.set()
         # Before the connections are closed, so that senders are told. A transfer that opens
         # meanwhile is caught by the second call below.
@@ -129,9 +134,9 @@ class Receiver:
             thread.join(max(0.0, deadline_s - time.monotonic()))
             if thread.is_alive():
                 logger.warning("thread %s did not end within %g s", thread.name, timeout_s)
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        for listener in self._listeners:
+            listener.close()
+        self._listeners = []
         self._reception.close(time.monotonic())
 
     # The interface `Connections`, which `Reception` calls.
@@ -152,9 +157,7 @@ class Receiver:
 
     # Threads.
 
-    def _accept(self) -> None:
-        listener = self._listener
-        assert listener is not None
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
                 sock, address = listener.accept()
