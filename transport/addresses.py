@@ -18,13 +18,12 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeAlias
 
 import aiohappyeyeballs
 
 from transport.endpoint import Endpoint
-from transport.errors import LinkError
 
 logger = logging.getLogger("prfaas.transport")
 
@@ -53,48 +52,42 @@ def listen(at: Endpoint, *, reuse_port: bool = False) -> list[socket.socket]:
 def bind(at: Endpoint, *, reuse_port: bool = False) -> list[socket.socket]:
     """Sockets bound to each address of a host at one port; port 0: any that is free at all of them.
     "::" stands for all addresses of IPv4, too. Addresses that this machine does not have are left
-    out, unless it has none of them. Raises OSError that names the endpoint.
+    out, unless it has none of them. Raises OSError, whose `filename` is the endpoint.
     """
-    try:
-        found = socket.getaddrinfo(
-            at.host, at.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-    except OSError as error:
-        raise OSError(error.errno, f"cannot listen on {at}: {error.strerror}") from error
-    for _ in range(MAX_TRIES):
+    flags = socket.AI_PASSIVE
+    num_tries = MAX_TRIES if at.port == 0 else 1
+    while True:
         try:
-            return _bind_all(at, list(dict.fromkeys(found)), reuse_port)
+            found = socket.getaddrinfo(at.host, at.port, type=socket.SOCK_STREAM, flags=flags)
+            return _bind_all(dict.fromkeys(found), at.port, reuse_port)
         except OSError as error:
-            last = error
+            num_tries -= 1
+            # A kernel without IPv6 has no "::", which can only mean 0.0.0.0 there.
+            if at.host == "::" and error.errno in (errno.EAFNOSUPPORT, socket.EAI_ADDRFAMILY):
+                return bind(Endpoint("0.0.0.0", at.port), reuse_port=reuse_port)
             # The free port of the first address may be taken at another one.
-            if at.port != 0 or error.errno != errno.EADDRINUSE:
-                break
-    raise last
+            if error.errno != errno.EADDRINUSE or not num_tries:
+                raise type(error)(error.errno, error.strerror, str(at)) from error
 
 
-def _bind_all(at: Endpoint, found: Sequence[AddressInfo], reuse_port: bool) -> list[socket.socket]:
+def _bind_all(found: Iterable[AddressInfo], port: int, reuse_port: bool) -> list[socket.socket]:
     sockets: list[socket.socket] = []
-    port, away = at.port, None
+    away: OSError | None = None
     try:
         for info in found:
             try:
-                sock = _bound(info, port, reuse_port)
+                sockets.append(_bound(info, port, reuse_port))
+                port = sockets[0].getsockname()[1]
             except OSError as error:
                 if error.errno not in _NOT_HERE:
                     raise
                 away = error
-                continue
-            sockets.append(sock)
-            port = sock.getsockname()[1]
         if not sockets and away is not None:
-            # A kernel without IPv6 has no "::", and 0.0.0.0 is all that it could mean there.
-            if at.host == "::" and away.errno == errno.EAFNOSUPPORT:
-                return bind(Endpoint("0.0.0.0", at.port), reuse_port=reuse_port)
             raise away
-    except OSError as error:
+    except BaseException:
         for sock in sockets:
             sock.close()
-        raise OSError(error.errno, f"cannot listen on {at}: {error.strerror}") from error
+        raise
     return sockets
 
 
@@ -116,11 +109,11 @@ def _bound(info: AddressInfo, port: int, reuse_port: bool) -> socket.socket:
 
 
 def resolve(at: Endpoint, first: SockAddress | None = None) -> list[AddressInfo]:
-    """All addresses of an endpoint, `first` before the others; raises LinkError("connect")."""
+    """All addresses of an endpoint, `first` before the others. Raises OSError."""
     try:
         found = socket.getaddrinfo(at.host, at.port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise LinkError("connect", f"cannot resolve {at}: {error}") from error
+    except UnicodeError as error:
+        raise OSError(errno.EINVAL, f"{at.host!r} is no name of a host: {error}") from error
     return _beginning_with(first, found)
 
 
@@ -132,13 +125,14 @@ def connect(
 ) -> tuple[socket.socket, SockAddress]:
     """Connect to the first address that answers. Returns the blocking socket and that address.
 
-    `prepare` sets the options of each socket that is tried. Raises LinkError("connect") when none
-    answers within `timeout_s`, and soon after `is_over` has become true.
+    `prepare` sets the options of each socket that is tried. Raises OSError when none answers within
+    `timeout_s`, and soon after `is_over` has become true.
     """
     untried = list(found)
     pending: dict[int, tuple[socket.socket, SockAddress]] = {}
     poller = select.poll()
-    why, deadline_s = "timed out", time.monotonic() + timeout_s
+    last: OSError = TimeoutError(errno.ETIMEDOUT, "timed out")
+    deadline_s = time.monotonic() + timeout_s
     try:
         while (untried or pending) and not is_over():
             if untried:
@@ -146,7 +140,7 @@ def connect(
                 try:
                     sock = _begin(info, prepare)
                 except OSError as error:  # such as no IPv6, no route, or no descriptor
-                    why = error.strerror or str(error)
+                    last = error
                     continue
                 pending[sock.fileno()] = sock, info[4]
                 poller.register(sock, select.POLLOUT)
@@ -160,12 +154,12 @@ def connect(
                 if not number:
                     sock.setblocking(True)
                     return sock, address
-                why = os.strerror(number)
+                last = OSError(number, os.strerror(number))
                 sock.close()
     finally:
         for sock, _ in pending.values():
             sock.close()
-    raise LinkError("connect", f"cannot connect: {why}")
+    raise last
 
 
 def _begin(info: AddressInfo, prepare: Callable[[socket.socket], None]) -> socket.socket:

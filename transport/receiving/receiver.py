@@ -66,7 +66,8 @@ class Receiver:
         try:
             self._listeners = listen(self._bind)
         except OSError as error:
-            raise LocalError("bind", error.strerror) from error
+            message = f"cannot listen on {self._bind}: {error.strerror}"
+            raise LocalError("bind", message) from error
         accepting = [partial(self._accept, listener) for listener in self._listeners]
         for name, target in (*(("accept", each) for each in accepting), ("watchdog", self._watch)):
             thread = threading.Thread(target=target, name=f"prfaas-receive-{name}", daemon=True)

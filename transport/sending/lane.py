@@ -162,20 +162,23 @@ class Lane(WaitingLane):
         """A connection to an address of the present path, first the one that was good before."""
         path, known = self._choice.path, self._link.addresses
         self.address = None
-        found = resolve(path.to, known[path.to][0] if path.to in known else None)
-        # Somebody else may answer at an address: the others' turns come after failures.
-        turn = self._choice.num_rounds % len(found)
-        known[path.to] = [info[4] for info in found]
 
         def prepare(sock: socket.socket) -> None:
             prepare_to_send(sock, self._config)
             if path.source:
                 leave_from(sock, path.source)
 
-        found = [*found[turn:], *found[:turn]]
-        sock, self.address = connect(
-            found, self._config.connect_timeout_s, prepare, lambda: self.error is not None
-        )
+        try:
+            found = resolve(path.to, known[path.to][0] if path.to in known else None)
+            known[path.to] = [info[4] for info in found]
+            # Somebody else may answer at an address: the others' turns come after failures.
+            turn = self._choice.num_rounds % len(found)
+            found = [*found[turn:], *found[:turn]]
+            timeout_s, is_over = self._config.connect_timeout_s, lambda: self.error is not None
+            sock, self.address = connect(found, timeout_s, prepare, is_over)
+        except OSError as error:
+            reason = f"cannot connect: {error.strerror or error}"
+            raise LinkError("connect", reason) from error
         return sock
 
     def _answer_to_hello(self, stream: Stream, session: SenderSession) -> list[Event]:
