@@ -42,6 +42,7 @@ from kvmanager.transfers.shared import TableLimits
 from netmon.detector import DetectorConfig
 from netmon.monitor import MonitorConfig
 from transport import Credentials, Endpoint, LinkPath, TlsFiles, TransportConfig
+from transport.endpoint import is_wildcard
 from transport.grants import GrantFile
 
 Eviction = Literal["lru", "lfu", "length", "cost"]
@@ -215,7 +216,7 @@ class AgentConfig(AgentSection, MetricsSection):
         listeners = {name: getattr(self, name) for name in ("listen", "control")}
         check_listeners(listeners, self.credentials, trusted_network=self.trusted_network)
         self.check_metrics(trusted_network=self.trusted_network)
-        if self.advertise is None and Endpoint.parse(self.listen).host in ("0.0.0.0", "::"):
+        if self.advertise is None and is_wildcard(Endpoint.parse(self.listen).host):
             raise ValueError(
                 "advertise: needed when listen is a wildcard address; name the host or address "
                 "that senders can reach"
