@@ -71,7 +71,8 @@ def _endpoint(text: str) -> str:
     return str(Endpoint.parse(text))
 
 
-def _address(text: str) -> str:
+def address(text: str) -> str:
+    """host:port that one can connect to, in its usual spelling. Raises ValueError."""
     at = Endpoint.parse(text)
     if at.port == 0:
         raise ValueError(f"{text!r}: nobody can connect to port 0; write host:port")
@@ -81,26 +82,27 @@ def _address(text: str) -> str:
 
 
 def _addresses(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    return _address(value) if isinstance(value, str) else tuple(map(_address, value))
+    return address(value) if isinstance(value, str) else tuple(map(address, value))
 
 
-def _host(text: str) -> str:
-    host = check_host(text)
-    if is_wildcard(host):
+def host(text: str) -> str:
+    """A host that one can connect to, in its usual spelling. Raises ValueError."""
+    found = check_host(text)
+    if is_wildcard(found):
         raise ValueError(
-            f"{host} means all addresses of the host that reads it; write the address that others "
-            f"connect to, and {host} at `listen`"
+            f"{found} means all addresses of the host that reads it; write the address that others "
+            f"connect to, and {found} at `listen`"
         )
-    return host
+    return found
 
 
-Host = Annotated[str, AfterValidator(_host)]
+Host = Annotated[str, AfterValidator(host)]
 """The name or address of a host that others connect to; IPv6 without brackets."""
 ListenHost = Annotated[str, AfterValidator(check_host)]
 """The name or address of a host to listen on; 0.0.0.0 and :: are all of its addresses."""
 ListenAddress = Annotated[str, AfterValidator(_endpoint)]
 """host:port to listen on; port 0: any free one."""
-Address = Annotated[str, AfterValidator(_address)]
+Address = Annotated[str, AfterValidator(address)]
 """host:port to connect to."""
 Addresses = Annotated[
     str | Annotated[tuple[str, ...], Field(min_length=1)], AfterValidator(_addresses)
