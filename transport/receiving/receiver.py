@@ -52,7 +52,9 @@ class Receiver:
         """Those that have a place, at most max_connections."""
         self._ending: list[threading.Thread] = []
         """Threads of connections that have given up their place, until they have ended."""
-        self._places = Places(config.max_connections)
+        # A sender has at most max_link_connections, and as many again while it replaces them.
+        share = 2 * max(config.num_connections, config.max_link_connections)
+        self._places = Places(config.max_connections, share=share, is_idle=self._is_idle)
         self._num_reported = 0
         self._reported_s = -REPORT_S
         self._ids = itertools.count(1)
@@ -185,7 +187,7 @@ class Receiver:
                 lambda: self._closing or len(self._connections) < self._config.max_connections
             )
             if not self._closing:
-                connection = IncomingConnection(number, sock, self)
+                connection = IncomingConnection(number, sock, self, network)
                 self._connections[number] = connection
                 try:
                     connection.thread.start()
@@ -207,6 +209,10 @@ class Receiver:
             except OSError:
                 pass  # the peer has hung up already
         sock.close()
+
+    def _is_idle(self, number: int) -> bool:
+        connection = self._connections.get(number)
+        return connection is not None and connection.is_idle
 
     def _turn_away(self, number: int | None) -> None:
         for connection in self._find([] if number is None else [number]):
@@ -234,13 +240,13 @@ class Receiver:
 
     def _report(self, now_s: float) -> None:
         with self._lock:
-            number, network = self._places.num_turned_away, self._places.turned_away_network
+            number, party = self._places.num_turned_away, self._places.turned_away_party
         if number == self._num_reported or now_s - self._reported_s < REPORT_S:
             return
         logger.warning(
-            "too many connections: turned away %d without accepted transfers, the last from %s",
+            "too many connections: turned away %d, the last from %s",
             number - self._num_reported,
-            network,
+            party,
         )
         self._num_reported, self._reported_s = number, now_s
 
@@ -275,8 +281,12 @@ class Receiver:
     def keeps(self, number: int, session: ReceiverSession) -> bool:
         """Whether the connection, which has been greeted, keeps its place from now on."""
         with self._lock:
+            connection = self._connections[number]
             return self._places.greeted(
-                number, session.peer_instance, has_opened=session.has_opened
+                number,
+                session.peer_instance,
+                has_opened=session.has_opened,
+                party=connection.party,
             )
 
     def forget(self, number: int) -> None:
