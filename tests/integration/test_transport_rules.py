@@ -7,16 +7,18 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 
 import pytest
+from hostile import own_greeting
 from transport_doubles import MemorySpace, RecordingListener, make_spec
 from transport_loopback import LoopbackPair, eventually
 
 from transport import Endpoint, Sender, TransportConfig
 from transport.testing.proxy import HurtfulProxy
-from transport.wire.frames import FrameType, encode_frame
+from transport.wire.frames import FrameType, encode_data_header, encode_frame, encode_open
 from transport.wire.handshake import own_hello
 
 CONFIG = TransportConfig(num_connections=1, autotune=False)
@@ -106,3 +108,24 @@ def test_a_connection_outlives_all_probes_but_the_last(
         ]
         assert len(timeouts_ms) == 2 * config.num_connections
         assert set(timeouts_ms) == {lifetime_ms}
+
+
+def test_a_receiver_closes_in_time_whatever_its_connections_do() -> None:
+    """Each of twelve connections stopped in the middle of a frame."""
+    with closing(LoopbackPair(TransportConfig())) as pair, ExitStack() as stack:
+        for number in range(12):
+            spec = make_spec(number, pair.endpoint)
+            pair.registry.expect(spec, MemorySpace(bytearray(MIB)))
+            sock = socket.create_connection((pair.endpoint.host, pair.endpoint.port), 10)
+            stack.enter_context(sock)
+            fields = {"token": spec.token, "fingerprint": spec.fingerprint}
+            opening = encode_open(spec.transfer_id, nbytes=MIB, **fields)  # type: ignore[arg-type]
+            body = bytes(MIB)
+            header = encode_data_header(spec.transfer_id, 0, [body])
+            sock.sendall(own_greeting() + opening + header + body[:-1])
+        eventually(lambda: pair.registry.num_asked == 12)
+        time.sleep(0.2)  # until the frames have been begun
+        began_s = time.monotonic()
+        pair.receiver.close(timeout_s=2.0)
+        # One grace for all; one for each would be 12 * 0.25 s.
+        assert time.monotonic() - began_s < 1.5
