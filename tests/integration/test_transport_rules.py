@@ -4,15 +4,14 @@ and connections that live as long as the settings say. The receivers are raw soc
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 
 import pytest
 from hostile import own_greeting
+from open_sockets import open_sockets
 from transport_doubles import MemorySpace, RecordingListener, make_spec
 from transport_loopback import LoopbackPair, eventually
 
@@ -71,16 +70,6 @@ def test_bytes_that_only_opened_acknowledges_count_as_acknowledged() -> None:
         link = pair.sender.link_state(proxy.endpoint)
         assert link is not None
         assert link.acked_bytes == MIB
-
-
-def open_sockets(port: int) -> Iterator[socket.socket]:
-    """Copies of this process's TCP connections from and to a port."""
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            sock = socket.socket(fileno=os.dup(int(name)))
-            with sock:
-                if port in (sock.getsockname()[1], sock.getpeername()[1]):
-                    yield sock
 
 
 @pytest.mark.parametrize(
