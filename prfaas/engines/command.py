@@ -273,6 +273,9 @@ class EngineSpec(EngineOptions):
             "PYTHONPATH": _python_path(inherited.get("PYTHONPATH", "")),
             "PYTHONUNBUFFERED": "1",
         }
+        # All workers of an engine are on its host. Otherwise gloo listens at the address of the
+        # host's name, and asks nobody who connects for a key.
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if all(Path(path).is_dir() for path in (self.model, *self.adapters.values())):
             # Everything is here; a look-up at a hub would only add a timeout without a network.
             environment["HF_HUB_OFFLINE"] = "1"
