@@ -11,9 +11,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from functools import partial
 
 from transport.addresses import listen
 from transport.config import TransportConfig
@@ -70,11 +69,16 @@ class Receiver:
         except OSError as error:
             message = f"cannot listen on {self._bind}: {error.strerror}"
             raise LocalError("bind", message) from error
-        accepting = [partial(self._accept, listener) for listener in self._listeners]
-        for name, target in (*(("accept", each) for each in accepting), ("watchdog", self._watch)):
-            thread = threading.Thread(target=target, name=f"prfaas-receive-{name}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        for listener in self._listeners:
+            self._run("accept", self._accept, listener)
+        self._run("watchdog", self._watch)
+
+    def _run(self, name: str, target: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(
+            target=target, args=args, name=f"prfaas-receive-{name}", daemon=True
+        )
+        self._threads.append(thread)
+        thread.start()
 
     @property
     def endpoint(self) -> Endpoint:
