@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from kvmanager.bearer import key_digest, shows_key
 from kvmanager.private_files import read_secret
 from transport import Endpoint
+from transport.addresses import listen
 from transport.errors import LocalError
 from transport.health import WhyNotReady, always_ready
 from transport.rotating import PlainFiles, Rotating
@@ -88,8 +89,8 @@ class MetricsServer:
         app.router.add_get("/readyz", ready)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._at.host, self._at.port).start()
-        return Endpoint(self._at.host, self._runner.addresses[0][1])
+        port = await start_sites(self._runner, self._at)
+        return Endpoint(self._at.host, port)
 
     async def stop(self) -> None:
         """Close the port. Idempotent."""
@@ -102,6 +103,26 @@ class MetricsServer:
         # Headers may hold bytes that are no UTF-8.
         offered = authorization.encode("utf-8", "surrogateescape")
         return shows_key(offered, self._key.current(time.monotonic()))
+
+
+async def start_sites(
+    runner: web.AppRunner, at: Endpoint, *, backlog: int = 128, reuse_port: bool = False
+) -> int:
+    """Serve at each address of a host until the runner's `cleanup`. Returns the port. Raises
+    OSError.
+    """
+    from aiohttp import web
+
+    sockets = listen(at, reuse_port=reuse_port)
+    port = int(sockets[0].getsockname()[1])
+    try:
+        while sockets:
+            await web.SockSite(runner, sockets[-1], backlog=backlog).start()
+            sockets.pop()  # it is the runner's now
+    finally:
+        for sock in sockets:
+            sock.close()
+    return port
 
 
 def _digest_in(files: PlainFiles) -> bytes:

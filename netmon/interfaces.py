@@ -1,27 +1,22 @@
-"""Finds the network interface that leads to a host, and reads its counters (psutil).
+"""Finds the network interface that has an address, and reads its counters (psutil).
 
 Answers None where the system does not tell. Knows no link.
 """
 
 from __future__ import annotations
 
-import socket
-
 import psutil
 
 from netmon.samples import InterfaceSample
 
-_DISCARD_PORT = 9
 
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has this address of the host; None where it cannot be known.
 
-def interface_to(host: str) -> str | None:
-    """The name of the interface on the present route to `host`; None where it cannot be known.
-
-    Sends nothing and asks the kernel for the route. Resolves a host name first, which may block.
+    That of a connection says which interface carries it. A host's name would not: it may have
+    several addresses, and the connection goes to one of them.
     """
-    address = _source_address(host)
-    if address is None:
-        return None
+    address = address.partition("%")[0]
     try:
         interfaces = psutil.net_if_addrs()
     except OSError:
@@ -51,20 +46,3 @@ def read_interface(name: str) -> InterfaceSample | None:
         bytes_per_s=mbit_per_s * 1e6 / 8 if 0 < mbit_per_s < 65535 else None,
         is_up=stats is None or stats.isup,
     )
-
-
-def _source_address(host: str) -> str | None:
-    try:
-        found = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)
-    except (OSError, UnicodeError):
-        return None
-    for family, kind, protocol, _, target in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                # connect() on a UDP socket sends no packet; it makes the kernel choose route and
-                # source address.
-                probe.connect(target)
-                return str(probe.getsockname()[0]).partition("%")[0]
-        except OSError:
-            continue
-    return None

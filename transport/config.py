@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
@@ -14,6 +15,40 @@ KIB: Final = 1024
 MIB: Final[int] = 1024 * KIB
 NEAR_RTT_S = 1e-3
 """Below this a path is within one host or one site: CPU is its limit, not the network."""
+_DAY_S: Final = 86400.0
+_MOST: Final = 2**31 - 1
+"""The largest number that fits an int of the kernel's."""
+_TIMEOUT_S: Final = (0.001, _DAY_S)
+_DELAY_S: Final = (0.0, _DAY_S)
+# A receiver reads a coded or repeated frame into scratch memory of the frame's size, so this bounds
+# what one connection can make it allocate.
+_FRAME_BYTES: Final = (1, 64 * MIB)
+_BOUNDS: Final[dict[str, tuple[float, float]]] = {
+    "frame_bytes": _FRAME_BYTES,
+    "max_autotuned_frame_bytes": _FRAME_BYTES,
+    "max_frame_bytes": _FRAME_BYTES,
+    "ack_batch_bytes": (0, _MOST),
+    "ack_delay_s": _DELAY_S,
+    # A socket with a timeout of 0 does not block: it would fail at once.
+    "connect_timeout_s": _TIMEOUT_S,
+    "handshake_timeout_s": _TIMEOUT_S,
+    "ack_timeout_s": _TIMEOUT_S,
+    "idle_timeout_s": _TIMEOUT_S,
+    "link_idle_timeout_s": _DELAY_S,
+    "drop_grace_s": _DELAY_S,
+    "tombstone_s": _DELAY_S,
+    # Without a pause all threads of a link would dial at full speed.
+    "reconnect_first_s": _TIMEOUT_S,
+    "reconnect_max_s": _TIMEOUT_S,
+    # tcp(7), and MAX_TCP_KEEP* in the kernel's include/net/tcp.h.
+    "keepalive_idle_s": (0, 32767),
+    "keepalive_interval_s": (1, 32767),
+    "keepalive_probes": (1, 127),
+    "notsent_lowat_bytes": (0, _MOST),
+    "pace_bytes_per_s": (0.0, math.inf),
+    "tenant_bytes_per_s": (0.0, math.inf),
+}
+"""The least and the most of each number; of those that are not here, 1 and _MOST."""
 CODEC_NAMES = ("auto", "none", *(codec.name.lower() for codec in Codec if codec is not Codec.RAW))
 
 
@@ -95,7 +130,7 @@ class TransportConfig:
     """Most seconds between two tries to connect."""
 
     keepalive_idle_s: int = 10
-    """TCP_KEEPIDLE: seconds of silence before the kernel probes a connection."""
+    """TCP_KEEPIDLE: seconds of silence before the kernel probes a connection; 0: it never does."""
     keepalive_interval_s: int = 3
     """TCP_KEEPINTVL: seconds between two probes."""
     keepalive_probes: int = 3
@@ -136,23 +171,21 @@ class TransportConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int | float) and value < 0:
-                raise ValueError(f"{field.name} must not be negative, got {value}")
-        for name in (
-            "num_connections",
-            "frame_bytes",
-            "max_frame_bytes",
-            "max_connections",
-            "max_link_connections",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1")
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            least, most = _BOUNDS.get(field.name, (1, _MOST))
+            if not least <= value <= most:  # NaN as well
+                raise ValueError(f"{field.name} must be between {least:g} and {most:g}: {value}")
+        # A connection that is dead has to be given up before its transfers are. Otherwise none of
+        # them ever goes on over another connection.
+        for name in ("handshake_timeout_s", "ack_timeout_s"):
+            if getattr(self, name) >= self.idle_timeout_s:
+                raise ValueError(
+                    f"{name} is {getattr(self, name):g}, idle_timeout_s is {self.idle_timeout_s:g}:"
+                    f" a lost connection would not be replaced in time; set {name} lower"
+                )
         if self.codec not in CODEC_NAMES:
             raise ValueError(f"codec must be one of {', '.join(CODEC_NAMES)}, got {self.codec!r}")
-        # A receiver reads a coded or repeated frame into scratch memory of the frame's size, so
-        # this bounds what one connection can make it allocate.
-        if self.max_frame_bytes > 64 * MIB or self.frame_bytes > 64 * MIB:
-            raise ValueError("frames are limited to 64 MiB")
 
     @property
     def tick_s(self) -> float:

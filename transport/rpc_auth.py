@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 import grpc
 
 from transport.access import ACCESS, callers_of
+from transport.addresses import dial
 from transport.config import TlsFiles
 from transport.endpoint import Endpoint
 from transport.errors import LocalError
@@ -213,9 +214,11 @@ class ServerLook:
 
     async def check(self) -> None:
         """Raises WrongServer, OSError (ssl.SSLError included)."""
-        host, port = Endpoint.parse(self._target)
-        tls = self._tls.current(time.monotonic())
-        _, writer = await asyncio.open_connection(host, port, ssl=tls.context, server_hostname=host)
+        at, tls = Endpoint.parse(self._target), self._tls.current(time.monotonic())
+        sock = await dial(at)
+        _, writer = await asyncio.open_connection(
+            sock=sock, ssl=tls.context, server_hostname=at.host
+        )
         shown = certificate_identities(writer.get_extra_info("peercert"))
         writer.transport.abort()
         _check_server(self._service, shown, tls.region)

@@ -25,14 +25,27 @@ def prepare(sock: socket.socket, config: TransportConfig) -> None:
     # Without it Nagle's algorithm holds short frames (ACK, OPEN, the end of DATA) back for an
     # acknowledgement of the frame before.
     sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
+    lifetime_s = config.ack_timeout_s
+    if idle_s := config.keepalive_idle_s:
+        interval_s, probes = config.keepalive_interval_s, config.keepalive_probes
+        keep_alive(sock, idle_s=idle_s, interval_s=interval_s, probes=probes)
+        # With a user timeout the kernel does not count probes (tcp(7)): at a shorter one, the first
+        # probe that is lost would end an idle connection. `ack_timeout_s` is watched by the sender.
+        lifetime_s = idle_s + interval_s * probes
     # RFC 5482: without it the kernel retransmits into a dead path for about 15 minutes
     # (tcp_retries2).
-    sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, max(1, int(config.ack_timeout_s * 1000)))
-    if config.keepalive_idle_s:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(tcp, socket.TCP_KEEPIDLE, config.keepalive_idle_s)
-        sock.setsockopt(tcp, socket.TCP_KEEPINTVL, max(1, config.keepalive_interval_s))
-        sock.setsockopt(tcp, socket.TCP_KEEPCNT, max(1, config.keepalive_probes))
+    sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, max(1, int(lifetime_s * 1000)))
+
+
+def keep_alive(sock: socket.socket, *, idle_s: int, interval_s: int, probes: int) -> None:
+    """Let the kernel probe the connection when nothing is said on it: a host that is gone without a
+    word is noticed, and a NAT's entry stays.
+    """
+    tcp = socket.IPPROTO_TCP
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(tcp, socket.TCP_KEEPIDLE, idle_s)
+    sock.setsockopt(tcp, socket.TCP_KEEPINTVL, interval_s)
+    sock.setsockopt(tcp, socket.TCP_KEEPCNT, probes)
 
 
 def prepare_to_send(sock: socket.socket, config: TransportConfig) -> None:

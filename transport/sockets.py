@@ -10,11 +10,7 @@ without a second system call for readiness.
 
 from __future__ import annotations
 
-# getaddrinfo loads this codec when it is first called. Without a free descriptor that import
-# fails, and Python remembers the failure for good.
-import encodings.idna  # noqa: F401
 import fcntl
-import logging
 import select
 import socket
 import struct
@@ -27,19 +23,12 @@ from typing import Protocol
 from netmon import tcp_info
 from netmon.tcp_info import TcpInfo
 from transport.config import KIB
-from transport.endpoint import Endpoint
-from transport.errors import LinkError, LocalError, TransportError
+from transport.errors import LinkError, TransportError
 from transport.socket_options import grow_send_buffer
 
-logger = logging.getLogger("prfaas.transport")
-
 Buffer = memoryview | bytes
-Address = tuple[object, ...]
-"""A sockaddr as getaddrinfo returns it: the host comes first."""
-# Linux: the most buffers of one sendmsg or recvmsg (UIO_MAXIOV), and an option that Python does not
-# name.
 IOV_MAX = 1024
-IP_BIND_ADDRESS_NO_PORT = 24
+"""Linux: the most buffers of one sendmsg or recvmsg (UIO_MAXIOV)."""
 MAX_WAIT_BYTES = 512 * KIB
 """Most bytes that a receiver on a far path lets arrive before it wakes."""
 
@@ -148,6 +137,16 @@ class SocketOwner:
             except OSError:
                 return ""
         return raw.split(b"\0", 1)[0].decode()
+
+    def local_host(self) -> str:
+        """The address of this host that the connection leaves from; "" once it has ended."""
+        with self._life:
+            if self._closed:
+                return ""
+            try:
+                return str(self._sock.getsockname()[0])
+            except OSError:
+                return ""
 
     def send_buffer_bytes(self) -> int:
         """SO_SNDBUF, which counts the kernel's overhead as well; 0 once the socket has ended."""
@@ -277,50 +276,3 @@ def lost(error: Exception) -> TransportError:
     """The transport's error for an exception of a socket."""
     reason = getattr(error, "strerror", None) or str(error)
     return LinkError("lost", f"connection lost: {reason}")
-
-
-def listen(bind: Endpoint) -> socket.socket:
-    """A listening socket; raises LocalError("bind")."""
-    family = socket.AF_INET6 if ":" in bind.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        # A restarted receiver must not wait for old connections of its port to leave TIME_WAIT.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((bind.host, bind.port))
-        sock.listen(256)
-    except OSError as error:
-        sock.close()
-        raise LocalError("bind", f"cannot listen on {bind}: {error.strerror or error}") from error
-    return sock
-
-
-def connect(sock: socket.socket, address: Address, timeout_s: float) -> None:
-    """Connect and make the socket blocking again; raises LinkError("connect")."""
-    sock.settimeout(timeout_s)
-    try:
-        sock.connect(address)
-    except OSError as error:
-        reason = "timed out" if isinstance(error, TimeoutError) else error.strerror or error
-        raise LinkError("connect", f"cannot connect: {reason}") from error
-    sock.settimeout(None)
-
-
-def leave_from(sock: socket.socket, address: str) -> None:
-    """Take this address of the host for a connection. One that is not this host's, as behind NAT,
-    or of another family than the socket's is left to the kernel's choice.
-    """
-    # The port is chosen with the connection: else each would have one of its own.
-    sock.setsockopt(socket.IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1)
-    try:
-        sock.bind((address, 0))
-    except OSError as error:
-        logger.debug("connections do not leave from %s: %s", address, error)
-
-
-def resolve(endpoint: Endpoint) -> tuple[socket.AddressFamily, Address]:
-    """The first address of an endpoint; raises LinkError("connect")."""
-    try:
-        found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise LinkError("connect", f"cannot resolve {endpoint}: {error}") from error
-    return found[0][0], found[0][4]

@@ -140,6 +140,11 @@ class TlsStream(SocketOwner):
         self._use = threading.Lock()
         self._end: TransportError | None = None
 
+    @property
+    def peer_names(self) -> str:
+        """The names in the other end's certificate."""
+        return " ".join(map(str, certificate_identities(self._tls.getpeercert())))
+
     def wrong_peer(self, region: str) -> str | None:
         """Why the other end may not exchange KVCache with an agent of `region`; None: it may."""
         presented = certificate_identities(self._tls.getpeercert())

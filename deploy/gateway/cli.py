@@ -200,6 +200,6 @@ def _run_key(file: GatewayFile) -> str:
 
 def announce(host: str, port: int, **more: object) -> None:
     """Print the line by which programs know that the gateway serves, and where."""
-    ready = {"event": "ready", "url": f"http://{host}:{port}", "pid": os.getpid()} | more
+    ready = {"event": "ready", "url": f"http://{Endpoint(host, port)}", "pid": os.getpid()} | more
     sys.stdout.write(json.dumps(ready) + "\n")
     sys.stdout.flush()

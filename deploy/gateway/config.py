@@ -21,6 +21,7 @@ from kvmanager.config_files.fields import (
     Address,
     Bytes,
     ListenAddress,
+    ListenHost,
     Port,
     Positive,
     Seconds,
@@ -146,8 +147,8 @@ class RecorderSection(Section):
 class GatewaySection(Section):
     """The settings of a gateway that a region's file may contain, too."""
 
-    host: str = "127.0.0.1"
-    """The address that clients connect to."""
+    host: ListenHost = "127.0.0.1"
+    """The address that clients connect to; 0.0.0.0 for all of IPv4, and :: for all."""
     port: Port = 8000
     """The port that clients connect to; 0: any free one."""
     processes: Annotated[int, Field(ge=1, le=64)] = 1

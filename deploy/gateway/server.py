@@ -19,6 +19,7 @@ from deploy.gateway.web_app import create_admin_app, create_app
 from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.systemd import served
 from kvmanager.loop.watch import LoopWatch, settle_heap
+from kvmanager.metrics_server import start_sites
 from transport import Endpoint
 
 logger = logging.getLogger("prfaas.deploy.gateway")
@@ -49,10 +50,10 @@ async def serve_gateway(
         if siblings is not None:
             at = siblings.folder.process(siblings.number)
             others.append(await listen(at, own_app(gateway)))
-        host, port = runner.addresses[0][:2]
+        port = runner.addresses[0][1]
         # Before the first request, which a full collection would delay.
         settle_heap()
-        on_ready(host, port)
+        on_ready(gateway.config.host, port)
         with LoopWatch() as watch:
             gateway.metrics.registry.register(LoopCollector("prfaas_gateway", watch.gaps))
             async with served():
@@ -101,8 +102,7 @@ async def _listening(app: web.Application, host: str, port: int, *, shares: bool
     )
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port, backlog=1024, reuse_port=shares or None)
-        await site.start()
+        await start_sites(runner, Endpoint(host, port), backlog=1024, reuse_port=shares)
     except BaseException:
         await runner.cleanup()
         raise

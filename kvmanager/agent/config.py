@@ -9,7 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from kvmanager.arena import DEFAULT_BLOCK_BYTES
 from kvmanager.config_files.fields import (
@@ -24,7 +24,9 @@ from kvmanager.config_files.fields import (
     Seconds,
     SecondsOrZero,
     Section,
+    address,
     filled_from,
+    host,
 )
 from kvmanager.config_files.security import (
     BOTH_GIVEN,
@@ -42,6 +44,7 @@ from kvmanager.transfers.shared import TableLimits
 from netmon.detector import DetectorConfig
 from netmon.monitor import MonitorConfig
 from transport import Credentials, Endpoint, LinkPath, TlsFiles, TransportConfig
+from transport.endpoint import is_wildcard
 from transport.grants import GrantFile
 
 Eviction = Literal["lru", "lfu", "length", "cost"]
@@ -113,6 +116,15 @@ class AgentSection(Section):
         return self
 
 
+def _has_port(text: str) -> bool:
+    """Whether it is "host:port" or "[v6]:port" rather than a bare host or IPv6 address."""
+    return "]:" in text or text.count(":") == 1
+
+
+def _advertised(text: str) -> str:
+    return address(text) if _has_port(text) else host(text.strip("[]"))
+
+
 @filled_from(TableLimits)
 class AgentConfig(AgentSection, MetricsSection):
     """Everything tunable of one node agent."""
@@ -123,7 +135,7 @@ class AgentConfig(AgentSection, MetricsSection):
     """Address of the control plane's gRPC, host:port; port 0: any free one."""
     socket: Path = Path("/tmp/prfaas-agent.sock")
     """Unix socket for the engines of this host."""
-    advertise: str | None = None
+    advertise: Annotated[str, AfterValidator(_advertised)] | None = None
     """Address that senders are told to connect to, "host" or "host:port"; default: `listen`."""
     send_to: tuple[Address, ...] | None = None
     """The only addresses that this agent connects to, to send KVCache and probes, host:port,
@@ -217,7 +229,7 @@ class AgentConfig(AgentSection, MetricsSection):
         listeners = {name: getattr(self, name) for name in ("listen", "control")}
         check_listeners(listeners, self.credentials, trusted_network=self.trusted_network)
         self.check_metrics(trusted_network=self.trusted_network)
-        if self.advertise is None and Endpoint.parse(self.listen).host in ("0.0.0.0", "::"):
+        if self.advertise is None and is_wildcard(Endpoint.parse(self.listen).host):
             raise ValueError(
                 "advertise: needed when listen is a wildcard address; name the host or address "
                 "that senders can reach"
@@ -317,15 +329,10 @@ class AgentConfig(AgentSection, MetricsSection):
             return real
         if _has_port(self.advertise):
             return Endpoint.parse(self.advertise)
-        return Endpoint(self.advertise.strip("[]"), real.port)
+        return Endpoint(self.advertise, real.port)
 
 
 def load(path: Path | None, options: dict[str, Any]) -> AgentConfig:
     """The file's settings, with those of `options` that are not None on top; `FileError`."""
     expected = "an agent's file is a mapping of settings, such as arena_gib: 8"
     return read_settings(path, AgentConfig, expected=expected, options=options)
-
-
-def _has_port(text: str) -> bool:
-    """Whether it is "host:port" or "[v6]:port" rather than a bare host or IPv6 address."""
-    return "]:" in text or text.count(":") == 1

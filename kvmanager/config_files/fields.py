@@ -29,6 +29,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from kvmanager.config_files.units import parse_duration, parse_rate, parse_size, parse_tokens
 from transport import Endpoint, TlsFiles
+from transport.endpoint import check_host, is_wildcard
 
 GIB: Final = 1 << 30
 
@@ -67,25 +68,41 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 def _endpoint(text: str) -> str:
-    Endpoint.parse(text)
-    return text
+    return str(Endpoint.parse(text))
 
 
-def _address(text: str) -> str:
-    if Endpoint.parse(text).port == 0:
+def address(text: str) -> str:
+    """host:port that one can connect to, in its usual spelling. Raises ValueError."""
+    at = Endpoint.parse(text)
+    if at.port == 0:
         raise ValueError(f"{text!r}: nobody can connect to port 0; write host:port")
-    return text
+    if is_wildcard(at.host):
+        raise ValueError(f"{text!r}: nobody can connect to {at.host}; write the host's address")
+    return str(at)
 
 
 def _addresses(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    for text in (value,) if isinstance(value, str) else value:
-        _address(text)
-    return value
+    return address(value) if isinstance(value, str) else tuple(map(address, value))
 
 
+def host(text: str) -> str:
+    """A host that one can connect to, in its usual spelling. Raises ValueError."""
+    found = check_host(text)
+    if is_wildcard(found):
+        raise ValueError(
+            f"{found} means all addresses of the host that reads it; write the address that others "
+            f"connect to, and {found} at `listen`"
+        )
+    return found
+
+
+Host = Annotated[str, AfterValidator(host)]
+"""The name or address of a host that others connect to; IPv6 without brackets."""
+ListenHost = Annotated[str, AfterValidator(check_host)]
+"""The name or address of a host to listen on; 0.0.0.0 and :: are all of its addresses."""
 ListenAddress = Annotated[str, AfterValidator(_endpoint)]
 """host:port to listen on; port 0: any free one."""
-Address = Annotated[str, AfterValidator(_address)]
+Address = Annotated[str, AfterValidator(address)]
 """host:port to connect to."""
 Addresses = Annotated[
     str | Annotated[tuple[str, ...], Field(min_length=1)], AfterValidator(_addresses)

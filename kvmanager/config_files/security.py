@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from kvmanager.config_files.fields import Section, TlsSection, tls_files
+from kvmanager.config_files.fields import ListenHost, Section, TlsSection, tls_files
 from transport import Credentials, Endpoint, Identity, RegionKey, Role, TlsFiles
 from transport.grants import GrantFile
 
@@ -80,7 +80,7 @@ class SecuritySection(Section):
 class MetricsSection(Section):
     """Where a process shows its metrics, and to whom."""
 
-    metrics_host: str = "127.0.0.1"
+    metrics_host: ListenHost = "127.0.0.1"
     """Address of the Prometheus port. One that other hosts reach needs `metrics_key_file` or
     `trusted_network`.
     """

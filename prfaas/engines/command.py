@@ -14,10 +14,11 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from kvmanager.agent.engines.protocol import MAX_ADAPTERS
-from kvmanager.config_files.fields import Section, TlsSection, Tokens
+from kvmanager.config_files.fields import ListenHost, Section, TlsSection, Tokens
 from kvmanager.config_files.traces import TracesSection
 from kvmanager.vllm_connector.key_guard import KEY_FILE_VARIABLE
 from transport import Endpoint
+from transport.endpoint import is_wildcard
 
 CONNECTOR: Final = "PrfaasConnector"
 NIXL_CONNECTOR: Final = "NixlConnector"
@@ -109,7 +110,7 @@ class EngineSpec(EngineOptions):
     """Directory of the weights, or a name on the Hugging Face hub."""
     served_name: str
     """Name of the model in clients' requests."""
-    host: str = "127.0.0.1"
+    host: ListenHost = "127.0.0.1"
     """Address that its OpenAI server listens on."""
     port: Annotated[int, Field(ge=1, le=65535)]
     """Port that its OpenAI server listens on."""
@@ -141,7 +142,7 @@ class EngineSpec(EngineOptions):
     @property
     def url(self) -> str:
         """Base URL for a client on a host that can reach the engine."""
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
+        host = "127.0.0.1" if is_wildcard(self.host) else self.host
         return f"{'http' if self.tls is None else 'https'}://{Endpoint(host, self.port)}"
 
     @property
@@ -272,6 +273,9 @@ class EngineSpec(EngineOptions):
             "PYTHONPATH": _python_path(inherited.get("PYTHONPATH", "")),
             "PYTHONUNBUFFERED": "1",
         }
+        # All workers of an engine are on its host. Otherwise gloo listens at the address of the
+        # host's name, and asks nobody who connects for a key.
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if all(Path(path).is_dir() for path in (self.model, *self.adapters.values())):
             # Everything is here; a look-up at a hub would only add a timeout without a network.
             environment["HF_HUB_OFFLINE"] = "1"

@@ -16,7 +16,9 @@ from transport import Elements, TransportConfig
 from transport.testing.proxy import HurtfulProxy
 
 MIB = 1024 * 1024
-CONFIG = TransportConfig(num_connections=4, idle_timeout_s=5)
+CONFIG = TransportConfig(
+    num_connections=4, handshake_timeout_s=2, ack_timeout_s=2, idle_timeout_s=5
+)
 
 
 def bf16(num_bytes: int) -> bytearray:

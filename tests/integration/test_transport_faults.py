@@ -137,7 +137,7 @@ def test_a_flipped_byte_towards_the_sender_is_noticed(
 
 
 def test_nobody_listening_any_more_fails_within_the_idle_timeout_and_is_named() -> None:
-    config = replace(CONFIG, idle_timeout_s=1)
+    config = replace(CONFIG, handshake_timeout_s=0.8, ack_timeout_s=0.8, idle_timeout_s=1)
     with closing(LoopbackPair(config)) as pair, closing(HurtfulProxy(pair.endpoint)) as proxy:
         handle, _ = pair.begin(1, random_bytes(4 * MIB), via=proxy.endpoint)
         handle.ready(0, 2 * MIB)

@@ -27,7 +27,8 @@ MIB = 1024 * KIB
 CONFIG = TransportConfig(
     num_connections=2,
     autotune=False,
-    handshake_timeout_s=0.8,
+    handshake_timeout_s=0.5,
+    ack_timeout_s=0.5,
     idle_timeout_s=0.6,
     max_connections=66,
     max_ranges_per_transfer=2000,
@@ -122,7 +123,7 @@ def assert_transfers_work(arena: Arena, number: int) -> None:
 
 @pytest.mark.parametrize(
     "arena",
-    [replace(CONFIG, handshake_timeout_s=60.0, idle_timeout_s=60.0, max_connections=256)],
+    [replace(CONFIG, handshake_timeout_s=60.0, idle_timeout_s=61.0, max_connections=256)],
     ids=["patient"],
     indirect=True,
 )

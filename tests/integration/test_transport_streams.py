@@ -7,9 +7,8 @@ from contextlib import closing
 
 import pytest
 
-from transport.endpoint import Endpoint
 from transport.errors import LinkError
-from transport.sockets import MAX_WAIT_BYTES, PlainStream, listen
+from transport.sockets import MAX_WAIT_BYTES, PlainStream
 
 KIB = 1024
 PATIENCE_S = 30.0
@@ -18,7 +17,7 @@ PATIENCE_S = 30.0
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
     """Both ends of a TCP connection."""
-    with closing(listen(Endpoint("127.0.0.1", 0))) as listener:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         near = socket.create_connection(listener.getsockname())
         far, _ = listener.accept()
     with closing(near), closing(far):

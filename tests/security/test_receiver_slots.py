@@ -21,6 +21,7 @@ from agent_process import SMALL_LAYOUT, DrivenEngine, wait_until
 from attacked_agents import AttackedRegion, Way
 from connection_flood import ConnectionFlood
 from hostile import own_greeting
+from transport_doubles import MemorySpace, make_spec
 from transport_loopback import LoopbackPair, eventually
 
 from kvmanager.agent.messages import Await, TransferReport
@@ -147,4 +148,55 @@ def test_refused_opens_keep_no_connection_alive() -> None:
                     assert time.monotonic() < deadline_s, "it lives on"
                     sock.sendall(REFUSED)
             assert num_refused
+        eventually(lambda: pair.receiver.num_connections == 0)
+
+
+class KnownAttacker:
+    """Somebody who was let in once: one accepted transfer, and as many connections as there are."""
+
+    def __init__(self, pair: LoopbackPair, number: int) -> None:
+        self.spec = make_spec(number, pair.endpoint)
+        pair.registry.expect(self.spec, MemorySpace(bytearray(NBYTES)))
+        self.sockets: list[socket.socket] = []
+        self._address = (pair.endpoint.host, pair.endpoint.port)
+
+    def connect(self, *, opens: bool) -> None:
+        """From an address that is not the honest sender's."""
+        sock = socket.create_connection(self._address, 10, source_address=("127.0.0.9", 0))
+        self.sockets.append(sock)
+        fields = {"token": self.spec.token, "fingerprint": self.spec.fingerprint}
+        opening = encode_open(self.spec.transfer_id, nbytes=NBYTES, **fields)  # type: ignore[arg-type]
+        sock.sendall(own_greeting() + opening * opens)
+        assert sock.recv(4096)
+
+    def close(self) -> None:
+        for sock in self.sockets:
+            sock.close()
+
+
+@pytest.mark.parametrize("opens", [False, True], ids=["idle", "each with the transfer open"])
+def test_an_accepted_transfer_does_not_buy_all_places(opens: bool) -> None:
+    config = TransportConfig(num_connections=2, max_link_connections=2, max_connections=16)
+    with closing(LoopbackPair(config)) as pair, closing(KnownAttacker(pair, 99)) as attacker:
+        attacker.connect(opens=True)
+        eventually(lambda: pair.registry.num_asked > 0)
+        for _ in range(15):
+            attacker.connect(opens=opens)
+        eventually(lambda: pair.receiver.num_connections == 16)
+        if not opens:
+            pair.receiver.drop(attacker.spec.transfer_id, "not wanted any more")
+        transfer, landed = pair.begin(1, bytearray(b"x" * 1000))
+        transfer.ready(0, 1000)
+        assert pair.listener.wait(transfer.transfer_id) is None
+        assert landed == b"x" * 1000
+
+
+def test_a_silent_connection_ends_though_its_transfer_ended_elsewhere() -> None:
+    config = TransportConfig(link_idle_timeout_s=0.5)
+    with closing(LoopbackPair(config)) as pair, closing(KnownAttacker(pair, 1)) as peer:
+        peer.connect(opens=True)
+        pair.receiver.drop(peer.spec.transfer_id, "not wanted any more")
+        (sock,) = peer.sockets
+        while sock.recv(4096):
+            pass
         eventually(lambda: pair.receiver.num_connections == 0)

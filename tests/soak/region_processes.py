@@ -74,7 +74,12 @@ def region_spec(folder: Path, keys_file: Path) -> RegionSpec:
         "arena_dir": str(folder / "arenas"),
         # A region of which links are probed is never at rest.
         "link_probes": False,
-        "transport": {"link_idle_timeout_s": LINK_IDLE_S, "idle_timeout_s": WARM_S},
+        "transport": {
+            "link_idle_timeout_s": LINK_IDLE_S,
+            "handshake_timeout_s": 0.8 * WARM_S,
+            "ack_timeout_s": 0.8 * WARM_S,
+            "idle_timeout_s": WARM_S,
+        },
     }
     (folder / "arenas").mkdir()
 

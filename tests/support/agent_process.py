@@ -50,6 +50,14 @@ ReplyT = TypeVar("ReplyT", bound=msgspec.Struct)
 CHILD_ENV = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
 """For a child process that imports what this one can."""
 
+QUICK_TRANSPORT = {
+    "num_connections": 2,
+    "handshake_timeout_s": 2.0,
+    "ack_timeout_s": 2.0,
+    "idle_timeout_s": 2.5,
+}
+"""The transport's settings of agents in tests."""
+
 SMALL_LAYOUT = KVLayout(
     model_id="small",
     weights="files:0",
@@ -83,7 +91,7 @@ class AgentProcess:
             "arena_dir": str(directory),
             "arena_gib": 8 / 1024,
             "drain_s": 1.0,
-            "transport": {"num_connections": 2, "idle_timeout_s": 2.0, "ack_timeout_s": 2.0},
+            "transport": QUICK_TRANSPORT,
         }
         self.settings = defaults | settings
         self.process: subprocess.Popen[str] | None = None

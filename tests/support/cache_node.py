@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent_process import SMALL_LAYOUT
+from agent_process import QUICK_TRANSPORT, SMALL_LAYOUT
 from arena_bytes import get_bytes, put_bytes
 
 from kvmanager.agent.client import AgentClient
@@ -95,7 +95,7 @@ async def node(directory: Path, name: str, *, num_blocks: int = 256) -> AsyncIte
         "arena_dir": directory,
         "arena_gib": num_blocks * 4096 / (1 << 30),
         "block_bytes": 4096,
-        "transport": {"num_connections": 2, "idle_timeout_s": 2.0, "ack_timeout_s": 2.0},
+        "transport": QUICK_TRANSPORT,
     }
     config = AgentConfig.model_validate(settings)
     agent = NodeAgent(config)

@@ -18,10 +18,14 @@ from transport.interfaces import OutgoingSpec
         {"frame_bytes": 65 << 20},
         {"max_frame_bytes": 65 << 20},
         {"idle_timeout_s": -1.0},
+        {"handshake_timeout_s": 0},
+        {"ack_timeout_s": 30.0},
+        {"idle_timeout_s": float("nan")},
+        {"notsent_lowat_bytes": 1 << 31},
     ],
 )
 def test_impossible_settings_are_refused(bad: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=next(iter(bad)).split("_bytes")[0].split("max_")[-1]):
+    with pytest.raises(ValueError, match=next(iter(bad))):
         TransportConfig(**bad)  # type: ignore[arg-type]
 
 

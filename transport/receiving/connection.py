@@ -41,7 +41,9 @@ MORE_S = 1e-3
 class IncomingConnection:
     """One accepted socket and its thread."""
 
-    def __init__(self, number: int, sock: socket.socket, receiver: Receiver) -> None:
+    def __init__(self, number: int, sock: socket.socket, receiver: Receiver, network: str) -> None:
+        self.party = network
+        """Whose connection it is: with TLS the names in the certificate."""
         self.thread = threading.Thread(
             target=self._run, name=f"prfaas-receive-{number}", daemon=True
         )
@@ -58,6 +60,11 @@ class IncomingConnection:
         self._farewell_s: float | None = None
         self._outbox = bytearray()
         self._outbox_lock = threading.Lock()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it serves no open transfer. Any thread may ask."""
+        return self._session is None or not self._session.has_open
 
     def abort(self, error: TransportError) -> None:
         """End the connection, from any thread. The first error is the one reported."""
@@ -87,6 +94,8 @@ class IncomingConnection:
     def tick(self, now_s: float) -> None:
         """The watchdog calls this: apply deadlines, and send what is left in the outbox."""
         session, farewell_s = self._session, self._farewell_s
+        if session is not None:
+            session.tick(now_s)
         deadline_s = session.deadline_s if session is not None else None
         if farewell_s is not None:
             deadline_s = farewell_s
@@ -150,6 +159,7 @@ class IncomingConnection:
         stream = tls_handshake(wrapped, self._config.handshake_timeout_s)
         self._stream = stream
         wrong = stream.wrong_peer(tls.region)
+        self.party = stream.peer_names
         if wrong is None:
             self._receiver.authenticated(self._number)
         self._own(stream)

@@ -11,9 +11,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
+from transport.addresses import listen
 from transport.config import TransportConfig
 from transport.endpoint import Endpoint, network_of
 from transport.errors import LocalError, TransportError
@@ -22,7 +23,6 @@ from transport.receiving.connection import NO_PLACE, IncomingConnection
 from transport.receiving.places import Places
 from transport.receiving.reception import Reception
 from transport.rotating import Rotating
-from transport.sockets import listen
 from transport.tls import RegionTls, server_tls
 from transport.wire.frames import FrameType, encode_reason
 from transport.wire.receiver_session import ReceiverSession
@@ -51,34 +51,46 @@ class Receiver:
         """Those that have a place, at most max_connections."""
         self._ending: list[threading.Thread] = []
         """Threads of connections that have given up their place, until they have ended."""
-        self._places = Places(config.max_connections)
+        # A sender has at most max_link_connections, and as many again while it replaces them.
+        share = 2 * max(config.num_connections, config.max_link_connections)
+        self._places = Places(config.max_connections, share=share, is_idle=self._is_idle)
         self._num_reported = 0
         self._reported_s = -REPORT_S
         self._ids = itertools.count(1)
-        self._listener: socket.socket | None = None
+        self._listeners: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._stirred = threading.Event()
         self._closing = False
 
     def start(self) -> None:
-        """Listen; raises LocalError("bind")."""
-        self._listener = listen(self._bind)
-        for name, target in (("accept", self._accept), ("watchdog", self._watch)):
-            thread = threading.Thread(target=target, name=f"prfaas-receive-{name}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        """Listen at each address of the host; raises LocalError("bind")."""
+        try:
+            self._listeners = listen(self._bind)
+        except OSError as error:
+            message = f"cannot listen on {self._bind}: {error.strerror}"
+            raise LocalError("bind", message) from error
+        for listener in self._listeners:
+            self._run("accept", self._accept, listener)
+        self._run("watchdog", self._watch)
+
+    def _run(self, name: str, target: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(
+            target=target, args=args, name=f"prfaas-receive-{name}", daemon=True
+        )
+        self._threads.append(thread)
+        thread.start()
 
     @property
     def endpoint(self) -> Endpoint:
         """The address with the real port. Raises RuntimeError before `start` and after `close`."""
-        if self._listener is None:
+        if not self._listeners:
             raise RuntimeError("the receiver is not listening")
-        return Endpoint(self._bind.host, self._listener.getsockname()[1])
+        return Endpoint(self._bind.host, self._listeners[0].getsockname()[1])
 
     @property
     def is_listening(self) -> bool:
         """Whether new connections are taken."""
-        return not self._closing and any(thread.is_alive() for thread in self._threads[:1])
+        return not self._closing and all(thread.is_alive() for thread in self._threads)
 
     @property
     def num_connections(self) -> int:
@@ -114,10 +126,10 @@ class Receiver:
                 *(connection.thread for connection in connections),
                 *self._ending,
             ]
-        if self._listener is not None:
+        for listener in self._listeners:
             # On Linux only shutdown wakes a thread that is blocked in accept; close does not.
             with suppress(OSError):  # it may not be listening any more
-                self._listener.shutdown(socket.SHUT_RDWR)
+                listener.shutdown(socket.SHUT_RDWR)
         self._stirred.set()
         # Before the connections are closed, so that senders are told. A transfer that opens
         # meanwhile is caught by the second call below.
@@ -129,9 +141,9 @@ class Receiver:
             thread.join(max(0.0, deadline_s - time.monotonic()))
             if thread.is_alive():
                 logger.warning("thread %s did not end within %g s", thread.name, timeout_s)
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        for listener in self._listeners:
+            listener.close()
+        self._listeners = []
         self._reception.close(time.monotonic())
 
     # The interface `Connections`, which `Reception` calls.
@@ -152,9 +164,7 @@ class Receiver:
 
     # Threads.
 
-    def _accept(self) -> None:
-        listener = self._listener
-        assert listener is not None
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
                 sock, address = listener.accept()
@@ -181,7 +191,7 @@ class Receiver:
                 lambda: self._closing or len(self._connections) < self._config.max_connections
             )
             if not self._closing:
-                connection = IncomingConnection(number, sock, self)
+                connection = IncomingConnection(number, sock, self, network)
                 self._connections[number] = connection
                 try:
                     connection.thread.start()
@@ -203,6 +213,10 @@ class Receiver:
             except OSError:
                 pass  # the peer has hung up already
         sock.close()
+
+    def _is_idle(self, number: int) -> bool:
+        connection = self._connections.get(number)
+        return connection is not None and connection.is_idle
 
     def _turn_away(self, number: int | None) -> None:
         for connection in self._find([] if number is None else [number]):
@@ -230,13 +244,13 @@ class Receiver:
 
     def _report(self, now_s: float) -> None:
         with self._lock:
-            number, network = self._places.num_turned_away, self._places.turned_away_network
+            number, party = self._places.num_turned_away, self._places.turned_away_party
         if number == self._num_reported or now_s - self._reported_s < REPORT_S:
             return
         logger.warning(
-            "too many connections: turned away %d without accepted transfers, the last from %s",
+            "too many connections: turned away %d, the last from %s",
             number - self._num_reported,
-            network,
+            party,
         )
         self._num_reported, self._reported_s = number, now_s
 
@@ -271,8 +285,12 @@ class Receiver:
     def keeps(self, number: int, session: ReceiverSession) -> bool:
         """Whether the connection, which has been greeted, keeps its place from now on."""
         with self._lock:
+            connection = self._connections[number]
             return self._places.greeted(
-                number, session.peer_instance, has_opened=session.has_opened
+                number,
+                session.peer_instance,
+                has_opened=session.has_opened,
+                party=connection.party,
             )
 
     def forget(self, number: int) -> None:

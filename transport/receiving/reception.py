@@ -12,7 +12,8 @@ Knows no socket. It waits only for claims that other threads will give back.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from transport.config import TransportConfig
@@ -113,12 +114,11 @@ class Reception:
 
     def cancel(self, transfer: IncomingTransfer, reason: str, now_s: float) -> None:
         """The sender cancels. On return nothing writes any more, and the registry knows."""
-        self._end(transfer, TransferState.CANCELLED, PeerError("cancelled", reason), now_s)
+        self._end([transfer], TransferState.CANCELLED, PeerError("cancelled", reason), now_s)
 
     def fail(self, transfer: IncomingTransfer, error: TransportError, now_s: float) -> None:
         """End the transfer for `error`, and tell the registry and the sender."""
-        if self._end(transfer, TransferState.FAILED, error, now_s):
-            self._tell_end(transfer)
+        self._fail_all([transfer], error, now_s)
 
     def drop(self, transfer_id: bytes, reason: str, now_s: float) -> None:
         """As Receiver.drop: tell the sender and not the registry."""
@@ -126,7 +126,7 @@ class Reception:
         if transfer is None:
             return
         ended_here = transfer.end(TransferState.FAILED, "dropped", reason)
-        self._quiesce(transfer)
+        self._quiesce([transfer])
         # Otherwise the thread that ended it first settles it and tells the sender.
         if ended_here:
             transfer.settle()
@@ -136,14 +136,13 @@ class Reception:
 
     def expire(self, now_s: float) -> None:
         """Fail the open transfers that no connection has served for idle_timeout_s."""
-        for transfer in self.transfers.expire(now_s):
-            message = f"no connection from the sender for {self._config.idle_timeout_s:g} s"
-            self.fail(transfer, LinkError("idle", message), now_s)
+        message = f"no connection from the sender for {self._config.idle_timeout_s:g} s"
+        self._fail_all(self.transfers.expire(now_s), LinkError("idle", message), now_s)
 
     def close(self, now_s: float) -> None:
         """Fail all transfers that are open now."""
-        for transfer in self.transfers.open_ones():
-            self.fail(transfer, LocalError("closed", "the receiver was closed"), now_s)
+        error = LocalError("closed", "the receiver was closed")
+        self._fail_all(self.transfers.open_ones(), error, now_s)
 
     def outcome(self, transfer: IncomingTransfer) -> bytes:
         """The frame that tells the sender how a transfer ended, after the registry was told."""
@@ -185,29 +184,44 @@ class Reception:
             raise Refused("registry", "the receiver could not look up this transfer") from error
         return self.transfers.admit(request, space, now_s)
 
-    def _end(
-        self, transfer: IncomingTransfer, state: TransferState, error: TransportError, now_s: float
-    ) -> bool:
-        if not transfer.end(state, error.code, error.message):
-            return False
-        self._quiesce(transfer)
-        self.transfers.ended(transfer.transfer_id, now_s)
-        try:
-            self._registry.on_failed(transfer.transfer_id, error)
-        except Exception:
-            logger.exception("registry.on_failed raised for %s", transfer.transfer_id.hex())
-        transfer.settle()
-        return True
+    def _fail_all(
+        self, transfers: Iterable[IncomingTransfer], error: TransportError, now_s: float
+    ) -> None:
+        for transfer in self._end(transfers, TransferState.FAILED, error, now_s):
+            self._tell_end(transfer)
 
-    def _quiesce(self, transfer: IncomingTransfer) -> None:
+    def _end(
+        self,
+        transfers: Iterable[IncomingTransfer],
+        state: TransferState,
+        error: TransportError,
+        now_s: float,
+    ) -> list[IncomingTransfer]:
+        """End transfers, and tell the registry. Returns those that had not ended before."""
+        ended = [item for item in transfers if item.end(state, error.code, error.message)]
+        self._quiesce(ended)
+        for transfer in ended:
+            self.transfers.ended(transfer.transfer_id, now_s)
+            try:
+                self._registry.on_failed(transfer.transfer_id, error)
+            except Exception:
+                logger.exception("registry.on_failed raised for %s", transfer.transfer_id.hex())
+            transfer.settle()
+        return ended
+
+    def _quiesce(self, transfers: Collection[IncomingTransfer]) -> None:
         # A frame in flight mostly ends within the grace, and closing its connection would cost the
-        # other transfers on it a resend.
-        holders = transfer.wait_quiet(self._config.drop_grace_s)
+        # other transfers on it a resend. All have the same grace: it must not add up.
+        deadline_s = time.monotonic() + self._config.drop_grace_s
+        holders: set[int] = set()
+        for transfer in transfers:
+            holders |= transfer.wait_quiet(max(0.0, deadline_s - time.monotonic()))
         if holders:
             self._connections.abort(
                 holders, LinkError("lost", "its transfer ended while a frame was on its way")
             )
-        transfer.wait_quiet(None)
+        for transfer in transfers:
+            transfer.wait_quiet(None)
 
     def _tell_end(self, transfer: IncomingTransfer) -> None:
         self._connections.tell(self.transfers.attached(transfer), _outcome_frame(transfer))

@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from transport.addresses import SockAddress, connect, leave_from, resolve
 from transport.backoff import Backoff
 from transport.codec.coder import RAW_CHUNK
 from transport.config import TlsFiles
@@ -30,9 +31,6 @@ from transport.sockets import (
     PlainStream,
     SocketOwner,
     Stream,
-    connect,
-    leave_from,
-    resolve,
 )
 from transport.tls import RegionTls, tls_handshake, wrap_tls
 from transport.wire.digest import digest_of
@@ -78,6 +76,8 @@ class Lane(WaitingLane):
         self.began_s = 0.0
         """When the present connection was begun. The link's lock guards it."""
         self.error: TransportError | None = None
+        self.address: SockAddress | None = None
+        """The one that the present connection leads to."""
         self.stream: SocketOwner | None = None
         self.deadline_s: float | None = None
         """The time by which the handshake must be done. The watchdog reads it without a lock."""
@@ -139,15 +139,9 @@ class Lane(WaitingLane):
         self._link.ended(self.connection, cause, in_handshake=in_handshake)
 
     def _establish(self, session: SenderSession) -> Stream:
-        path = self._choice.path
-        family, address = resolve(path.to)
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock = self._connected()
         plain = PlainStream(sock)
         self._own(plain)
-        prepare_to_send(sock, self._config)
-        if path.source:
-            leave_from(sock, path.source)
-        connect(sock, address, self._config.connect_timeout_s)
         suit_to_distance(sock, self._config)
         stream: Stream = plain
         if self._link.tls is not None:
@@ -163,6 +157,29 @@ class Lane(WaitingLane):
         self._with_sum = self._config.checksum or not peer.features & Feature.NO_SUM
         self._link.established(self.connection, peer)
         return stream
+
+    def _connected(self) -> socket.socket:
+        """A connection to an address of the present path, first the one that was good before."""
+        path, known = self._choice.path, self._link.addresses
+        self.address = None
+
+        def prepare(sock: socket.socket) -> None:
+            prepare_to_send(sock, self._config)
+            if path.source:
+                leave_from(sock, path.source)
+
+        try:
+            found = resolve(path.to, known[path.to][0] if path.to in known else None)
+            known[path.to] = [info[4] for info in found]
+            # Somebody else may answer at an address: the others' turns come after failures.
+            turn = self._choice.num_rounds % len(found)
+            found = [*found[turn:], *found[:turn]]
+            timeout_s, is_over = self._config.connect_timeout_s, lambda: self.error is not None
+            sock, self.address = connect(found, timeout_s, prepare, is_over)
+        except OSError as error:
+            reason = f"cannot connect: {error.strerror or error}"
+            raise LinkError("connect", reason) from error
+        return sock
 
     def _answer_to_hello(self, stream: Stream, session: SenderSession) -> list[Event]:
         memory = memoryview(bytearray(READ_BYTES))
@@ -347,7 +364,11 @@ class Lane(WaitingLane):
         try:
             while True:
                 count = stream.receive([memory], fill=False)
-                self._link.handle(self, session.feed(memory[:count]))
+                events: list[Event] = []
+                try:
+                    session.feed(memory[:count], events)
+                finally:
+                    self._link.handle(self, events)
         except TransportError as error:
             self._link.fail_lane(self, bare(error))
         except Exception as error:

@@ -246,12 +246,7 @@ class LinkCore:
                 raise PeerError("protocol", f"ACK of [{start}, {end}), which was never sent")
         if self._is_scattered(transfer, ranges, now_s):
             return
-        gained = transfer.ack(ranges, now_s)
-        if gained:
-            self.acked_bytes += gained
-            self._acked_s = now_s
-        self.dispatch.note(transfer)
-        self._connections.settle(transfer)
+        self._count_acked(transfer, ranges, now_s)
 
     def opened(
         self, connection: int, transfer_id: bytes, ranges: list[Range], now_s: float
@@ -268,7 +263,14 @@ class LinkCore:
             return
         transfer.opened = True
         transfer.progress_s = now_s
-        transfer.ack(ranges, now_s)
+        # After a lost connection this is the only acknowledgement of what was verified before.
+        self._count_acked(transfer, ranges, now_s)
+
+    def _count_acked(self, transfer: OutgoingState, ranges: list[Range], now_s: float) -> None:
+        gained = transfer.ack(ranges, now_s)
+        if gained:
+            self.acked_bytes += gained
+            self._acked_s = now_s
         self.dispatch.note(transfer)
         self._connections.settle(transfer)
 

@@ -42,6 +42,11 @@ class PathChoice:
         """Whether this is not the connection's own path."""
         return self._num_failed % len(self._paths) != 0
 
+    @property
+    def num_rounds(self) -> int:
+        """How often each path has failed since a connection stood."""
+        return self._num_failed // len(self._paths)
+
     def failed(self) -> None:
         """There was no connection; the next path is tried."""
         self._num_failed += 1

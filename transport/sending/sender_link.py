@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from transport.addresses import SockAddress
 from transport.codec.coder import LinkCoder
 from transport.config import TlsFiles, TransportConfig
 from transport.endpoint import Endpoint
@@ -81,7 +83,10 @@ class SenderLink:
         self._lanes: dict[int, Lane] = {}  # by the id of their present connection
         self._numbers = numbers
         self._warm_until_s = 0.0
-        self._num_hopeless = 0  # handshakes since the last good one that ended in one of _HOPELESS
+        self.addresses: dict[Endpoint, list[SockAddress]] = {}
+        """Of each path that was tried; the one that was good last comes first."""
+        # Handshakes since the last good one that ended in one of _HOPELESS, by address.
+        self._hopeless: Counter[SockAddress | None] = Counter()
         self._closing = False
         self._someone_paces = False  # whether a lane waits for a budget on behalf of all
         self._threads: list[threading.Thread] = []
@@ -269,7 +274,10 @@ class SenderLink:
 
     def established(self, connection: int, peer: Hello) -> None:
         with self.lock:
-            self._num_hopeless = 0
+            self._hopeless.clear()
+            good = self._lanes[connection].address
+            for found in self.addresses.values():
+                found.sort(key=lambda address: address != good)
             self._core.connected(connection, peer, time.monotonic())
             self._waiting.wake_all()  # an older connection may put a waiting one on standby
             effects = self._pop_effects()
@@ -340,11 +348,13 @@ class SenderLink:
             self._core.disconnected(connection, error)
             # Such a refusal stays until somebody changes something. It ends the transfers that were
             # open when the connection was begun; later ones may find a repaired receiver.
-            # One of several paths may lead elsewhere, while the others are good.
-            works = len(self.paths) > 1 and self._core.num_connections > 0
+            # One of several addresses may lead elsewhere, while the others are good.
+            unknown: list[SockAddress | None] = [None]
+            ways = [way for path in self.paths for way in self.addresses.get(path.to, unknown)]
+            works = len(ways) > 1 and self._core.num_connections > 0
             if lane is not None and in_handshake and error.code in _HOPELESS and not works:
-                self._num_hopeless += 1
-                if self._num_hopeless >= _HOPELESS[error.code] * len(self.paths):
+                self._hopeless[lane.address] += 1
+                if all(self._hopeless[way] >= _HOPELESS[error.code] for way in ways):
                     self._core.broken(error, time.monotonic(), since_s=lane.began_s)
                     self._warm_until_s = 0.0
             self._waiting.wake_all()
@@ -353,15 +363,19 @@ class SenderLink:
 
     def handle(self, lane: Lane, events: Iterable[Event]) -> None:
         """Process the receiver's events on this lane. Raises PeerError when it broke the rules."""
-        with self.lock:
-            try:
-                for event in events:
-                    self._core.handle(lane.connection, event, time.monotonic())
-            finally:
-                if self._num_waiting:
-                    self._acked.notify_all()
-                effects = self._pop_effects()
-        self.perform(effects)
+        effects: list[Effect] = []
+        try:
+            with self.lock:
+                try:
+                    for event in events:
+                        self._core.handle(lane.connection, event, time.monotonic())
+                finally:
+                    if self._num_waiting:
+                        self._acked.notify_all()
+                    effects = self._pop_effects()
+        finally:
+            # Also when a later event broke the rules: what ended before that must be reported.
+            self.perform(effects)
 
     def fail_lane(self, lane: Lane, error: TransportError) -> None:
         """The reader found the connection ended."""

@@ -46,7 +46,7 @@ class ReceiverSession:
     """The receiver's end of one connection. Use: fill `buffers()`, call `received`, send
     `outgoing()`.
 
-    Not thread-safe: one thread drives it. `deadline_s` may be read by others.
+    Not thread-safe: one thread drives it. Others may read `deadline_s`, and call `tick`.
     """
 
     def __init__(
@@ -130,6 +130,18 @@ class ReceiverSession:
     def has_answers(self) -> bool:
         """Whether `flush_acks` and `outgoing` would give anything to send."""
         return bool(self._acks) or bool(self._outgoing)
+
+    @property
+    def has_open(self) -> bool:
+        """Whether a transfer that was opened here is still open. Any thread may ask."""
+        return any(item.state is TransferState.OPEN for item in list(self._opened.values()))
+
+    def tick(self, now_s: float) -> None:
+        """Begin to lose patience when transfers have ended elsewhere, without a word here. The
+        watchdog calls this.
+        """
+        if self.deadline_s == math.inf and not self.has_open:
+            self.deadline_s = now_s + self._unopened_s
 
     def buffers(self) -> list[memoryview]:
         return self._reader.buffers()

@@ -79,9 +79,11 @@ class SenderSession:
     def established(self) -> bool:
         return self._reader.established
 
-    def feed(self, data: bytes | memoryview) -> list[Event]:
-        """Take bytes from the receiver; raises PeerError when the connection must end."""
-        events: list[Event] = []
+    def feed(self, data: bytes | memoryview, events: list[Event] | None = None) -> list[Event]:
+        """Take bytes from the receiver; raises PeerError when the connection must end. Appends to
+        `events`, so that those before the error are not lost with it.
+        """
+        events = [] if events is None else events
         position = 0
         data = memoryview(data)
         while position < len(data):

@@ -12,6 +12,7 @@ import socket
 from dataclasses import dataclass
 
 from transport import Endpoint
+from transport.addresses import bind
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +30,9 @@ class HeldAddress:
 
 def hold(at: Endpoint) -> HeldAddress:
     """Hold all addresses of a host at one port; port 0: any free one. OSError if one is taken."""
-    sockets: list[socket.socket] = []
-    port = at.port
-    infos = socket.getaddrinfo(
-        at.host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )
-    try:
-        for family, kind, protocol, _, address in dict.fromkeys(infos):
-            sock = socket.socket(family, kind, protocol)
-            sockets.append(sock)
-            if family == socket.AF_INET6:
-                # As event loops bind: the same port of IPv4 is a socket of its own.
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            # For the bind alone, since connections in TIME_WAIT are nobody's.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((address[0], port, *address[2:]))
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            port = sock.getsockname()[1]
-    except BaseException:
-        for sock in sockets:
-            sock.close()
-        raise
-    return HeldAddress(Endpoint(at.host, port), tuple(sockets))
+    sockets = bind(at)
+    for sock in sockets:
+        # Needed for the bind alone, since connections in TIME_WAIT are nobody's.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return HeldAddress(Endpoint(at.host, sockets[0].getsockname()[1]), tuple(sockets))

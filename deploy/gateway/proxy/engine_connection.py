@@ -9,12 +9,14 @@ answers (`AnswerParser`), but not what they say.
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 from collections.abc import Callable
 from typing import Final, NamedTuple, TypeAlias, cast
 
 from deploy.gateway.proxy.http_answer import AnswerParser
+from transport import Endpoint
+from transport.addresses import SockAddress, dial
+from transport.socket_options import keep_alive
 
 _KEPT_BYTES: Final = 256 << 10
 """While more than this waits for the reader, nothing is read from the engine, bytes."""
@@ -133,9 +135,9 @@ class EngineConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are no subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
-        # A host that is gone without a word is noticed before `silence_s`.
+        # A host that is gone without a word is noticed after a minute, long before `silence_s`.
         sock = transport.get_extra_info("socket")
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        keep_alive(sock, idle_s=30, interval_s=10, probes=3)
 
     def data_received(self, data: bytes) -> None:
         if not self._is_asked:
@@ -229,6 +231,8 @@ class EngineConnections:
         self._keep_alive_s = keep_alive_s
         self._idle: dict[Address, list[EngineConnection]] = {}
         self._busy: set[EngineConnection] = set()
+        self._good: dict[Address, SockAddress] = {}
+        """The address of each engine's host that answered last."""
         self._sweeping: asyncio.TimerHandle | None = None
 
     async def take(self, address: Address) -> EngineConnection:
@@ -244,15 +248,25 @@ class EngineConnections:
             found.cut()
         try:
             async with asyncio.timeout(self._connect_s):
-                _, made = await loop.create_connection(
-                    lambda: EngineConnection(address, self._silence_s, self._release),
-                    address.host,
-                    address.port,
-                    ssl=address.context,
-                )
+                made = await self._connect(address)
         except TimeoutError:
             raise AnswerBroken(f"no connection within {self._connect_s:g} s") from None
         self._busy.add(made)
+        return made
+
+    async def _connect(self, address: Address) -> EngineConnection:
+        sock = await dial(Endpoint(address.host, address.port), self._good.get(address))
+        self._good[address] = sock.getpeername()
+        try:
+            _, made = await asyncio.get_running_loop().create_connection(
+                lambda: EngineConnection(address, self._silence_s, self._release),
+                sock=sock,
+                ssl=address.context,
+                server_hostname=address.host if address.context is not None else None,
+            )
+        except BaseException:
+            sock.close()
+            raise
         return made
 
     def close(self) -> None:
@@ -288,6 +302,7 @@ class EngineConnections:
                 self._idle[address] = kept
             else:
                 del self._idle[address]
+                self._good.pop(address, None)
         # Each list is in the order of release, so that its first has been idle longest.
         next_s = min((idle[0].idle_since_s for idle in self._idle.values()), default=None)
         if next_s is not None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from deploy.lab.emulator.core import ByteQueue, ChunkPool, DelayLine, LinkShape, RateClock
 from deploy.lab.emulator.faults import Direction, DirectionReport
+from transport.addresses import AddressInfo
 
 # Less than a TCP segment is not worth a system call.
 MIN_READ_BYTES = 1448
@@ -236,6 +237,8 @@ class Connection:
     """
 
     open_at_s: float
+    untried: list[AddressInfo] = field(default_factory=list)
+    """Addresses of the target that were not tried yet."""
     sides: list[Side] = field(default_factory=list)
     pipes: list[Pipe] = field(default_factory=list)
     connecting: bool = True

@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(number, lambda *_: link.stop())
     ready = {
         "event": "ready",
-        "listen": str(Endpoint(*link.sockets.address)),
+        "listen": str(link.sockets.address),
         "to": args.to,
         "pid": os.getpid(),
     }

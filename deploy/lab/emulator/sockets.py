@@ -11,9 +11,13 @@ import select
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 from deploy.lab.emulator.core import ChunkPool
 from deploy.lab.emulator.pipes import Connection, LinkDirection, Pipe, Side
+from transport import Endpoint
+from transport.addresses import bind, resolve
 
 _EDGE = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 _GONE = select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
@@ -33,15 +37,16 @@ class LinkSockets:
         self.connections: list[Connection] = []
         self.num_accepted = self.num_failed = 0
         self._directions = directions
-        self._target = target
-        self._target_family = _family(target)
+        self._target = Endpoint(*target)
+        # The one of the target's addresses that is tried first: the last that was good.
+        self._good = resolve(self._target)[0][4]
         self._pool = ChunkPool()
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[int], None]] = {}
         # Bound but never listening: it keeps the port ours while the link is cut.
-        self._holder = _bound_socket(listen)
-        self.address: Address = self._holder.getsockname()[:2]
-        self._listener: socket.socket | None = None
+        self._holders = bind(Endpoint(*listen))
+        self.address = Endpoint(listen[0], self._holders[0].getsockname()[1])
+        self._listeners: list[socket.socket] = []
         self.open_listener()
 
     def add_handler(self, fd: int, handler: Callable[[int], None]) -> None:
@@ -63,18 +68,21 @@ class LinkSockets:
 
     def open_listener(self) -> None:
         """Accept new connections. Without effect if it does so already."""
-        if self._listener is None:
-            self._listener = _bound_socket(self.address)
-            self._listener.setblocking(False)
-            self._listener.listen(256)
-            self.add_handler(self._listener.fileno(), self._accept)
+        if self._listeners:
+            return
+        self._listeners = bind(self.address)
+        for listener in self._listeners:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
+            listener.setblocking(False)
+            listener.listen(256)
+            self.add_handler(listener.fileno(), partial(self._accept, listener))
 
     def close_listener(self) -> None:
         """Refuse new connections."""
-        if self._listener is not None:
-            self.remove_handler(self._listener.fileno())
-            self._listener.close()
-            self._listener = None
+        for listener in self._listeners:
+            self.remove_handler(listener.fileno())
+            listener.close()
+        self._listeners = []
 
     def drop(self, connection: Connection, *, reset: bool) -> None:
         """Close both sides of a connection. Without effect on a closed one."""
@@ -94,13 +102,14 @@ class LinkSockets:
         """Close everything."""
         self.drop_all(reset=True)
         self.close_listener()
-        self._holder.close()
+        for holder in self._holders:
+            holder.close()
         self._epoll.close()
 
-    def _accept(self, _events: int) -> None:
-        while self._listener is not None:
+    def _accept(self, listener: socket.socket, _events: int) -> None:
+        while listener in self._listeners:
             try:
-                client, _ = self._listener.accept()
+                client, _ = listener.accept()
             except BlockingIOError:
                 return
             except OSError:
@@ -110,28 +119,42 @@ class LinkSockets:
             self._connect(client)
 
     def _connect(self, client: socket.socket) -> None:
-        upstream = socket.socket(self._target_family, socket.SOCK_STREAM)
-        # Before connecting, when TCP fixes the scale of its window (RFC 7323). Accepted sockets
-        # inherit the listener's size.
-        upstream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
         forward, backward = self._directions
         connection = Connection(open_at_s=time.monotonic() + forward.shape.rtt_s)
-        for sock in (client, upstream):
-            sock.setblocking(False)
-            # The link has a delay of its own, to which Nagle's algorithm must not add.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sides.append(Side(sock, sock.fileno(), connection))
-        near, far = connection.sides
+        near, far = (_side_of(sock, connection) for sock in (client, socket.socket()))
+        connection.sides += [near, far]
         connection.pipes.append(Pipe(near, far, forward, self._pool))
         connection.pipes.append(Pipe(far, near, backward, self._pool))
         self.connections.append(connection)
-        if upstream.connect_ex(self._target) not in (0, errno.EINPROGRESS):
-            self.num_failed += 1
-            self.drop(connection, reset=True)
-            return
-        for side in connection.sides:
-            self._epoll.register(side.fd, _EDGE)
-            self._handlers[side.fd] = self._side_handler(side)
+        self._register(near)
+        with suppress(OSError):  # the name is unknown now
+            connection.untried = resolve(self._target, self._good)
+        self._dial(connection)
+
+    def _dial(self, connection: Connection) -> None:
+        """Begin to connect to the target's next address. Without one the connection ends."""
+        far = connection.sides[1]
+        while connection.untried:
+            family, kind, protocol, _, address = connection.untried.pop(0)
+            try:
+                sock = socket.socket(family, kind, protocol)
+            except OSError:  # such as no IPv6
+                continue
+            far.sock.close()
+            far.sock, far.fd = sock, sock.fileno()
+            # Before connecting, when TCP fixes the scale of its window (RFC 7323). Accepted sockets
+            # inherit the listener's size.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
+            _prepare(sock)
+            if sock.connect_ex(address) in (0, errno.EINPROGRESS):
+                self._register(far)
+                return
+        self.num_failed += 1
+        self.drop(connection, reset=True)
+
+    def _register(self, side: Side) -> None:
+        self._handlers[side.fd] = self._side_handler(side)
+        self._epoll.register(side.fd, _EDGE)
 
     def _side_handler(self, side: Side) -> Callable[[int], None]:
         connection = side.connection
@@ -149,26 +172,22 @@ class LinkSockets:
 
     def _connected(self, connection: Connection, far: Side, events: int) -> bool:
         if far.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self.num_failed += 1
-            self.drop(connection, reset=True)
+            del self._handlers[far.fd]
+            self._dial(connection)
             return False
         if not events & select.EPOLLOUT:
             return False
         connection.connecting = False
+        self._good = far.sock.getpeername()
         return True
 
 
-def _family(address: Address) -> socket.AddressFamily:
-    return socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+def _side_of(sock: socket.socket, connection: Connection) -> Side:
+    _prepare(sock)
+    return Side(sock, sock.fileno(), connection)
 
 
-def _bound_socket(address: Address) -> socket.socket:
-    sock = socket.socket(_family(address), socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
-    try:
-        sock.bind(address)
-    except OSError:
-        sock.close()
-        raise
-    return sock
+def _prepare(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    # The link has a delay of its own, to which Nagle's algorithm must not add.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -15,6 +15,7 @@ from typing import Final
 
 from deploy.region.doctor.viewpoint import PortKind, RegionPort
 from transport import TlsFiles
+from transport.addresses import dial
 from transport.errors import LocalError
 from transport.tls import client_context
 
@@ -55,7 +56,7 @@ async def reach(ports: Sequence[RegionPort], tls: TlsFiles | None) -> list[Reach
 async def _reach(port: RegionPort, tls: TlsFiles | None) -> Reached:
     try:
         async with asyncio.timeout(CONNECT_S):
-            _, writer = await asyncio.open_connection(port.at.host, port.at.port)
+            _, writer = await asyncio.open_connection(sock=await dial(port.at))
     except TimeoutError:
         return Reached(port, f"no answer within {CONNECT_S:g} s")
     except OSError as error:
@@ -85,7 +86,7 @@ async def _shake_hands(port: RegionPort, context: ssl.SSLContext) -> Reached:
     try:
         async with asyncio.timeout(CONNECT_S):
             reader, writer = await asyncio.open_connection(
-                port.at.host, port.at.port, ssl=context, server_hostname=port.at.host
+                sock=await dial(port.at), ssl=context, server_hostname=port.at.host
             )
         certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
         with suppress(TimeoutError):

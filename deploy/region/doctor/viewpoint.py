@@ -19,6 +19,7 @@ from deploy.region.launch.trust import run_credentials
 from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionSpec
 from kvmanager.config_files.security import is_loopback
 from transport import Credentials, Endpoint, Role
+from transport.endpoint import is_wildcard
 
 PortKind = Literal[
     "control", "data", "link", "metrics", "engine", "nixl", "front", "gateway", "admin"
@@ -196,7 +197,7 @@ def _gateway_ports(view: Viewpoint) -> Iterator[RegionPort]:
         if gateway.admin is not None:
             listening["admin"] = (admin_title(name), Endpoint.parse(gateway.admin))
         for kind, (title, at) in listening.items():
-            if at.host in ("0.0.0.0", "::"):  # a wildcard address is for listening only
+            if is_wildcard(at.host):  # a wildcard address is for listening only
                 at = Endpoint(node.host, at.port)
             yield RegionPort(title, kind, at, node.host, here, here)
 

@@ -6,6 +6,7 @@ from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionInstance, Reg
 from kvmanager.config_files.fields import TlsSection
 from kvmanager.config_files.security import is_loopback
 from transport import Endpoint
+from transport.endpoint import is_wildcard
 
 
 def front_address(cluster: ClusterSpec) -> str:
@@ -26,8 +27,8 @@ def admin_url(region: RegionSpec, node: str = "") -> str:
 
 
 def _local_url(at: Endpoint) -> str:
-    # A wildcard address is for listening only.
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(at.host, at.host)
+    # A wildcard address is for listening only. "::" takes IPv4 as well, and IPv6 may be missing.
+    host = "127.0.0.1" if is_wildcard(at.host) else at.host
     return f"http://{Endpoint(host, at.port)}"
 
 

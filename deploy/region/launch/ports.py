@@ -28,6 +28,7 @@ from deploy.region.spec.region import (
 )
 from kvmanager.config_files.problems import Problem
 from transport import Endpoint
+from transport.addresses import listen
 
 # Below the range from which Linux takes the ports of outgoing connections, so that no such
 # connection takes a chosen port before its owner has started.
@@ -87,8 +88,7 @@ def taken_ports(region: RegionSpec, part: Part | None = None) -> list[Problem]:
             continue
         message = ""
         try:
-            with _bind(item.host, item.port):
-                pass
+            _listen_and_close(item.host, item.port)
         except OSError as error:
             message = _why_not(item.host, item.port, error)
         if item.port and (item.host, item.port) in seen:
@@ -102,10 +102,16 @@ def taken_ports(region: RegionSpec, part: Part | None = None) -> list[Problem]:
 def can_listen(host: str, port: int) -> bool:
     """Whether this machine lets us listen there now."""
     try:
-        with _bind(host, port):
-            return True
+        _listen_and_close(host, port)
     except OSError:
         return False
+    return True
+
+
+def _listen_and_close(host: str, port: int) -> None:
+    # As processes listen, so that both find the same ports free.
+    for sock in listen(Endpoint(host, port)):
+        sock.close()
 
 
 def resolve_ports(
@@ -249,21 +255,6 @@ def _resolve_link(
         relays.append(RelayPlan(link.name, node.name, listen, target, link.emulate))
         endpoints[node.name] = str(Endpoint(node.host, port))
     return link.model_copy(update={"endpoints": endpoints, "emulate": None})
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    sock = socket.socket(family, kind, protocol)
-    try:
-        # Connections in TIME_WAIT do not count as taken, since the owner will listen in the same
-        # way.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(1)
-    except OSError:
-        sock.close()
-        raise
-    return sock
 
 
 def _why_not(host: str, port: int, error: OSError) -> str:

@@ -20,6 +20,7 @@ from deploy.region.spec.region import ClusterSpec, NodeSpec, RegionSpec, gateway
 from kvmanager.config_files.problems import Problem
 from kvmanager.config_files.security import is_loopback
 from transport import Endpoint
+from transport.endpoint import is_wildcard
 
 INTERVAL_S: Final = 15
 """The rules' shortest `for` and rates over 5 minutes suit it."""
@@ -114,7 +115,7 @@ def _gateway(region: RegionSpec, node: NodeSpec) -> _Target:
     if gateway.admin is not None:
         at = Endpoint.parse(gateway.admin)
     # A wildcard address is for listening only.
-    host = node.host if at.host in ("0.0.0.0", "::", "") else at.host
+    host = node.host if is_wildcard(at.host) else at.host
     name = gateway_process(region, node.name)
     return _Target("prfaas-gateway", name, Endpoint(host, at.port), node=node.name)
 

@@ -14,7 +14,16 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from deploy.gateway.api_keys import ApiKeysSection
 from deploy.gateway.config import GatewaySection, SharedUplink
 from kvmanager.agent.config import AgentSection
-from kvmanager.config_files.fields import Address, Addresses, Port, Section, TlsSection, Tokens
+from kvmanager.config_files.fields import (
+    Address,
+    Addresses,
+    Host,
+    ListenHost,
+    Port,
+    Section,
+    TlsSection,
+    Tokens,
+)
 from kvmanager.config_files.security import is_loopback
 from kvmanager.config_files.traces import SampledTraces, TracesSection
 from kvmanager.config_files.units import parse_duration, parse_rate
@@ -139,11 +148,13 @@ class NodeSpec(Section):
 
     name: Name
     """The name of the node; no other node of the region may have it."""
-    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """The address at which the others, and its own processes, reach it."""
-    listen: Annotated[str, Field(min_length=1)] | None = None
+    host: Host = "127.0.0.1"
+    """The name or address at which the others, and its own processes, reach it; IPv6 without
+    brackets. Each address of a name is listened on, and tried.
+    """
+    listen: ListenHost | None = None
     """The address that its processes listen on, where that is another one: behind NAT, or in a
-    container. Left out: `host`.
+    container; 0.0.0.0 for all of IPv4, and :: for all. Left out: `host`.
     """
     agent: AgentSpec = AgentSpec()
     """Its node agent."""
@@ -158,7 +169,7 @@ class NodeSpec(Section):
     def data_host(self) -> str:
         """The address that its data port listens on."""
         several = len(self.agent.advertised) > 1
-        return self.listen or ("0.0.0.0" if several else self.host)
+        return self.listen or ("::" if several else self.host)
 
 
 class ClusterSpec(Section):

@@ -29,7 +29,7 @@ from kvmanager.agent.links.messages import LinkFeed, WatchLinks
 from kvmanager.loop.watch import aligned_delay_s
 from kvmanager.transfers.records import BadRequest
 from netmon.estimate import LinkCondition, PathReport
-from netmon.interfaces import interface_to, read_interface
+from netmon.interfaces import interface_of, read_interface
 from netmon.metrics import LinkMetrics
 from netmon.monitor import LinkMonitor, MonitorConfig
 from netmon.samples import InterfaceSample, LinkSample, ProbeResult
@@ -89,6 +89,8 @@ class _Watched:
     down_s: float | None = None
     warmed_s: float = -math.inf
     state: LinkState | None = None
+    local_host: str = ""
+    """The address of this host that a connection of the link leaves from, or left last."""
     earlier_acked_bytes: int = 0
     """Bytes acknowledged on earlier links to this endpoint, which the sender has closed."""
     probe_bytes: int = 0
@@ -113,7 +115,8 @@ class LinkWatch:
         self._data_endpoint = data_endpoint
         self._clock_s = clock_s
         self._watched: dict[Endpoint, _Watched] = {}
-        self._interfaces: dict[str, str | None] = {}
+        self._interfaces: dict[str, str] = {}
+        """Names of interfaces, by the address of this host that they have."""
         self._seq = 1
         self._news = asyncio.Event()
         self._told_s = self._shown_s = self._asked_s = -math.inf
@@ -172,8 +175,7 @@ class LinkWatch:
             # backlog for as long as it is idle.
             is_news |= not is_used and watched.used_s >= self._told_s > -math.inf
             if is_used or now_s >= watched.due_s:
-                interface = self._interface(endpoint.host, interfaces)
-                is_news |= self._look_at(endpoint, watched, interface, now_s)
+                is_news |= self._look_at(endpoint, watched, interfaces, now_s)
                 watched.due_s = self._next_look_s(watched, now_s)
             # A link in use reconnects by itself; an idle one would stay down until it is needed.
             self._reconnect(endpoint, watched, now_s, is_idle=endpoint in activity and not is_used)
@@ -189,12 +191,6 @@ class LinkWatch:
         while True:
             try:
                 self.look(self._clock_s())
-                hosts = {endpoint.host for endpoint in self._watched}
-                for host in self._interfaces.keys() - hosts:
-                    del self._interfaces[host]
-                for host in hosts - self._interfaces.keys():
-                    # On a thread, because resolving a name may block.
-                    self._interfaces[host] = await asyncio.to_thread(interface_to, host)
             except Exception:
                 # The next round may succeed, and routing depends on the reports.
                 logger.exception("a look at the links failed")
@@ -204,15 +200,21 @@ class LinkWatch:
         self,
         endpoint: Endpoint,
         watched: _Watched,
-        interface: InterfaceSample | None,
+        interfaces: dict[str, InterfaceSample | None],
         now_s: float,
     ) -> bool:
-        """Sample one link. Returns whether its condition has changed."""
+        """Sample one link. Returns whether its condition has changed. `interfaces` holds those
+        already read in this round.
+        """
         state, before = self._source.link_state(endpoint), watched.state
         if before is not None and (state is None or state.acked_bytes < before.acked_bytes):
             # The sender closed the link and opened a new one, whose counter began at 0.
             watched.earlier_acked_bytes += before.acked_bytes
         watched.state = state
+        if state is not None:
+            hosts = (item.local_host for item in state.connections if item.local_host)
+            watched.local_host = next(hosts, watched.local_host)
+        interface = self._interface(watched.local_host, interfaces)
         sample = link_sample(str(endpoint), state, watched.earlier_acked_bytes, interface)
         change = watched.monitor.observe(sample, now_s)
         if change is None:
@@ -258,12 +260,13 @@ class LinkWatch:
         return is_due
 
     def _interface(
-        self, host: str, read: dict[str, InterfaceSample | None]
+        self, local_host: str, read: dict[str, InterfaceSample | None]
     ) -> InterfaceSample | None:
-        """The interface to a host. `read` holds the interfaces already read in this round."""
-        name = self._interfaces.get(host)
-        if name is None:
+        """The interface that has an address of this host."""
+        name = self._interfaces.get(local_host) or (local_host and interface_of(local_host))
+        if not name:
             return None
+        self._interfaces[local_host] = name
         if name not in read:
             read[name] = read_interface(name)
         return read[name]

@@ -283,7 +283,7 @@ def test_hosts_with_several_addresses_pair_them() -> None:
     assert str(first) in sender.send_to
     told = planner(region, part_of(region, node="b1")).files()[Path("/run/two/agent.b1.json")]
     receiver = AgentConfig.model_validate(yaml.safe_load(told))
-    assert (receiver.listen, receiver.advertise) == ("0.0.0.0:7100", "10.1.0.1:7100")
+    assert (receiver.listen, receiver.advertise) == ("[::]:7100", "10.1.0.1:7100")
     # What it sends itself leaves from both of its addresses.
     a1 = Endpoint("10.0.0.1", 7100)
     assert receiver.paths[a1] == [LinkPath(a1, "10.1.0.1"), LinkPath(a1, "10.9.0.1")]

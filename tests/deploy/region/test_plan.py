@@ -377,7 +377,7 @@ def test_arguments_of_a_model_win_over_ours(region: RegionSpec) -> None:
 
 def test_wildcard_gateways_are_reached_on_loopback(region: RegionSpec) -> None:
     gateway = region.gateway.model_copy(update={"host": "::"})
-    assert gateway_url(region.model_copy(update={"gateway": gateway})) == "http://[::1]:8000"
+    assert gateway_url(region.model_copy(update={"gateway": gateway})) == "http://127.0.0.1:8000"
 
 
 def test_every_process_logs_as_the_region_says(region: RegionSpec) -> None:

@@ -156,6 +156,11 @@ def test_a_cpu_engine_gets_the_cpu_environment() -> None:
     assert (env["VLLM_DO_NOT_TRACK"], env["VLLM_NO_USAGE_STATS"]) == ("1", "1")
 
 
+def test_workers_of_an_engine_meet_on_loopback() -> None:
+    assert spec().environment({})["GLOO_SOCKET_IFNAME"] == "lo"
+    assert spec().environment({"GLOO_SOCKET_IFNAME": "eth1"})["GLOO_SOCKET_IFNAME"] == "eth1"
+
+
 def test_a_gpu_engine_does_not() -> None:
     assert "VLLM_CPU_KVCACHE_SPACE" not in spec().environment({})
 

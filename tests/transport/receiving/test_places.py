@@ -40,7 +40,7 @@ def test_another_network_gets_a_place_at_once_and_keeps_it() -> None:
     for number in range(4):
         assert places.admit(number, "attacker", 0.0) is None
     assert places.admit(4, "sender", 0.0) == 0
-    assert places.turned_away_network == "attacker"
+    assert places.turned_away_party == "attacker"
     for number in range(5, 500):
         loser = places.admit(number, "attacker", number * LONG_S)
         assert loser is not None
@@ -52,7 +52,7 @@ def test_networks_share_the_places_evenly() -> None:
     for _ in range(8):
         places.admit(next(numbers), "sender", 100.0)
     assert places.num_turned_away == 8
-    assert places.turned_away_network == "sender"  # it has its half
+    assert places.turned_away_party == "sender"  # it has its half
     assert places.admit(next(numbers), "third", 100.0) in range(4)
 
 

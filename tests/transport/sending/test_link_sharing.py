@@ -372,7 +372,9 @@ def test_a_cancel_waits_for_who_computes_the_digest_and_no_other_is_made() -> No
 
 
 def test_waiting_for_a_budget_is_not_a_lack_of_progress() -> None:
-    config = replace(CONFIG, tenant_bytes_per_s=10.0, idle_timeout_s=5.0)
+    config = replace(
+        CONFIG, tenant_bytes_per_s=10.0, handshake_timeout_s=4, ack_timeout_s=4, idle_timeout_s=5
+    )
     link = make_link(1, config=config)
     first = begin(link, 1, nbytes=1000, ready_bytes=0)
     second = begin(link, 2, nbytes=1000, ready_bytes=0)
