@@ -179,7 +179,8 @@ def render_command(
     Prometheus needs to watch it.
 
     DIR must be empty or missing. With --systemd it gets a folder for each host with a unit for each
-    process and the files that they read. Keys, certificates and models are used where the region
+    process and the files that they read; with --node or --site for the hosts of these nodes, with
+    whatever else is there. Keys, certificates and models are used where the region
     file says; as relative paths start at the file, write whole paths where hosts keep them
     elsewhere. Variables for all services, such as API keys, may be in the file `environment` beside
     the others.
@@ -230,16 +231,18 @@ def render_command(
 
     if problems := spread_problems(region):
         fail(str(FileError(str(file), problems)), 2)
-    wanted = part_of(region, site=site, node=node).nodes
+    wanted = set(part_of(region, site=site, node=node).nodes)
     paths = HostPaths((config or Path("/etc/prfaas") / region.name).absolute(), user, python)
     try:
         make_new_directory(systemd)
         for host in hosts_of(region):
-            if nodes := tuple(name for name in host.nodes if name in wanted):
-                _write(systemd / nodes[0], rendered(region, nodes, paths))
+            # All nodes of a host together: they share its GPUs and the target of its units.
+            if not wanted.isdisjoint(host.nodes):
+                folder = systemd / host.folder
+                _write(folder, rendered(region, host.nodes, paths))
                 typer.echo(
-                    f"host {host.addresses[0]}: copy {systemd / nodes[0]}/config/. to "
-                    f"{paths.config}, {systemd / nodes[0]}/systemd/. to /etc/systemd/system"
+                    f"host {host.addresses[0]}: copy {folder}/config/. to "
+                    f"{paths.config}, {folder}/systemd/. to /etc/systemd/system"
                 )
     except OSError as error:
         fail(str(error), 1)

@@ -84,6 +84,9 @@ class EngineOptions(Section):
     """
     max_lora_rank: LoraRank | None = None
     """Largest rank of an adapter. Left out: vLLM's choice, 16."""
+    start_minutes: Annotated[int, Field(ge=1)] = 60
+    """How long an engine may take until it serves, minutes: one that takes longer is started again.
+    """
     enforce_eager: bool = False
     """Do without CUDA graphs and compilation."""
     kv_space_gib: Annotated[int, Field(ge=1)] | None = None

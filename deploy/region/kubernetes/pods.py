@@ -64,6 +64,7 @@ class Pod:
     files: Mapping[str, str]
     ports: Mapping[str, int]
     grace_s: int
+    start_s: float
     on_host_network: bool
     gpus: int = 0
     workers: int = 0
@@ -204,6 +205,7 @@ def _pod(
         "argv": (PYTHON, *item.process.argv[1:]),
         "env": _environment(region, item),
         "files": _files(item, files),
+        "start_s": item.start_s,
         "grace_s": math.ceil(item.process.term_grace_s + KILL_S),
     }
     if item.kind == "gateway":

@@ -114,8 +114,6 @@ class EngineValues(_Values):
     """Linux capabilities. IPC_LOCK lifts the limit of locked memory for a process of root; for
     others the container runtime's own limit holds.
     """
-    start_minutes: Annotated[int, Field(ge=1)] = 60
-    """The longest start of an engine, minutes."""
 
 
 class SecretValues(_Values):

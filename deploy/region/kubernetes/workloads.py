@@ -5,6 +5,7 @@ Each process has objects of its own, since each has a file, ports and devices of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -37,8 +38,6 @@ from deploy.region.spec.region import RegionSpec
 
 _SECRET_MODE: Final = 0o440
 """Keys are for the group of the pod; a process refuses keys that others may read."""
-_START_S: Final = 600
-"""An agent may have to touch every page of a large arena before it serves."""
 _PERIOD_S: Final = 10
 _HOME: Final = "/home/prfaas"
 _KINDS: Final = {
@@ -151,7 +150,7 @@ def _container(
         capabilities = {"drop": ["ALL"], "add": value("engine", "capabilities")}
         container["envFrom"] = value("engine", "envFrom")
         container["securityContext"] = _HARDENED | {"capabilities": capabilities}
-    return container | _probes(pod, value)
+    return container | _probes(pod)
 
 
 def _literal(text: str) -> str:
@@ -159,17 +158,16 @@ def _literal(text: str) -> str:
     return text.replace("$(", "$$(")
 
 
-def _probes(pod: Pod, value: Value) -> Object:
+def _probes(pod: Pod) -> Object:
     if pod.kind == "engine":
         # Its pages ask for a key that probes do not have. Its server listens once the model is
         # loaded and ends when the engine fails; its front asks it for its health.
         probe = {"tcpSocket": {"port": port_name(pod.ports["engine"])}, "periodSeconds": _PERIOD_S}
-        minutes = value("engine", "startMinutes")
-        start = probe | {"periodSeconds": 60, "failureThreshold": minutes}
+        start = probe | {"failureThreshold": math.ceil(pod.start_s / _PERIOD_S)}
         return {"startupProbe": start, "livenessProbe": probe, "readinessProbe": probe}
     port = port_name(pod.ports["http" if pod.kind == "gateway" else "metrics"])
     live = {"httpGet": {"path": "/livez", "port": port}, "timeoutSeconds": 5}
-    tries = (_START_S if pod.kind == "agent" else 60) // 5
+    tries = math.ceil(pod.start_s / 5)
     return {
         "startupProbe": live | {"periodSeconds": 5, "failureThreshold": tries},
         "livenessProbe": live | {"periodSeconds": _PERIOD_S, "failureThreshold": 3},

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from deploy.processes import module_argv, module_environment
 from deploy.region.launch.arenas import arena_name
@@ -25,10 +26,12 @@ from prfaas.engines.supervision.process import KILL_S
 _TELLS_SYSTEMD: Final = ("agent", "front", "gateway")
 """Kinds of processes that say themselves when they serve, and that their event loops run."""
 WATCHDOG_S: Final = 30
-START_S: Final = 600
-"""An agent may have to touch every page of a large arena before it serves."""
 MAX_FILES: Final = 1 << 20
 MAX_GPUS: Final = 64
+_LISTENS: Final = (
+    'until (: <"/dev/tcp/$0/$1") 2>/dev/null; do kill -0 "$MAINPID" || exit 1; sleep 2; done'
+)
+"""Waits until a port listens or the service's process has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ def _unit(
         "Restart": "always",
         "RestartSec": "2",
         "KillMode": "mixed",
-        "TimeoutStartSec": str(START_S),
+        "TimeoutStartSec": str(math.ceil(item.start_s)),
         "TimeoutStopSec": str(math.ceil(item.process.term_grace_s + KILL_S)),
         # A connection is a descriptor; engines pin memory for a GPU's copies.
         "LimitNOFILE": str(MAX_FILES),
@@ -115,6 +118,12 @@ def _unit(
     }
     if tells:
         service["WatchdogSec"] = str(WATCHDOG_S)
+    if item.kind == "engine":
+        # An engine says nothing to systemd; its server listens once the model is loaded.
+        at = urlsplit(item.address)
+        service["ExecStartPost"] = _command(
+            ["/bin/bash", "-c", _LISTENS, at.hostname, str(at.port)]
+        )
     return _ini(
         Unit={
             "Description": f"PrfaaS {item.kind} {item.name} of region {region.name}",

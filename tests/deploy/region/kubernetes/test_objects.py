@@ -250,7 +250,11 @@ def test_probes_ask_what_needs_no_key(region: RegionSpec) -> None:
         assert container["startupProbe"]["httpGet"]["path"] == "/livez"
     engine = specs["two-engine-q"]["containers"][0]
     assert engine["livenessProbe"]["tcpSocket"] == {"port": "p7401"}
-    assert engine["startupProbe"]["failureThreshold"] == 60
+    slow = parse_region(REGION.replace("name: m\n", "name: m\n    start_minutes: 90\n"), {})
+    for wanted, minutes in ((region, 60), (slow, 90)):
+        engine = pod_specs(rendered(wanted))["two-engine-q"]["containers"][0]
+        probe = engine["startupProbe"]
+        assert probe["failureThreshold"] * probe["periodSeconds"] == 60 * minutes
 
 
 def test_policies_let_in_whom_the_plan_makes_call(region: RegionSpec) -> None:
