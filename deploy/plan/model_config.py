@@ -18,8 +18,8 @@ def read_config(file: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}; give a model's config.json") from error
-    # Bytes that are not UTF-8 raise a ValueError, too.
-    except ValueError as error:
+    # Bytes that are not UTF-8 raise a ValueError, too; brackets without end a RecursionError.
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}; give a model's config.json") from error
     if not isinstance(config, dict):
         raise ValueError("not a JSON object; give a model's config.json")

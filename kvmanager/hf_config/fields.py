@@ -4,7 +4,12 @@ It knows JSON values. The `*_families` know what the fields mean.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
+
+_MOST: Final = {"num_hidden_layers": 10_000}
+"""Fields by which the work of reading grows, and the most that they may be."""
+_MOST_ELSEWHERE: Final = 1 << 32
+"""More than any dimension of a model; sums of such numbers are exact and fit a float."""
 
 
 class ConfigError(ValueError):
@@ -53,13 +58,17 @@ class Fields:
         return ConfigError(self._path + name, shown, problem)
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number of at least 1. Raises ConfigError; null and missing are the same."""
+        """A whole number from 1 to what models have. Raises ConfigError; null and missing are the
+        same.
+        """
         value = self.value(name)
         if value is None and default is not None:
             return default
         # To Python, true is the integer 1.
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.error(name, "a whole number of at least 1 is needed")
+        if value > (most := _MOST.get(name, _MOST_ELSEWHERE)):
+            raise self.error(name, f"a number of at most {most} is needed")
         return value
 
     def integers(self, name: str, allowed: Mapping[int, object]) -> list[int]:

@@ -32,7 +32,7 @@ from deploy.region.kubernetes.values import (
 from deploy.region.kubernetes.workloads import workloads
 from deploy.region.spec.region import RegionSpec
 from kvmanager.config_files.problems import FileError, Problem, suggestion
-from kvmanager.config_files.yaml_files import parse_yaml
+from kvmanager.config_files.yaml_files import parse_yaml, read_text, read_values
 
 _TAG: Final = "!value"
 # No text is written like this: YAML quotes one that begins with a tag, and lines of JSON do not end
@@ -117,11 +117,9 @@ def chosen_values(region: RegionSpec, site: str | None, file: Path | None) -> Ch
         document = _merged(document, site_values(region, site))
     if file is None:
         return ChartValues.model_validate(document)
-    try:
-        given = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        raise FileError(str(file), [Problem((), f"no YAML: {error}")]) from error
-    text = _yaml(_merged(document, given))
+    given = read_values(read_text(file), str(file)) or {}
+    # As JSON, in which every text stays a text.
+    text = json.dumps(_merged(document, given), ensure_ascii=False, default=str)
     try:
         found = parse_yaml(text, ChartValues, source=str(file), expected="values are a mapping")
     except FileError as error:
