@@ -147,14 +147,15 @@ class GatewayFile(ApiKeysSection, SecuritySection):
         for name in filter(None, (self.gateway.home, *self.gateway.homes.values())):
             if name not in pds:
                 raise ValueError(f"home: no PD cluster is called {name!r}{suggestion(name, pds)}")
-        if self.gateway.processes > 1:
+        # Several processes need `shared`, too.
+        if self.gateway.shared is not None:
             sources: tuple[_Source, ...] = (*self.pd, *self.prefill)
             for place in sources:
                 if place.front is None:
                     raise ValueError(
-                        f"gateway.processes: {place.name} has its front inside, and each process"
-                        " would place work as if it were alone; run `prfaas pd` or `prfaas prefill`"
-                        " and write front: HOST:PORT, or processes: 1"
+                        f"gateway.shared: {place.name} has its front inside, and each gateway would"
+                        " place work as if it were alone; run `prfaas pd` or `prfaas prefill` and"
+                        " write front: HOST:PORT, or leave `shared` out"
                     )
         if self.api_keys_file and self.api_keys_env:
             raise ValueError("write api_keys_file or api_keys_env, not both")

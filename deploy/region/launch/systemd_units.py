@@ -121,9 +121,8 @@ def _unit(
     if item.kind == "engine":
         # An engine says nothing to systemd; its server listens once the model is loaded.
         at = urlsplit(item.address)
-        service["ExecStartPost"] = _command(
-            ["/bin/bash", "-c", _LISTENS, at.hostname, str(at.port)]
-        )
+        wait = ["/bin/bash", "-c", _LISTENS, str(at.hostname), str(at.port)]
+        service["ExecStartPost"] = _command(wait)
     return _ini(
         Unit={
             "Description": f"PrfaaS {item.kind} {item.name} of region {region.name}",
