@@ -24,6 +24,7 @@ from kvmanager.config_files.fields import (
     Port,
     Positive,
     Seconds,
+    SecretText,
     Section,
     Tokens,
     TokensOrZero,
@@ -93,7 +94,7 @@ class DirectorySection(Section):
     """
     target: Address | None = None
     """host:port of the `prfaas directory`, with kind grpc."""
-    url: str = ""
+    url: SecretText = ""
     """URL of the Redis server, with kind redis."""
 
     @model_validator(mode="after")
@@ -110,7 +111,7 @@ class DirectorySection(Section):
 class SharedSection(Section):
     """How the gateways of a region share what they learn and what tenants have used up."""
 
-    redis: str = ""
+    redis: SecretText = ""
     """URL of a Redis server that all of them reach. Left out: that of `directory.url`."""
     region: Name = "region"
     """Name of the region there, if regions share a server. `prfaas up` gives the region's name."""

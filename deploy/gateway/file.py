@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from deploy.gateway.sharing.redis_region import RegionInRedis
     from kvmanager.tracing.export import Tracer
 
+_NO_URL = "is no URL such as rediss://:PASSWORD@redis.example:6379"
 EXPECTED = "a gateway's file is a mapping with the keys gateway, pd and prefill"
 
 
@@ -318,8 +319,8 @@ def build_region(file: GatewayFile) -> RegionInRedis | None:
     except ModuleNotFoundError:
         message = "it needs the redis client: pip install prfaas[redis]"
         problem = Problem(("gateway", "shared"), message)
-    except ValueError as error:
-        problem = Problem(("gateway", "shared", "redis"), str(error))
+    except ValueError:  # its text may have a part of the password
+        problem = Problem(("gateway", "shared", "redis"), _NO_URL)
     raise FileError("the gateway's file", [problem])
 
 
@@ -341,8 +342,8 @@ def _redis_directory(url: str) -> DirectoryReader:
     except ModuleNotFoundError:
         message = "kind redis needs the redis client: pip install prfaas[redis]"
         problem = Problem(("gateway", "directory"), message)
-    except ValueError as error:
-        problem = Problem(("gateway", "directory", "url"), str(error))
+    except ValueError:
+        problem = Problem(("gateway", "directory", "url"), _NO_URL)
     raise FileError("the gateway's file", [problem])
 
 

@@ -16,6 +16,7 @@ import typer
 from deploy.command_line import JsonOption, RunDirOption, command_group, fail, print_json
 from deploy.region.spec.loading import load_region
 from deploy.region.spec.region import RegionSpec, region_schema
+from kvmanager.config_files.fields import SHOWN
 from kvmanager.config_files.problems import FileError
 from kvmanager.private_files import make_new_directory, make_private_directory, write_private
 
@@ -65,7 +66,7 @@ def check_command(
         print_json({"ok": False, "file": str(file), "problems": problems})
         raise typer.Exit(2) from error
     if as_json:
-        document = region.model_dump(mode="json", by_alias=True, exclude_none=True)
+        document = region.model_dump(mode="json", by_alias=True, exclude_none=True, context=SHOWN)
         print_json({"ok": True, "file": str(file), "region": document})
         return
     engines = sum(len(cluster.instances) for cluster in region.clusters)

@@ -207,7 +207,9 @@ def _field_problem(error: ErrorDetails, model: type[BaseModel]) -> Problem:
     if kind == "tuple_type":
         message = "write a list, such as [1, 2]"
     # A wrong value of a secret is not shown: it may be the secret, in the wrong place or spelling.
-    is_secret = any(map(_hides_input, _kinds_along(path, model)))
+    # Also where a whole section should be: a URL in place of `{redis: URL}`.
+    kinds = list(_kinds_along(path, model))
+    is_secret = any(map(_hides_input, kinds)) or _model_in(kinds[-1]) is not None
     shown = repr(value) if isinstance(value, str | int | float | bool) and not is_secret else ""
     if shown and shown not in message:
         message = f"{shown}: {message}"
@@ -233,6 +235,8 @@ def _kinds_along(path: KeyPath, root: type[BaseModel]) -> Iterator[Any]:
 
 
 def _annotated(field: FieldInfo) -> Any:
+    if not field.repr:
+        return SecretStr
     for item in field.metadata:
         if isinstance(item, CoreFields):
             return item.section

@@ -14,7 +14,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from kvmanager.agent.engines.protocol import MAX_ADAPTERS
-from kvmanager.config_files.fields import Section, TlsSection, Tokens
+from kvmanager.config_files.fields import SecretTexts, Section, TlsSection, Tokens
 from kvmanager.config_files.traces import TracesSection
 from kvmanager.vllm_connector.key_guard import KEY_FILE_VARIABLE
 from transport import Endpoint
@@ -99,7 +99,7 @@ class EngineOptions(Section):
     """
     args: tuple[str, ...] = ()
     """Further vLLM options. They come last on the command line and so override those above."""
-    env: dict[str, str] = Field(default={})
+    env: SecretTexts = Field(default={})
     """Added to the engines' environment."""
 
 
@@ -275,8 +275,11 @@ class EngineSpec(EngineOptions):
             "PYTHONPATH": _python_path(inherited.get("PYTHONPATH", "")),
             "PYTHONUNBUFFERED": "1",
         }
-        if all(Path(path).is_dir() for path in (self.model, *self.adapters.values())):
-            # Everything is here; a look-up at a hub would only add a timeout without a network.
+        paths = map(Path, (self.model, *self.adapters.values()))
+        # A whole path is no name on a hub, whether or not the machine that asks has it, which may
+        # write units or a chart for others.
+        if all(path.is_absolute() or path.is_dir() for path in paths):
+            # Everything is there; a look-up at a hub would only add a timeout without a network.
             environment["HF_HUB_OFFLINE"] = "1"
         if self.key_file is not None:
             environment[KEY_FILE_VARIABLE] = str(self.key_file)

@@ -125,18 +125,11 @@ def in_pods(region: RegionSpec) -> RegionSpec:
             for node in cluster.nodes
         )
         clusters.append(cluster.model_copy(update={"nodes": tuple(nodes)}))
-    models = []
-    for model in region.models:
-        # A folder is mounted there; whether this machine has it, too, says nothing.
-        is_mounted = all(path.startswith("/") for path in (model.path, *model.adapters.values()))
-        env = ({"HF_HUB_OFFLINE": "1"} if is_mounted else {}) | model.env
-        models.append(model.model_copy(update={"env": env}))
     return region.model_copy(
         update={
             "security": security.model_copy(update=told),
             "gateway": gateway.model_copy(update=for_gateway),
             "clusters": tuple(clusters),
-            "models": tuple(models),
         }
     )
 

@@ -14,7 +14,15 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from deploy.gateway.api_keys import ApiKeysSection
 from deploy.gateway.config import GatewaySection, SharedUplink
 from kvmanager.agent.config import AgentSection
-from kvmanager.config_files.fields import Address, Addresses, Port, Section, TlsSection, Tokens
+from kvmanager.config_files.fields import (
+    Address,
+    Addresses,
+    Port,
+    SecretTexts,
+    Section,
+    TlsSection,
+    Tokens,
+)
 from kvmanager.config_files.security import is_loopback
 from kvmanager.config_files.traces import SampledTraces, TracesSection
 from kvmanager.config_files.units import parse_duration, parse_rate
@@ -95,7 +103,7 @@ class RegionInstance(Section):
     """Tokens of one of its KV blocks, where they are other than those of its model."""
     args: tuple[str, ...] = ()
     """Further vLLM options of this instance. They win over those of the model."""
-    env: dict[str, str] = Field(default={})
+    env: SecretTexts = Field(default={})
     """Added to the environment of this engine, after that of the model. Without
     CUDA_VISIBLE_DEVICES, or VLLM_CPU_OMP_THREADS_BIND for an engine on the CPU, `prfaas up` divides
     the GPUs and cores of the host among its engines.

@@ -118,7 +118,7 @@ def test_the_example_is_right() -> None:
         ("max_model_len: 8192", "max_model_len: 8192\n    args: [--max_cpu_loras, '1']",
          "models[0].args", "--max-cpu-loras: it is made of the model's adapters"),
         ("name: a1-prefill", "name: a1-prefill\n            args: [--max-loras=1]",
-         "clusters[0].nodes[0].instances[0].args", "--max-loras: it is made of the model's adapters"),
+         "clusters[0].nodes[0].instances[0].args", "--max-loras: it is made of the model"),
         ("max_model_len: 8192", "max_model_len: 8192\n    adapters: {demo: ./poet}",
          "models[0].adapters.demo", "another model or adapter is called 'demo'"),
         ("max_model_len: 8192", "max_model_len: 8192\n    adapters: {poet: ''}",

@@ -53,7 +53,7 @@ def region() -> RegionSpec:
 
 
 def unit(files: dict[str, str], process: str) -> configparser.RawConfigParser:
-    parser = configparser.RawConfigParser()
+    parser = configparser.RawConfigParser(strict=False)  # two EnvironmentFile
     parser.optionxform = str  # type: ignore[assignment, method-assign]
     parser.read_string(files[f"systemd/prfaas-two-{process}.service"])
     return parser
@@ -66,6 +66,7 @@ def test_each_host_gets_its_services_and_what_they_read(region: RegionSpec) -> N
         *(f"systemd/prfaas-two-arena.{name}.service" for name in ("a1", "a2")),
         "systemd/prfaas-two-front.far.service",
         "systemd/prfaas-two.target",
+        *(f"config/{name}.env" for name in ("agent.a1", "agent.a2", "p", "q", "front.far")),
         "config/agent.a1.json",
         "config/agent.a2.json",
         "config/front.far.json",
@@ -98,10 +99,10 @@ def test_units_say_when_they_serve_and_are_limited(region: RegionSpec) -> None:
     assert int(unit(files, "gateway")["Service"]["TimeoutStopSec"]) > 30
     argv = shlex.split(service["ExecStart"])
     assert argv[argv.index("--seed") + 1] == "$$x"
-    environment = shlex.split(service["Environment"])
-    assert 'NOTE=50%% of "it"' in environment
+    environment = shlex.split(files["config/p.env"])
+    assert 'NOTE=50% of "it"' in environment
     assert "CUDA_VISIBLE_DEVICES=0" in environment
-    assert "CUDA_VISIBLE_DEVICES=1" in shlex.split(unit(files, "q")["Service"]["Environment"])
+    assert "CUDA_VISIBLE_DEVICES=1" in shlex.split(files["config/q.env"])
 
 
 def test_an_engine_may_load_for_as_long_as_its_model_may(region: RegionSpec) -> None:
@@ -207,13 +208,12 @@ class TestCommandLine:
         for node in ("a1", "a2"):
             out = tmp_path / node
             assert self.told(str(file), "--systemd", str(out), "--node", node)[0] == 0
-            texts.append({path.name: path.read_text() for path in out.glob("a1/systemd/*")})
+            texts.append({path.name: path.read_text() for path in out.glob("a1/*/*")})
         assert texts[0] == texts[1]
         wants = texts[0]["prfaas-two.target"]
         for gpu, process in enumerate("pq"):
-            name = f"prfaas-two-{process}.service"
-            assert name in wants
-            assert f"CUDA_VISIBLE_DEVICES={gpu}" in texts[0][name]
+            assert f"prfaas-two-{process}.service" in wants
+            assert f'CUDA_VISIBLE_DEVICES="{gpu}"' in texts[0][f"{process}.env"]
 
     def test_keys_must_be_named(self, tmp_path: Path) -> None:
         file = tmp_path / "region.yaml"
