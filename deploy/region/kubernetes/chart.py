@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib import metadata
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +23,7 @@ from deploy.region.kubernetes.operators import certificates, monitors, scalers
 from deploy.region.kubernetes.pods import Pod, object_name, pods_of
 from deploy.region.kubernetes.values import (
     NAMED,
+    VERSION,
     ChartValues,
     chart_schema,
     default_values,
@@ -44,6 +44,8 @@ Region {region}: `prfaas region render` wrote this chart from its region file. H
 {{{{- if $host.enabled }}}} {{{{ $name }}}}{{{{ end }}}}
 {{{{- end }}}}
 Machines need the labels of `nodeSelector`, and the Secrets must exist: docs/kubernetes.md.
+Hosts in other Kubernetes clusters are let in only if networkPolicies.agentsElsewhere and
+networkPolicies.gatewaysElsewhere name them; until then no KVCache comes from there.
 """
 
 
@@ -163,22 +165,14 @@ def chart(region: RegionSpec) -> dict[str, str]:
 
 
 def _chart_file(region: RegionSpec) -> Mapping[str, str]:
-    version = _version()
     return {
         "apiVersion": "v2",
         "name": object_name(region.name),
         "description": f"PrfaaS region {region.name}, written by prfaas region render",
         "type": "application",
-        "version": version,
-        "appVersion": version,
+        "version": VERSION,
+        "appVersion": VERSION,
     }
-
-
-def _version() -> str:
-    try:
-        return metadata.version("prfaas")
-    except metadata.PackageNotFoundError:
-        return "0.0.0"  # a checkout that is not installed
 
 
 def _manifests(region: RegionSpec, pods: Sequence[Pod], value: Value) -> Iterator[Manifest]:

@@ -91,6 +91,8 @@ def object_name(*parts: str) -> str:
     """A name that Kubernetes takes. Words that it does not take as they are get a digest."""
     wanted = "-".join(parts)
     name = re.sub(r"[^a-z0-9]+", "-", wanted.lower()).strip("-")
+    if name[:1].isdigit():  # a Service's name begins with a letter (RFC 1035)
+        name = f"r-{name}"
     if name == re.sub(r"[._]", "-", wanted) and len(name) <= _MAX_NAME:
         return name
     digest = blake3(wanted.encode()).hexdigest(_DIGEST_BYTES)

@@ -5,10 +5,14 @@ Each process has objects of its own, since each has a file, ports and devices of
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from blake3 import blake3
+
+from deploy.gateway.reload import LIVE, LIVE_ADMISSION
 from deploy.region.kubernetes.manifests import (
     Manifest,
     Object,
@@ -61,7 +65,7 @@ def workloads(region: RegionSpec, pods: Sequence[Pod], value: Value) -> Iterator
         spec: Object = {
             # No more than tells pods apart: a selector can never be changed.
             "selector": {"matchLabels": process_labels(region, pod)},
-            "template": {"metadata": {"labels": labels}, "spec": _pod(region, pod, value)},
+            "template": {"metadata": _metadata(pod, labels), "spec": _pod(region, pod, value)},
         }
         if pod.kind != "agent" and pod.process not in scaled:
             spec["replicas"] = 1
@@ -72,6 +76,27 @@ def workloads(region: RegionSpec, pods: Sequence[Pod], value: Value) -> Iterator
             spec["strategy"] = {"type": "Recreate"}
         yield made(template, ("apps/v1", _KINDS[pod.kind]), pod.name, labels, {"spec": spec}, when)
     yield _budget(region, pods)
+
+
+def _metadata(pod: Pod, labels: dict[str, str]) -> Object:
+    """With a digest of what the process reads only when it starts: else `helm upgrade` would leave
+    it on its old settings.
+    """
+    if not pod.files:
+        return {"labels": labels}
+    (document,) = map(json.loads, pod.files.values())
+    # Fronts and agents follow these; an agent does without the events of an engine that joins.
+    for name in ("instances", "send_to", "kv_events"):
+        document.pop(name, None)
+    if pod.kind == "gateway":
+        for source in (*document["pd"], *document["prefill"]):
+            source.pop("instances", None)
+        for name in LIVE:
+            document["gateway"].pop(name, None)
+        for name in LIVE_ADMISSION:
+            document["gateway"]["scheduling"]["admission"].pop(name, None)
+    digest = blake3(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    return {"labels": labels, "annotations": {"checksum/config": digest}}
 
 
 def _budget(region: RegionSpec, pods: Sequence[Pod]) -> Manifest:
