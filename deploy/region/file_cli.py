@@ -85,9 +85,9 @@ def reload_command(
 ) -> None:
     """Hand a changed region file to the region that runs: limits, rights and homes of tenants.
 
-    These are operators, priority_tenants, shared_caches, home and homes of the gateway, and
-    default_tenant and tenants of gateway.scheduling.admission. What else changed is named; it
-    needs `prfaas down` and `prfaas up`. With --node or --site, the gateway must be in that part of
+    These are operators, priority_tenants, shared_caches, home, homes, max_in_flight, max_uploads_*
+    and max_*buffered_bytes of the gateway, and default_tenant and tenants of
+    gateway.scheduling.admission. What else changed is named; it needs `prfaas down` and `prfaas up`. With --node or --site, the gateway must be in that part of
     the region.
 
     \b
