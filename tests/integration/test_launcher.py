@@ -30,7 +30,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from deploy.cli import app
-from deploy.region.launch import launcher, rundir, trust
+from deploy.region.launch import rundir
 from deploy.region.launch.launcher import RunningRegion
 from deploy.region.launch.rundir import RunDirectoryError, read_state
 from deploy.region.launch.running import ProcessProgress, RegionStartFailed
@@ -324,8 +324,7 @@ async def test_a_slow_disk_holds_up_no_event_loop(
         time.sleep(SLOW_DISK_S)
         write_private(path, data)
 
-    for module in (launcher, rundir, trust):
-        monkeypatch.setattr(module, "write_private", slow_disk)
+    monkeypatch.setattr(rundir, "write_private", slow_disk)
     async with RunningRegion(spec(dummy_vllm), run_dir) as region:
         # Whoever waits for the region to run may then read its state.
         state = read_state(run_dir)
