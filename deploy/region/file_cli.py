@@ -87,8 +87,8 @@ def reload_command(
 
     These are operators, priority_tenants, shared_caches, home, homes, max_in_flight, max_uploads_*
     and max_*buffered_bytes of the gateway, and default_tenant and tenants of
-    gateway.scheduling.admission. What else changed is named; it needs `prfaas down` and `prfaas up`. With --node or --site, the gateway must be in that part of
-    the region.
+    gateway.scheduling.admission. What else changed is named; it needs `prfaas down` and `prfaas
+    up`. With --node or --site, the gateway must be in that part of the region.
 
     \b
     prfaas region reload region.yaml --set MODEL=/models/qwen3-next

@@ -285,12 +285,13 @@ def remove_leftovers(root: Path) -> None:
     Its logs stay, and what the gateway has learnt.
     """
     lock = root / LOCK
-    written = lock.read_text().splitlines()
+    written = lock.read_text().splitlines() if lock.exists() else []
     if "sockets.path" in written and (root / "sockets.path").exists():
         shutil.rmtree((root / "sockets.path").read_text(), ignore_errors=True)
     for name in written:
         (root / name).unlink(missing_ok=True)
-    os.truncate(lock, 0)
+    if written:
+        os.truncate(lock, 0)
 
 
 def read_state(root: Path) -> RegionState | None:
