@@ -94,9 +94,10 @@ def make_private_directory(path: Path) -> None:
 
 def make_new_directory(path: Path) -> None:
     """As `make_private_directory`; one that is there must be empty, else FileExistsError."""
-    make_private_directory(path)
-    if any(path.iterdir()):
+    # First: the mode of a directory that is somebody's own does not change.
+    if path.exists() and any(path.iterdir()):
         raise FileExistsError(f"{path} is not empty: nothing there is overwritten")
+    make_private_directory(path)
 
 
 def write_private(path: Path, data: bytes) -> None:

@@ -25,6 +25,7 @@ from kvmanager.config_files.fields import (
     Port,
     Positive,
     Seconds,
+    SecretText,
     Section,
     Tokens,
     TokensOrZero,
@@ -94,7 +95,7 @@ class DirectorySection(Section):
     """
     target: Address | None = None
     """host:port of the `prfaas directory`, with kind grpc."""
-    url: str = ""
+    url: SecretText = ""
     """URL of the Redis server, with kind redis."""
 
     @model_validator(mode="after")
@@ -111,7 +112,7 @@ class DirectorySection(Section):
 class SharedSection(Section):
     """How the gateways of a region share what they learn and what tenants have used up."""
 
-    redis: str = ""
+    redis: SecretText = ""
     """URL of a Redis server that all of them reach. Left out: that of `directory.url`."""
     region: Name = "region"
     """Name of the region there, if regions share a server. `prfaas up` gives the region's name."""
@@ -206,6 +207,38 @@ class GatewaySection(Section):
     """
     timeouts: TimeoutConfig = TimeoutConfig()
     """The limits on every wait."""
+    hand_off_tokens: Tokens = 256
+    """Prompts with more uncached tokens prefill on another instance than they decode on."""
+    template_tokens: TokensOrZero = 256
+    """How many tokens a chat template may add to the text in the body. The estimate saves the
+    rendering of prompts that are certainly short.
+    """
+    max_buffered_bytes: Bytes = 1 << 30
+    """The most bytes of all bodies in flight together, a number or such as 1GiB."""
+    max_tenant_buffered_bytes: Bytes = 512 << 20
+    """The most bytes of the bodies of one tenant's requests in flight, a number or such as
+    512MiB.
+    """
+    max_answer_bytes: Bytes = 256 << 20
+    """The largest answer that is not streamed, bytes, a number or such as 256MiB."""
+    max_in_flight: Annotated[int, Field(gt=0)] = 512
+    """The most requests in flight."""
+    max_uploads_per_address: Annotated[int, Field(gt=0)] = 128
+    """The most bodies that arrive from one address at a time. An IPv6 network of 64 bits counts as
+    one address.
+    """
+    max_uploads_per_tenant: Annotated[int, Field(gt=0)] = 256
+    """The most bodies that arrive from one tenant at a time."""
+    retry_after_s: Annotated[int, Field(ge=1)] = 1
+    """The least Retry-After, seconds, for a client that is refused because of `max_in_flight` or
+    `max_buffered_bytes`. It is longer where requests end more slowly than that.
+    """
+    num_records: Annotated[int, Field(gt=0)] = 1000
+    """How many ended requests are remembered for `prfaas explain`."""
+    report_interval_s: Seconds = 0.5
+    """The time between two reports of a cluster, seconds or such as 500ms."""
+    report_stale_s: Seconds = 5.0
+    """An older report of a cluster is not used, seconds or such as 5s."""
 
     @property
     def shared_url(self) -> str:
@@ -216,6 +249,20 @@ class GatewaySection(Section):
     def _check_shared(self) -> Self:
         if self.shared is not None and not self.shared_url:
             raise ValueError("shared needs redis, the URL of a server (or directory.url)")
+        return self
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> Self:
+        if self.max_buffered_bytes < self.max_body_bytes:
+            raise ValueError("max_buffered_bytes must hold at least one body of max_body_bytes")
+        if self.report_stale_s <= self.report_interval_s:
+            raise ValueError("report_stale_s must be longer than report_interval_s")
+        # The scheduler's ledger forgets what ended longer ago than this.
+        if self.report_stale_s > KEEP_ENDED_S:
+            raise ValueError(
+                f"report_stale_s must be at most {KEEP_ENDED_S:g}: what has ended since an older"
+                " report would count again"
+            )
         return self
 
     @model_validator(mode="after")
@@ -250,40 +297,8 @@ class GatewayConfig(GatewaySection):
 
     models: Annotated[tuple[ModelConfig, ...], Field(min_length=1)]
     """The models that it serves."""
-    hand_off_tokens: Tokens = 256
-    """Prompts with more uncached tokens prefill on another instance than they decode on."""
-    template_tokens: TokensOrZero = 256
-    """How many tokens a chat template may add to the text in the body. The estimate saves the
-    rendering of prompts that are certainly short.
-    """
     api_keys: tuple[ApiKey, ...] = ()
     """The keys that clients must show; none: no authentication."""
-    max_buffered_bytes: Bytes = 1 << 30
-    """The most bytes of all bodies in flight together, a number or such as 1GiB."""
-    max_tenant_buffered_bytes: Bytes = 512 << 20
-    """The most bytes of the bodies of one tenant's requests in flight, a number or such as
-    512MiB.
-    """
-    max_answer_bytes: Bytes = 256 << 20
-    """The largest answer that is not streamed, bytes, a number or such as 256MiB."""
-    max_in_flight: Annotated[int, Field(gt=0)] = 512
-    """The most requests in flight."""
-    max_uploads_per_address: Annotated[int, Field(gt=0)] = 128
-    """The most bodies that arrive from one address at a time. An IPv6 network of 64 bits counts as
-    one address.
-    """
-    max_uploads_per_tenant: Annotated[int, Field(gt=0)] = 256
-    """The most bodies that arrive from one tenant at a time."""
-    retry_after_s: Annotated[int, Field(ge=1)] = 1
-    """The least Retry-After, seconds, for a client that is refused because of `max_in_flight` or
-    `max_buffered_bytes`. It is longer where requests end more slowly than that.
-    """
-    num_records: Annotated[int, Field(gt=0)] = 1000
-    """How many ended requests are remembered for `prfaas explain`."""
-    report_interval_s: Seconds = 0.5
-    """The time between two reports of a cluster, seconds or such as 500ms."""
-    report_stale_s: Seconds = 5.0
-    """An older report of a cluster is not used, seconds or such as 5s."""
 
     @model_validator(mode="after")
     def _check(self) -> GatewayConfig:
@@ -291,16 +306,6 @@ class GatewayConfig(GatewaySection):
         if len(set(names)) != len(names):
             message = "models: two models or adapters have the same name; names must differ"
             raise ValueError(f"{message}: {names}")
-        if self.max_buffered_bytes < self.max_body_bytes:
-            raise ValueError("max_buffered_bytes must hold at least one body of max_body_bytes")
-        if self.report_stale_s <= self.report_interval_s:
-            raise ValueError("report_stale_s must be longer than report_interval_s")
-        # The scheduler's ledger forgets what ended longer ago than this.
-        if self.report_stale_s > KEEP_ENDED_S:
-            raise ValueError(
-                f"report_stale_s must be at most {KEEP_ENDED_S:g}: what has ended since an older"
-                " report would count again"
-            )
         return self
 
 

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from deploy.gateway.sharing.redis_region import RegionInRedis
     from kvmanager.tracing.export import Tracer
 
+_NO_URL = "is no URL such as rediss://:PASSWORD@redis.example:6379"
 EXPECTED = "a gateway's file is a mapping with the keys gateway, pd and prefill"
 
 
@@ -150,14 +151,15 @@ class GatewayFile(ApiKeysSection, SecuritySection):
         for name in filter(None, (self.gateway.home, *self.gateway.homes.values())):
             if name not in pds:
                 raise ValueError(f"home: no PD cluster is called {name!r}{suggestion(name, pds)}")
-        if self.gateway.processes > 1:
+        # Several processes need `shared`, too.
+        if self.gateway.shared is not None:
             sources: tuple[_Source, ...] = (*self.pd, *self.prefill)
             for place in sources:
                 if place.front is None:
                     raise ValueError(
-                        f"gateway.processes: {place.name} has its front inside, and each process"
-                        " would place work as if it were alone; run `prfaas pd` or `prfaas prefill`"
-                        " and write front: HOST:PORT, or processes: 1"
+                        f"gateway.shared: {place.name} has its front inside, and each gateway would"
+                        " place work as if it were alone; run `prfaas pd` or `prfaas prefill` and"
+                        " write front: HOST:PORT, or leave `shared` out"
                     )
         if self.api_keys_file and self.api_keys_env:
             raise ValueError("write api_keys_file or api_keys_env, not both")
@@ -321,8 +323,8 @@ def build_region(file: GatewayFile) -> RegionInRedis | None:
     except ModuleNotFoundError:
         message = "it needs the redis client: pip install prfaas[redis]"
         problem = Problem(("gateway", "shared"), message)
-    except ValueError as error:
-        problem = Problem(("gateway", "shared", "redis"), str(error))
+    except ValueError:  # its text may have a part of the password
+        problem = Problem(("gateway", "shared", "redis"), _NO_URL)
     raise FileError("the gateway's file", [problem])
 
 
@@ -344,8 +346,8 @@ def _redis_directory(url: str) -> DirectoryReader:
     except ModuleNotFoundError:
         message = "kind redis needs the redis client: pip install prfaas[redis]"
         problem = Problem(("gateway", "directory"), message)
-    except ValueError as error:
-        problem = Problem(("gateway", "directory", "url"), str(error))
+    except ValueError:
+        problem = Problem(("gateway", "directory", "url"), _NO_URL)
     raise FileError("the gateway's file", [problem])
 
 

@@ -44,7 +44,7 @@ def with_live(running: GatewayT, read: GatewaySection) -> GatewayT:
     """`running` with the settings of `read` that change live. ValueError if they do not fit those
     that do not.
     """
-    changes = {name: getattr(read, name) for name in LIVE if name in type(read).model_fields}
+    changes = {name: getattr(read, name) for name in LIVE}
     wanted = read.scheduling.admission
     admission = running.scheduling.admission.model_copy(
         update={name: getattr(wanted, name) for name in LIVE_ADMISSION}

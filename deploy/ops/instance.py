@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _PATH = "/prfaas/instances"
 _LOOK_S = 1.0
+# Its engine runs already: a front needs a few probes.
+_JOIN_LIMIT_S = 600.0
 
 instance_app = command_group("Which instances the region has; instances join and leave.")
 
@@ -106,13 +108,11 @@ def add_command(
     order |= {key: value for key, value in limits.items() if value is not None}
     asked = client.find_pages(gateway, run_dir, api_key)
     now = client.ask(asked[0], _PATH, InstanceNow, key=asked[1], body=json.dumps(order).encode())
-    said = ""
-    while wait and now.phase == "joining":
-        time.sleep(_LOOK_S)
-        now = _found(asked, now) or now
-        if now.reason != said and not as_json:
-            said = now.reason
-            typer.echo(f"{name}: {said}", err=True)
+    if wait:
+        try:
+            now = _waited_joined(asked, now, as_json)
+        except KeyboardInterrupt:
+            fail(f"stopped waiting; {name} goes on joining", ExitCode.INTERRUPTED)
     _show(now, as_json)
 
 
@@ -154,6 +154,25 @@ def remove_command(
         except KeyboardInterrupt:
             fail(f"stopped waiting; {name} goes on leaving", ExitCode.INTERRUPTED)
     _show(now, as_json)
+
+
+def _waited_joined(asked: tuple[str, str], now: InstanceNow, quiet: bool) -> InstanceNow:
+    """The instance once it has joined. Exits if it is gone meanwhile, or takes too long."""
+    said, was_seen, deadline_s = "", False, time.monotonic() + _JOIN_LIMIT_S
+    while now.phase == "joining":
+        if time.monotonic() > deadline_s:
+            reason = f"{now.reason}; it goes on joining, `prfaas instance remove` ends that"
+            fail(f"{now.instance} has not joined after {_JOIN_LIMIT_S:g} s: {reason}", 1)
+        time.sleep(_LOOK_S)
+        found = _found(asked, now)
+        # The first answers may be older than the order.
+        if found is None and was_seen:
+            fail(f"{now.instance} is gone before it had joined: {now.reason}", 1)
+        was_seen, now = was_seen or found is not None, found or now
+        if now.reason != said and not quiet:
+            said = now.reason
+            typer.echo(f"{now.instance}: {said}", err=True)
+    return now
 
 
 def _waited_left(asked: tuple[str, str], now: InstanceNow) -> InstanceNow:

@@ -33,6 +33,8 @@ from transport.grants import new_key_pair
 from transport.region_key import new_key
 
 CA_DAYS: Final = 3650
+RENEW: Final = datetime.timedelta(days=30)
+"""So long before their end certificates are made anew; the doctor warns from then on."""
 _SKEW: Final = datetime.timedelta(hours=1)
 """How far behind this machine's clock those of the hosts may be."""
 
@@ -99,8 +101,9 @@ def make(region: RegionSpec, directory: Path, *, days: int) -> None:
 
 def add(region: RegionSpec, directory: Path, *, days: int, renew: bool = False) -> list[Host]:
     """Make what hosts of the file lack in a `directory` that `make` filled, and return these hosts:
-    those without a folder, and those whose certificate has other names. With `renew` all hosts get
-    a new certificate. Keys stay as they are. Raises OSError, ValueError for files of another kind.
+    those without a folder, and those whose certificate has other names or expires soon. With
+    `renew` all hosts get a new certificate. Keys stay as they are. Raises OSError, ValueError for
+    files of another kind and an authority that has expired.
     """
     wanted = _wanted(region)
     authority = Authority.read(directory) if "ca.pem" in wanted else None
@@ -134,7 +137,13 @@ def _lacks(directory: Path, host: Host, wanted: set[str]) -> bool:
         return False
     certificate = x509.load_pem_x509_certificate((folder / "cert.pem").read_bytes())
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    return set(names) != set(_names(host))
+    return set(names) != set(_names(host)) or _expires(certificate)
+
+
+def _expires(certificate: x509.Certificate) -> bool:
+    """Whether it ends within `RENEW`, or the last third of its time if that is shorter."""
+    begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    return datetime.datetime.now(datetime.UTC) > ends - min(RENEW, (ends - begins) / 3)
 
 
 def _found(directory: Path, name: str) -> bytes:
@@ -174,6 +183,9 @@ class Authority:
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise ValueError(f"{directory / 'ca.key'} is not a key that `prfaas certs init` made")
         certificate = x509.load_pem_x509_certificate((directory / "ca.pem").read_bytes())
+        if (ends := certificate.not_valid_after_utc) < datetime.datetime.now(datetime.UTC):
+            message = f"{directory / 'ca.pem'} expired on {ends:%Y-%m-%d}"
+            raise ValueError(f"{message}: `prfaas certs init` makes another authority")
         return cls(key, certificate)
 
     @property

@@ -74,9 +74,9 @@ def add_command(
 ) -> None:
     """Make the files of hosts that joined the region file later, by the same authority.
 
-    It also makes the certificate of a host anew whose nodes or addresses the file changed. Keys
-    stay as they are, and so does everything of the other hosts. Processes use a replaced
-    certificate within a second, without a restart.
+    It also makes the certificate of a host anew whose nodes or addresses the file changed, and one
+    that has expired or will within 30 days. Keys stay as they are, and so does everything of the
+    other hosts. Processes use a replaced certificate within a second, without a restart.
 
     \b
     prfaas certs add keys region.yaml

@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import psutil
 import typer
 from rich.console import Console
 
@@ -27,6 +26,7 @@ from deploy.region.file_cli import (
     load_variables,
 )
 from deploy.region.launch.rundir import (
+    ProcessRecord,
     RegionState,
     RunDirectoryError,
     RunLock,
@@ -138,7 +138,7 @@ def down_command(
     if state.launcher_lives():
         os.kill(state.launcher_pid, signal.SIGTERM)
     deadline_s = time.monotonic() + timeout_s
-    while state.launcher_lives() or any(_lives(item.pid) for item in state.processes):
+    while state.launcher_lives() or any(map(_lives, state.processes)):
         if time.monotonic() > deadline_s:
             fail(f"region {state.title} still runs after {timeout_s:g} s", 1)
         time.sleep(0.05)
@@ -186,9 +186,11 @@ def _discard_arenas(state: RegionState, root: Path) -> None:
         discard_arenas(region, root)
 
 
-def _lives(pid: int | None) -> bool:
+def _lives(process: ProcessRecord) -> bool:
+    """Whether it still runs. Its log is its output; no other program that got its id writes there,
+    and a zombie has no files.
+    """
     try:
-        # A zombie has ended; only its parent has not collected it yet.
-        return pid is not None and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
+        return os.path.samefile(f"/proc/{process.pid}/fd/1", process.log)
+    except OSError:
         return False

@@ -16,6 +16,7 @@ import typer
 from deploy.command_line import JsonOption, RunDirOption, command_group, fail, print_json
 from deploy.region.spec.loading import load_region
 from deploy.region.spec.region import RegionSpec, region_schema
+from kvmanager.config_files.fields import SHOWN
 from kvmanager.config_files.problems import FileError
 from kvmanager.private_files import make_new_directory, make_private_directory, write_private
 
@@ -65,7 +66,7 @@ def check_command(
         print_json({"ok": False, "file": str(file), "problems": problems})
         raise typer.Exit(2) from error
     if as_json:
-        document = region.model_dump(mode="json", by_alias=True, exclude_none=True)
+        document = region.model_dump(mode="json", by_alias=True, exclude_none=True, context=SHOWN)
         print_json({"ok": True, "file": str(file), "region": document})
         return
     engines = sum(len(cluster.instances) for cluster in region.clusters)
@@ -84,10 +85,10 @@ def reload_command(
 ) -> None:
     """Hand a changed region file to the region that runs: limits, rights and homes of tenants.
 
-    These are operators, priority_tenants, shared_caches, home and homes of the gateway, and
-    default_tenant and tenants of gateway.scheduling.admission. What else changed is named; it
-    needs `prfaas down` and `prfaas up`. With --node or --site, the gateway must be in that part of
-    the region.
+    These are operators, priority_tenants, shared_caches, home, homes, max_in_flight, max_uploads_*
+    and max_*buffered_bytes of the gateway, and default_tenant and tenants of
+    gateway.scheduling.admission. What else changed is named; it needs `prfaas down` and `prfaas
+    up`. With --node or --site, the gateway must be in that part of the region.
 
     \b
     prfaas region reload region.yaml --set MODEL=/models/qwen3-next
@@ -179,7 +180,8 @@ def render_command(
     Prometheus needs to watch it.
 
     DIR must be empty or missing. With --systemd it gets a folder for each host with a unit for each
-    process and the files that they read. Keys, certificates and models are used where the region
+    process and the files that they read; with --node or --site for the hosts of these nodes, with
+    whatever else is there. Keys, certificates and models are used where the region
     file says; as relative paths start at the file, write whole paths where hosts keep them
     elsewhere. Variables for all services, such as API keys, may be in the file `environment` beside
     the others.
@@ -230,16 +232,18 @@ def render_command(
 
     if problems := spread_problems(region):
         fail(str(FileError(str(file), problems)), 2)
-    wanted = part_of(region, site=site, node=node).nodes
+    wanted = set(part_of(region, site=site, node=node).nodes)
     paths = HostPaths((config or Path("/etc/prfaas") / region.name).absolute(), user, python)
     try:
         make_new_directory(systemd)
         for host in hosts_of(region):
-            if nodes := tuple(name for name in host.nodes if name in wanted):
-                _write(systemd / nodes[0], rendered(region, nodes, paths))
+            # All nodes of a host together: they share its GPUs and the target of its units.
+            if not wanted.isdisjoint(host.nodes):
+                folder = systemd / host.folder
+                _write(folder, rendered(region, host.nodes, paths))
                 typer.echo(
-                    f"host {host.addresses[0]}: copy {systemd / nodes[0]}/config/. to "
-                    f"{paths.config}, {systemd / nodes[0]}/systemd/. to /etc/systemd/system"
+                    f"host {host.addresses[0]}: copy {folder}/config/. to "
+                    f"{paths.config}, {folder}/systemd/. to /etc/systemd/system"
                 )
     except OSError as error:
         fail(str(error), 1)

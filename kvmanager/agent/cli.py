@@ -15,7 +15,6 @@ from typing import Annotated, Any
 
 import typer
 import uvloop
-import yaml
 
 from kvmanager.agent.config import AgentConfig, load
 from kvmanager.agent.control import ControlService
@@ -27,7 +26,7 @@ from kvmanager.config_files.followed_files import follow, hang_up
 from kvmanager.config_files.options import setting
 from kvmanager.config_files.problems import FileError
 from kvmanager.config_files.traces import open_tracer
-from kvmanager.config_files.yaml_files import exit_on_bad_file
+from kvmanager.config_files.yaml_files import exit_on_bad_file, read_values
 from kvmanager.logs import FormatOption, LevelOption, set_up_logging
 from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.systemd import served
@@ -81,10 +80,10 @@ def agent_command(
 ) -> None:
     """Run this host's node agent, which owns KVCache memory, moves it and serves the engines."""
     options = {name: value for name, value in locals().items() if name in AgentConfig.model_fields}
-    if placement is not None:
-        options["placement"] = yaml.safe_load(placement)
     set_up_logging(log_level, log_format)
     with exit_on_bad_file():
+        if placement is not None:
+            options["placement"] = read_values(placement, "--placement")
         settings = load(config, options)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

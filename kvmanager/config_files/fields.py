@@ -23,6 +23,8 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    SerializerFunctionWrapHandler,
+    WrapSerializer,
     create_model,
 )
 from pydantic_core import CoreSchema, core_schema
@@ -65,6 +67,24 @@ Bytes = Annotated[int, Field(gt=0), spelled(parse_size)]
 Tokens = Annotated[int, Field(gt=0), spelled(parse_tokens)]
 TokensOrZero = Annotated[int, Field(ge=0), spelled(parse_tokens)]
 Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+SHOWN: Final = "shown"
+"""The context of a `model_dump` for people: secrets are left out. Files for processes have them."""
+
+
+def _unless_shown(value: Any, write: SerializerFunctionWrapHandler, info: Any) -> Any:
+    if info.context != SHOWN or not value:
+        return write(value)
+    return dict.fromkeys(value, "***") if isinstance(value, dict) else "***"
+
+
+# `repr` is what problems of files look at, too.
+_SECRET: Final = (Field(repr=False), WrapSerializer(_unless_shown))
+SecretText = Annotated[str, *_SECRET]
+"""A URL that may have a password, or another text that no output shows."""
+SecretTexts = Annotated[dict[str, str], *_SECRET]
+"""Environment variables, of which some are tokens."""
 
 
 def _endpoint(text: str) -> str:

@@ -1,27 +1,34 @@
 """Reads a YAML file into a pydantic model; each problem has its line and what to write instead.
 
+The file is YAML 1.2: `off`, `on`, `yes` and `no` are texts, and a key stands once in a mapping.
 ``${NAME}`` and ``${NAME:-default}`` in a value are replaced from the variables handed in.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import typer
-import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import ConstructorError, SafeConstructor
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
 from kvmanager.config_files.fields import CoreFields
 from kvmanager.config_files.problems import FileError, KeyPath, Problem, suggestion
 
+MAX_VALUES: Final = 200_000
+"""Most values of a file. Aliases repeat what they name, so a short file may have any number."""
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -76,17 +83,10 @@ def parse_yaml(
     fields that are each right. Without `variables` nothing is replaced. `options` replace the
     text's values of their keys.
     """
-    try:
-        document = yaml.safe_load(text)
-        # The second pass keeps the nodes with their line numbers, which the values do not have.
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        raise FileError(source, [_yaml_problem(error)]) from error
+    problems: list[Problem] = []
+    document, root = _read(text, source, variables, problems)
     if not isinstance(document, dict):
         raise FileError(source, [Problem((), expected)])
-    problems: list[Problem] = []
-    if variables is not None:
-        document = _expand(document, variables, (), problems)
     document |= options
     value: Model | None = None
     if not problems:
@@ -102,12 +102,65 @@ def parse_yaml(
     return value
 
 
-def _expand(value: Any, variables: Mapping[str, str], at: KeyPath, found: list[Problem]) -> Any:
+def read_values(text: str, source: str) -> Any:
+    """The values of a YAML text, as they stand there. Raises `FileError`."""
+    return _read(text, source, None, [])[0]
+
+
+class _Constructor(SafeConstructor):
+    def check_mapping_key(
+        self, node: Any, key_node: Any, mapping: Any, key: Any, value: Any
+    ) -> bool:
+        # The error of the library shows both values, which may be secrets.
+        if key in mapping:
+            message = f"the key {key!r} stands twice in one mapping; remove one"
+            raise ConstructorError(None, None, message, key_node.start_mark)
+        return True
+
+    def flatten_mapping(self, node: Any) -> None:
+        super().flatten_mapping(node)
+        # Each level of `<<: [*a, *a]` doubles them, before there is any value to count.
+        if len(node.value) > MAX_VALUES:
+            message = f"more than {MAX_VALUES} keys are merged here"
+            raise ConstructorError(None, None, message, node.start_mark)
+
+
+def _read(
+    text: str, source: str, variables: Mapping[str, str] | None, found: list[Problem]
+) -> tuple[Any, Node | None]:
+    """The values of the text, and its nodes, which have the line numbers. Raises `FileError`."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Constructor = _Constructor
+    try:
+        root = yaml.compose(text)
+        document = None if root is None else yaml.constructor.construct_document(root)
+        return _expand(document, variables, (), found, itertools.count(1)), root
+    except MarkedYAMLError as error:
+        line = None if error.problem_mark is None else error.problem_mark.line + 1
+        problem = Problem((), f"not valid YAML: {error.problem}", line)
+    except (YAMLError, ValueError) as error:  # no character of YAML; a date that does not exist
+        problem = Problem((), f"not valid YAML: {error}")
+    except RecursionError:
+        problem = Problem((), "too many levels, or an alias within what it names")
+    raise FileError(source, [problem])
+
+
+def _expand(
+    value: Any,
+    variables: Mapping[str, str] | None,
+    at: KeyPath,
+    found: list[Problem],
+    numbers: Iterator[int],
+) -> Any:
+    if next(numbers) > MAX_VALUES:
+        raise ValueError(f"more than {MAX_VALUES} values, with what aliases repeat")
     if isinstance(value, dict):
-        return {key: _expand(item, variables, (*at, key), found) for key, item in value.items()}
+        return {
+            key: _expand(item, variables, (*at, key), found, numbers) for key, item in value.items()
+        }
     if isinstance(value, list):
-        return [_expand(item, variables, (*at, i), found) for i, item in enumerate(value)]
-    if not isinstance(value, str):
+        return [_expand(item, variables, (*at, i), found, numbers) for i, item in enumerate(value)]
+    if not isinstance(value, str) or variables is None:
         return value
 
     def replaced(match: re.Match[str]) -> str:
@@ -121,7 +174,7 @@ def _expand(value: Any, variables: Mapping[str, str], at: KeyPath, found: list[P
 
     expanded = _VARIABLE.sub(replaced, value)
     # A value that is one variable keeps YAML's types: port: ${PORT} is a number.
-    return yaml.safe_load(expanded) if expanded != value and expanded.isdigit() else expanded
+    return int(expanded) if expanded != value and expanded.isdecimal() else expanded
 
 
 def _field_problems(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
@@ -154,7 +207,9 @@ def _field_problem(error: ErrorDetails, model: type[BaseModel]) -> Problem:
     if kind == "tuple_type":
         message = "write a list, such as [1, 2]"
     # A wrong value of a secret is not shown: it may be the secret, in the wrong place or spelling.
-    is_secret = any(map(_hides_input, _kinds_along(path, model)))
+    # Also where a whole section should be: a URL in place of `{redis: URL}`.
+    kinds = list(_kinds_along(path, model))
+    is_secret = any(map(_hides_input, kinds)) or _model_in(kinds[-1]) is not None
     shown = repr(value) if isinstance(value, str | int | float | bool) and not is_secret else ""
     if shown and shown not in message:
         message = f"{shown}: {message}"
@@ -180,6 +235,8 @@ def _kinds_along(path: KeyPath, root: type[BaseModel]) -> Iterator[Any]:
 
 
 def _annotated(field: FieldInfo) -> Any:
+    if not field.repr:
+        return SecretStr
     for item in field.metadata:
         if isinstance(item, CoreFields):
             return item.section
@@ -215,32 +272,26 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return next((model for model in found if model is not None), None)
 
 
-def _with_line(problem: Problem, root: yaml.Node | None, options: Mapping[str, Any]) -> Problem:
+def _with_line(problem: Problem, root: Node | None, options: Mapping[str, Any]) -> Problem:
     # An option of the command has no line in the file.
     is_option = bool(problem.path) and problem.path[0] in options
     return problem if is_option else replace(problem, line=_line(root, problem.path))
 
 
-def _line(root: yaml.Node | None, path: KeyPath) -> int | None:
+def _line(root: Node | None, path: KeyPath) -> int | None:
     """The line of the deepest part of `path` that the file has."""
     line: int | None = None
     node = root
     for part in path:
-        found: yaml.Node | None = None
-        if isinstance(node, yaml.MappingNode):
+        found: Node | None = None
+        if isinstance(node, MappingNode):
             for key, item in node.value:
                 if key.value == part:
                     line, found = key.start_mark.line + 1, item
-        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+        elif isinstance(node, SequenceNode) and isinstance(part, int):
             found = node.value[part] if part < len(node.value) else None
             line = found.start_mark.line + 1 if found is not None else line
         if found is None:
             break
         node = found
     return line
-
-
-def _yaml_problem(error: yaml.YAMLError) -> Problem:
-    mark = getattr(error, "problem_mark", None)
-    what = getattr(error, "problem", None) or str(error)
-    return Problem((), f"not valid YAML: {what}", mark.line + 1 if mark is not None else None)

@@ -14,7 +14,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from kvmanager.agent.engines.protocol import MAX_ADAPTERS
-from kvmanager.config_files.fields import ListenHost, Section, TlsSection, Tokens
+from kvmanager.config_files.fields import ListenHost, SecretTexts, Section, TlsSection, Tokens
 from kvmanager.config_files.traces import TracesSection
 from kvmanager.vllm_connector.key_guard import KEY_FILE_VARIABLE
 from transport import Endpoint
@@ -85,6 +85,9 @@ class EngineOptions(Section):
     """
     max_lora_rank: LoraRank | None = None
     """Largest rank of an adapter. Left out: vLLM's choice, 16."""
+    start_minutes: Annotated[int, Field(ge=1)] = 60
+    """How long an engine may take until it serves, minutes: one that takes longer is started again.
+    """
     enforce_eager: bool = False
     """Do without CUDA graphs and compilation."""
     kv_space_gib: Annotated[int, Field(ge=1)] | None = None
@@ -97,7 +100,7 @@ class EngineOptions(Section):
     """
     args: tuple[str, ...] = ()
     """Further vLLM options. They come last on the command line and so override those above."""
-    env: dict[str, str] = Field(default={})
+    env: SecretTexts = Field(default={})
     """Added to the engines' environment."""
 
 
@@ -276,8 +279,11 @@ class EngineSpec(EngineOptions):
         # All workers of an engine are on its host. Otherwise gloo listens at the address of the
         # host's name, and asks nobody who connects for a key.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        if all(Path(path).is_dir() for path in (self.model, *self.adapters.values())):
-            # Everything is here; a look-up at a hub would only add a timeout without a network.
+        paths = map(Path, (self.model, *self.adapters.values()))
+        # A whole path is no name on a hub, whether or not the machine that asks has it, which may
+        # write units or a chart for others.
+        if all(path.is_absolute() or path.is_dir() for path in paths):
+            # Everything is there; a look-up at a hub would only add a timeout without a network.
             environment["HF_HUB_OFFLINE"] = "1"
         if self.key_file is not None:
             environment[KEY_FILE_VARIABLE] = str(self.key_file)

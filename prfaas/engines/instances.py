@@ -286,7 +286,7 @@ class Instances:
         supervisor = Supervisor(
             engine_process(engine, self._config.log_dir),
             instance.http.health,
-            SupervisorConfig(probes=self._config.probes),
+            SupervisorConfig(60.0 * engine.start_minutes, self._config.probes),
             on_event,
         )
         supervisor.start()

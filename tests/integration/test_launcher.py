@@ -30,7 +30,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from deploy.cli import app
-from deploy.region.launch import launcher, rundir, trust
+from deploy.region.launch import rundir
 from deploy.region.launch.launcher import RunningRegion
 from deploy.region.launch.rundir import RunDirectoryError, read_state
 from deploy.region.launch.running import ProcessProgress, RegionStartFailed
@@ -152,7 +152,7 @@ async def test_a_region_starts_is_watched_and_leaves_nothing(
     assert read_state(run_dir) is None
     assert not [pid for pid in pids if lives(pid)]
     # What the gateway has learnt is for the next run.
-    assert sorted(os.listdir(run_dir)) == ["gateway.learned", "logs"]
+    assert sorted(os.listdir(run_dir)) == ["gateway.learned", "logs", "prfaas.lock"]
 
 
 async def test_two_gateways_on_one_machine_work_together(
@@ -324,8 +324,7 @@ async def test_a_slow_disk_holds_up_no_event_loop(
         time.sleep(SLOW_DISK_S)
         write_private(path, data)
 
-    for module in (launcher, rundir, trust):
-        monkeypatch.setattr(module, "write_private", slow_disk)
+    monkeypatch.setattr(rundir, "write_private", slow_disk)
     async with RunningRegion(spec(dummy_vllm), run_dir) as region:
         # Whoever waits for the region to run may then read its state.
         state = read_state(run_dir)
@@ -345,7 +344,7 @@ async def test_a_slow_disk_holds_up_no_event_loop(
     assert writing
     assert threading.get_ident() not in writing
     assert read_state(run_dir) is None
-    assert sorted(os.listdir(run_dir)) == ["gateway.learned", "logs"]
+    assert sorted(os.listdir(run_dir)) == ["gateway.learned", "logs", "prfaas.lock"]
 
 
 async def test_a_full_disk_stops_no_region(
@@ -559,7 +558,7 @@ class TestCommandLine:
         assert "dead" in self.told("status", "--run-dir", str(run_dir)).stdout
         assert "is down" in self.told("down", "--run-dir", str(run_dir)).stdout
         left = {path.name for path in run_dir.iterdir()}
-        assert left <= {"logs", "lock", "gateway.learned"}
+        assert left <= {"logs", "prfaas.lock", "gateway.learned"}
 
     def test_ctrl_c_while_starting(self, file: Path, run_dir: Path) -> None:
         up = self.prfaas("up", str(file), "--run-dir", str(run_dir), "--json")
@@ -570,7 +569,7 @@ class TestCommandLine:
         up.send_signal(signal.SIGINT)
         self.finish(up)
         assert up.returncode == 130
-        assert {path.name for path in run_dir.iterdir()} == {"logs"}
+        assert {path.name for path in run_dir.iterdir()} == {"logs", "prfaas.lock"}
 
     def test_a_wrong_file(self, file: Path, run_dir: Path) -> None:
         file.write_text(file.read_text().replace("links", "lnks"))

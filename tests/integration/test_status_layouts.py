@@ -7,13 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from answering_gateway import answering
 from front_doubles import FakeAgent
 from rich.console import Console
 
-from deploy.region.launch.rundir import ProcessRecord, RegionState
+from deploy.region.launch.rundir import ProcessRecord, RegionState, RunLock
 from deploy.region.launch.status import RegionStatus, region_status, render_status
 from deploy.region.spec.loading import parse_region
 from scheduler.reports import ClusterReport, InstanceReport
@@ -46,6 +45,7 @@ def cluster(
 
 async def seen(directory: Path, **changes: Any) -> RegionStatus:
     """The status of a run whose launcher is this process."""
+    lock = RunLock(directory)
     file = directory / "region.json"
     file.write_text(parse_region(FILE, {}).model_dump_json(by_alias=True))
     settings: dict[str, Any] = {"gateway_url": "", "processes": (), "agents": {}}
@@ -53,13 +53,15 @@ async def seen(directory: Path, **changes: Any) -> RegionStatus:
         region="region",
         phase="running",
         launcher_pid=os.getpid(),
-        launcher_started_s=psutil.Process().create_time(),
         started_s=0.0,
         region_file=str(file),
         relays={},
         **(settings | changes),
     )
-    return await region_status(state)
+    try:
+        return await region_status(state)
+    finally:
+        lock.release()
 
 
 def printed(status: RegionStatus) -> str:

@@ -6,13 +6,14 @@ out most fields. This file does not know how the numbers are measured.
 
 from __future__ import annotations
 
+import io
 import os
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import Field, field_validator
+from ruamel.yaml import YAML
 
 from kvmanager.config_files.fields import Seconds, SecondsOrZero, Section, Tokens, spelled
 from kvmanager.config_files.units import parse_size
@@ -146,14 +147,16 @@ class EngineProfileFile(Section):
 
     def dump(self, path: Path) -> None:
         """Write `path`, whole or not at all. An existing file is replaced. Raises `OSError`."""
-        text = _HEADER + yaml.safe_dump(
-            self.as_json(), sort_keys=False, allow_unicode=True, width=100
-        )
+        yaml = YAML()
+        yaml.width = 100
+        text = io.StringIO(_HEADER)
+        text.seek(0, io.SEEK_END)
+        yaml.dump(self.as_json(), text)
         # In the same directory, so that the last step is a rename within one file system.
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             with unfinished.open("x", encoding="utf-8") as file:
-                file.write(text)
+                file.write(text.getvalue())
                 file.flush()
                 # Before the rename: after a crash the name must not belong to an empty file.
                 os.fsync(file.fileno())

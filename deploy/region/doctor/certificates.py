@@ -10,11 +10,11 @@ from typing import Final, Self
 
 from cryptography import x509
 
+from deploy.region.certs import RENEW as RENEW_BEFORE
 from deploy.region.doctor.findings import Check, ok, problem, warning
 from transport import Role
 from transport.identity import Identity, identities_of, refusal
 
-WARN_DAYS: Final = 30
 RENEW: Final = "issue a new one: `prfaas certs add`, or your own authority (docs/security.md)"
 
 
@@ -63,7 +63,7 @@ def date_check(about: str, certificate: Certificate, now: datetime.datetime) -> 
         begins = f"{certificate.begins:%Y-%m-%d %H:%M} UTC"
         return problem(about, f"it holds from {begins} only", "set the clock, or issue it anew")
     holds = f"it holds until {ends:%Y-%m-%d}, {days} days"
-    return warning(about, holds, RENEW) if days < WARN_DAYS else ok(about, holds)
+    return warning(about, holds, RENEW) if days < RENEW_BEFORE.days else ok(about, holds)
 
 
 def name_checks(

@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib import metadata
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +23,7 @@ from deploy.region.kubernetes.operators import certificates, monitors, scalers
 from deploy.region.kubernetes.pods import Pod, object_name, pods_of
 from deploy.region.kubernetes.values import (
     NAMED,
+    VERSION,
     ChartValues,
     chart_schema,
     default_values,
@@ -32,7 +32,7 @@ from deploy.region.kubernetes.values import (
 from deploy.region.kubernetes.workloads import workloads
 from deploy.region.spec.region import RegionSpec
 from kvmanager.config_files.problems import FileError, Problem, suggestion
-from kvmanager.config_files.yaml_files import parse_yaml
+from kvmanager.config_files.yaml_files import parse_yaml, read_text, read_values
 
 _TAG: Final = "!value"
 # No text is written like this: YAML quotes one that begins with a tag, and lines of JSON do not end
@@ -44,6 +44,8 @@ Region {region}: `prfaas region render` wrote this chart from its region file. H
 {{{{- if $host.enabled }}}} {{{{ $name }}}}{{{{ end }}}}
 {{{{- end }}}}
 Machines need the labels of `nodeSelector`, and the Secrets must exist: docs/kubernetes.md.
+Hosts in other Kubernetes clusters are let in only if networkPolicies.agentsElsewhere and
+networkPolicies.gatewaysElsewhere name them; until then no KVCache comes from there.
 """
 
 
@@ -117,11 +119,9 @@ def chosen_values(region: RegionSpec, site: str | None, file: Path | None) -> Ch
         document = _merged(document, site_values(region, site))
     if file is None:
         return ChartValues.model_validate(document)
-    try:
-        given = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        raise FileError(str(file), [Problem((), f"no YAML: {error}")]) from error
-    text = _yaml(_merged(document, given))
+    given = read_values(read_text(file), str(file)) or {}
+    # As JSON, in which every text stays a text.
+    text = json.dumps(_merged(document, given), ensure_ascii=False, default=str)
     try:
         found = parse_yaml(text, ChartValues, source=str(file), expected="values are a mapping")
     except FileError as error:
@@ -165,22 +165,14 @@ def chart(region: RegionSpec) -> dict[str, str]:
 
 
 def _chart_file(region: RegionSpec) -> Mapping[str, str]:
-    version = _version()
     return {
         "apiVersion": "v2",
         "name": object_name(region.name),
         "description": f"PrfaaS region {region.name}, written by prfaas region render",
         "type": "application",
-        "version": version,
-        "appVersion": version,
+        "version": VERSION,
+        "appVersion": VERSION,
     }
-
-
-def _version() -> str:
-    try:
-        return metadata.version("prfaas")
-    except metadata.PackageNotFoundError:
-        return "0.0.0"  # a checkout that is not installed
 
 
 def _manifests(region: RegionSpec, pods: Sequence[Pod], value: Value) -> Iterator[Manifest]:

@@ -8,6 +8,8 @@ import typer
 
 from deploy.command_line import fail
 from deploy.region.kubernetes.chart import chart, chosen_values, kustomization
+from deploy.region.kubernetes.network import unreachable
+from deploy.region.kubernetes.pods import object_name, pods_of
 from deploy.region.launch.parts import part_of
 from deploy.region.spec.region import RegionSpec
 from kvmanager.config_files.problems import FileError
@@ -35,5 +37,8 @@ def write_chart(region: RegionSpec, folder: Path, *, site: str | None, values: P
         fail(str(error), 1)
     for cluster in region.clusters:
         file = folder / "chart" / f"values-{cluster.name}.yaml"
-        typer.echo(f"{cluster.name}: helm upgrade --install {region.name} {folder}/chart -f {file}")
+        release = object_name(region.name)  # Helm takes lower case, digits and dashes
+        typer.echo(f"{cluster.name}: helm upgrade --install {release} {folder}/chart -f {file}")
+    for sentence in unreachable(pods_of(region), chosen.network_policies):
+        typer.echo(sentence, err=True)
     typer.echo(f"without Helm: kubectl apply -k {folder}/objects")

@@ -6,6 +6,8 @@ import ipaddress
 from collections.abc import Container, Iterator, Sequence
 from typing import Final
 
+from pydantic.alias_generators import to_snake
+
 from deploy.region.certs import Host, is_address
 from deploy.region.kubernetes.manifests import (
     Keys,
@@ -20,6 +22,7 @@ from deploy.region.kubernetes.manifests import (
     region_labels,
 )
 from deploy.region.kubernetes.pods import Pod, object_name
+from deploy.region.kubernetes.values import NetworkPolicyValues
 from deploy.region.spec.region import RegionSpec
 
 METRICS_LABEL: Final = "prfaas/metrics"
@@ -70,18 +73,28 @@ def services(region: RegionSpec, pods: Sequence[Pod], value: Value) -> Iterator[
         yield made(
             "services.yaml", _SERVICE, name, labels | {METRICS_LABEL: "true"}, {"spec": spec}, when
         )
-    yield _gateway_service(region, pods, value)
+    yield from _gateway_services(region, pods, value)
 
 
-def _gateway_service(region: RegionSpec, pods: Sequence[Pod], value: Value) -> Manifest:
+def _gateway_services(region: RegionSpec, pods: Sequence[Pod], value: Value) -> Iterator[Manifest]:
     gateways = [pod for pod in pods if pod.kind == "gateway"]
     labels = region_labels(region, "gateway")
-    numbers = dict.fromkeys(port for pod in gateways for port in pod.ports.values())
-    ports = [_port(port) for port in numbers]
     when = tuple(path for pod in gateways for path in enabled(pod.host.folder))
-    spec = {"selector": labels, "ports": ports}
+
+    def spec(use: str) -> Object:
+        numbers = dict.fromkeys(pod.ports[use] for pod in gateways)
+        return {"selector": labels, "ports": [_port(port) for port in numbers]}
+
     name = object_name(region.name, "gateway")
-    return _service(name, labels | {METRICS_LABEL: "true"}, spec, value, ("gatewayService",), when)
+    metrics = labels | {METRICS_LABEL: "true"}
+    if region.gateway.admin is None:
+        yield _service(name, metrics, spec("http"), value, ("gatewayService",), when)
+        return
+    yield _service(name, labels, spec("http"), value, ("gatewayService",), when)
+    # The operators' pages are for this Kubernetes cluster, never for a load balancer of clients.
+    name = object_name(region.name, "gateway", "admin")
+    rest = {"spec": {"clusterIP": "None"} | spec("admin")}
+    yield made("services.yaml", _SERVICE, name, metrics, rest, when)
 
 
 def _service(
@@ -116,6 +129,29 @@ def _ports(pod: Pod, uses: Container[tuple[str, str]]) -> list[int]:
 
 def _port(port: int) -> Object:
     return {"name": port_name(port), "port": port, "targetPort": port_name(port)}
+
+
+def unreachable(pods: Sequence[Pod], policies: NetworkPolicyValues) -> Iterator[str]:
+    """Sentences about callers that the policies do not let in."""
+    if not policies.enabled:
+        return
+    if len({pod.cluster for pod in pods if pod.cluster}) > 1:
+        for name in ("agentsElsewhere", "gatewaysElsewhere"):
+            if not getattr(policies, to_snake(name)):
+                yield (
+                    f"networkPolicies.{name} is empty: pods of other Kubernetes clusters are "
+                    "refused; name them there, if the region has any"
+                )
+    if all(pod.on_host_network for pod in pods if pod.kind != "gateway"):
+        return
+    named = {pod.node: pod.host.addresses[0] for pod in pods if pod.on_host_network}
+    for node, address in named.items():
+        if not is_address(address):
+            yield (
+                f"processes of node {node} are on their machine's network, where policies know "
+                f"addresses only, and its host is {address}: they are refused by nodes with "
+                "`listen: 0.0.0.0`; write an IP address, or `listen: 0.0.0.0`"
+            )
 
 
 def policies(region: RegionSpec, pods: Sequence[Pod], value: Value) -> Iterator[Manifest]:

@@ -64,6 +64,7 @@ class Pod:
     files: Mapping[str, str]
     ports: Mapping[str, int]
     grace_s: int
+    start_s: float
     on_host_network: bool
     gpus: int = 0
     workers: int = 0
@@ -90,6 +91,8 @@ def object_name(*parts: str) -> str:
     """A name that Kubernetes takes. Words that it does not take as they are get a digest."""
     wanted = "-".join(parts)
     name = re.sub(r"[^a-z0-9]+", "-", wanted.lower()).strip("-")
+    if name[:1].isdigit():  # a Service's name begins with a letter (RFC 1035)
+        name = f"r-{name}"
     if name == re.sub(r"[._]", "-", wanted) and len(name) <= _MAX_NAME:
         return name
     digest = blake3(wanted.encode()).hexdigest(_DIGEST_BYTES)
@@ -124,18 +127,11 @@ def in_pods(region: RegionSpec) -> RegionSpec:
             for node in cluster.nodes
         )
         clusters.append(cluster.model_copy(update={"nodes": tuple(nodes)}))
-    models = []
-    for model in region.models:
-        # A folder is mounted there; whether this machine has it, too, says nothing.
-        is_mounted = all(path.startswith("/") for path in (model.path, *model.adapters.values()))
-        env = ({"HF_HUB_OFFLINE": "1"} if is_mounted else {}) | model.env
-        models.append(model.model_copy(update={"env": env}))
     return region.model_copy(
         update={
             "security": security.model_copy(update=told),
             "gateway": gateway.model_copy(update=for_gateway),
             "clusters": tuple(clusters),
-            "models": tuple(models),
         }
     )
 
@@ -204,6 +200,7 @@ def _pod(
         "argv": (PYTHON, *item.process.argv[1:]),
         "env": _environment(region, item),
         "files": _files(item, files),
+        "start_s": item.start_s,
         "grace_s": math.ceil(item.process.term_grace_s + KILL_S),
     }
     if item.kind == "gateway":

@@ -6,6 +6,7 @@ It also makes the defaults for a region, those of a site, and the schema by whic
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import ConfigDict, Field
@@ -17,6 +18,10 @@ from deploy.region.kubernetes.pods import Pod, object_name
 from deploy.region.spec.region import RegionSpec
 from kvmanager.config_files.fields import Section
 
+try:
+    VERSION: Final = metadata.version("prfaas")
+except metadata.PackageNotFoundError:
+    VERSION = "0.0.0"  # type: ignore[misc]  # a checkout that is not installed
 GPU: Final = "nvidia.com/gpu"
 USER: Final = 10001
 """The user of the images."""
@@ -41,9 +46,9 @@ class _Values(Section):
 class ImageValues(_Values):
     """The images of the pods."""
 
-    prfaas: Name = "prfaas:0.1.0"
+    prfaas: Name = f"prfaas:{VERSION}"
     """Of gateway, fronts and agents."""
-    engine: Name = "prfaas-vllm:0.1.0"
+    engine: Name = f"prfaas-vllm:{VERSION}"
     """Of engines: vLLM with the connector."""
     pull_policy: PullPolicy = "IfNotPresent"
     """When the images are pulled."""
@@ -114,8 +119,6 @@ class EngineValues(_Values):
     """Linux capabilities. IPC_LOCK lifts the limit of locked memory for a process of root; for
     others the container runtime's own limit holds.
     """
-    start_minutes: Annotated[int, Field(ge=1)] = 60
-    """The longest start of an engine, minutes."""
 
 
 class SecretValues(_Values):

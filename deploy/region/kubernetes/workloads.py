@@ -5,9 +5,14 @@ Each process has objects of its own, since each has a file, ports and devices of
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from blake3 import blake3
+
+from deploy.gateway.reload import LIVE, LIVE_ADMISSION
 from deploy.region.kubernetes.manifests import (
     Manifest,
     Object,
@@ -37,8 +42,6 @@ from deploy.region.spec.region import RegionSpec
 
 _SECRET_MODE: Final = 0o440
 """Keys are for the group of the pod; a process refuses keys that others may read."""
-_START_S: Final = 600
-"""An agent may have to touch every page of a large arena before it serves."""
 _PERIOD_S: Final = 10
 _HOME: Final = "/home/prfaas"
 _KINDS: Final = {
@@ -62,7 +65,7 @@ def workloads(region: RegionSpec, pods: Sequence[Pod], value: Value) -> Iterator
         spec: Object = {
             # No more than tells pods apart: a selector can never be changed.
             "selector": {"matchLabels": process_labels(region, pod)},
-            "template": {"metadata": {"labels": labels}, "spec": _pod(region, pod, value)},
+            "template": {"metadata": _metadata(pod, labels), "spec": _pod(region, pod, value)},
         }
         if pod.kind != "agent" and pod.process not in scaled:
             spec["replicas"] = 1
@@ -73,6 +76,27 @@ def workloads(region: RegionSpec, pods: Sequence[Pod], value: Value) -> Iterator
             spec["strategy"] = {"type": "Recreate"}
         yield made(template, ("apps/v1", _KINDS[pod.kind]), pod.name, labels, {"spec": spec}, when)
     yield _budget(region, pods)
+
+
+def _metadata(pod: Pod, labels: dict[str, str]) -> Object:
+    """With a digest of what the process reads only when it starts: else `helm upgrade` would leave
+    it on its old settings.
+    """
+    if not pod.files:
+        return {"labels": labels}
+    (document,) = map(json.loads, pod.files.values())
+    # Fronts and agents follow these; an agent does without the events of an engine that joins.
+    for name in ("instances", "send_to", "kv_events"):
+        document.pop(name, None)
+    if pod.kind == "gateway":
+        for source in (*document["pd"], *document["prefill"]):
+            source.pop("instances", None)
+        for name in LIVE:
+            document["gateway"].pop(name, None)
+        for name in LIVE_ADMISSION:
+            document["gateway"]["scheduling"]["admission"].pop(name, None)
+    digest = blake3(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    return {"labels": labels, "annotations": {"checksum/config": digest}}
 
 
 def _budget(region: RegionSpec, pods: Sequence[Pod]) -> Manifest:
@@ -151,7 +175,7 @@ def _container(
         capabilities = {"drop": ["ALL"], "add": value("engine", "capabilities")}
         container["envFrom"] = value("engine", "envFrom")
         container["securityContext"] = _HARDENED | {"capabilities": capabilities}
-    return container | _probes(pod, value)
+    return container | _probes(pod)
 
 
 def _literal(text: str) -> str:
@@ -159,17 +183,16 @@ def _literal(text: str) -> str:
     return text.replace("$(", "$$(")
 
 
-def _probes(pod: Pod, value: Value) -> Object:
+def _probes(pod: Pod) -> Object:
     if pod.kind == "engine":
         # Its pages ask for a key that probes do not have. Its server listens once the model is
         # loaded and ends when the engine fails; its front asks it for its health.
         probe = {"tcpSocket": {"port": port_name(pod.ports["engine"])}, "periodSeconds": _PERIOD_S}
-        minutes = value("engine", "startMinutes")
-        start = probe | {"periodSeconds": 60, "failureThreshold": minutes}
+        start = probe | {"failureThreshold": math.ceil(pod.start_s / _PERIOD_S)}
         return {"startupProbe": start, "livenessProbe": probe, "readinessProbe": probe}
     port = port_name(pod.ports["http" if pod.kind == "gateway" else "metrics"])
     live = {"httpGet": {"path": "/livez", "port": port}, "timeoutSeconds": 5}
-    tries = (_START_S if pod.kind == "agent" else 60) // 5
+    tries = math.ceil(pod.start_s / 5)
     return {
         "startupProbe": live | {"periodSeconds": 5, "failureThreshold": tries},
         "livenessProbe": live | {"periodSeconds": _PERIOD_S, "failureThreshold": 3},

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Final, Self
 
 import aiohttp
-import psutil
 
 from deploy.gateway.reload import Changes, changed_settings
 from deploy.lab.emulator.control import RelayControl
@@ -57,7 +56,7 @@ from deploy.region.spec.region import RegionSpec, gateway_process
 from kvmanager.config_files.fields import tls_files
 from kvmanager.config_files.problems import FileError, Problem
 from kvmanager.latest_writer import LatestWriter
-from kvmanager.private_files import read_secret, write_private
+from kvmanager.private_files import read_secret
 from prfaas.engines.access import EngineAccess
 from prfaas.engines.client import open_session
 from prfaas.engines.members import LEAVE_LIMIT_S
@@ -297,7 +296,7 @@ class RunningRegion:
         files = planner.files() | {directory.wanted_file: region_text(after)}
         last = {path for path in files if not path.name.startswith("agent.")}
         first = {path: text for path, text in files.items() if path not in last}
-        await finished(asyncio.to_thread(_write, first))
+        await finished(asyncio.to_thread(_write, directory, first))
         new = self._supervise([i for i in planned.values() if i.name not in self._processes])
         try:
             await self._processes.start(new)
@@ -307,7 +306,7 @@ class RunningRegion:
 
         async def take_over() -> None:
             await asyncio.to_thread(
-                _write, {path: text for path, text in files.items() if path in last}
+                _write, directory, {path: text for path, text in files.items() if path in last}
             )
             self._wanted, self._resolved, self._planner = after, resolved, planner
             self._part, self._devices = part, devices
@@ -402,7 +401,7 @@ class RunningRegion:
         self._planner = Planner(resolved, directory, self._environment, self._devices.environment)
         make_keys(region, directory, part)
         files = self._planner.files() | {directory.wanted_file: region_text(region)}
-        _write(files)
+        _write(directory, files)
 
     async def _start_all(self) -> None:
         self._session = open_session()
@@ -460,13 +459,12 @@ class RunningRegion:
         """Have the state file written soon: the event loop does not wait for a slow disk."""
         if self._states is None or self._resolved is None:
             return
-        own, admin_urls, directory = psutil.Process(), self._admin_urls(), self.directory
+        admin_urls, directory = self._admin_urls(), self.directory
         state = RegionState(
             region=self.region.name,
             part=self._part.name,
             phase=self._phase,
-            launcher_pid=own.pid,
-            launcher_started_s=own.create_time(),
+            launcher_pid=os.getpid(),
             started_s=self._started_s,
             gateway_url=self.gateway_url,
             admin_url=next(iter(admin_urls.values()), ""),
@@ -513,6 +511,6 @@ def _problems(region: RegionSpec, part: Part) -> list[Problem]:
     return taken_ports(resolve_part(region, part).region, part)
 
 
-def _write(files: Mapping[Path, str]) -> None:
+def _write(directory: RunDirectory, files: Mapping[Path, str]) -> None:
     for path, text in files.items():
-        write_private(path, text.encode())  # keys and passwords are among it
+        directory.write(path, text.encode())

@@ -28,8 +28,8 @@ class UnknownPart(CommandFailed):
 class Part:
     """The part of one launcher: agents and engines of `nodes`, fronts of the clusters `fronts`.
 
-    Without a `name` it is the whole region on one machine. If it has one gateway of one process,
-    that has all fronts inside.
+    Without a `name` it is the whole region on one machine. A gateway that shares nothing has all
+    fronts inside.
     """
 
     name: str
@@ -56,8 +56,8 @@ def whole(region: RegionSpec) -> Part:
     """The region on one machine."""
     nodes = tuple(node.name for node in region.nodes)
     gateways = tuple(node.name for node in region.gateway_nodes)
-    several = len(gateways) > 1 or region.gateway.processes > 1
-    fronts = tuple(cluster.name for cluster in region.clusters) if several else ()
+    shares = region.gateway.shared is not None
+    fronts = tuple(cluster.name for cluster in region.clusters) if shares else ()
     return Part("", nodes, fronts, gateways)
 
 
@@ -92,12 +92,12 @@ def fronts_apart(region: RegionSpec) -> tuple[ClusterSpec, ...]:
     """The clusters whose fronts are processes of their own, each on its cluster's first node.
 
     A region's only gateway has the front of its own cluster inside, as it has all of them on one
-    machine. Several gateways, or processes of one, would each place work as if they were alone.
+    machine. Gateways, or processes of one, that share the region's work would each place work as if
+    they were alone.
     """
-    gateways = region.gateway_nodes
-    if len(gateways) > 1 or region.gateway.processes > 1:
+    if region.gateway.shared is not None:
         return region.clusters
-    return tuple(cluster for cluster in region.clusters if gateways[0] not in cluster.nodes)
+    return tuple(c for c in region.clusters if region.gateway_node not in c.nodes)
 
 
 def run_name(region: RegionSpec, part: Part) -> str:

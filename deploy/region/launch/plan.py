@@ -60,6 +60,9 @@ STOP_ORDER: tuple[Kind, ...] = ("gateway", "front", "engine", "agent", "relay")
 
 _NO_HOST = "media.invalid"
 """A name that no host has (RFC 2606)."""
+AGENT_START_S = 600.0
+"""An agent may have to touch every page of a large arena before it serves."""
+START_S = 60.0
 _CLOSE_S = 5.0
 _ENGINE_GRACE_S = 15.0
 
@@ -88,6 +91,8 @@ class PlannedProcess:
     kind: Kind
     address: str
     process: ProcessSpec
+    start_s: float = START_S
+    """How long it may take until it serves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +275,7 @@ class Planner:
             term_grace_s=grace_s("engine", region.gateway.timeouts),
         )
         url = engine_url(region, node, instance)
-        return PlannedProcess(instance.name, "engine", url, process)
+        return PlannedProcess(instance.name, "engine", url, process, 60.0 * spec.start_minutes)
 
     def _gateway(self, region: RegionSpec, node: str) -> PlannedProcess:
         name = gateway_process(region, node)
@@ -283,7 +288,8 @@ class Planner:
         log_path = self.directory.logs / f"{name}.log"
         patience_s = grace_s(kind, self.resolved.region.gateway.timeouts)
         process = ProcessSpec(name, argv, log_path, env, term_grace_s=patience_s)
-        return PlannedProcess(name, kind, address, process)
+        start_s = AGENT_START_S if kind == "agent" else START_S
+        return PlannedProcess(name, kind, address, process, start_s)
 
 
 def engine_logging(level: LogLevel) -> dict[str, object]:

@@ -16,7 +16,7 @@ from typing import Final
 import psutil
 
 from deploy.region.launch.parts import Part, fronts_apart, whole
-from deploy.region.spec.checks import fixed_ports
+from deploy.region.spec.checks import FixedPort, fixed_ports, gateway_machine
 from deploy.region.spec.region import (
     AgentSpec,
     ClusterSpec,
@@ -82,7 +82,7 @@ def taken_ports(region: RegionSpec, part: Part | None = None) -> list[Problem]:
     gateways = [gateway_process(region, name) for name in part.gateways]
     owners = {*part.nodes, *part.fronts, *gateways, *([""] if part.has_gateway else [])}
     problems: dict[str, Problem] = {}
-    seen: set[tuple[str, int]] = set()
+    seen: list[FixedPort] = []
     for item in fixed_ports(region):
         if item.owner not in owners:
             continue
@@ -91,9 +91,9 @@ def taken_ports(region: RegionSpec, part: Part | None = None) -> list[Problem]:
             _listen_and_close(item.host, item.port)
         except OSError as error:
             message = _why_not(item.host, item.port, error)
-        if item.port and (item.host, item.port) in seen:
+        if item.port and any(map(item.excludes, seen)):
             message = f"port {item.port} of {item.host} is given twice; choose another"
-        seen.add((item.host, item.port))
+        seen.append(item)
         if message:
             problems.setdefault(message, Problem(item.path, message))
     return list(problems.values())
@@ -169,11 +169,13 @@ def _resolved(region: RegionSpec, part: Part, choose: _Choose) -> ResolvedRegion
         ports = _gateway_ports(region, part, choose)
         gateway = gateway.model_copy(update={"ports": ports, "port": next(iter(ports.values()))})
     else:
-        port = gateway.port or choose(gateway.host, gateway.host, GATEWAY_PORT)
+        port = gateway.port or choose(gateway_machine(region), gateway.host, GATEWAY_PORT)
         gateway = gateway.model_copy(update={"port": port})
     if gateway.admin is not None:
         at = Endpoint.parse(gateway.admin)
-        admin = str(Endpoint(at.host, at.port or choose(at.host, at.host, ADMIN_PORT)))
+        admin = str(
+            Endpoint(at.host, at.port or choose(gateway_machine(region), at.host, ADMIN_PORT))
+        )
         gateway = gateway.model_copy(update={"admin": admin})
     clusters = tuple(_resolve_cluster(region, cluster, choose) for cluster in region.clusters)
     region = region.model_copy(update={"gateway": gateway, "clusters": clusters})

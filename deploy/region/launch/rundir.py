@@ -1,7 +1,7 @@
 """The directory of a running region: logs, sockets, the resolved specification, the state file.
 
-One launcher at a time owns it. `prfaas status` and `prfaas down` read the state file. It does not
-know how processes are started.
+One launcher at a time owns it. `prfaas status` and `prfaas down` read the state file. Nothing that
+a run did not write there is changed or removed. It does not know how processes are started.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, Literal
 
 import msgspec
-import psutil
 
 from deploy.command_line import CommandFailed
 from kvmanager.private_files import (
+    make_new_directory,
     make_private_directory,
     open_private,
     read_secret,
@@ -36,11 +36,18 @@ OPERATOR_KEY: Final = "operator.key"
 GRANTING_KEY: Final = "granting.key"
 GRANTING_KEYS: Final = "granting.pub"
 """Names of the files with the gateway's key of grants and what agents know of it."""
-RUN_KEYS: Final = (REGION_KEY, ENGINE_KEY, OPERATOR_KEY, GRANTING_KEY, GRANTING_KEYS)
+LOCK: Final = "prfaas.lock"
+"""Name of the file that a launcher locks. It stays: it marks a directory as one of runs, and has
+the names of the files that a run wrote there, which are those that may be removed.
+"""
 Phase = Literal["starting", "running", "stopping"]
 
 # The kernel's limit for a unix socket's path is 107 bytes.
 _MAX_SOCKET_PATH_BYTES = 107
+# The longest names that sockets of a run have.
+_SOCKET_NAME_BYTES = 40
+# For so long somebody who only looks may have the lock, on a busy machine.
+_LOOK_S = 0.2
 
 
 class RunDirectoryError(CommandFailed):
@@ -71,15 +78,11 @@ class ProcessRecord(msgspec.Struct, frozen=True):
 
 
 class RegionState(msgspec.Struct, frozen=True):
-    """A launcher's description of its region.
-
-    `launcher_started_s` (epoch) tells whether `launcher_pid` now belongs to another process.
-    """
+    """A launcher's description of its region."""
 
     region: str
     phase: Phase
     launcher_pid: int
-    launcher_started_s: float
     started_s: float
     gateway_url: str
     region_file: str
@@ -99,16 +102,8 @@ class RegionState(msgspec.Struct, frozen=True):
         return f"{self.region}, part {self.part}" if self.part else self.region
 
     def launcher_lives(self) -> bool:
-        """Whether the process that wrote this still runs."""
-        try:
-            process = psutil.Process(self.launcher_pid)
-            started_s = process.create_time()
-            if process.status() == psutil.STATUS_ZOMBIE:
-                return False
-        except psutil.Error:
-            return False
-        # Boot time and clock ticks make the two values differ by less than a second.
-        return bool(abs(started_s - self.launcher_started_s) < 1.0)
+        """Whether the process that wrote this still runs: it holds the lock until its end."""
+        return is_locked(Path(self.region_file).parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +175,24 @@ class RunDirectory:
             raise RunDirectoryError(f"{path} is too long for a unix socket; use shorter names")
         return path
 
+    def write(self, path: Path, data: bytes) -> None:
+        """Put a file of this run at `path`, in one step. RunDirectoryError if a file is there that
+        no run wrote.
+        """
+        with open(
+            open_private(self.root / LOCK, os.O_RDWR | os.O_APPEND | os.O_CREAT), "r+"
+        ) as own:
+            if path.name not in own.read().splitlines():
+                if path.exists():
+                    message = f"{path} is there and no run wrote it; move it, or give --run-dir"
+                    raise RunDirectoryError(message)
+                # Before the file itself: whatever ends this process, the next one may remove it.
+                own.write(f"{path.name}\n")
+        write_private(path, data)
+
     def write_state(self, state: RegionState) -> None:
         """Replace the state file atomically, so that no reader sees half of it."""
-        write_private(self.state_file, msgspec.json.format(msgspec.json.encode(state), indent=1))
+        self.write(self.state_file, msgspec.json.format(msgspec.json.encode(state), indent=1))
 
 
 class RunLock:
@@ -190,42 +200,59 @@ class RunLock:
 
     def __init__(self, root: Path) -> None:
         """Create `root` for this user alone and lock it. RunDirectoryError if another launcher or
-        user has it.
+        user has it, or if it holds anything and is no directory of a run.
         """
         try:
-            make_private_directory(root)
-            self._file = _open_locked(root / "lock")
-        except BlockingIOError as error:
-            message = f"a region already runs in {root}; `prfaas down` it or give --run-dir"
+            _make_run_directory(root)
+            self._file = os.fdopen(open_private(root / LOCK, os.O_RDWR | os.O_CREAT), "rb")
+        except FileExistsError as error:
+            message = (
+                f"{root} is not empty, and no region ran there: its files stay as they are; give a "
+                "new or empty directory with --run-dir"
+            )
             raise RunDirectoryError(message) from error
         except OSError as error:
             raise RunDirectoryError(f"cannot use {root}: {error.strerror or error}") from error
-        self._root = root
+        deadline_s = time.monotonic() + _LOOK_S
+        while not _locked(self._file, fcntl.LOCK_EX):
+            if time.monotonic() > deadline_s:
+                self._file.close()
+                message = f"a region already runs in {root}; `prfaas down` it or give --run-dir"
+                raise RunDirectoryError(message)
+            time.sleep(0.01)
 
     def release(self) -> None:
-        # Unlinked while the lock is held. Once the lock is free, the name may be another owner's
-        # file.
-        with suppress(FileNotFoundError):
-            (self._root / "lock").unlink()
         self._file.close()
 
 
-def _open_locked(path: Path) -> IO[str]:
-    """The file, locked. Raises BlockingIOError if another process holds the lock, other
-    OSErrors.
+def _make_run_directory(root: Path) -> None:
+    """Make `root`, or take the directory of an earlier run. FileExistsError for others that are not
+    empty, other OSErrors.
     """
-    while True:
-        file = os.fdopen(open_private(path, os.O_RDWR | os.O_CREAT), "w")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(file.fileno()).st_nlink:
-                return file
-        except OSError:
-            file.close()
+    try:
+        make_new_directory(root)
+    except FileExistsError:
+        if not (root / LOCK).exists():
             raise
-        # Its owner removed it after we had opened it. The next launcher makes a new file, so this
-        # lock would keep no other process out.
-        file.close()
+        make_private_directory(root)
+
+
+def _locked(file: IO[bytes], kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_locked(root: Path) -> bool:
+    """Whether a launcher owns `root`."""
+    try:
+        with (root / LOCK).open("rb") as file:
+            # A lock of its own kind, so that several who look do not see each other.
+            return not _locked(file, fcntl.LOCK_SH)
+    except OSError:
+        return False
 
 
 def open_run_directory(root: Path) -> RunDirectory:
@@ -235,25 +262,36 @@ def open_run_directory(root: Path) -> RunDirectory:
     root = root.resolve()
     remove_leftovers(root)
     sockets = root / "sockets"
-    # Room for the longest names of sockets.
-    if len(os.fsencode(sockets)) > _MAX_SOCKET_PATH_BYTES - 40:
-        sockets = Path(tempfile.mkdtemp(prefix="prfaas-"))
+    if not _has_room(sockets):
+        # A batch system's TMPDIR may be as long as its scratch folders.
+        base = Path(tempfile.gettempdir())
+        base = base if _has_room(base / "prfaas-12345678") else Path("/tmp")
+        sockets = Path(tempfile.mkdtemp(prefix="prfaas-", dir=base))
     directory = RunDirectory(root, sockets)
     shutil.rmtree(directory.logs, ignore_errors=True)
     make_private_directory(directory.logs)
     # Who can open an agent's socket can use its memory, so only this user may enter.
     make_private_directory(sockets)
-    write_private(root / "sockets.path", os.fsencode(sockets))
+    directory.write(root / "sockets.path", os.fsencode(sockets))
     return directory
 
 
+def _has_room(sockets: Path) -> bool:
+    return len(os.fsencode(sockets)) <= _MAX_SOCKET_PATH_BYTES - _SOCKET_NAME_BYTES
+
+
 def remove_leftovers(root: Path) -> None:
-    """Remove state and sockets of a run that is over. Its logs stay."""
-    pointer = root / "sockets.path"
-    if pointer.exists():
-        shutil.rmtree(pointer.read_text(), ignore_errors=True)
-    for path in (pointer, *(root / name for name in RUN_KEYS), *root.glob("*.json")):
-        path.unlink(missing_ok=True)
+    """Remove what a run that is over wrote in `root`, which the caller has locked, and its sockets.
+    Its logs stay, and what the gateway has learnt.
+    """
+    lock = root / LOCK
+    written = lock.read_text().splitlines() if lock.exists() else []
+    if "sockets.path" in written and (root / "sockets.path").exists():
+        shutil.rmtree((root / "sockets.path").read_text(), ignore_errors=True)
+    for name in written:
+        (root / name).unlink(missing_ok=True)
+    if written:
+        os.truncate(lock, 0)
 
 
 def read_state(root: Path) -> RegionState | None:

@@ -31,10 +31,8 @@ from prfaas.engines.supervision.supervisor import (
 
 # Relays and agents first: engines connect to their agent, and the gateway needs all of them.
 _STAGES: tuple[tuple[Kind, ...], ...] = (("relay", "agent"), ("engine",), ("front",), ("gateway",))
-# Only engines load a model before they serve.
-_NO_ENGINE: Final = SupervisorConfig(
-    start_timeout_s=60.0, probes=ProbeTiming(start_interval_s=0.05)
-)
+# What loads no model serves within a moment.
+_SOON: Final = ProbeTiming(start_interval_s=0.05)
 
 
 class RegionStartFailed(CommandFailed):
@@ -70,7 +68,7 @@ class RunningProcess:
         self.name = planned.name
         self.kind: Kind = planned.kind
         self.address = planned.address
-        self.start_timeout_s = config.start_timeout_s
+        self._start_timeout_s = config.start_timeout_s
         self._started_s: float | None = None
         self._supervisor = Supervisor(planned.process, probe, config, on_event)
 
@@ -128,13 +126,11 @@ class RunningProcess:
             self._started_s = time.monotonic()
         self._supervisor.start()
 
-    async def wait_healthy(
-        self, timeout_s: float = 600.0, progress: Callable[[str], None] | None = None
-    ) -> None:
+    async def wait_healthy(self, progress: Callable[[str], None] | None = None) -> None:
         """Wait until it is healthy. EngineStartFailed with its last log lines otherwise."""
-        await self._supervisor.wait_healthy(timeout_s, progress)
+        await self._supervisor.wait_healthy(self._start_timeout_s, progress)
 
-    async def wait_restarted(self, timeout_s: float = 600.0) -> None:
+    async def wait_restarted(self, timeout_s: float) -> None:
         """Wait until it is healthy again after `kill`. EngineStartFailed after `timeout_s`."""
         await self._supervisor.wait_healthy(timeout_s, patient=True)
 
@@ -201,7 +197,8 @@ class RunningProcesses:
         self, planned: PlannedProcess, probe_of: Callable[[PlannedProcess], Probe]
     ) -> RunningProcess:
         """Supervise a process, which `start` starts."""
-        supervision = SupervisorConfig() if planned.kind == "engine" else _NO_ENGINE
+        probes = ProbeTiming() if planned.kind == "engine" else _SOON
+        supervision = SupervisorConfig(planned.start_s, probes)
 
         def on_event(event: SupervisorEvent) -> None:
             self.report(self._by_name[planned.name], event.reason)
@@ -251,7 +248,7 @@ class RunningProcesses:
             def on_line(line: str) -> None:
                 self.report(process, process.reason, line)
 
-            await process.wait_healthy(process.start_timeout_s, on_line)
+            await process.wait_healthy(on_line)
 
         try:
             async with asyncio.TaskGroup() as group:

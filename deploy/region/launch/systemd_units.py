@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from deploy.processes import module_argv, module_environment
 from deploy.region.launch.arenas import arena_name
@@ -25,10 +27,12 @@ from prfaas.engines.supervision.process import KILL_S
 _TELLS_SYSTEMD: Final = ("agent", "front", "gateway")
 """Kinds of processes that say themselves when they serve, and that their event loops run."""
 WATCHDOG_S: Final = 30
-START_S: Final = 600
-"""An agent may have to touch every page of a large arena before it serves."""
 MAX_FILES: Final = 1 << 20
 MAX_GPUS: Final = 64
+_LISTENS: Final = (
+    'until (: <"/dev/tcp/$0/$1") 2>/dev/null; do kill -0 "$MAINPID" || exit 1; sleep 2; done'
+)
+"""Waits until a port listens or the service's process has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +56,16 @@ def rendered(region: RegionSpec, nodes: tuple[str, ...], paths: HostPaths) -> di
     devices = divided(region, here, gpus=[str(number) for number in range(MAX_GPUS)], cores=())
     planner = Planner(resolve_part(region, part), directory, {}, devices.environment)
     processes = planner.processes()
+    state = None if region.gateway.state else Path("/var/lib") / runtime
     files = {
-        f"config/{path.name}": _without_run_keys(text)
+        f"config/{path.name}": _of_units(text, state)
         for path, text in planner.files().items()
         if path != directory.region_file
     }
     for item in processes:
+        # A file of its own, since `systemctl show` gives what is in a unit to every user.
+        variables = [f"{name}={_in_file(value)}\n" for name, value in item.process.env.items()]
+        files[f"config/{item.name}.env"] = "".join(variables)
         unit = _unit(item, region, part, paths, runtime)
         files[f"systemd/{unit_name(region, item.name)}"] = unit
     names = [item.name for item in processes]
@@ -92,22 +100,23 @@ def _unit(
         after += [unit_name(region, f"agent.{node}") for node in part.nodes]
     argv = [paths.python, *item.process.argv[1:]]
     tells = item.kind in _TELLS_SYSTEMD
-    service = {
+    service: dict[str, str | tuple[str, ...]] = {
         "Type": "notify" if tells else "exec",
         "ExecStart": _command(argv),
-        "Environment": _environment(item.process.env),
-        # For what must be in no file that others write: tokens of a hub, API keys in a variable.
-        "EnvironmentFile": f"-{paths.config}/environment",
+        # The second is for what only a host has: tokens of a hub, API keys in a variable.
+        "EnvironmentFile": (f"{paths.config}/{item.name}.env", f"-{paths.config}/environment"),
         "User": paths.user,
         "UMask": "0077",
         # The sockets of a host's processes; one service that stops must not remove them.
         "RuntimeDirectory": runtime,
         "RuntimeDirectoryMode": "0700",
         "RuntimeDirectoryPreserve": "yes",
+        "StateDirectory": runtime if item.kind == "gateway" else "",
+        "StateDirectoryMode": "0700",
         "Restart": "always",
         "RestartSec": "2",
         "KillMode": "mixed",
-        "TimeoutStartSec": str(START_S),
+        "TimeoutStartSec": str(math.ceil(item.start_s)),
         "TimeoutStopSec": str(math.ceil(item.process.term_grace_s + KILL_S)),
         # A connection is a descriptor; engines pin memory for a GPU's copies.
         "LimitNOFILE": str(MAX_FILES),
@@ -115,6 +124,11 @@ def _unit(
     }
     if tells:
         service["WatchdogSec"] = str(WATCHDOG_S)
+    if item.kind == "engine":
+        # An engine says nothing to systemd; its server listens once the model is loaded.
+        at = urlsplit(item.address)
+        wait = ["/bin/bash", "-c", _LISTENS, str(at.hostname), str(at.port)]
+        service["ExecStartPost"] = _command(wait)
     return _ini(
         Unit={
             "Description": f"PrfaaS {item.kind} {item.name} of region {region.name}",
@@ -150,17 +164,23 @@ def _arena_unit(node: NodeSpec, region: RegionSpec, arena: str, paths: HostPaths
     )
 
 
-def _without_run_keys(text: str) -> str:
-    """Without the operator's key, which only a launcher makes: operators have API keys here."""
+def _of_units(text: str, state: Path | None) -> str:
+    """The file of a process without the operator's key, which only a launcher makes (operators have
+    API keys here). A gateway keeps what it learns in the folder `state`: /etc may be read-only.
+    """
     document = json.loads(text)
-    document.pop("operator_key_file", None)
+    if "operator_key_file" in document:
+        del document["operator_key_file"]
+        if state is not None:
+            document["gateway"]["state"] = str(state / Path(document["gateway"]["state"]).name)
     return json.dumps(document, indent=1)
 
 
-def _ini(**sections: Mapping[str, str]) -> str:
+def _ini(**sections: Mapping[str, str | tuple[str, ...]]) -> str:
     parts = []
     for name, values in sections.items():
-        lines = [f"{key}={value}" for key, value in values.items() if value]
+        listed = {k: (v,) if isinstance(v, str) else v for k, v in values.items() if v}
+        lines = [f"{key}={value}" for key, found in listed.items() for value in found]
         parts.append("\n".join([f"[{name}]", *lines]))
     return "\n\n".join(parts) + "\n"
 
@@ -171,6 +191,11 @@ def _command(argv: Iterable[str]) -> str:
 
 def _environment(variables: Mapping[str, str]) -> str:
     return " ".join(_quoted(f"{name}={value}") for name, value in variables.items())
+
+
+def _in_file(value: str) -> str:
+    """As the files of EnvironmentFile (systemd.exec(5)) need it."""
+    return '"' + re.sub(r'(["\\`$])', r"\\\1", value) + '"'
 
 
 def _quoted(word: str) -> str:

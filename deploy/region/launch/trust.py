@@ -13,7 +13,6 @@ from deploy.region.spec.region import RegionSpec
 from kvmanager.config_files.fields import tls_files
 from kvmanager.config_files.problems import FileError, Problem
 from kvmanager.config_files.security import GrantsSection, RegionKeySection, credentials_of
-from kvmanager.private_files import write_private
 from transport import Credentials, Role
 from transport.errors import LocalError
 from transport.grants import load_private_key, load_public_keys, new_key_pair
@@ -58,7 +57,7 @@ def make_keys(region: RegionSpec, directory: RunDirectory, part: Part) -> None:
     if part.has_gateway:
         made.append(directory.operator_key)
     for path in made:
-        write_private(path, f"{new_key()}\n".encode())
+        directory.write(path, f"{new_key()}\n".encode())
     # Other hosts do not have the private key.
     if part.has_gateway:
         make_grant_keys(region, directory)
@@ -72,8 +71,8 @@ def make_grant_keys(region: RegionSpec, directory: RunDirectory) -> None:
         return
     if region.security.granting_key is None:
         made_private, made_public = new_key_pair()
-        write_private(private.file, made_private)
-        write_private(public.file, made_public)
+        directory.write(private.file, made_private)
+        directory.write(public.file, made_public)
         return
     try:
         key = load_private_key(private.grant_file)

@@ -5,12 +5,13 @@ It sees one specification and nothing else: no files, and no ports of this machi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from deploy.gateway.config import open_listeners
 from deploy.region.spec.encoding import check_encoding
+from deploy.region.spec.engine_flags import check_args
 from deploy.region.spec.region import (
     ClusterSpec,
     ModelSpec,
@@ -26,10 +27,7 @@ from kvmanager.config_files.units import parse_rate
 from scheduler.reports import decodes
 from transport import Endpoint
 
-MAX_NUM_SEQS: Final = "--max-num-seqs"
-_LORA_FLAGS: Final = frozenset(
-    {"--lora-modules", "--enable-lora", "--max-lora-rank", "--max-loras", "--max-cpu-loras"}
-)
+_ANY_HOST: Final = ("0.0.0.0", "::")
 
 
 def check_region(region: RegionSpec) -> list[Problem]:
@@ -37,6 +35,7 @@ def check_region(region: RegionSpec) -> list[Problem]:
     return [
         *_check_names(region),
         *_check_adapters(region),
+        *check_args(region),
         *_check_staging(region),
         *_check_clusters(region),
         *check_encoding(region),
@@ -101,20 +100,6 @@ def _check_adapters(region: RegionSpec) -> Iterator[Problem]:
             names.add(adapter)
         if model.max_lora_rank is not None and not model.adapters:
             yield Problem(("models", m, "max_lora_rank"), "there are no adapters; leave it out")
-        yield from _check_lora_args(("models", m, "args"), model.args)
-    for path, _, node in _nodes(region):
-        for i, instance in enumerate(node.instances):
-            yield from _check_lora_args((*path, "instances", i, "args"), instance.args)
-
-
-def _check_lora_args(at: KeyPath, args: Iterable[str]) -> Iterator[Problem]:
-    # The gateway would answer 404 for adapters that only an engine knows, and nobody would compare
-    # their weights. With room for fewer adapters an engine would read their files again later, when
-    # they may have changed.
-    for arg in args:
-        # vLLM reads an underscore in the name of an option as a hyphen.
-        if (flag := arg.split("=")[0].replace("_", "-")) in _LORA_FLAGS:
-            yield Problem(at, f"{flag} is made of the model's adapters; name them there instead")
 
 
 def _check_clusters(region: RegionSpec) -> Iterator[Problem]:
@@ -209,9 +194,6 @@ def _check_slots(at: KeyPath, instance: RegionInstance, model: ModelSpec) -> Ite
     if slots is not None and limit is not None and slots > limit:
         message = f"{slots} is more than max_num_batched_tokens of {model.name}, {limit}; lower it"
         yield Problem((*at, "decode_slots"), message)
-    if any(arg.split("=")[0] == MAX_NUM_SEQS for arg in model.args + instance.args):
-        message = f"{MAX_NUM_SEQS} is not what routing counts on; write decode_slots instead"
-        yield Problem((*at, "args"), message)
 
 
 def _check_gateway(region: RegionSpec) -> Iterator[Problem]:
@@ -344,15 +326,16 @@ def _check_security(region: RegionSpec) -> Iterator[Problem]:
 
 
 def _check_ports(region: RegionSpec) -> Iterator[Problem]:
-    taken: dict[tuple[str, str, int], str] = {}
+    seen: list[FixedPort] = []
     for item in fixed_ports(region):
         # Loopback of two hosts are two networks.
-        key = (item.machine, item.host, item.port)
-        where = Problem(item.path, "").where
-        if item.port and key in taken:
-            message = f"port {item.port} is taken by {taken[key]}; choose another, or 0 for any"
+        other = next((o for o in seen if o.machine == item.machine and o.excludes(item)), None)
+        if other is not None:
+            where = Problem(other.path, "").where
+            message = f"port {item.port} is taken by {where}; choose another, or 0 for any"
             yield Problem(item.path, message)
-        taken.setdefault(key, where)
+        if item.port:
+            seen.append(item)
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,19 +350,34 @@ class FixedPort:
     host: str
     port: int
 
+    def excludes(self, other: FixedPort) -> bool:
+        """Whether one host cannot listen on both."""
+        hosts = {self.host, other.host}
+        return self.port == other.port and (len(hosts) == 1 or not hosts.isdisjoint(_ANY_HOST))
+
+
+def gateway_machine(region: RegionSpec) -> str:
+    """The address of the host of the first gateway."""
+    gateway = region.gateway
+    name = next(iter(gateway.nodes), gateway.node)
+    named = (node.host for node in region.nodes if node.name == name)
+    # A cluster without PD clusters, or an unknown name: other checks say so.
+    first = (cluster.nodes[0].host for cluster in region.pd_clusters)
+    return next(named, None) or next(first, gateway.host)
+
 
 def fixed_ports(region: RegionSpec) -> Iterator[FixedPort]:
     """Every port of the region."""
-    gateway = region.gateway
+    gateway, machine = region.gateway, gateway_machine(region)
     if not gateway.nodes:  # else it is only where `ports` of several gateways begin
-        yield FixedPort(("gateway", "port"), "", gateway.host, gateway.host, gateway.port)
+        yield FixedPort(("gateway", "port"), "", machine, gateway.host, gateway.port)
     for name, port in gateway.ports.items():
         owner = gateway_process(region, name)
         machine = next((node.host for node in region.nodes if node.name == name), gateway.host)
         yield FixedPort(("gateway", "ports", name), owner, machine, gateway.host, port)
     if gateway.admin is not None:
         admin = Endpoint.parse(gateway.admin)
-        yield FixedPort(("gateway", "admin"), "", admin.host, admin.host, admin.port)
+        yield FixedPort(("gateway", "admin"), "", machine, admin.host, admin.port)
     for c, cluster in enumerate(region.clusters):
         first = cluster.nodes[0]
         path: KeyPath = ("clusters", c, "front_port")

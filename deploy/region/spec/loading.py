@@ -157,6 +157,6 @@ def _adapter_rank(folder: Path) -> int:
         config = msgspec.json.decode(
             (folder / "adapter_config.json").read_bytes(), type=_AdapterConfig
         )
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return 0  # the engine reads it, or says what is wrong with it
     return max([config.r, *(config.rank_pattern or {}).values()])

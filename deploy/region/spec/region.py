@@ -20,6 +20,7 @@ from kvmanager.config_files.fields import (
     Host,
     ListenHost,
     Port,
+    SecretTexts,
     Section,
     TlsSection,
     Tokens,
@@ -104,7 +105,7 @@ class RegionInstance(Section):
     """Tokens of one of its KV blocks, where they are other than those of its model."""
     args: tuple[str, ...] = ()
     """Further vLLM options of this instance. They win over those of the model."""
-    env: dict[str, str] = Field(default={})
+    env: SecretTexts = Field(default={})
     """Added to the environment of this engine, after that of the model. Without
     CUDA_VISIBLE_DEVICES, or VLLM_CPU_OMP_THREADS_BIND for an engine on the CPU, `prfaas up` divides
     the GPUs and cores of the host among its engines.

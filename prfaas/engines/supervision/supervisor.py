@@ -51,7 +51,7 @@ class SupervisorConfig:
     not for `HANG_TIMEOUT_S`, is killed and counts as failed.
     """
 
-    start_timeout_s: float = 600.0
+    start_timeout_s: float = 60.0 * EngineSpec.model_fields["start_minutes"].default
     probes: ProbeTiming = field(default_factory=ProbeTiming)
 
 

@@ -62,6 +62,18 @@ def test_add_waits_until_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "other weights" in shown.output
 
 
+def test_add_ends_when_the_instance_is_gone_or_never_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["add", "p9", "--cluster", "east", "--url", "http://e:1", "--agent", "a:1"]
+    _, shown = run(monkeypatch, words, JOINING, listed(), listed(JOINING), listed())
+    assert shown.exit_code == 1
+    assert "p9 is gone before it had joined: engine: not probed yet" in shown.output
+    times = iter((0.0, 1.0, 601.0))
+    monkeypatch.setattr(time, "monotonic", lambda: next(times))
+    _, shown = run(monkeypatch, words, JOINING, listed(JOINING))
+    assert shown.exit_code == 1
+    assert "p9 has not joined after 600 s: engine: not probed yet" in shown.output
+
+
 def test_remove_waits_until_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = LEAVING, listed(NOW), listed(LEAVING), listed()
     gateway, shown = run(monkeypatch, ["remove", "p9", "--limit", "30s", "--force"], *answers)

@@ -14,7 +14,7 @@ from deploy.region.certs import hosts_of
 from deploy.region.launch.parts import Part, UnknownPart, part_of, part_problems, whole
 from deploy.region.launch.plan import Planner
 from deploy.region.launch.ports import resolve_part, resolve_ports, taken_ports
-from deploy.region.launch.rundir import RunDirectory
+from deploy.region.launch.rundir import LOCK, RunDirectory
 from deploy.region.launch.trust import make_keys
 from deploy.region.spec.checks import check_region
 from deploy.region.spec.loading import parse_region
@@ -361,7 +361,7 @@ def test_named_keys_are_not_made(tmp_path: Path) -> None:
     private.path.touch(mode=0o600)
     private.path.write_bytes(text)
     make_keys(region, directory, part_of(region, node="b1"))
-    assert {path.name for path in tmp_path.iterdir()} == {"keys", "operator.key"}
+    assert {path.name for path in tmp_path.iterdir()} == {"keys", "operator.key", LOCK}
     assert sorted(keys.iterdir()) == [private.path, public.path]
 
 

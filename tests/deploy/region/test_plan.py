@@ -51,6 +51,14 @@ def test_every_port_is_chosen_once(region: RegionSpec) -> None:
     assert all(port % 2 == 0 and 0 < port < 32768 for port in ports)
 
 
+def test_an_engine_may_load_for_as_long_as_its_model_may(region: RegionSpec) -> None:
+    (model,) = region.models
+    slow = region.model_copy(update={"models": (model.model_copy(update={"start_minutes": 90}),)})
+    for wanted, minutes in ((region, 60), (slow, 90)):
+        starts = {item.start_s for item in planner(wanted).processes() if item.kind == "engine"}
+        assert starts == {60.0 * minutes}
+
+
 def test_engines_of_a_cluster_with_nixl_have_its_connector_and_ours(region: RegionSpec) -> None:
     prefill, pd = region.clusters
     pd = pd.model_copy(update={"hand_off": "nixl"})

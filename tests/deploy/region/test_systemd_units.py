@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -52,7 +53,7 @@ def region() -> RegionSpec:
 
 
 def unit(files: dict[str, str], process: str) -> configparser.RawConfigParser:
-    parser = configparser.RawConfigParser()
+    parser = configparser.RawConfigParser(strict=False)  # two EnvironmentFile
     parser.optionxform = str  # type: ignore[assignment, method-assign]
     parser.read_string(files[f"systemd/prfaas-two-{process}.service"])
     return parser
@@ -65,6 +66,7 @@ def test_each_host_gets_its_services_and_what_they_read(region: RegionSpec) -> N
         *(f"systemd/prfaas-two-arena.{name}.service" for name in ("a1", "a2")),
         "systemd/prfaas-two-front.far.service",
         "systemd/prfaas-two.target",
+        *(f"config/{name}.env" for name in ("agent.a1", "agent.a2", "p", "q", "front.far")),
         "config/agent.a1.json",
         "config/agent.a2.json",
         "config/front.far.json",
@@ -97,10 +99,36 @@ def test_units_say_when_they_serve_and_are_limited(region: RegionSpec) -> None:
     assert int(unit(files, "gateway")["Service"]["TimeoutStopSec"]) > 30
     argv = shlex.split(service["ExecStart"])
     assert argv[argv.index("--seed") + 1] == "$$x"
-    environment = shlex.split(service["Environment"])
-    assert 'NOTE=50%% of "it"' in environment
+    environment = shlex.split(files["config/p.env"])
+    assert 'NOTE=50% of "it"' in environment
     assert "CUDA_VISIBLE_DEVICES=0" in environment
-    assert "CUDA_VISIBLE_DEVICES=1" in shlex.split(unit(files, "q")["Service"]["Environment"])
+    assert "CUDA_VISIBLE_DEVICES=1" in shlex.split(files["config/q.env"])
+
+
+def test_an_engine_may_load_for_as_long_as_its_model_may(region: RegionSpec) -> None:
+    slow = parse_region(REGION.replace("name: m,", "name: m, start_minutes: 90,"), {})
+    for wanted, minutes in ((region, 60), (slow, 90)):
+        service = unit(rendered(wanted, ("a1", "a2"), PATHS), "p")["Service"]
+        assert service["TimeoutStartSec"] == str(minutes * 60)
+
+
+def test_a_unit_waits_until_its_engine_listens_or_has_ended(region: RegionSpec) -> None:
+    service = unit(rendered(region, ("a1", "a2"), PATHS), "p")["Service"]
+    with socket.socket() as server, subprocess.Popen(["sleep", "100"]) as engine:
+        server.bind(("127.0.0.1", 0))
+        port = str(server.getsockname()[1])
+        *argv, host, _ = shlex.split(service["ExecStartPost"].replace("$$", "$"))
+        assert host == "10.0.0.1"
+        environment = {"MAINPID": str(engine.pid)}
+        with subprocess.Popen([*argv, "127.0.0.1", port], env=environment) as waiting:
+            with pytest.raises(subprocess.TimeoutExpired):
+                waiting.wait(1.0)
+            server.listen()
+            assert waiting.wait(30) == 0
+        engine.kill()
+        engine.wait()
+        refused = subprocess.run([*argv, "127.0.0.1", "1"], env=environment, timeout=30)
+        assert refused.returncode == 1
 
 
 def test_the_end_of_all_services_removes_what_an_agent_would_keep(
@@ -172,6 +200,20 @@ class TestCommandLine:
         assert {path.name for path in (tmp_path / "one").iterdir()} == {"b1"}
         status, _, refused = self.told(str(file), "--systemd", str(out))
         assert (status, "is not empty" in refused) == (1, True)
+
+    def test_nodes_of_one_host_share_its_gpus_whichever_is_named(self, tmp_path: Path) -> None:
+        file = tmp_path / "region.yaml"
+        file.write_text(REGION)
+        texts = []
+        for node in ("a1", "a2"):
+            out = tmp_path / node
+            assert self.told(str(file), "--systemd", str(out), "--node", node)[0] == 0
+            texts.append({path.name: path.read_text() for path in out.glob("a1/*/*")})
+        assert texts[0] == texts[1]
+        wants = texts[0]["prfaas-two.target"]
+        for gpu, process in enumerate("pq"):
+            assert f"prfaas-two-{process}.service" in wants
+            assert f'CUDA_VISIBLE_DEVICES="{gpu}"' in texts[0][f"{process}.env"]
 
     def test_keys_must_be_named(self, tmp_path: Path) -> None:
         file = tmp_path / "region.yaml"

@@ -41,7 +41,6 @@ def status(*, launcher_lives: bool = True) -> RegionStatus:
         region="demo",
         phase="running",
         launcher_pid=1,
-        launcher_started_s=0.0,
         started_s=0.0,
         gateway_url="http://127.0.0.1:8000",
         region_file="region.json",

@@ -19,15 +19,15 @@ pytestmark = pytest.mark.slow
 
 RUN = "import typer; from deploy.gateway.cli import gateway_command as c; typer.run(c)"
 BODY = {"model": "tiny", "prompt": "x" * 120, "stream": True}
+FRONT = "import typer; from local_pd.cli import pd_command as c; typer.run(c)"
 LIMIT_S = 90
 
 
-def write(folder: Path, engine_url: str, server: RedisServer, name: str) -> Path:
-    instance = {"name": "d0", "url": engine_url, "agent": "127.0.0.1:1", "model": "tiny"}
+def write(folder: Path, front: str, server: RedisServer, name: str) -> Path:
     shared = {"redis": server.url, "region": "r", "name": name}
     content = {
         "gateway": {"models": [{"name": "tiny"}], "shared": shared},
-        "pd": {"name": "home", "instances": [instance]},
+        "pd": {"name": "home", "front": front},
         "log_dir": str(folder),
     }
     path = folder / f"{name}.yaml"
@@ -42,19 +42,37 @@ class Process:
 
 
 @asynccontextmanager
-async def started(path: Path) -> AsyncIterator[Process]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", RUN, "--config", str(path), "--port", "0"),
-        stdout=asyncio.subprocess.PIPE,
+async def process(code: str, *words: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, Any]]:
+    """A process that is ready, and what it said then."""
+    started = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", code, *words), stdout=asyncio.subprocess.PIPE
     )
     try:
-        assert process.stdout is not None
-        ready = json.loads(await asyncio.wait_for(process.stdout.readline(), LIMIT_S))
-        yield Process(process, ready["url"])
+        assert started.stdout is not None
+        yield started, json.loads(await asyncio.wait_for(started.stdout.readline(), LIMIT_S))
     finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
+        if started.returncode is None:
+            started.kill()
+        await started.communicate()
+
+
+@asynccontextmanager
+async def two_gateways(region: Region, folder: Path) -> AsyncIterator[tuple[Process, Process]]:
+    """Two gateways of one region, joined, with the front of its PD cluster."""
+    with RedisServer(folder) as server:
+        url = region.engine.url
+        instance = {"name": "d0", "url": url, "agent": "127.0.0.1:1", "model": "tiny"}
+        front = folder / "front.yaml"
+        settings = {"name": "home", "listen": "127.0.0.1:0", "instances": [instance]}
+        front.write_text(yaml.safe_dump(settings))
+        async with process(FRONT, "--config", str(front)) as (_, said):
+            files = [write(folder, said["control"], server, name) for name in ("g0", "g1")]
+            words = [(RUN, "--config", str(file), "--port", "0") for file in files]
+            async with process(*words[0]) as one, process(*words[1]) as two:
+                found = Process(one[0], one[1]["url"]), Process(two[0], two[1]["url"])
+                for gateway in found:
+                    await until(region, gateway, state="joined")
+                yield found
 
 
 async def page(region: Region, gateway: Process) -> Any:
@@ -99,50 +117,42 @@ class Streams:
 
 
 async def test_a_killed_gateway_takes_only_its_own_streams(region: Region, tmp_path: Path) -> None:
-    with RedisServer(tmp_path) as server:
-        paths = [write(tmp_path, region.engine.url, server, name) for name in ("g0", "g1")]
-        async with started(paths[0]) as one, started(paths[1]) as two:
-            for gateway in (one, two):
-                seen = await until(region, gateway, state="joined")
-            leader = one if (await page(region, one))["leads"] else two
-            other = two if leader is one else one
-            streams = [Streams(region, gateway) for gateway in (leader, leader, other, other)]
-            tasks = [asyncio.create_task(item.run()) for item in streams]
-            async with asyncio.timeout(LIMIT_S):
-                while not all(item.num_whole >= 5 for item in streams):
-                    await asyncio.sleep(0.02)
-            token = (await page(region, leader))["token"]
-            leader.process.send_signal(signal.SIGKILL)
-            await asyncio.wait_for(asyncio.gather(*tasks[:2]), LIMIT_S)
-            # The other one goes on, hears that it is alone, and takes over.
-            seen = await until(region, other, leads=True, peers=[])
-            assert seen["token"] > token
-            assert seen["state"] == "joined"
-            done = [item.num_whole for item in streams[2:]]
-            async with asyncio.timeout(LIMIT_S):
-                while not all(
-                    item.num_whole >= num + 5 for item, num in zip(streams[2:], done, strict=True)
-                ):
-                    await asyncio.sleep(0.02)
-            for item in streams:
-                item.is_over = True
-            await asyncio.wait_for(asyncio.gather(*tasks), LIMIT_S)
-            assert [len(item.broken) for item in streams] == [1, 1, 0, 0]
+    async with two_gateways(region, tmp_path) as (one, two):
+        leader = one if (await page(region, one))["leads"] else two
+        other = two if leader is one else one
+        streams = [Streams(region, gateway) for gateway in (leader, leader, other, other)]
+        tasks = [asyncio.create_task(item.run()) for item in streams]
+        async with asyncio.timeout(LIMIT_S):
+            while not all(item.num_whole >= 5 for item in streams):
+                await asyncio.sleep(0.02)
+        token = (await page(region, leader))["token"]
+        leader.process.send_signal(signal.SIGKILL)
+        await asyncio.wait_for(asyncio.gather(*tasks[:2]), LIMIT_S)
+        # The other one goes on, hears that it is alone, and takes over.
+        seen = await until(region, other, leads=True, peers=[])
+        assert seen["token"] > token
+        assert seen["state"] == "joined"
+        done = [item.num_whole for item in streams[2:]]
+        async with asyncio.timeout(LIMIT_S):
+            while not all(
+                item.num_whole >= num + 5 for item, num in zip(streams[2:], done, strict=True)
+            ):
+                await asyncio.sleep(0.02)
+        for item in streams:
+            item.is_over = True
+        await asyncio.wait_for(asyncio.gather(*tasks), LIMIT_S)
+        assert [len(item.broken) for item in streams] == [1, 1, 0, 0]
 
 
 async def test_a_frozen_leader_learns_that_another_one_leads(
     region: Region, tmp_path: Path
 ) -> None:
-    with RedisServer(tmp_path) as server:
-        paths = [write(tmp_path, region.engine.url, server, name) for name in ("g0", "g1")]
-        async with started(paths[0]) as one, started(paths[1]) as two:
-            for gateway in (one, two):
-                await until(region, gateway, state="joined")
-            is_first = (await page(region, one))["leads"]
-            leader, other = (one, two) if is_first else (two, one)
-            leader.process.send_signal(signal.SIGSTOP)
-            seen = await until(region, other, leads=True)
-            leader.process.send_signal(signal.SIGCONT)
-            after = await until(region, leader, leads=False, leader=seen["name"])
-            assert after["token"] < seen["token"]
-            await until(region, leader, state="joined")
+    async with two_gateways(region, tmp_path) as (one, two):
+        is_first = (await page(region, one))["leads"]
+        leader, other = (one, two) if is_first else (two, one)
+        leader.process.send_signal(signal.SIGSTOP)
+        seen = await until(region, other, leads=True)
+        leader.process.send_signal(signal.SIGCONT)
+        after = await until(region, leader, leads=False, leader=seen["name"])
+        assert after["token"] < seen["token"]
+        await until(region, leader, state="joined")

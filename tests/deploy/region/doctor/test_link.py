@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -20,7 +20,7 @@ from deploy.region.doctor.agents import UnknownAgent, find_pair, is_address
 from deploy.region.doctor.diagnosis import diagnose
 from deploy.region.doctor.measurement import Measurement, summarise
 from deploy.region.doctor.probe import CannotMeasure, ProbeRun, ProbeSample
-from deploy.region.launch.rundir import RegionState, WhichRun
+from deploy.region.launch.rundir import RegionState, RunLock, WhichRun
 from deploy.region.spec.loading import load_region
 from kvmanager.agent.messages import StatusReply
 from kvmanager.agent.probe_messages import AgentLoad, KernelTcp, ProbeStatusReply
@@ -195,7 +195,7 @@ class TestOutput:
 
 class TestNames:
     @pytest.fixture
-    def base(self, tmp_path: Path) -> Path:
+    def base(self, tmp_path: Path) -> Iterator[Path]:
         """The state of a running region "demo", whose launcher is this process."""
         region = load_region(EXAMPLE, {"MODEL": "/m"})
         link = region.links[0].model_copy(
@@ -203,14 +203,12 @@ class TestNames:
         )
         region = region.model_copy(update={"links": (link,)})
         root = tmp_path / "demo"
-        root.mkdir()
+        lock = RunLock(root)
         (root / "region.json").write_text(region.model_dump_json(by_alias=True))
-        own = psutil.Process(os.getpid())
         state = RegionState(
             region="demo",
             phase="running",
-            launcher_pid=own.pid,
-            launcher_started_s=own.create_time(),
+            launcher_pid=os.getpid(),
             started_s=0.0,
             gateway_url="",
             region_file=str(root / "region.json"),
@@ -219,7 +217,8 @@ class TestNames:
             agents={"a1": "127.0.0.1:1", "b1": "127.0.0.1:2"},
         )
         (root / "state.json").write_bytes(msgspec.json.encode(state))
-        return tmp_path
+        yield tmp_path
+        lock.release()
 
     @pytest.mark.parametrize("names", [("a1", "b1"), ("prefill-a", "pd-b"), ("a1-prefill", "b1")])
     def test_nodes_clusters_and_instances(self, base: Path, names: tuple[str, str]) -> None:

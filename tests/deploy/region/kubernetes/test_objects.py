@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 from cryptography import x509
 from kubernetes_objects import named, pod_specs, processes
+from typer.testing import CliRunner
 
+from deploy.cli import app
 from deploy.region import certs
 from deploy.region.certs import hosts_of
 from deploy.region.kubernetes.chart import chosen_values, rendered
@@ -250,7 +253,61 @@ def test_probes_ask_what_needs_no_key(region: RegionSpec) -> None:
         assert container["startupProbe"]["httpGet"]["path"] == "/livez"
     engine = specs["two-engine-q"]["containers"][0]
     assert engine["livenessProbe"]["tcpSocket"] == {"port": "p7401"}
-    assert engine["startupProbe"]["failureThreshold"] == 60
+    slow = parse_region(REGION.replace("name: m\n", "name: m\n    start_minutes: 90\n"), {})
+    for wanted, minutes in ((region, 60), (slow, 90)):
+        engine = pod_specs(rendered(wanted))["two-engine-q"]["containers"][0]
+        probe = engine["startupProbe"]
+        assert probe["failureThreshold"] * probe["periodSeconds"] == 60 * minutes
+
+
+def test_pods_start_anew_for_settings_that_they_do_not_follow(region: RegionSpec) -> None:
+    def digests(text: str) -> dict[str, str]:
+        objects = rendered(parse_region(text, {}))
+        return {
+            item["metadata"]["name"]: item["spec"]["template"]["metadata"]["annotations"]
+            for item in objects
+            if "annotations" in item.get("spec", {}).get("template", {}).get("metadata", {})
+        }
+
+    def changed(old: str, new: str) -> set[str]:
+        before, after = digests(REGION), digests(REGION.replace(old, new))
+        return {name for name in before if before[name] != after[name]}
+
+    assert changed("host: 0.0.0.0", "host: 0.0.0.0\n  threshold_tokens: 9") == {"two-gateway"}
+    agents = {"two-agent-a1", "two-agent-a2", "two-agent-b1"}
+    assert changed("arena_gib: 2", "arena_gib: 2, eviction: lfu") == agents
+    assert changed("host: 0.0.0.0", "host: 0.0.0.0\n  max_in_flight: 9") == set()
+    more = "{name: s, model: m}, {name: t, model: m}"
+    assert changed("{name: s, model: m}", more) == set()
+
+
+def test_the_operators_pages_are_not_in_the_service_of_clients(region: RegionSpec) -> None:
+    text = REGION.replace("host: 0.0.0.0", "host: 0.0.0.0\n  admin: 0.0.0.0:8001", 1)
+    region = parse_region(text, {})
+    services = named(rendered(region, all_on(region)), "Service")
+    assert [port["port"] for port in services["two-gateway"]["spec"]["ports"]] == [8000]
+    admin = services["two-gateway-admin"]
+    assert admin["spec"]["clusterIP"] == "None"
+    assert [port["port"] for port in admin["spec"]["ports"]] == [8001]
+    monitor = named(rendered(region, all_on(region)), "ServiceMonitor")["two-gateway"]
+    wanted = monitor["spec"]["selector"]["matchLabels"]
+    assert wanted.items() <= admin["metadata"]["labels"].items()
+    assert not wanted.items() <= services["two-gateway"]["metadata"]["labels"].items()
+
+
+def test_rendering_says_whom_policies_keep_out(tmp_path: Path) -> None:
+    text = REGION.replace("name: two", "name: 2026_My.Region", 1)
+    (tmp_path / "r.yaml").write_text(text.replace("host: 10.1.0.1", "host: b1.example"))
+    command = ["region", "render", str(tmp_path / "r.yaml"), "--kubernetes", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "networkPolicies.agentsElsewhere is empty" in result.stderr
+    assert "its host is b1.example" in result.stderr
+    # Helm and the API server take no capitals, underscores or digits in front.
+    assert re.search(r"helm upgrade --install r-2026-my-region-\w+ ", result.stdout)
+    names = [path.name for path in (tmp_path / "out" / "objects").glob("service-*")]
+    assert names
+    assert all(name.startswith("service-r-2026-my-region") or "a1" in name for name in names), names
 
 
 def test_policies_let_in_whom_the_plan_makes_call(region: RegionSpec) -> None:
