@@ -25,11 +25,7 @@ from deploy.gateway.intake.auth import KeyRing, authorization_of
 from deploy.gateway.intake.cache_salts import CacheSalts
 from deploy.gateway.intake.endpoints import Kind
 from deploy.gateway.intake.homes import HOME_HEADER, Homes
-from deploy.gateway.intake.inbound import (
-    InboundRequest,
-    kind_of,
-    parsing_request,
-)
+from deploy.gateway.intake.inbound import InboundRequest, parsing_request
 from deploy.gateway.intake.limits import AcceptedBody, Limits
 from deploy.gateway.intake.traced import RequestTraces
 from deploy.gateway.metrics import GatewayMetrics
@@ -151,7 +147,6 @@ class Intake:
         accepted: AcceptedBody,
         started_s: float,
     ) -> Exchange:
-        kind = kind or kind_of(accepted.body)
         inbound = await in_turns(
             parsing_request(
                 kind,
