@@ -47,9 +47,11 @@ def checking_body(body: bytes) -> Steps[None]:
             decoder.decode(step, final=end == len(body))
         except UnicodeDecodeError as error:
             raise _no_utf8(error, start - pending + error.start) from None
-        # Without escapes every quote begins or ends a text, and what lies outside of texts is
+        # Without escaped ones every quote begins or ends a text, and what lies outside of texts is
         # every second piece. All of this is done in C, whatever the bytes are.
-        pieces = step.replace(rb"\\", b"  ").replace(rb"\"", b"  ").split(b'"')
+        if b"\\" in step and rb"\"" in step:  # the first is found much faster
+            step = step.replace(rb"\\", b"  ").replace(rb"\"", b"  ")
+        pieces = step.split(b'"')
         outside = b"".join(pieces[num_quotes % 2 :: 2])
         num_values += outside.count(b"{") + outside.count(b"[")
         num_quotes += len(pieces) - 1

@@ -56,8 +56,7 @@ _object_decoder: Final = msgspec.json.Decoder(_Object)
 _str_decoder: Final = msgspec.json.Decoder(str)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True):
     """One part. `fields` may be changed; `type` is "" if it has none, and `nbytes` its length."""
 
     path: Path

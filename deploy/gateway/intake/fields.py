@@ -7,7 +7,7 @@ not know what fields mean.
 
 from __future__ import annotations
 
-from typing import Final, get_args
+from typing import Final, cast, get_args
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -76,13 +76,8 @@ _TURNS: Final = frozenset(
     }
 )
 """Fields with the turns of a conversation, or with what is to be embedded, scored or ranked."""
-_decoder: Final = msgspec.json.Decoder(Body)
 _HAS: Final[dict[Kind, frozenset[str]]] = {
     kind: frozenset(body_schema(kind)["properties"]) for kind in get_args(Kind)
-}
-_LACKS: Final = {
-    kind: tuple(name for name in Body.__struct_fields__ if name not in names)
-    for kind, names in _HAS.items()
 }
 TURNS: Final = {
     kind: tuple(name for name in Body.__struct_fields__ if name in names & _TURNS)
@@ -91,14 +86,25 @@ TURNS: Final = {
 """The fields of each endpoint that may hold media."""
 
 
+def _only(names: frozenset[str]) -> msgspec.json.Decoder[Body]:
+    """Reads a `Body` in which every field but these is unset."""
+    read = [(name, Raw | UnsetType, UNSET) for name in Body.__struct_fields__ if name in names]
+    lacking = {name: UNSET for name in Body.__struct_fields__ if name not in names}
+    return msgspec.json.Decoder(
+        cast("type[Body]", msgspec.defstruct("Body", read, namespace=lacking))
+    )
+
+
+_decoder: Final = msgspec.json.Decoder(Body)
+_decoders: Final = {kind: _only(names) for kind, names in _HAS.items()}
+
+
 def fields_of(kind: Kind | None, body: bytes) -> tuple[Kind, Body]:
     """The endpoint that `body` is for, and the fields that this one has. If `kind` is None, the
     body tells: a chat has messages, a response an input. Raises what decoding raises.
     """
-    fields = _decoder.decode(body)
     if kind is None:
+        fields = _decoder.decode(body)
         kind = "chat" if is_set(fields.messages) else "completion"
         kind = "responses" if is_set(fields.input) else kind
-    for name in _LACKS[kind]:
-        setattr(fields, name, UNSET)
-    return kind, fields
+    return kind, _decoders[kind].decode(body)

@@ -24,7 +24,7 @@ def optional(decoder: msgspec.json.Decoder[Any], value: Raw | UnsetType | None) 
 def is_set(value: Raw | UnsetType | None) -> bool:
     """Whether the field is there and not null."""
     # Length first: the field may be megabytes long.
-    return isinstance(value, Raw) and (memoryview(value).nbytes != 4 or bytes(value) != b"null")
+    return isinstance(value, Raw) and (len(value) != 4 or bytes(value) != b"null")
 
 
 def is_one_of(value: Raw | UnsetType, *spellings: bytes) -> bool:
@@ -39,4 +39,4 @@ def starts_with(value: Raw | UnsetType | None, prefix: bytes) -> bool:
 
 def num_bytes(value: Raw | UnsetType | None) -> int:
     """The length of the field's JSON; 0 where it is absent."""
-    return memoryview(value).nbytes if isinstance(value, Raw) else 0
+    return len(value) if isinstance(value, Raw) else 0
