@@ -52,7 +52,7 @@ LEAST_BYTES_PER_TOKEN: Final = 0.5
 of any language and code lie well within; a field that engines ignore, or blanks between the values
 of JSON, may have any length.
 """
-MOST_OF_GUESS: Final = 16.0
+MOST_OF_GUESS: Final = 32.0
 """The same for media: they are learnt to have at most so many times the tokens of the guess, and at
 least this part of them.
 """
