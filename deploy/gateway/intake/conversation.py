@@ -128,12 +128,9 @@ class Conversation:
         parts = optional(_parts_decoder, holder[key])
         if parts is None:
             raise unreadable(place_of(path), "a text, or a list of texts or objects")
-        nbytes, holder[key] = num_bytes(holder[key]), parts
-        if isinstance(parts, dict):
-            # No API has text in this form, but engines may know media in it.
-            self._medium(Part(path, _type(parts), parts, is_text=False, nbytes=nbytes))
-            return
-        for index, part in enumerate(parts):
+        holder[key] = parts
+        is_object = isinstance(parts, dict)
+        for index, part in enumerate([parts] if is_object else parts):
             self._num_parts += 1
             if self._num_parts > MOST_ITEMS:
                 raise too_many(str(path[0]), MOST_ITEMS, "parts", str(path[0]))
@@ -141,19 +138,17 @@ class Conversation:
                 yield
             if isinstance(part, str):
                 continue
+            at = path if is_object else (*path, index)
             kind, nbytes = _type(part), sum(map(num_bytes, part.values()))
-            if kind not in _TEXTS:
-                self._medium(Part((*path, index), kind, part, is_text=False, nbytes=nbytes))
-                continue
-            self.parts.append(Part((*path, index), kind, part, is_text=True, nbytes=nbytes))
+            # No API has text in the form of one object, but engines may know media in it.
+            is_text = kind in _TEXTS and not is_object
+            self.parts.append(Part(at, kind, part, is_text, nbytes))
+            if not is_text:
+                self.text_bytes -= nbytes
             # Engines look for media one level down, and no further.
             inner = part.get("content") if kind == _TOOL_RESULT and not is_inner else None
             if is_set(inner) and not starts_with(inner, b'"'):
-                yield from self._content((*path, index), part, "content", is_inner=True)
-
-    def _medium(self, part: Part) -> None:
-        self.parts.append(part)
-        self.text_bytes -= part.nbytes
+                yield from self._content(at, part, "content", is_inner=True)
 
 
 def walking(kind: Kind, fields: Body) -> Steps[Conversation]:
