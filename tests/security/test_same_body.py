@@ -79,7 +79,7 @@ def check_read(kind: Kind, request: InboundRequest, read: dict[str, Any]) -> Non
     assert not TRANSFER_PARAMS & (read.get("vllm_xargs") or {}).keys()
     assert read.get("cache_salt", SALT) == SALT
     assert read.get("priority", request.priority) == request.priority or request.may_go_first
-    assert request.num_choices >= (read.get("n") or 1)
+    assert request.num_choices >= min(read.get("n") or 1, 1 << 40)
     for name in NUMBERS - {"n"}:
         assert request.max_output_tokens >= min(read.get(name) or 0, 1 << 40)
     decoded = {name: json.loads(request.body).get(name) for name in TURNS[kind]}

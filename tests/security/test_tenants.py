@@ -251,3 +251,13 @@ async def test_no_client_names_memory_of_the_region(opened: Any, name: str) -> N
         assert region.engine.requests == []
         status, _, _ = await ask(region, "mallory", plain | {"vllm_xargs": {"other": 1}})
         assert status == 200
+
+
+async def test_explanations_count_towards_the_rate_of_a_tenant(opened: Any) -> None:
+    limit = {"tokens_per_s": 1e-3, "burst_tokens": 700}
+    async with opened(scheduling={"admission": {"tenants": {"mallory": limit}}}) as region:
+        explain = "/prfaas/cache/explain"
+        statuses = [(await ask(region, "mallory", path=explain))[0] for _ in range(10)]
+        assert statuses == [200] * 2 + [429] * 8
+        assert len(region.engine.requests) == 2, "an engine renders each prompt"
+        assert (await ask(region, "alice", path=explain))[0] == 200
