@@ -216,7 +216,7 @@ CUT = {"model": "tiny", "max_tokens": 1, "max_output_tokens": 1, "truncate_promp
     [
         # Engines cut prompts and chats.
         (COMPLETIONS, {"prompt": LONG}, 10, 11),
-        (CHAT, {"messages": [{"role": "user", "content": LONG}]}, 10, 11),
+        (CHAT, {"messages": [{"role": "user", "content": LONG}] * 3}, 10, 11),
         (COMPLETIONS, {"prompt": [7] * 1500}, 10, 11),
         # They do not know the field at these endpoints.
         ("/v1/responses", {"input": LONG}, 4000, 30_000),

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from deploy.gateway.errors import ApiError
 from deploy.gateway.intake.body_checks import MOST_ITEMS, checking_body, half_of_pair, too_many
 from deploy.gateway.intake.conversation import STEP_ITEMS, Conversation, unreadable, walking
-from deploy.gateway.intake.endpoints import Kind
+from deploy.gateway.intake.endpoints import ENDPOINTS, Kind
 from deploy.gateway.intake.fields import Body, fields_of
 from deploy.gateway.intake.media_names import naming_by_content, own_name
 from deploy.gateway.intake.media_urls import MediaAddress, Medium, addresses_in, put_media
@@ -304,7 +304,9 @@ def _shape(
     num_prompts, is_unusual = 1, False
     if kind == "completion" and token_ids is None:
         num_prompts, is_unusual = _count_prompts(fields.prompt)
-    num_texts = max([num_prompts, *(num for num, _ in conversation.sizes.values())])
+    num_texts = num_prompts
+    if not ENDPOINTS[kind].is_routed:
+        num_texts = max((num for num, _ in conversation.sizes.values()), default=1)
     at_most = None if content.media else _truncated(fields, bound, num_texts)
     is_exact = token_ids is not None and not is_set(fields.truncate_prompt_tokens)
     return RequestShape(
