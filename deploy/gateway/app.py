@@ -143,6 +143,7 @@ class Gateway:
             limits=self._limits,
             models=self._models,
             metrics=self.metrics,
+            may_ask=lambda tenant: self.admission.asking(tenant),
             salts=CacheSalts(config.shared_caches),
             homes=self._homes(config),
             template_tokens=config.template_tokens,

@@ -42,7 +42,7 @@ from deploy.gateway.scheduling.role_pages import RegionRolePages
 from deploy.gateway.scheduling.scheduler import RegionScheduler
 from deploy.gateway.serving.background import Background
 from deploy.gateway.serving.exchange import Services
-from deploy.gateway.serving.planning import NotRendered, check_tenant, judge
+from deploy.gateway.serving.planning import NotRendered, judge_alone
 from deploy.gateway.serving.records import RequestRecord
 from kvmanager.program_version import program_version
 from scheduler.live.snapshots import LinkPair
@@ -246,17 +246,12 @@ class Pages:
         services = self.services()
         async with self.intake.received(request) as exchange:
             self._needed_caches()
-            checked = check_tenant(services, exchange)
             try:
-                await exchange.fetch_media(services.media)
-                judged = await judge(services, exchange)
+                judged = await judge_alone(services, exchange)
             except NotRendered as error:
                 message = f"The prompt's tokens cannot be known ({error.reason.value})."
                 status = 503 if error.reason is Reason.RENDER_UNAVAILABLE else 400
                 raise ApiError(status, "not_rendered", message) from error
-            finally:
-                if checked is not None:
-                    checked()
             decision, home = judged.decision, exchange.record.home
             if decision.pd != home:
                 judged = judged.at(decision.pd)

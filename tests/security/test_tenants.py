@@ -264,3 +264,13 @@ async def test_explanations_are_no_work_ahead_of_the_prompts_of_others(opened: A
         _, headers, _ = await ask(region, "alice")
         assert headers["x-prfaas-route"] == "prefill_cluster"
         assert "queue_s=0.0;" in headers["x-prfaas-reason"]
+
+
+async def test_explanations_count_towards_the_rate_of_a_tenant(opened: Any) -> None:
+    limit = {"tokens_per_s": 1e-3, "burst_tokens": 700}
+    async with opened(scheduling={"admission": {"tenants": {"mallory": limit}}}) as region:
+        explain = "/prfaas/cache/explain"
+        statuses = [(await ask(region, "mallory", path=explain))[0] for _ in range(10)]
+        assert statuses == [200] * 2 + [429] * 8
+        assert len(region.engine.requests) == 2, "an engine renders each prompt"
+        assert (await ask(region, "alice", path=explain))[0] == 200

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -25,11 +25,7 @@ from deploy.gateway.intake.auth import KeyRing, authorization_of
 from deploy.gateway.intake.cache_salts import CacheSalts
 from deploy.gateway.intake.endpoints import Kind
 from deploy.gateway.intake.homes import HOME_HEADER, Homes
-from deploy.gateway.intake.inbound import (
-    InboundRequest,
-    kind_of,
-    parsing_request,
-)
+from deploy.gateway.intake.inbound import InboundRequest, parsing_request
 from deploy.gateway.intake.limits import AcceptedBody, Limits
 from deploy.gateway.intake.traced import RequestTraces
 from deploy.gateway.metrics import GatewayMetrics
@@ -117,6 +113,10 @@ class Intake:
     limits: Limits
     models: ServedModels
     metrics: GatewayMetrics
+    may_ask: Callable[[str], AbstractContextManager[None]]
+    """Raises `ApiError` 429 if a limit refuses whatever this tenant asks for; while the context is
+    open, one request more counts for it.
+    """
     salts: CacheSalts
     homes: Homes
     template_tokens: int
@@ -151,17 +151,19 @@ class Intake:
         accepted: AcceptedBody,
         started_s: float,
     ) -> Exchange:
-        kind = kind or kind_of(accepted.body)
-        inbound = await in_turns(
-            parsing_request(
-                kind,
-                accepted.body,
-                template_tokens=self.template_tokens,
-                salt_of=partial(self.salts.salt, tenant),
-            )
-        )
+        refusal = None
+        try:
+            with self.may_ask(tenant):
+                inbound = await self._parsed(tenant, kind, accepted.body)
+        except ApiError as error:
+            if error.status != 429:
+                raise
+            # The record says who was refused. What is in the body was not looked at.
+            refusal, inbound = error, await self._parsed(tenant, kind, b"{}")
+        model, adapter = "", ""
+        if refusal is None or len(self.models.names) == 1:
+            model, adapter = self.models.resolve(inbound.model)
         # What is learnt of a model must not depend on whether clients bother to name it.
-        model, adapter = self.models.resolve(inbound.model)
         inbound = msgspec.structs.replace(inbound, model=model, adapter=adapter)
         self._check_priority(tenant, inbound, request.headers)
         home = self.homes.home(tenant, inbound.model, request.headers.get(HOME_HEADER))
@@ -170,7 +172,17 @@ class Intake:
         span = self.traces.begin(inbound, request.headers, headers["traceparent"], started_s)
         headers["traceparent"] = span.traceparent
         record = _new_record(inbound, headers, tenant, home)
-        return Exchange(inbound, headers, record, self.metrics, started_s, span, accepted)
+        return Exchange(inbound, headers, record, self.metrics, started_s, span, accepted, refusal)
+
+    async def _parsed(self, tenant: str, kind: Kind | None, body: bytes) -> InboundRequest:
+        return await in_turns(
+            parsing_request(
+                kind,
+                body,
+                template_tokens=self.template_tokens,
+                salt_of=partial(self.salts.salt, tenant),
+            )
+        )
 
     def _check_priority(
         self, tenant: str, inbound: InboundRequest, headers: Mapping[str, str]

@@ -10,8 +10,9 @@ This file does not know routes, tokenizers or HTTP.
 
 from __future__ import annotations
 
+import codecs
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -19,11 +20,14 @@ from msgspec import Raw, UnsetType
 from pydantic import TypeAdapter, ValidationError
 
 from deploy.gateway.errors import ApiError
-from deploy.gateway.intake.endpoints import Kind
-from deploy.gateway.intake.media_names import with_content_names, with_own_names
-from deploy.gateway.intake.media_urls import MediaAddress, media_addresses
-from deploy.gateway.intake.prompt_content import Body, prompt_content, turns_of
-from deploy.gateway.intake.raw_fields import is_one_of, is_set, optional, starts_with
+from deploy.gateway.intake.body_checks import MOST_ITEMS, checking_body, half_of_pair, too_many
+from deploy.gateway.intake.conversation import STEP_ITEMS, Conversation, unreadable, walking
+from deploy.gateway.intake.endpoints import ENDPOINTS, Kind
+from deploy.gateway.intake.fields import Body, fields_of
+from deploy.gateway.intake.media_names import naming_by_content, own_name
+from deploy.gateway.intake.media_urls import MediaAddress, Medium, addresses_in, put_media
+from deploy.gateway.intake.prompt_content import prompt_content, repeated_bytes, turns_of
+from deploy.gateway.intake.raw_fields import is_one_of, is_set, num_bytes, optional, starts_with
 from kvmanager.token_ids import Steps, TokenIds, parsing
 from scheduler.live.learning.prompt_length import LengthEstimator, PromptContent
 from scheduler.routing.decision import RequestShape
@@ -33,12 +37,13 @@ class _Tool(msgspec.Struct):
     type: str = ""
 
 
+class _Ids(msgspec.Struct, array_like=True):
+    """A list whose items are passed over."""
+
+
 _WHITESPACE: Final = b" \t\r\n"
 _POSITION: Final = re.compile(r"\(byte (\d+)\)")
-READ_FIELDS: Final = Body.__struct_fields__
-"""The names of the fields that the gateway reads."""
-_body_decoder: Final = msgspec.json.Decoder(Body)
-_items_decoder: Final = msgspec.json.Decoder(list[Raw])
+_prompts_decoder: Final = msgspec.json.Decoder(list[str | _Ids])
 _tools_decoder: Final = msgspec.json.Decoder(list[_Tool])
 _str_decoder: Final = msgspec.json.Decoder(str)
 _int64_decoder: Final = msgspec.json.Decoder(
@@ -46,6 +51,8 @@ _int64_decoder: Final = msgspec.json.Decoder(
 )
 _engines_int: Final = TypeAdapter(int)
 """Engines read numbers with pydantic, which takes "1_000" and true for numbers, too."""
+_NUMBER_BYTES: Final = 128
+"""No number is written longer than this by anybody who means it."""
 _names_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
 _TRANSFER_PARAMS: Final = frozenset({"kv_transfer_params", "ec_transfer_params"})
 _STATEFUL: Final = ("previous_response_id", "background", "conversation")
@@ -107,44 +114,42 @@ class InboundRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parsing_request(
-    kind: Kind, body: bytes, *, template_tokens: int, salt_of: SaltOf = lambda own: own
+    kind: Kind | None, body: bytes, *, template_tokens: int, salt_of: SaltOf = lambda own: own
 ) -> Steps[InboundRequest]:
-    """Read what routing needs, a long list of ids and megabytes of media in short steps.
+    """Read what routing needs, in short steps. If `kind` is None, the body tells the endpoint.
 
     The request has the salt that `salt_of` makes of the client's, in the body too. Names of media
     are good with this salt only.
 
-    Raises `ApiError` 400 with the byte position for what is not a JSON object.
+    Raises `ApiError` 400, with the byte position for what is not a JSON object.
     """
+    # Some programs begin each text with this mark, and engines pass over it.
+    body = body.removeprefix(codecs.BOM_UTF8)
+    yield from checking_body(body)
     try:
-        fields = _body_decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise _invalid_json(body, error) from None
+        return (yield from _parsing(*fields_of(kind, body), body, template_tokens, salt_of))
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raised = error
+    raise (yield from _invalid_json(body, raised))
+
+
+def _parsing(
+    kind: Kind, fields: Body, body: bytes, template_tokens: int, salt_of: SaltOf
+) -> Steps[InboundRequest]:
     _check_transfer_params(fields)
     if kind == "responses":
         _check_stateless(fields)
-    token_ids = yield from _client_token_ids(kind, fields)
-    content = prompt_content(kind, body, fields, token_ids)
-    bound_tokens, named = len(body) + template_tokens, None
     own_salt = _string("cache_salt", fields.cache_salt)
     salt = salt_of(own_salt)
-    addresses: tuple[MediaAddress, ...] = ()
-    if kind != "completion":
-        try:
-            if content.has_media:
-                yield
-            # Engines take what has a name for a medium, whatever its type.
-            body = with_own_names(body, salt)
-            if content.has_media:
-                yield
-            addresses = media_addresses(body)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise _invalid_json(body, error) from None
-    if content.has_media and not addresses:
+    token_ids = (yield from _client_token_ids(fields)) if kind == "completion" else None
+    conversation = yield from walking(kind, fields)
+    content = prompt_content(kind, body, fields, token_ids, conversation)
+    bound = len(body) + template_tokens + repeated_bytes(kind, conversation)
+    addresses, is_changed = yield from _own_media(conversation, salt)
+    is_named = not addresses and (yield from _naming(kind, fields, conversation, content, salt))
+    if is_changed or is_named:
         yield
-        named = _with_named_media(kind, fields, body, sum(content.media.values()), salt)
-        yield
-        body = body if named is None else named
+        body = conversation.written(body)
     if salt != own_salt:
         body = _with_field(body, b"cache_salt", salt)
     return InboundRequest(
@@ -156,21 +161,22 @@ def parsing_request(
             fields,
             token_ids,
             content,
-            bound=bound_tokens,
-            has_bound_media=content.has_media and named is None,
+            conversation,
+            bound=bound,
+            has_bound_media=content.has_media and not is_named,
         ),
         content=content,
-        token_ids=token_ids,
+        token_ids=None if is_set(fields.truncate_prompt_tokens) else token_ids,
         cache_salt=salt,
         priority=optional(_int64_decoder, fields.priority) or 0,
         may_go_first=is_set(fields.priority) and not _is_plain_number(fields.priority),
-        num_choices=max(_number(fields.n, 1), _number(fields.best_of, 1)),
+        num_choices=_number("n", fields.n, 1),
         max_output_tokens=max(
             # Engines that know both take the second; counting the larger one suits all.
-            _number(fields.max_tokens, _LEAST_OUTPUT_TOKENS),
-            _number(fields.max_completion_tokens, 0),
-            _number(fields.max_output_tokens, 0),
-            _number(fields.min_tokens, 0),
+            _number("max_tokens", fields.max_tokens, _LEAST_OUTPUT_TOKENS),
+            _number("max_completion_tokens", fields.max_completion_tokens, 0),
+            _number("max_output_tokens", fields.max_output_tokens, 0),
+            _number("min_tokens", fields.min_tokens, 0),
         ),
         has_long_events=is_set(fields.stream_interval),
         request_id=optional(_str_decoder, fields.request_id),
@@ -178,32 +184,22 @@ def parsing_request(
     )
 
 
-def with_fetched_media(request: InboundRequest, body: bytes) -> InboundRequest:
-    """The request with a body in which media are that were at addresses before."""
-    named, num_media = None, sum(request.content.media.values())
-    if num_media:
-        fields = _body_decoder.decode(body)
-        named = _with_named_media(request.kind, fields, body, num_media, request.cache_salt)
+def with_fetched_media(
+    request: InboundRequest, media: Mapping[MediaAddress, Medium]
+) -> Steps[InboundRequest]:
+    """The request with `media` in its body, which were at addresses before."""
+    kind, fields = fields_of(request.kind, request.body)
+    conversation = yield from walking(kind, fields)
+    for part in conversation.parts:
+        put_media(part, media)
+    yield
+    is_named = yield from _naming(kind, fields, conversation, request.content, request.cache_salt)
+    yield
     shape = msgspec.structs.replace(
-        request.shape, has_bound_media=request.content.has_media and named is None
+        request.shape, has_bound_media=request.content.has_media and not is_named
     )
-    return msgspec.structs.replace(
-        request, body=body if named is None else named, shape=shape, media_addresses=()
-    )
-
-
-def kind_of(body: bytes) -> Kind:
-    """The endpoint that `body` is for: a chat has messages, a response an input.
-
-    `parsing_request` refuses a body that is no JSON object.
-    """
-    try:
-        fields = _body_decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return "completion"
-    if is_set(fields.input):
-        return "responses"
-    return "chat" if is_set(fields.messages) else "completion"
+    body = conversation.written(request.body)
+    return msgspec.structs.replace(request, body=body, shape=shape, media_addresses=())
 
 
 def with_kv_transfer_params(body: bytes, params: dict[str, Any]) -> bytes:
@@ -230,7 +226,11 @@ def _check_transfer_params(fields: Body) -> None:
     `ApiError`. An engine takes those in vllm_xargs as it takes its own.
     """
     sent = {name for name in _TRANSFER_PARAMS if is_set(getattr(fields, name))}
-    sent |= _TRANSFER_PARAMS & (optional(_names_decoder, fields.vllm_xargs) or {}).keys()
+    if is_set(fields.vllm_xargs):
+        arguments = optional(_names_decoder, fields.vllm_xargs)
+        if arguments is None:
+            raise unreadable("vllm_xargs", "an object")
+        sent |= _TRANSFER_PARAMS & arguments.keys()
     for name in sorted(sent):
         message = f"{name} is set by the gateway and cannot be sent by a client."
         raise ApiError(400, "unsupported_parameter", message, param=name)
@@ -250,28 +250,71 @@ def _check_stateless(fields: Body) -> None:
             raise ApiError(400, "unsupported_parameter", message, param=name)
 
 
+def _own_media(
+    conversation: Conversation, salt: str | None
+) -> Steps[tuple[tuple[MediaAddress, ...], bool]]:
+    """The addresses of media in the parts, and whether a part had a name. Names become those of
+    the tenant: engines take what has one for a medium, whatever its type.
+    """
+    found: list[MediaAddress] = []
+    is_named = False
+    for number, part in enumerate(conversation.parts, 1):
+        if not number % STEP_ITEMS:
+            yield
+        found.extend(address for _, address in addresses_in(part))
+        name = part.fields.get("uuid")
+        if is_set(name):
+            part.fields["uuid"], is_named = own_name(name, salt), True
+    return tuple(found), is_named
+
+
+def _naming(
+    kind: Kind, fields: Body, conversation: Conversation, content: PromptContent, salt: str | None
+) -> Steps[bool]:
+    """Give the media names that are the same at all sites. False where only the engine that serves
+    the request can read all of them.
+    """
+    # Engines know no names in /v1/messages. With options for their processor they make names of
+    # their own.
+    if (
+        kind not in ("chat", "responses")
+        or not content.has_media
+        or is_set(fields.mm_processor_kwargs)
+        or is_set(fields.media_io_kwargs)
+    ):
+        return False
+    yield
+    num_media = sum(content.media.values())
+    return (yield from naming_by_content(conversation.parts, num_media, salt))
+
+
 def _shape(
     kind: Kind,
     fields: Body,
     token_ids: TokenIds | None,
     content: PromptContent,
+    conversation: Conversation,
     *,
     bound: int,
     has_bound_media: bool,
 ) -> RequestShape:
     """`bound` limits the tokens if all is text: a byte never becomes more than one token."""
-    at_most = None if content.media else _truncated(fields, bound)
     # In chat the field only shapes the template, which rendering sees.
     has_echo = kind == "completion" and not is_one_of(fields.echo, b"false", b"null")
     num_prompts, is_unusual = 1, False
     if kind == "completion" and token_ids is None:
         num_prompts, is_unusual = _count_prompts(fields.prompt)
+    num_texts = num_prompts
+    if not ENDPOINTS[kind].is_routed:
+        num_texts = max((num for num, _ in conversation.sizes.values()), default=1)
+    at_most = None if content.media else _truncated(fields, bound, num_texts)
+    is_exact = token_ids is not None and not is_set(fields.truncate_prompt_tokens)
     return RequestShape(
         num_prompt_tokens=_NOTHING_LEARNT.num_tokens(content, at_most),
-        is_exact=token_ids is not None,
-        bound_tokens=at_most if token_ids is None else None,
+        is_exact=is_exact,
+        bound_tokens=None if is_exact else at_most,
         num_prompts=num_prompts,
-        num_choices=_num_choices(kind, fields),
+        num_choices=_num_choices(fields),
         has_prompt_logprobs=is_set(fields.prompt_logprobs)
         or (has_echo and is_set(fields.logprobs)),
         # The text of a prompt takes no prefill, but other spellings are for one engine to judge.
@@ -281,27 +324,6 @@ def _shape(
         has_bound_media=has_bound_media,
         is_unusual=is_unusual or _is_unusual(kind, fields),
     )
-
-
-def _with_named_media(
-    kind: Kind, fields: Body, body: bytes, num_media: int, salt: str | None
-) -> bytes | None:
-    """`body` with names for its media that are the same at all sites; None where only the engine
-    that serves it can read all `num_media` of them.
-    """
-    # Engines know no names in /v1/messages. With options for their processor they make names of
-    # their own.
-    if (
-        kind not in ("chat", "responses")
-        or is_set(fields.mm_processor_kwargs)
-        or is_set(fields.media_io_kwargs)
-    ):
-        return None
-    try:
-        named, num_named = with_content_names(body, salt)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return None  # engines refuse it
-    return named if num_named == num_media else None
 
 
 def _is_unusual(kind: Kind, fields: Body) -> bool:
@@ -315,28 +337,28 @@ def _is_unusual(kind: Kind, fields: Body) -> bool:
         return True
     # With a tool of its own an engine computes several prompts for one request.
     tools = optional(_tools_decoder, fields.tools) if is_set(fields.tools) else ()
+    if tools is not None and len(tools) > MOST_ITEMS:
+        raise too_many("tools", MOST_ITEMS, "items", "tools")
     return tools is None or any(tool.type != "function" for tool in tools)
 
 
-def _num_choices(kind: Kind, fields: Body) -> int:
+def _num_choices(fields: Body) -> int:
     """The answers that an engine will decode, each as a request of its own; 0 where only the engine
     can judge the field.
     """
-    if kind not in ("completion", "chat") or not is_set(fields.n):
+    if not is_set(fields.n):
         return 1
-    return _number(fields.n, 0) if _is_plain_number(fields.n) else 0
+    return _number("n", fields.n, 0) if _is_plain_number(fields.n) else 0
 
 
-def _truncated(fields: Body, bound: int) -> int:
-    """The length to which the client lets the engine cut the prompt, at most `bound`."""
+def _truncated(fields: Body, bound: int, num_texts: int) -> int:
+    """The length to which the client lets the engine cut each text, all together, or `bound`."""
     most: int = optional(_int64_decoder, fields.truncate_prompt_tokens) or 0
-    return min(bound, most) if most > 0 else bound
+    return min(bound, most * num_texts) if most > 0 else bound
 
 
-def _client_token_ids(kind: Kind, fields: Body) -> Steps[TokenIds | None]:
-    """The ids of a prompt given as one flat list, unless the engine would still cut it."""
-    if kind != "completion" or is_set(fields.truncate_prompt_tokens):
-        return None
+def _client_token_ids(fields: Body) -> Steps[TokenIds | None]:
+    """The ids of a prompt given as one flat list."""
     if not (isinstance(fields.prompt, Raw) and starts_with(fields.prompt, b"[")):
         return None
     try:
@@ -349,17 +371,21 @@ def _count_prompts(prompt: Raw | UnsetType) -> tuple[int, bool]:
     """The number of prompts, and whether the field is something that only the engine can judge."""
     if starts_with(prompt, b'"'):
         return 1, False
-    items = optional(_items_decoder, prompt)
-    if not items:
+    # A list with anything else in it can only be one prompt of ids.
+    prompts = optional(_prompts_decoder, prompt)
+    if not prompts:
         return 1, True
-    first = bytes(items[0])[:1]
-    return len(items), first not in (b'"', b"[")
+    if len(prompts) > MOST_ITEMS:
+        raise too_many("prompt", MOST_ITEMS, "items", "prompt")
+    return len(prompts), False
 
 
-def _number(value: Raw | UnsetType, default: int) -> int:
+def _number(name: str, value: Raw | UnsetType, default: int) -> int:
     """A number in any spelling that engines take; `default` if it is none."""
     if not isinstance(value, Raw):
         return default
+    if num_bytes(value) > _NUMBER_BYTES:
+        raise unreadable(name, "a number")
     try:
         return min(max(0, _engines_int.validate_json(bytes(value))), _MOST)
     except ValidationError:
@@ -380,16 +406,18 @@ def _string(name: str, value: Raw | UnsetType) -> str | None:
     return text
 
 
-def _invalid_json(body: bytes, error: Exception) -> ApiError:
+def _invalid_json(body: bytes, error: Exception) -> Steps[ApiError]:
     if isinstance(error, msgspec.ValidationError):
         return ApiError(400, "invalid_body", "The body must be a JSON object.")
     if isinstance(error, RecursionError):
         return ApiError(400, "invalid_json", "The body is not usable JSON: nested too deeply.")
-    message = f"The body is not valid JSON: {error}"
-    match = _POSITION.search(str(error))
+    # The parser takes half a pair at the end of a text for the end of the body.
+    half = yield from half_of_pair(body)
+    message = f"The body is not valid JSON: {half or error}"
+    match = _POSITION.search(message)
     if match is not None:
         line = body.count(b"\n", 0, int(match[1])) + 1
         message += f", line {line}"
-    elif "position" not in message:
+    else:
         message += f" (byte {len(body)})"
     return ApiError(400, "invalid_json", message)

@@ -11,14 +11,16 @@ Pure; does not know tenants.
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 from blake3 import blake3
 from msgspec import Raw
 
-from deploy.gateway.intake.media_parts import with_parts
-from deploy.gateway.intake.raw_fields import optional
+from deploy.gateway.intake.conversation import STEP_ITEMS, Part
+from deploy.gateway.intake.raw_fields import optional, starts_with
+from kvmanager.token_ids import Steps
 
 _TEXTS: Final = frozenset({"text", "input_text", "output_text", "refusal"})
 """Types of parts that are text, and have no medium unless they have a name."""
@@ -33,47 +35,40 @@ _FIELD_OF_TYPE: Final = {
 _MORE_FIELDS: Final = {"input_image": frozenset({"detail"})}
 """Fields beside these that engines leave alone."""
 _CONTENT_NAME: Final = "content-"
-"""Begins a name made of bytes. No name that `with_own_names` makes begins like this."""
+"""Begins a name made of bytes. No name that `own_name` makes begins like this."""
+_STEP_BYTES: Final = 1 << 20
 _object_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
 
 
-def with_own_names(body: bytes, salt: str | None) -> bytes:
-    """`body`, a JSON object, with the `uuid` of each part in it mixed with `salt`. All other values
-    keep their bytes. Raises what decoding raises.
+def own_name(name: Raw, salt: str | None) -> str:
+    """The name, mixed with `salt`, of a part whose client gave it the `uuid` `name`."""
+    return hashlib.sha256(_packed(salt) + bytes(name)).hexdigest()
+
+
+def naming_by_content(parts: Sequence[Part], num_media: int, salt: str | None) -> Steps[bool]:
+    """Give each medium in the parts of a chat or a response a `uuid` made of its bytes and `salt`.
+
+    False, and nothing is changed, if these are not `num_media` or there is one whose bytes are
+    elsewhere, that has a name, or that is written in a way unknown here.
     """
-    # The key may be written with escapes, and nearly no request has it.
-    if b"uuid" not in body and b"\\u00" not in body:
-        return body
-    prefix = _packed(salt)
-
-    def own(_place: str, fields: dict[str, Any]) -> dict[str, Any] | None:
-        name = bytes(fields.get("uuid", b"null"))
-        if name == b"null":
-            return None
-        return fields | {"uuid": hashlib.sha256(prefix + name).hexdigest()}
-
-    return with_parts(body, own)
-
-
-def with_content_names(body: bytes, salt: str | None) -> tuple[bytes, int]:
-    """`body`, a chat or a response, with a `uuid` made of its bytes and `salt` for each medium in
-    it, and how many got one. 0 if there is one whose bytes are elsewhere, that has a name, or that
-    is written in a way unknown here. Raises what decoding raises.
-    """
-    num_named, prefix = 0, _packed(salt)
-
-    def named(_place: str, fields: dict[str, Any]) -> dict[str, Any] | None:
-        nonlocal num_named
-        name = _content_name(fields, prefix)
-        if name is None:
-            return None
-        num_named += 1
-        return fields | {"uuid": name}
-
-    try:
-        return with_parts(body, named), num_named
-    except _Unnamed:
-        return body, 0
+    names, prefix, nbytes = list[tuple[Part, str]](), _packed(salt), 0
+    for part in parts:
+        try:
+            name = _content_name(part, prefix)
+        except _Unnamed:
+            return False
+        if name is not None:
+            names.append((part, name))
+        # What is looked through costs its bytes, and something of its own.
+        nbytes += part.nbytes + _STEP_BYTES // STEP_ITEMS
+        if nbytes > _STEP_BYTES:
+            nbytes = 0
+            yield
+    if len(names) != num_media:
+        return False
+    for part, name in names:
+        part.fields["uuid"] = name
+    return True
 
 
 class _Unnamed(Exception):
@@ -86,11 +81,9 @@ def _packed(salt: str | None) -> bytes:
     return len(told).to_bytes(4, "little") + told
 
 
-def _content_name(fields: dict[str, Any], prefix: bytes) -> str | None:
+def _content_name(part: Part, prefix: bytes) -> str | None:
     """The name of a part's medium, made with `prefix`; None for a text. Raises `_Unnamed`."""
-    kind = msgspec.json.decode(fields.get("type", b"null"))
-    if not isinstance(kind, str):
-        raise _Unnamed
+    kind, fields = part.type, part.fields
     if kind in _TEXTS and "uuid" not in fields:
         return None
     # With a name, engines guess the kind of a part by its fields, so there may be no others.
@@ -98,8 +91,8 @@ def _content_name(fields: dict[str, Any], prefix: bytes) -> str | None:
     if field is None or fields.keys() - _MORE_FIELDS.get(kind, frozenset()) != {"type", field}:
         raise _Unnamed
     if field == "input_audio":
-        audio = msgspec.json.decode(fields[field])
-        if not (isinstance(audio, dict) and isinstance(audio.get("data"), str)):
+        audio = optional(_object_decoder, fields[field]) or {}
+        if not starts_with(audio.get("data"), b'"'):
             raise _Unnamed
         content = fields[field]
     else:

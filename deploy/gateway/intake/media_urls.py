@@ -1,4 +1,4 @@
-"""The addresses of media in a body, and the body with the media themselves in their place.
+"""The addresses of media in the parts of a conversation, and the media themselves in their place.
 
 Pure; does not know which addresses may be fetched, nor how.
 """
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import msgspec
-from msgspec import UNSET, Raw
+from msgspec import Raw
 
-from deploy.gateway.intake.media_parts import with_parts
-from deploy.gateway.intake.raw_fields import optional
+from deploy.gateway.intake.conversation import Part, unreadable
+from deploy.gateway.intake.raw_fields import is_set, optional
 
 MediumKind = Literal["image", "video", "audio"]
 
@@ -53,71 +53,57 @@ class Medium:
         return Raw(b'"data:%s;base64,%s"' % (self.content_type.encode(), self.data))
 
 
-def media_addresses(body: bytes) -> tuple[MediaAddress, ...]:
-    """Every address in the parts of `body`, a JSON object, that is no data URI. Raises what
-    decoding raises.
+def addresses_in(part: Part) -> list[tuple[str, MediaAddress]]:
+    """Every address in a part that is no data URI, with its field. Raises `ApiError` 400 for one
+    that cannot be read.
     """
-    # The keys may be written with escapes, and nearly no request has one.
-    if b"_url" not in body and b'"source"' not in body and b"\\u00" not in body:
-        return ()
-    found: list[MediaAddress] = []
-
-    def noted(place: str, fields: dict[str, Any]) -> None:
-        found.extend(address for _, address in _addresses(place, fields))
-
-    with_parts(body, noted)
-    return tuple(found)
-
-
-def with_media(body: bytes, media: Mapping[MediaAddress, Medium]) -> bytes:
-    """`body` with the media at these addresses as data. All other values keep their bytes."""
-
-    def replaced(place: str, fields: dict[str, Any]) -> dict[str, Any] | None:
-        changed: dict[str, Any] = {}
-        for name, address in _addresses(place, fields):
-            medium = media.get(address)
-            if medium is not None:
-                changed[name] = _with_medium(name, fields[name], medium)
-        return fields | changed if changed else None
-
-    return with_parts(body, replaced)
-
-
-def _addresses(place: str, fields: dict[str, Any]) -> list[tuple[str, MediaAddress]]:
-    """The addresses in a part, each with its field."""
     found: list[tuple[str, MediaAddress]] = []
     for name, kind in _FIELDS.items():
-        if name in fields:
-            holder = optional(_object_decoder, fields[name])
-            url = _address(fields[name] if holder is None else holder.get("url"))
+        value = part.fields.get(name)
+        if value is None:
+            continue
+        place = f"{part.place}.{name}"
+        holder = optional(_object_decoder, value)
+        url = _address(place, value if holder is None else holder.get("url"))
+        if url is not None:
+            found.append((name, MediaAddress(place, kind, url)))
+    if part.type == _IMAGE and is_set(part.fields.get("source")):
+        place = f"{part.place}.source"
+        source = optional(_object_decoder, part.fields["source"])
+        if source is None:
+            raise unreadable(place, "an object")
+        if optional(_str_decoder, source.get("type")) == "url":
+            url = _address(place, source.get("url"))
             if url is not None:
-                found.append((name, MediaAddress(f"{place}.{name}", kind, url)))
-    if "source" in fields and _text(fields.get("type")) == _IMAGE:
-        source = optional(_object_decoder, fields["source"]) or {}
-        if _text(source.get("type")) == "url" and (url := _address(source.get("url"))) is not None:
-            found.append(("source", MediaAddress(f"{place}.source", "image", url)))
+                found.append(("source", MediaAddress(place, "image", url)))
     return found
 
 
-def _with_medium(name: str, value: Raw, medium: Medium) -> Any:
+def put_media(part: Part, media: Mapping[MediaAddress, Medium]) -> None:
+    """Put the media at the part's addresses in the place of these."""
+    for name, address in addresses_in(part):
+        medium = media.get(address)
+        if medium is not None:
+            part.fields[name] = _with_medium(name, part.fields[name], medium)
+
+
+def _with_medium(name: str, value: Raw, medium: Medium) -> Raw:
     # Raw: megabytes without a character that JSON escapes need not be searched for one.
     if name == "source":
         data = Raw(b'"%s"' % medium.data)
-        return {"type": "base64", "media_type": medium.content_type, "data": data}
+        source = {"type": "base64", "media_type": medium.content_type, "data": data}
+        return Raw(msgspec.json.encode(source))
     holder: dict[str, Any] | None = optional(_object_decoder, value)
-    return medium.uri if holder is None else holder | {"url": medium.uri}
+    return medium.uri if holder is None else Raw(msgspec.json.encode(holder | {"url": medium.uri}))
 
 
-def _address(value: Raw | None) -> str | None:
-    """The text of a field unless it is a data URI, or no text."""
+def _address(place: str, value: Raw | None) -> str | None:
+    """The text of a field unless it is a data URI, or not set."""
     # Not decoded to be looked at: it may have megabytes.
-    if value is None or bytes(memoryview(value)[:6]).lower() == b'"data:':
+    if not is_set(value) or bytes(memoryview(value)[:6]).lower() == b'"data:':  # type: ignore[arg-type]
         return None
-    url = _text(value)
+    url: str | None = optional(_str_decoder, value)
+    if url is None:
+        raise unreadable(place, "an address or an object with one")
     # Engines read the first five characters in the same way.
-    return None if url is None or url[:5].lower() == "data:" else url
-
-
-def _text(value: Raw | None) -> str | None:
-    text: str | None = optional(_str_decoder, UNSET if value is None else value)
-    return text
+    return None if url[:5].lower() == "data:" else url

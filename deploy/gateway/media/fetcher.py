@@ -20,12 +20,13 @@ from prometheus_client import CollectorRegistry
 from deploy.gateway.errors import ApiError
 from deploy.gateway.intake.inbound import InboundRequest, with_fetched_media
 from deploy.gateway.intake.limits import AcceptedBody, Limits
-from deploy.gateway.intake.media_urls import MediaAddress, Medium, MediumKind, with_media
+from deploy.gateway.intake.media_urls import MediaAddress, Medium, MediumKind
 from deploy.gateway.media.config import MediaSection
 from deploy.gateway.media.fetch import Fetch, Resolve
 from deploy.gateway.media.metrics import MediaMetrics
 from deploy.gateway.media.turns import Turns
 from deploy.gateway.media.urls import Refusal, Refused
+from kvmanager.token_ids import in_turns
 from transport.endpoint import network_of
 
 logger = logging.getLogger("prfaas.deploy.gateway")
@@ -73,11 +74,8 @@ class MediaFetcher:
         async with AsyncExitStack() as stack:
             media = await self._all(addresses, inbound, accepted, stack)
             before = len(inbound.body)
-            # Megabytes are looked through twice; others get their turn between.
-            body = with_media(inbound.body, media)
-            self._limits.buffer(accepted, len(body) - before)
-            await asyncio.sleep(0)
-            inbound = with_fetched_media(inbound, body)
+            inbound = await in_turns(with_fetched_media(inbound, media))
+            self._limits.buffer(accepted, len(inbound.body) - before)
             accepted.body = inbound.body
         return inbound
 

@@ -84,20 +84,22 @@ _COMPLETIONS: Final[dict[str, Schema]] = {
     "use_beam_search": _FLAG,
     "truncate_prompt_tokens": {"type": ["integer", "null"], "minimum": -1},
 }
+_ANY: Final[Schema] = {"type": ["object", "null"]}
+_PROCESSOR: Final = {"mm_processor_kwargs": _ANY, "media_io_kwargs": _ANY}
+_TRUNCATED: Final = {"truncate_prompt_tokens": _COMPLETIONS["truncate_prompt_tokens"]}
 _CONVERSATION: Final[dict[str, Schema]] = {
     "messages": _ANTHROPIC_MESSAGES,
     "system": _SYSTEM,
     "tools": _OPTIONAL_OBJECTS,
 }
 _SCORED: Final[dict[str, Schema]] = dict.fromkeys(
-    ("queries", "documents", "items", "text_1", "text_2"), _TEXTS
+    ("queries", "documents", "items", "text_1", "text_2", "data_1", "data_2"), _TEXTS
 )
 
 _OWN: Final[dict[Kind, dict[str, Schema]]] = {
     "completion": _COMPLETIONS
     | {
         "prompt": _PROMPTS,
-        "best_of": _COUNT,
         "logprobs": _NOT_NEGATIVE,
         "prompt_embeds": {"type": ["string", "array", "null"], "items": _TEXT},
     },
@@ -108,9 +110,8 @@ _OWN: Final[dict[Kind, dict[str, Schema]]] = {
         "logprobs": _FLAG,
         "tools": _OPTIONAL_OBJECTS,
         "documents": _OPTIONAL_OBJECTS,
-        "mm_processor_kwargs": {"type": ["object", "null"]},
-        "media_io_kwargs": {"type": ["object", "null"]},
-    },
+    }
+    | _PROCESSOR,
     "responses": {
         "input": _CONTENT,
         "instructions": {"type": ["string", "null"]},
@@ -121,7 +122,8 @@ _OWN: Final[dict[Kind, dict[str, Schema]]] = {
         "previous_response_id": _REMEMBERED,
         "conversation": _REMEMBERED,
         "background": {"enum": [False, None], "description": _REMEMBERED["description"]},
-    },
+    }
+    | _PROCESSOR,
     "messages": _CONVERSATION | {"max_tokens": {"type": "integer", "minimum": 1}, "stream": _FLAG},
     "count_tokens": _CONVERSATION,
     "embeddings": {
@@ -129,9 +131,11 @@ _OWN: Final[dict[Kind, dict[str, Schema]]] = {
         "messages": _MESSAGES,
         "encoding_format": {"enum": ["float", "base64"]},
         "dimensions": _COUNT,
-    },
-    "rerank": {"query": _TEXT, "documents": _TEXTS, "top_n": {"type": "integer", "minimum": 0}},
-    "score": _SCORED,
+    }
+    | _TRUNCATED,
+    "rerank": {"query": _TEXT, "documents": _TEXTS, "top_n": {"type": "integer", "minimum": 0}}
+    | _TRUNCATED,
+    "score": _SCORED | _TRUNCATED,
     "tokenize": {
         "prompt": _TEXT,
         "messages": _MESSAGES,

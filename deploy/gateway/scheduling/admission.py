@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Final, NoReturn, Protocol, TypeVar
 
@@ -167,8 +168,24 @@ class Admission:
         verdict = self._decide(asked).verdict
         if not verdict.admitted:
             self._refuse(tenant, verdict, None)
-        # It is no work yet, whoever gives it up.
-        return AdmittedRequest(number, lambda _: self._decide(AdmissionOver(number, 0)))
+        # It is no work yet where nobody says how much it was.
+        return AdmittedRequest(
+            number, lambda used_tokens: self._decide(AdmissionOver(number, used_tokens or 0))
+        )
+
+    @contextmanager
+    def asking(self, tenant: str) -> Iterator[None]:
+        """Raises `ApiError` 429 if whatever the tenant asks for is refused. A request more counts
+        for it until the context ends. To be asked before its body is read.
+        """
+        if not self.is_limited(tenant):
+            yield
+            return
+        checked = self.check_tenant(tenant, "", 0)
+        try:
+            yield
+        finally:
+            checked()
 
     async def reserve(self, tenant: str, work_tokens: int) -> AdmittedRequest | None:
         """Count a request's work for its tenant in all gateways, before `admit`. Raises `ApiError`

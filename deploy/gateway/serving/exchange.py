@@ -14,6 +14,7 @@ from deploy.gateway.cache.cached_prompt import CachePlaces
 from deploy.gateway.cache.placement import PrefixPlacement
 from deploy.gateway.cache.region_caches import RegionCaches
 from deploy.gateway.config import TimeoutConfig
+from deploy.gateway.errors import ApiError
 from deploy.gateway.intake.endpoints import ENDPOINTS, Endpoint
 from deploy.gateway.intake.homes import Reports
 from deploy.gateway.intake.inbound import InboundRequest
@@ -113,6 +114,8 @@ class Exchange:
     accepted: AcceptedBody
     number: int = 0
     """The number under which admission let the request in; 0 before."""
+    refusal: ApiError | None = None
+    """Why its tenant may not ask now. Its body was not looked at then."""
     predicted: Prediction | None = None
     """What was predicted for the route that is being taken; None if nothing usable was."""
     was_full: bool = False

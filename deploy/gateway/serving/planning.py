@@ -92,6 +92,8 @@ def check_tenant(services: Services, exchange: Exchange) -> AdmittedRequest | No
     said before its prompt is counted. None: the tenant has no limit.
     """
     inbound, tenant = exchange.inbound, exchange.record.tenant
+    if exchange.refusal is not None:
+        raise exchange.refusal
     if not services.admission.is_limited(tenant):
         return None
     shape = services.feedback.likely(inbound.model, inbound.shape, inbound.content)
@@ -228,6 +230,27 @@ async def direct_target(
         has_media=exchange.inbound.content.has_media,
     )
     return await services.pds[pd].direct(request)
+
+
+async def judge_alone(services: Services, exchange: Exchange) -> RequestPlan:
+    """As `judge`, for a request that is not served after it. Its tenant may ask for it, and pays
+    for its rendering as for a prompt. Raises `ApiError` 429 too.
+    """
+    inbound = exchange.inbound
+    held, used_tokens = [check_tenant(services, exchange)], 0
+    try:
+        await exchange.fetch_media(services.media)
+        shape = services.feedback.likely(inbound.model, inbound.shape, inbound.content)
+        tenant, num_tokens = exchange.record.tenant, shape.num_prompt_tokens
+        held.append(await services.admission.reserve(tenant, num_tokens))
+        used_tokens = num_tokens
+        plan = await judge(services, exchange)
+        used_tokens = plan.shape.num_prompt_tokens
+        return plan
+    finally:
+        for counted in held:
+            if counted is not None:
+                counted(used_tokens)
 
 
 async def _rendering_target(services: Services, exchange: Exchange) -> tuple[str, DirectTarget]:

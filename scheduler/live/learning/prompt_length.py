@@ -46,6 +46,16 @@ TOKENS_PER_UNIT: Final[Mapping[Media, float]] = MappingProxyType(
     }
 )
 """Tokens per unit, before an answer said how many tokens the model makes of them."""
+MOST_BYTES_PER_TOKEN: Final = 16.0
+LEAST_BYTES_PER_TOKEN: Final = 0.5
+"""What tenants send teaches the estimates of all, so no prompt teaches more or less than this. Text
+of any language and code lie well within; a field that engines ignore, or blanks between the values
+of JSON, may have any length.
+"""
+MOST_OF_GUESS: Final = 32.0
+"""The same for media: they are learnt to have at most so many times the tokens of the guess, and at
+least this part of them.
+"""
 TEXT_GAIN: Final = 0.02
 MEDIA_GAIN: Final = 0.05
 
@@ -113,14 +123,19 @@ class LengthEstimator:
         Long prompts weigh more: their lengths matter more, and the chat template around a short
         prompt says little about text.
         """
-        return self._text_bytes / self._text_tokens if self.is_known else BYTES_PER_TOKEN
+        if not self.is_known:
+            return BYTES_PER_TOKEN
+        # What other gateways or an older state say is bounded here.
+        learnt = self._text_bytes / self._text_tokens
+        return _within(learnt, LEAST_BYTES_PER_TOKEN, MOST_BYTES_PER_TOKEN)
 
     def tokens_per_unit(self, kind: Media) -> float:
         """The mean number of tokens that the model makes of one image, clip or byte of
         embeddings.
         """
-        units = self._units.get(kind, 0.0)
-        return self._unit_tokens[kind] / units if units else TOKENS_PER_UNIT[kind]
+        units, guess = self._units.get(kind, 0.0), TOKENS_PER_UNIT[kind]
+        learnt = self._unit_tokens[kind] / units if units > 0 else guess
+        return _within(learnt, guess / MOST_OF_GUESS, guess * MOST_OF_GUESS)
 
     def num_tokens(self, content: PromptContent, at_most: int | None = None) -> int:
         """About how many tokens a prompt has, at least 1. `at_most` is an upper bound where
@@ -153,12 +168,22 @@ class LengthEstimator:
         if not kinds:
             if content.text_bytes > 0:
                 keep = 1 - TEXT_GAIN
-                self._text_bytes = keep * self._text_bytes + content.text_bytes
+                least, most = rest * LEAST_BYTES_PER_TOKEN, rest * MOST_BYTES_PER_TOKEN
+                text_bytes = _within(content.text_bytes, least, most)
+                self._text_bytes = keep * self._text_bytes + text_bytes
                 self._text_tokens = keep * self._text_tokens + rest
             return
         # Text beside the media has its learnt length; what is left belongs to the media.
         kind, keep = kinds[0], 1 - MEDIA_GAIN
         in_media = rest - content.text_bytes / self.bytes_per_token
         if in_media > 0:
-            self._units[kind] = keep * self._units.get(kind, 0.0) + content.media[kind]
+            units = content.media[kind]
+            guess = units * TOKENS_PER_UNIT[kind]
+            in_media = _within(in_media, guess / MOST_OF_GUESS, guess * MOST_OF_GUESS)
+            self._units[kind] = keep * self._units.get(kind, 0.0) + units
             self._unit_tokens[kind] = keep * self._unit_tokens.get(kind, 0.0) + in_media
+
+
+def _within(value: float, least: float, most: float) -> float:
+    """`value`, but within these bounds; `least` for what is no number."""
+    return min(value, most) if value >= least else least

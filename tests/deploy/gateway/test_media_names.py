@@ -5,16 +5,36 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from steps import at_once
 
-from deploy.gateway.intake.media_names import with_content_names, with_own_names
+from deploy.gateway.intake.endpoints import Kind
+from deploy.gateway.intake.inbound import parsing_request
+
+KINDS: dict[str, Kind] = {
+    "messages": "chat",
+    "query": "rerank",
+    "input": "responses",
+    "queries": "score",
+    "text_1": "score",
+    "data_1": "score",
+}
 
 
 def chat(*content: Any) -> dict[str, Any]:
     return {"seed": 1, "messages": [{"role": "user", "content": part} for part in content]}
 
 
+def parsed(raw: bytes, salt: str | None) -> Any:
+    """The request, whose `cache_salt` is `salt` already."""
+    kind = next(kind for name, kind in KINDS.items() if f'"{name}"'.encode() in raw)
+    return at_once(parsing_request(kind, raw, template_tokens=0, salt_of=lambda own: salt))
+
+
 def renamed(body: Any, salt: str = "salt") -> Any:
-    return json.loads(with_own_names(json.dumps(body).encode(), salt))
+    request = parsed(json.dumps(body | {"cache_salt": salt}).encode(), salt)
+    changed = json.loads(request.body)
+    del changed["cache_salt"]
+    return changed
 
 
 @pytest.mark.parametrize(
@@ -23,12 +43,10 @@ def renamed(body: Any, salt: str = "salt") -> Any:
         chat("a uuid"),
         chat(["a uuid", {"type": "text", "text": "uuid"}]),
         chat([{"type": "image_url", "image_url": {"url": "x", "uuid": "y"}, "uuid": None}]),
-        chat(None, 5, {"uuid": "x"}),
+        chat(None, {"uuid": None}),
         {"uuid": "x", "messages": [{"role": "tool", "uuid": "x"}]},
         {"uuid": 1, "messages": "x"},
-        {"uuid": 1, "messages": [1]},
-        {"documents": [{"uuid": "x", "text": "y", "content": "z"}, "uuid"]},
-        {"uuid": 1},
+        {"query": "q", "documents": [{"uuid": "x", "text": "y", "content": "z"}, "uuid"]},
     ],
 )
 def test_nothing_else_changes(body: Any) -> None:
@@ -37,7 +55,7 @@ def test_nothing_else_changes(body: Any) -> None:
 
 def test_a_body_without_names_keeps_its_bytes() -> None:
     raw = b' {"messages": [ {"content":[{"type" : "image_url"}]}]}\n'
-    assert with_own_names(raw, "salt") is raw
+    assert parsed(raw, None).body is raw
 
 
 @pytest.mark.parametrize("name", ["logo", "", 5, 1.5, ["a"], False])
@@ -87,25 +105,28 @@ def test_names_in_what_tools_answered_depend_on_the_salt_as_well() -> None:
 
 
 def test_of_two_names_the_last_one_counts() -> None:
-    raw = json.dumps(chat([{"uuid": "a"}])).replace('"uuid": "a"', '"uuid": "b", "\\u0075uid": "a"')
-    assert json.loads(with_own_names(raw.encode(), "s")) == renamed(chat([{"uuid": "a"}]), "s")
+    body = chat([{"uuid": "a"}]) | {"cache_salt": "s"}
+    raw = json.dumps(body).replace('"uuid": "a"', '"uuid": "b", "\\u0075uid": "a"')
+    told = json.loads(parsed(raw.encode(), "s").body)
+    assert told["messages"] == renamed(chat([{"uuid": "a"}]), "s")["messages"]
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
-def named(*parts: Any, salt: str | None = None) -> tuple[list[Any], int]:
-    body, num_named = with_content_names(json.dumps(chat(list(parts))).encode(), salt)
-    return json.loads(body)["messages"][0]["content"], num_named
+def named(*parts: Any, salt: str | None = None) -> tuple[list[Any], bool]:
+    request = parsed(json.dumps(chat(list(parts))).encode(), salt)
+    content = json.loads(request.body)["messages"][0]["content"]
+    return content, not request.shape.has_bound_media
 
 
 def test_a_medium_is_named_by_its_bytes_and_kind() -> None:
     other = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAB"}}
     video = {"type": "video_url", "video_url": IMAGE["image_url"]}
     said = {"type": "text", "text": "what is it?"}
-    (text, *media), num_named = named(said, IMAGE, other, video, IMAGE)
+    (text, *media), is_named = named(said, IMAGE, other, video, IMAGE)
     assert text == said
-    assert num_named == 4
+    assert is_named
     names = [part.pop("uuid") for part in media]
     assert media == [IMAGE, other, video, IMAGE]
     assert names[0] == names[3]
@@ -124,7 +145,6 @@ def test_the_same_medium_has_another_name_with_another_salt() -> None:
     [
         {"type": "image_url", "image_url": {"url": "http://10.0.0.1/a.png"}},
         {"type": "image_url", "image_url": {"url": None}},
-        IMAGE | {"uuid": "mine"},
         IMAGE | {"video_url": "data:"},
         {"type": "input_audio", "input_audio": "data:"},
         {"type": "image_pil", "image_pil": "data:"},
@@ -132,12 +152,11 @@ def test_the_same_medium_has_another_name_with_another_salt() -> None:
     ],
 )
 def test_a_medium_that_cannot_be_named_leaves_all_as_they_are(part: Any) -> None:
-    assert named(IMAGE, part) == ([IMAGE, part], 0)
+    assert named(IMAGE, part) == ([IMAGE, part], False)
 
 
 def test_no_name_of_a_client_is_one_made_of_content() -> None:
     parts, _ = named(IMAGE)
-    guessed = json.dumps(chat([IMAGE | {"uuid": parts[0]["uuid"]}])).encode()
-    (mixed,) = json.loads(with_own_names(guessed, ""))["messages"][0]["content"]
+    (mixed,) = renamed(chat([IMAGE | {"uuid": parts[0]["uuid"]}]))["messages"][0]["content"]
     assert mixed["uuid"] not in (parts[0]["uuid"], "")
     assert not mixed["uuid"].startswith("content-")

@@ -55,7 +55,7 @@ def test_another_kind_of_text_is_followed() -> None:
 
 @pytest.mark.parametrize("kind", Media)
 def test_media_count_by_unit_until_an_answer_says_what_the_model_makes_of_them(kind: Media) -> None:
-    num = 100_000 if kind is Media.EMBEDS else 2
+    num = 1_000_000 if kind is Media.EMBEDS else 2
     content = PromptContent(text_bytes=400, media={kind: num})
     lengths = LengthEstimator()
     assert lengths.num_tokens(content) == round(100 + num * TOKENS_PER_UNIT[kind])
