@@ -91,7 +91,7 @@ class Attack:
         opened = self.attacker.open_outbox(landing, NUM_TOKENS)
         transfer_id = bytes.fromhex(landing.transfer_id)
         assert worker.client.attach(transfer_id, opened.attempt)
-        worker.write(opened.runs, PLANTED * (landing.nbytes // len(PLANTED)))
+        worker.write(opened, PLANTED * (landing.nbytes // len(PLANTED)))
         assert worker.client.ready(transfer_id, opened.attempt, [(0, landing.nbytes)])
         assert self.attacker.wait(landing.transfer_id, kind="outbox").state == "complete"
 
