@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import msgspec
+from msgspec import structs
 
 from prfaas.engines.errors import PrefillCode, PrefillFailed, UnknownInstance
 from prfaas.engines.members import MemberOrder, MemberRefused, MemberRequest
@@ -75,9 +76,13 @@ def front_readiness(report: Callable[[], Awaitable[ClusterReport]]) -> WhyNotRea
 
 
 async def remote_report(client: RpcClient, front: str, timeout_s: float) -> ClusterReport:
-    """The front's own report, or one that says why it could not be reached. Never raises."""
+    """The front's own report, or one that says why it could not be reached. Never raises.
+
+    It is of the cluster `front`, whatever name it has in it: who answers says the connection.
+    """
     try:
-        return await client.call("Report", Empty(), ClusterReport, timeout_s)
+        report = await client.call("Report", Empty(), ClusterReport, timeout_s)
+        return structs.replace(report, name=front)
     except RpcError as error:
         return ClusterReport(
             name=front,

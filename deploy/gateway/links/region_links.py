@@ -216,6 +216,10 @@ class RegionLinks:
                     if not agent.error:
                         logger.warning("%s: its links are not known now: %s", name, error)
                     agent.error = error.message
+                except ValueError as error:
+                    if not agent.error:
+                        logger.error("%s: its links are not believed: %s", name, error)
+                    agent.error = str(error)
                 except Exception as error:
                     # Whatever goes wrong with one answer, the agent must be followed further.
                     logger.exception("%s: following its links failed", name)
@@ -231,9 +235,16 @@ class RegionLinks:
     def _take(self, name: NodeName, agent: _Agent, feed: LinkFeed) -> None:
         """Take in the report of an agent."""
         now_s = self._clock_s()
+        receiver = self._nodes_at.get(feed.data_endpoint, name)
+        # Paths to the other node would count as paths to this one, and probes would go to it.
+        if receiver != name:
+            raise ValueError(
+                f"it says that it receives at {feed.data_endpoint}, as {receiver} does"
+            )
         agent.feed, agent.heard_s = feed, now_s
         # News: the answers given a moment ago may be wrong now.
         self._said.clear()
+        self._nodes_at = {at: node for at, node in self._nodes_at.items() if node != name}
         self._nodes_at[feed.data_endpoint] = name
         by_link: dict[tuple[str, str], list[LinkPath]] = {}
         # All agents of the cluster: this feed may say where paths of the others lead.
