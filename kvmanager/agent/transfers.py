@@ -102,6 +102,7 @@ class AgentTransfers:
             lambda code: metrics.refused_senders.labels(code).inc(),
             send_to=config.destinations,
             routes=config.paths,
+            hosts=config.hosts,
         )
         self._spans = TransferSpans(tracer, self.io.retransmitted_bytes)
         self._hand_offs = ArenaHandOffs(self, now_s)

@@ -69,7 +69,7 @@ def shown_by_receiver(endpoint: Endpoint, files: TlsFiles) -> object:
     """The serial number of the certificate that a new connection is shown."""
     with (
         connection(endpoint) as sock,
-        client_context(files).wrap_socket(sock) as wrapped,
+        client_context(files).wrap_socket(sock, server_hostname="127.0.0.1") as wrapped,
     ):
         return peer_serial(wrapped)
 
