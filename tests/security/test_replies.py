@@ -32,12 +32,16 @@ from deploy.gateway.cache.region_caches import RegionCaches
 from deploy.gateway.region_overview import RegionNow
 from deploy.gateway.scheduling.admission import AdmissionOverview
 from deploy.ops.clusters import print_clusters
+from kvmanager.agent.between_agents import move_cache
+from kvmanager.agent.cache.move_messages import ReserveCacheMoveReply
+from kvmanager.agent.client import CacheMoveOrder
 from kvmanager.directory.messages import NodeName
 from kvmanager.landing import consumer_params
 from prfaas.jobs import PrefillJob, PrefillResult
 from prfaas.remote import RemotePrefillCluster
 from prfaas.server import PrefillServer
 from scheduler.reports import ClusterReport, InstanceReport
+from transport.rpc import RpcError
 
 VICTIM = "ab" * 16
 PLANTED: dict[str, Any] = {
@@ -166,6 +170,22 @@ async def test_a_node_stays_in_the_cluster_that_reported_it_first(
     assert caches is not None
     assert [name for name, at in caches.targets.items() if at == "d0:1"] == [NodeName("home", "d0")]
     assert "far reports the node agent at d0:1, which is home's" in caplog.text
+
+
+async def test_a_node_gets_no_more_of_a_prefix_than_it_is_to_get() -> None:
+    """The gateway would sign for whatever the destination says that it lacks."""
+
+    class Destination:
+        target = "9.9.9.9:1"
+
+        async def reserve_cache_move(self, *_: Any) -> ReserveCacheMoveReply:
+            parts = [(0, 0), (1, 0), (1, 2)]
+            return ReserveCacheMoveReply(parts, "ab" * 16, "cd" * 32, 10, "9.9.9.9", 1, 5.0)
+
+    order = CacheMoveOrder("ef" * 32, b"", [(0, 0), (1, 0)])
+    destination: Any = Destination()
+    with pytest.raises(RpcError, match=r"9\.9\.9\.9:1 asks for parts of the prefix"):
+        await move_cache(destination, destination, order)
 
 
 HOSTILE = ("home", "d0", "d0:1", VICTIM, "[/x]", "\x1b[2J", "a\nb", "", "../..", "{}", "nixl")
