@@ -105,7 +105,8 @@ class ControlService:
     async def reserve(self, request: Reserve) -> ReserveReply:
         # KVCache that lands is cached under the request's keys: a caller that may choose them can
         # plant it.
-        wanted = reservation(request.num_tokens, request.token_digest, request.block_keys)
+        about = request.num_tokens, request.token_digest, request.block_keys
+        wanted = reservation(*about, self._agent.grants.agent)
         with self._agent.grants.once(request.grant, wanted):
             return await self._reserve(request)
 

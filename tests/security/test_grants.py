@@ -229,6 +229,21 @@ def test_a_grant_opens_one_landing(attacked: Attack) -> None:
         assert caught.value.code == "REFUSED"
 
 
+def test_a_reservation_is_made_at_the_agents_of_its_grant(attacked: Attack) -> None:
+    """A PD front that somebody has got hold of takes it to another cluster's node."""
+    granter, own = attacked.region.granter, attacked.victim.ready["data"]
+    reserve = Reserve(NUM_TOKENS, LEASE_S, block_keys=KNOWN)
+    for agents, is_granted in ((f"9.9.9.9:1 {own}", True), ("9.9.9.9:1 9.9.9.9:2", False)):
+        grant = granter.grant(reservation(NUM_TOKENS, "", KNOWN, agents))
+        request = msgspec.structs.replace(reserve, grant=grant)
+        if is_granted:
+            attacked.victim.call("Reserve", request, ReserveReply)
+            continue
+        with pytest.raises(RpcError, match=r"the grant is for agent 9\.9\.9\.9:1") as caught:
+            attacked.victim.call("Reserve", request, ReserveReply)
+        assert caught.value.code == "REFUSED"
+
+
 def test_an_outbox_goes_to_the_landing_of_its_grant(attacked: Attack) -> None:
     """The calls that a prefill front may make which somebody else has taken over."""
     attacked.victim.caller = attacked.region.shown("prefill-front")

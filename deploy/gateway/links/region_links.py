@@ -46,6 +46,8 @@ SAME_S: Final = 0.05
 """Without news, a link is not worked out again within this time, seconds."""
 LEAST_BETWEEN_S: Final = 0.05
 """The least time between two questions to one agent, seconds."""
+MAX_NAMED_CHARS: Final = 3000
+"""A grant has at most `transport.grants.MAX_GRANT_BYTES`."""
 PROBE_PAUSE_S: Final = 2.0
 """The pause after a probe, seconds. Two probes at a time through one link would each see a part of
 it.
@@ -152,6 +154,15 @@ class RegionLinks:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await asyncio.gather(*waited)
+
+    def receivers(self, cluster: str) -> str:
+        """Where the node agents of a cluster receive, with spaces between them, for grants
+        (`transport.grants.Granted`); "" while one of them has not said it, or they are very many.
+        """
+        nodes = {name for name in self._agents if name.cluster == cluster}
+        found = sorted(at for at, name in self._nodes_at.items() if name in nodes)
+        named = " ".join(found)
+        return named if len(found) == len(nodes) and len(named) <= MAX_NAMED_CHARS else ""
 
     def links(self) -> list[LinkNow]:
         """All links of which anything is known, by the clusters at their ends."""

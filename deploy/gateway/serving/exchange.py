@@ -53,6 +53,7 @@ class Services:
     `prefill_reports` does those of prefill clusters. `places` says where prompts for a model may be
     cached that belong to a PD cluster. Without `caches` nothing is known to be cached, and without
     `placement` no cached prefix is moved. Without `granter` nothing is signed for node agents.
+    `receivers` names the agents of a cluster for a grant; "": any.
     With `refuses_local_prefill` no PD cluster prefills what is meant for a prefill cluster.
     """
 
@@ -73,6 +74,7 @@ class Services:
     placement: PrefixPlacement | None = None
     refuses_local_prefill: bool = False
     granter: Granter | None = None
+    receivers: Callable[[str], str] = lambda cluster: ""
 
     @property
     def feedback(self) -> Feedback:
