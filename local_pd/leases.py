@@ -8,6 +8,7 @@ It does not know what a landing is for.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 from transport.rpc import RpcError
 from transport.tasks import start_task
@@ -15,6 +16,8 @@ from transport.tasks import start_task
 logger = logging.getLogger("prfaas.local_pd")
 
 Renew = Callable[[], Awaitable[None]]
+
+LEAST_INTERVAL_S: Final = 0.05
 
 
 class LeaseKeeper:
@@ -33,7 +36,9 @@ class LeaseKeeper:
         """
         self.drop(key)
         # A third, so that one lost call does not cost the lease.
-        task = start_task(self._keep(key, lease_s / 3, renew), f"lease {key}")
+        # A front says how long a lease is, and must not make this process call without a pause.
+        interval_s = max(LEAST_INTERVAL_S, lease_s / 3)
+        task = start_task(self._keep(key, interval_s, renew), f"lease {key}")
         self._tasks[key] = task
 
     def drop(self, key: str) -> None:
