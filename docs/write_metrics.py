@@ -151,7 +151,6 @@ def _gateway() -> CollectorRegistry:
 
 def _agent() -> CollectorRegistry:
     status = StatusReply(
-        arena_epoch="",
         arena_bytes=0,
         block_bytes=0,
         free_bytes=0,

@@ -3,7 +3,6 @@
 Knows neither who reserved it nor what is sent.
 """
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -75,48 +74,24 @@ def producer_params(
         "prfaas": {
             "role": "producer",
             "transfer_id": landing.transfer_id,
-            "num_tokens": landing.num_tokens,
-            "arena_epoch": outbox.arena_epoch,
-            "runs": [list(run) for run in outbox.runs],
             "attempt": outbox.attempt,
-            "layout_fingerprint": landing.layout_fingerprint,
-            "cached_tokens": landing.cached_tokens,
-            "window_step": landing.window_step,
             "adapter": landing.adapter,
-            "draft": outbox.draft,
             "token_digest": landing.token_digest if checks_prompt else "",
         }
     }
 
 
 def consumer_params(
-    landing: ReservedLanding,
-    *,
-    arena_epoch: str,
-    runs: Sequence[tuple[int, int]],
-    cached_runs: Sequence[Sequence[tuple[int, int]]] = (),
-    num_requests: int = 1,
+    transfer_id: str, *, adapter: str = "", num_requests: int = 1
 ) -> dict[str, Any]:
-    """The `kv_transfer_params` that make `num_requests` of an engine load the landing at `runs` of
-    its agent.
-
-    `cached_runs`: the place in the agent's prefix cache of each block of the first `cached_tokens`.
+    """The `kv_transfer_params` that make `num_requests` of an engine load this landing of its
+    agent, if its KVCache was computed with the adapter of this identity.
     """
     return {
         "prfaas": {
             "role": "consumer",
-            "transfer_id": landing.transfer_id,
-            "num_tokens": landing.num_tokens,
-            "token_digest": landing.token_digest,
-            "arena_epoch": arena_epoch,
-            "runs": [list(run) for run in runs],
-            "layout_fingerprint": landing.layout_fingerprint,
-            "cached_tokens": landing.cached_tokens,
-            "window_step": landing.window_step,
+            "transfer_id": transfer_id,
+            "adapter": adapter,
             "num_requests": num_requests,
-            "is_lossy": landing.is_lossy,
-            "adapter": landing.adapter,
-            "draft": landing.draft,
-            "cached_runs": [[list(run) for run in block] for block in cached_runs],
         }
     }

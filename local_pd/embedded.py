@@ -204,9 +204,7 @@ class EmbeddedPdCluster:
                 continue
             asked.add(instance.spec.agent)
             try:
-                slot = await self._landings.reserve(
-                    instance, wanted, request.adapter, request.num_choices
-                )
+                slot = await self._landings.reserve(instance, wanted, request.adapter)
             except RpcError as error:
                 with about_request(request.request_id):
                     logger.warning("%s: no landing at %s: %s", self._name, name, error)

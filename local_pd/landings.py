@@ -11,7 +11,7 @@ import time
 from msgspec import structs
 
 from kvmanager.agent.messages import Reserve, ReserveReply
-from kvmanager.landing import consumer_params, reserved_landing
+from kvmanager.landing import reserved_landing
 from kvmanager.load_times import LoadTimes
 from local_pd.messages import DecodeSlot, LandingReport, landing_report
 from local_pd.slots import HeldSlots
@@ -41,12 +41,8 @@ class Landings:
         self.slots = HeldSlots()
         self._cleanups = Cleanups()
 
-    async def reserve(
-        self, instance: Instance, wanted: Reserve, adapter: str, num_choices: int
-    ) -> DecodeSlot:
-        """A landing at the instance's node, which the engine loads for so many choices. Raises
-        RpcError.
-        """
+    async def reserve(self, instance: Instance, wanted: Reserve, adapter: str) -> DecodeSlot:
+        """A landing at the instance's node. Raises RpcError."""
 
         async def undo(reply: ReserveReply) -> None:
             await self._cancel(instance, reply.transfer_id, "the caller went away")
@@ -69,14 +65,6 @@ class Landings:
             landing=landing,
             instance=instance.name,
             engine_url=instance.spec.engine_url,
-            kv_transfer_params=consumer_params(
-                landing,
-                arena_epoch=reply.arena_epoch,
-                runs=reply.runs,
-                cached_runs=reply.cached_runs,
-                # vLLM makes a request of its own of each choice.
-                num_requests=num_choices,
-            ),
             lease_s=reply.lease_s,
         )
 

@@ -3,7 +3,7 @@
 Fields may be added with defaults. They do not know gRPC.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -17,8 +17,8 @@ from transport.rpc_errors import ErrorCode
 class DecodeSlot(msgspec.Struct, frozen=True, kw_only=True):
     """A decode instance and memory on its node for one request's KVCache.
 
-    `kv_transfer_params` go into the decode request's body unchanged. The engine then takes the
-    landing over. If nothing has landed yet, it waits while it goes on with other requests. The slot
+    The decode request names the landing (`kvmanager.landing.consumer_params`), and the engine takes
+    it over. If nothing has landed yet, it waits while it goes on with other requests. The slot
     lives until `PdCluster.release`, or until its lease of `lease_s` seconds ends without a renewal.
     `reason` says in which order instances were asked.
     """
@@ -26,7 +26,6 @@ class DecodeSlot(msgspec.Struct, frozen=True, kw_only=True):
     landing: ReservedLanding
     instance: str
     engine_url: str
-    kv_transfer_params: dict[str, Any]
     lease_s: float
     reason: str = ""
 
@@ -87,8 +86,6 @@ class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
     """It lets a node reserve the landing; see `kvmanager.agent.grants`."""
     hands_off: bool = False
     """Whether an instance of this cluster is to prefill for the one that decodes."""
-    num_choices: int = 1
-    """The answers that are decoded with the KVCache."""
     adapter: str = ""
     """The identity of the LoRA adapter that the KVCache is computed with; "": none."""
     layouts: tuple[str, ...] = ()

@@ -45,6 +45,7 @@ from prfaas.remote import JOB_TIMEOUT_S, REPORT_TIMEOUT_S
 from scheduler.live.long_term.conversion import MAX_DRAIN_S, RoleChange, RoleStatus
 from scheduler.reports import ClusterReport
 from transport import Credentials
+from transport.plain import printable_message
 from transport.rpc import RpcClient, RpcError
 
 logger = logging.getLogger("prfaas.local_pd")
@@ -98,7 +99,7 @@ class RemotePdCluster:
         # its lease ends.
         call = self._client.call("Reserve", request, DecodeSlot, CALL_TIMEOUT_S)
         try:
-            slot = await self._cleanups.acquire(call, undo)
+            slot = printable_message(await self._cleanups.acquire(call, undo))
         except RpcError as error:
             raise self._explain(error) from error
         self._leases.hold(
@@ -199,7 +200,8 @@ class RemotePdCluster:
         await self._client.close()
 
     async def _place(self, request: PlaceRequest) -> PlaceReply:
-        return await self._client.call("Place", request, PlaceReply, CALL_TIMEOUT_S)
+        reply = await self._client.call("Place", request, PlaceReply, CALL_TIMEOUT_S)
+        return printable_message(reply)
 
     async def _renew(self, request: SlotRequest) -> None:
         await self._client.call("Renew", request, Empty, CALL_TIMEOUT_S)

@@ -4,7 +4,7 @@ They travel between gateway and cluster fronts as msgpack; fields may be added w
 do not know who runs the job.
 """
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -14,6 +14,10 @@ from kvmanager.token_ids import TokenIds
 
 ChatApi = Literal["chat", "responses"]
 """The endpoints of engines whose prompts may have media that the gateway can name."""
+
+_REMOTE: Final = ("do_remote_", "remote_")
+_BESIDE: Final = frozenset({"tp_size", "pp_size", "dcp_size", "transfer_mode"})
+"""With those that begin like `_REMOTE`, the keys in the parameters of vLLM's NixlConnector."""
 
 
 class PrefillJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +95,8 @@ class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
 
     `hand_off` is the way that the KVCache took: "transport", "arena" (written into the landing by
     an engine of the same node), or "nixl". With "nixl" the landing stays empty, the decode request
-    needs these `kv_transfer_params` instead, and nobody here sees how many bytes vLLM moves.
+    needs these `kv_transfer_params` instead, and nobody here sees how many bytes vLLM moves. They
+    count only in the answer of the cluster that decodes, and `is_kept_by_nixl` must be true.
     """
 
     instance: str
@@ -113,3 +118,12 @@ class PrefillResult(msgspec.Struct, frozen=True, kw_only=True):
     encode_s: float = 0.0
     media: dict[str, int] = {}
     left_media_tokens: int | None = None
+
+    @property
+    def is_kept_by_nixl(self) -> bool:
+        """Whether `kv_transfer_params` are what vLLM's NixlConnector says when it keeps KVCache.
+        Those of another connector, ours above all, would make an engine load what they name.
+        """
+        params = self.kv_transfer_params
+        is_known = all(key in _BESIDE or key.startswith(_REMOTE) for key in params)
+        return is_known and params.get("do_remote_prefill") is True

@@ -58,8 +58,8 @@ class TlsFiles:
     while the process runs: new connections use the new ones.
 
     `cert` names its holder in URIs `spiffe://REGION/ROLE/NAME` (`transport.identity`), and both
-    ends check region and role of the other. `server_name` is a host name that a sender or caller
-    wants to see in the other's certificate as well.
+    ends check region and role of the other. A sender or caller also wants to see the host that it
+    means in the other's certificate, or `server_name`, if that is given.
     """
 
     cert: Path

@@ -69,9 +69,9 @@ class NotGranted(Exception):
 class Granted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One call of a node agent. Empty fields do not apply to its method.
 
-    `agent`: the agent that is called, named by where it receives KVCache; "" in a grant: any of the
-    region. `endpoint`: where it sends to. `content`: which KVCache, as `content_digest`.
-    `nbytes`: how much; in a grant: at most.
+    `agent`: the agent that is called, named by where it receives KVCache; in a grant: one of these,
+    with spaces between them, or "" for any of the region. `endpoint`: where it sends to. `content`:
+    which KVCache, as `content_digest`. `nbytes`: how much; in a grant: at most.
     """
 
     method: str
@@ -133,7 +133,7 @@ def check_grant(grant: Grant, wanted: Granted, *, region: str, now_s: float) -> 
         raise NotGranted(f"{what}: the grant is of region {grant.region}, not {region}")
     for field in ("method", "agent", "endpoint", "transfer_id", "content"):
         has, needs = getattr(granted, field), getattr(wanted, field)
-        if has != needs and not (field == "agent" and not has):
+        if has != needs and not (field == "agent" and (not has or needs in has.split())):
             raise NotGranted(f"{what}: the grant is for {field} {has or 'none'}, not {needs}")
     if wanted.nbytes > granted.nbytes:
         raise NotGranted(

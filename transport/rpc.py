@@ -27,6 +27,7 @@ import msgspec
 from transport import LocalError, TlsFiles
 from transport.access import ACCESS
 from transport.health import WhyNotReady, always_ready, health_handler
+from transport.plain import printable
 from transport.region_key import Credentials, RegionKey
 from transport.rotating import Rotating
 from transport.rpc_auth import (
@@ -320,9 +321,10 @@ class RpcClient:
         # Only our handlers set the trailer; without it the status comes from gRPC or from the
         # network.
         if named in STATUS_OF:
-            return RpcError(named, error.details() or "")
+            return RpcError(named, printable(error.details() or "", lines=True))
         code = CODE_OF.get(error.code(), "INTERNAL")
-        return RpcError(code, f"{self.target} {self._service}.{method}: {error.details()}")
+        details = printable(error.details() or "", lines=True)
+        return RpcError(code, f"{self.target} {self._service}.{method}: {details}")
 
 
 async def _check_answer(call: Any) -> dict[str, Any]:

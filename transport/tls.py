@@ -43,9 +43,7 @@ HOLD_BYTES: Final = 64 * RECORD_BYTES
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
     """For the sending side; raises LocalError("tls_files")."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = files.server_name is not None
-    return _loaded(context, files)
+    return _loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), files)
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:

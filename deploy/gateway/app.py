@@ -388,7 +388,7 @@ class Gateway:
         )
 
     def _build_services(self) -> Services:
-        config, caches = self.config, self._caches
+        config, caches, links = self.config, self._caches, self._region_links
         return Services(
             pds=self._pds,
             spill={pd.name: pd.spill for pd in self._pd_settings},
@@ -413,6 +413,7 @@ class Gateway:
             caches=caches,
             placement=None if caches is None else self._build_placement(caches),
             granter=self._granter,
+            receivers=(lambda _: "") if links is None else links.receivers,
             refuses_local_prefill=config.scheduling.routing.local_prefill == "refuse",
         )
 

@@ -18,12 +18,18 @@ from transport.grants import Granter
 
 
 def reservation_grant(
-    granter: Granter | None, num_tokens: int, token_digest: str, block_keys: bytes
+    granter: Granter | None,
+    num_tokens: int,
+    token_digest: str,
+    block_keys: bytes,
+    agents: str = "",
 ) -> bytes:
-    """For `PdCluster.reserve` with these arguments; empty where nobody asks for grants."""
+    """For `PdCluster.reserve` with these arguments at one of these agents, as
+    `RegionLinks.receivers` names them; empty where nobody asks for grants.
+    """
     if granter is None:
         return b""
-    return granter.grant(reservation(num_tokens, token_digest, block_keys))
+    return granter.grant(reservation(num_tokens, token_digest, block_keys, agents))
 
 
 def granted_job(granter: Granter | None, job: PrefillJob) -> PrefillJob:

@@ -16,6 +16,7 @@ from kvmanager.config_files.units import format_age, format_bytes, format_rate
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, Number, Reason
 from scheduler.routing.instance_choice import ChoiceReason
 from scheduler.routing.spill import PdReason
+from transport.plain import printable
 
 _ROWS: Final = (
     ("read", "", "read_s"),
@@ -171,7 +172,7 @@ def _print_record(console: Console, record: RequestRecord, now_s: float) -> None
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
     for title, text in _facts(record, now_s):
-        grid.add_row(title, Text(text))
+        grid.add_row(title, Text(printable(text, lines=True)))
     console.print(grid)
     if record.predictions or record.ttft_s is not None:
         console.print(_parts_table(record))

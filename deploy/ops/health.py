@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from transport.plain import printable
+
 _DEFAULT_URL = "http://127.0.0.1:8000/livez"
 _MAX_SHOWN_BYTES = 500
 
@@ -44,4 +46,4 @@ def health_command(
 
 
 def _text(answer: bytes) -> str:
-    return answer.decode(errors="replace").strip()
+    return printable(answer.decode(errors="replace").strip(), lines=True)

@@ -94,6 +94,10 @@ async def move_cache(
     landing = await destination.reserve_cache_move(order, MOVE_LEASE_S)
     if not landing.parts:
         return CacheMoveResult(0, 0, 0)
+    # The source sends what it is asked for: the destination may want less than the order, not more.
+    if not set(map(tuple, landing.parts)) <= set(map(tuple, order.parts)):
+        message = f"{destination.target} asks for parts of the prefix that it is not to get"
+        raise RpcError("INVALID", message)
     sending = source.send_cache_move(order, landing, MOVE_LEASE_S)
     landed, sent = await _carried(source, destination, landing.transfer_id, sending)
     return CacheMoveResult(
@@ -117,6 +121,11 @@ async def pull_embeddings(
     landing = await destination.reserve_embeddings(
         ReserveEmbeddings(join_keys(keys), sizes, MOVE_LEASE_S, grant, granted), CALL_S
     )
+    told = (*landing.lacking, *landing.pending, *landing.no_room)
+    if not all(0 <= index < len(keys) for index in told):
+        raise RpcError(
+            "INVALID", f"{destination.target} speaks of embeddings that it is not to get"
+        )
     transfer_s = 0.0
     if landing.lacking:
         request = SendEmbeddings(

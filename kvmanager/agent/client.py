@@ -71,6 +71,7 @@ from kvmanager.hashing import join_keys
 from kvmanager.landing import ReservedLanding
 from transport import Credentials
 from transport.grants import Granter
+from transport.plain import printable_message
 from transport.rpc import RpcClient, RpcError
 
 CALL_S: Final = 5.0
@@ -118,7 +119,7 @@ class AgentClient:
 
     async def status(self, timeout_s: float) -> StatusReply:
         """The agent's memory, transfers, engines with their layouts, and links."""
-        return await self._call(Status(), StatusReply, timeout_s)
+        return printable_message(await self._call(Status(), StatusReply, timeout_s))
 
     # ---- transfers
 

@@ -145,6 +145,10 @@ class AgentConfig(AgentSection, MetricsSection):
     """All addresses of receivers that have several, host:port, by the one that they advertise. The
     connections to a receiver are spread over its addresses; while one is down they take the others.
     """
+    detours: dict[Address, str] = Field(default={})
+    """The host whose certificate a receiver shows behind an address of a tunnel or relay, host:port
+    of that. Left out: the certificate names the host that is connected to.
+    """
     sources: tuple[str, ...] = ()
     """Addresses of this host to pair with those of `routes`: connections to the second address of a
     receiver leave from the second one here. Left out: the kernel chooses.
@@ -275,6 +279,11 @@ class AgentConfig(AgentSection, MetricsSection):
     def destinations(self) -> frozenset[Endpoint] | None:
         """Where this agent may send; None: anywhere."""
         return None if self.send_to is None else frozenset(map(Endpoint.parse, self.send_to))
+
+    @property
+    def hosts(self) -> dict[Endpoint, str]:
+        """The hosts of `detours`."""
+        return {Endpoint.parse(address): host for address, host in self.detours.items()}
 
     @property
     def paths(self) -> dict[Endpoint, list[LinkPath]]:

@@ -105,7 +105,8 @@ class ControlService:
     async def reserve(self, request: Reserve) -> ReserveReply:
         # KVCache that lands is cached under the request's keys: a caller that may choose them can
         # plant it.
-        wanted = reservation(request.num_tokens, request.token_digest, request.block_keys)
+        about = request.num_tokens, request.token_digest, request.block_keys
+        wanted = reservation(*about, self._agent.grants.agent)
         with self._agent.grants.once(request.grant, wanted):
             return await self._reserve(request)
 
@@ -138,6 +139,7 @@ class ControlService:
             tenant=request.tenant,
             cached_tokens=cached_tokens,
             window_step=window_step,
+            draft=layout.draft_fingerprint,
             traceparent=request.traceparent,
         )
         landing = await agent.transfers.reserve(spec, base)
@@ -147,12 +149,9 @@ class ControlService:
             nbytes=spec.nbytes,
             host=agent.transfers.advertised.host,
             port=agent.transfers.advertised.port,
-            arena_epoch=agent.arena.epoch,
-            runs=[(first, length) for first, length in landing.runs],
             layout_fingerprint=fingerprint.hex(),
             lease_s=landing.lease_until_s - landing.opened_s,
             cached_tokens=cached_tokens,
-            cached_runs=base.runs if base is not None else [],
             landing_room_bytes=agent.landing_room_bytes,
             is_lossy=agent.config.is_lossy,
             window_step=window_step,
@@ -226,6 +225,9 @@ class ControlService:
             request.num_tokens,
             fingerprint,
             request.lease_s,
+            request.cached_tokens,
+            request.window_step,
+            layout.draft_fingerprint if with_draft else b"",
             request.traceparent,
         )
         token = hex_bytes(request.token, KEY_BYTES, "token")
@@ -240,8 +242,6 @@ class ControlService:
         )
         outbox = await agent.transfers.open_outbox(spec, wire, by_transport=request.by_transport)
         return OpenOutboxReply(
-            arena_epoch=agent.arena.epoch,
-            runs=[(first, length) for first, length in outbox.runs],
             lease_s=outbox.lease_until_s - outbox.opened_s,
             attempt=outbox.attempt,
             draft=request.draft if with_draft else "",

@@ -40,12 +40,12 @@ the grant names takes one transfer only.
 """
 
 
-def reservation(num_tokens: int, token_digest: str, block_keys: bytes) -> Granted:
+def reservation(num_tokens: int, token_digest: str, block_keys: bytes, agents: str = "") -> Granted:
     """Memory for the KVCache of these tokens, kept under these keys once it has landed. A front
-    chooses the agent after the gateway has signed, so that none is named.
+    chooses the agent after the gateway has signed, so that a grant names all `agents` of the front.
     """
     content = content_digest(str(num_tokens), token_digest, block_keys)
-    return Granted(method=Reserve.__name__, content=content)
+    return Granted(method=Reserve.__name__, agent=agents, content=content)
 
 
 def outbox_send(landing: ReservedLanding | OpenOutbox) -> Granted:

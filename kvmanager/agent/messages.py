@@ -54,14 +54,14 @@ class Reserve(msgspec.Struct, frozen=True):
 
 
 class ReserveReply(msgspec.Struct, frozen=True):
-    """The landing: the address for `nbytes`, the token that admits the sender, and the place in the
-    arena.
+    """The landing: the address for `nbytes`, and the token that admits the sender. Where it is in
+    the arena is between the agent and its engines.
 
-    The full-attention KVCache of the first `cached_tokens` need not be sent: it is here, in the KV
-    part of each block at `cached_runs`, and stays for as long as the landing. `landing_room_bytes`
-    is the memory that one more landing could take now, as in `StatusReply`. `is_lossy`: the KVCache
-    that is sent may lose precision on its way, and no cache keeps it. Windows begin at multiples of
-    `window_step` tokens; 0: of the pages of the engine that loads them.
+    The full-attention KVCache of the first `cached_tokens` need not be sent: it is here, and stays
+    for as long as the landing. `landing_room_bytes` is the memory that one more landing could take
+    now, as in `StatusReply`. `is_lossy`: the KVCache that is sent may lose precision on its way,
+    and no cache keeps it. Windows begin at multiples of `window_step` tokens; 0: of the pages of
+    the engine that loads them.
     """
 
     transfer_id: str
@@ -69,12 +69,9 @@ class ReserveReply(msgspec.Struct, frozen=True):
     nbytes: int
     host: str
     port: int
-    arena_epoch: str
-    runs: Runs
     layout_fingerprint: str
     lease_s: float
     cached_tokens: int = 0
-    cached_runs: list[Runs] = []
     landing_room_bytes: int | None = None
     is_lossy: bool = False
     window_step: int = 0
@@ -147,8 +144,6 @@ class OpenOutboxReply(msgspec.Struct, frozen=True):
     that of any outbox that this agent, or an agent before it on this host, has opened.
     """
 
-    arena_epoch: str
-    runs: Runs
     lease_s: float
     attempt: int
     draft: str = ""
@@ -303,7 +298,6 @@ class StatusReply(msgspec.Struct, frozen=True):
     mutual TLS only.
     """
 
-    arena_epoch: str
     arena_bytes: int
     block_bytes: int
     free_bytes: int
@@ -318,7 +312,6 @@ class StatusReply(msgspec.Struct, frozen=True):
     uptime_s: float
     pid: int
     data_endpoint: str
-    arena_path: str = ""
     cache: CacheStatus | None = None
     landing_room_bytes: int | None = None
     exposures: list[str] = []

@@ -214,7 +214,6 @@ class NodeAgent:
         landings, outboxes = table.landings.records.values(), table.outboxes.records.values()
         cap = table.books.limits.landing_bytes
         return StatusReply(
-            arena_epoch=arena.epoch,
             arena_bytes=arena.nbytes,
             block_bytes=arena.block_bytes,
             free_bytes=self._num_free_blocks * arena.block_bytes,
@@ -230,7 +229,6 @@ class NodeAgent:
             uptime_s=now_s() - self._started_s,
             pid=os.getpid(),
             data_endpoint=str(self.transfers.advertised),
-            arena_path=str(arena.path),
             cache=None if self.cache is None else self.cache.status(),
             landing_room_bytes=self.landing_room_bytes,
             exposures=self.config.exposures,
@@ -307,6 +305,7 @@ class NodeAgent:
             # Half of the drain time: an engine notices a lost connection later than the agent.
             self.config.drain_s / 2,
             version=agreed_version(hello),
+            is_lossy=self.config.is_lossy,
         )
 
     def _join_cache(self, peer: EnginePeer, hello: EngineHello) -> StatePlacement | None:

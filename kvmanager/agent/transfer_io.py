@@ -65,16 +65,17 @@ class TransferIo:
         *,
         send_to: Collection[Endpoint] | None = None,
         routes: Mapping[Endpoint, Sequence[LinkPath]] | None = None,
+        hosts: Mapping[Endpoint, str] | None = None,
     ) -> None:
         """`send_to`: the only endpoints that it connects to; None: any. `routes`: the paths to
-        endpoints of hosts with several addresses. Raises transport.LocalError when TLS files cannot
-        be used.
+        endpoints of hosts with several addresses; `hosts` is as in `Sender`. Raises
+        transport.LocalError when TLS files cannot be used.
         """
         self.send_to = None if send_to is None else frozenset(send_to)
         self._loop = asyncio.get_running_loop()
         self._news = news
         self._admission = SenderAdmission(news, self.post, on_refused)
-        self._sender = Sender(config, routes)
+        self._sender = Sender(config, routes, hosts)
         self._receiver = Receiver(bind, config, self._admission)
         self._outgoing: dict[bytes, OutboxSend] = {}
         self._droppers = ThreadPoolExecutor(DROP_THREADS, thread_name_prefix="prfaas-drop")

@@ -24,6 +24,7 @@ from kvmanager.agent.engines.protocol import (
     FailureNotice,
     Landed,
     Loaded,
+    OutboxOpened,
     PrefillEnd,
     Ready,
     Release,
@@ -101,6 +102,7 @@ class AgentTransfers:
             lambda code: metrics.refused_senders.labels(code).inc(),
             send_to=config.destinations,
             routes=config.paths,
+            hosts=config.hosts,
         )
         self._spans = TransferSpans(tracer, self.io.retransmitted_bytes)
         self._hand_offs = ArenaHandOffs(self, now_s)
@@ -193,6 +195,7 @@ class AgentTransfers:
         except Exception as error:
             self.outbox_ended(spec.transfer_id, f"cannot send: {error}")
             raise
+        self._tell_opened(outbox)
         return outbox
 
     def _hand_off(self, spec: OutboxSpec, token: bytes, landing: LandingRecord) -> OutboxRecord:
@@ -203,7 +206,24 @@ class AgentTransfers:
         self.io.forget(spec.transfer_id)
         outbox = self.table.outboxes.open(spec, now_s(), landing)
         self._hand_offs.begin(outbox)
+        self._tell_opened(outbox)
         return outbox
+
+    def _tell_opened(self, outbox: OutboxRecord) -> None:
+        """Tell engines where the outbox is, before any of them is asked to fill it."""
+        spec, books = outbox.spec, self.table.books
+        opened = OutboxOpened(
+            spec.transfer_id,
+            outbox.attempt,
+            spec.num_tokens,
+            outbox.runs,
+            spec.cached_tokens,
+            spec.window_step,
+            spec.draft,
+        )
+        for conn_id in books.connected:
+            if books.peers[conn_id].fingerprint == spec.fingerprint:
+                self._send(conn_id, opened)
 
     def cancel(self, transfer_id: bytes, reason: str) -> bool:
         """End a transfer. Returns whether something was alive."""
@@ -329,7 +349,7 @@ class AgentTransfers:
                 self._carrier(transfer_id).ranges_ready(transfer_id, ranges)
                 self._mark(transfer_id)
             case TellLanded(conn_id, transfer_id):
-                self._send(conn_id, Landed(transfer_id))
+                self._send(conn_id, self._landed(transfer_id))
             case TellFailed(conn_id, transfer_id, reason, attempt):
                 self._send(conn_id, FailureNotice(transfer_id, reason, attempt))
             case DropLanding(transfer_id, reason):
@@ -346,6 +366,20 @@ class AgentTransfers:
                 logger.warning(
                     "%s %s: an engine did not release its memory", kind, transfer_id.hex()
                 )
+
+    def _landed(self, transfer_id: bytes) -> Landed:
+        landing = self.table.landings.records[transfer_id]
+        spec = landing.spec
+        return Landed(
+            transfer_id,
+            spec.num_tokens,
+            spec.token_digest,
+            landing.runs,
+            spec.cached_tokens,
+            self.bases.runs(transfer_id) if self.bases is not None else [],
+            spec.window_step,
+            spec.draft,
+        )
 
     def _transfer_ended(self, key: Key) -> None:
         report = self.report(key)

@@ -97,17 +97,24 @@ class LandingSpec:
     cached_tokens: int = 0
     window_step: int = 0
     nbytes_without_draft: int | None = None
+    draft: bytes = b""
+    """The fingerprint of the drafter of its layout."""
     traceparent: str = ""
     """The trace of the request that it is for, or ""."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutboxSpec:
+    """A requested outbox. `cached_tokens`, `window_step` and `draft` are as in `LandingSpec`."""
+
     transfer_id: bytes
     nbytes: int
     num_tokens: int
     fingerprint: bytes
     lease_s: float
+    cached_tokens: int = 0
+    window_step: int = 0
+    draft: bytes = b""
     traceparent: str = ""
     """As in `LandingSpec`."""
 

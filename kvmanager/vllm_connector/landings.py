@@ -1,7 +1,8 @@
 """Requests whose KVCache was computed elsewhere, from waiting for a landing to giving it back.
 
-A request waits without any engine block until the agent says that its landing is complete. Then it
-gets its blocks and is loaded. The landing may leave out KV that the agent's prefix cache has, which
+A request waits without any engine block until the agent says that its landing is complete, what it
+holds, and where. If that is the KVCache of the request's own prompt, it gets its blocks and is
+loaded. The landing may leave out KV that the agent's prefix cache has, which
 is loaded from there. If a landing fails or is late, the engine computes the prompt.
 
 Several requests may load one landing: vLLM makes one of each choice that a client asks for. The
@@ -21,7 +22,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvmanager.agent.engines.client import EngineClient
+from kvmanager.agent.engines.protocol import Landed, Welcome
 from kvmanager.layout import KVKind, KVLayout
+from kvmanager.pool.shape import CacheShape
 from kvmanager.vllm_connector.cache.plan import CachePages, Tables
 from kvmanager.vllm_connector.metadata import (
     CachedParts,
@@ -31,7 +34,6 @@ from kvmanager.vllm_connector.metadata import (
     Runs,
     TransferRef,
 )
-from kvmanager.vllm_connector.params import ConsumerParams
 
 logger = logging.getLogger("prfaas.kvmanager.connector")
 
@@ -45,10 +47,23 @@ class LandingState(Enum):
     OVER = auto()
 
 
+@dataclass(frozen=True, slots=True)
+class WantedLanding:
+    """The landing that a request names, the tokens whose KVCache it must hold, and how many
+    requests load it.
+    """
+
+    transfer_id: bytes
+    num_requests: int
+    num_tokens: int
+    token_digest: bytes
+
+
 @dataclass(slots=True)
 class Landing:
     """A landing, and who loads it.
 
+    ref: where the agent says that it is; None before it has landed.
     cached_runs: for each block of the first `ref.cached_tokens`, the arena blocks of its KV part.
     state: what a request finds that arrives: WAITING, LANDED or OVER.
     num_to_come: requests that have not arrived yet. They are not waited for once one has finished.
@@ -56,9 +71,10 @@ class Landing:
     is_owed: whether it must still be given back.
     """
 
-    ref: TransferRef
-    cached_runs: tuple[Runs, ...]
+    wanted: WantedLanding
     num_to_come: int
+    ref: TransferRef | None = None
+    cached_runs: tuple[Runs, ...] = ()
     consumers: dict[str, "Consumer"] = field(default_factory=dict)
     state: LandingState = LandingState.WAITING
     first: str = ""
@@ -102,13 +118,18 @@ class Landings:
         self,
         layout: KVLayout,
         pages: CachePages,
-        block_tokens: int,
+        shape: CacheShape,
         timeout_s: float,
         client: EngineClient,
     ) -> None:
         self._layout = layout
         self._pages = pages
-        self._block_tokens = block_tokens
+        self._shape = shape
+        self._arena_epoch = ""
+        self.is_lossy = False
+        """Whether KVCache that lands may have lost precision, so that no other request may use
+        it.
+        """
         self._timeout_s = timeout_s
         self._client = client
         self._lock = threading.Lock()
@@ -117,8 +138,45 @@ class Landings:
 
     # Events of the agent, on the client's thread.
 
-    def on_landed(self, transfer_id: bytes) -> None:
-        self._change(transfer_id, LandingState.LANDED)
+    def on_connected(self, welcome: Welcome) -> None:
+        self._arena_epoch, self.is_lossy = welcome.arena_epoch, welcome.is_lossy
+
+    def on_landed(self, landed: Landed) -> None:
+        with self._lock:
+            landing = self._landings.get(landed.transfer_id)
+            if landing is None:
+                return
+            problem = self._mismatch(landing.wanted, landed)
+            if not problem:
+                landing.ref = TransferRef.of(landed, self._arena_epoch)
+                landing.cached_runs = tuple(map(tuple, landed.cached_runs))
+                landing.move(LandingState.LANDED)
+                return
+            landing.move(LandingState.OVER)
+        logger.error("landing %s: %s; computing it here", landed.transfer_id.hex(), problem)
+        self._client.release(landed.transfer_id)
+
+    def _mismatch(self, wanted: WantedLanding, landed: Landed) -> str:
+        """Why this landing cannot be loaded for a prompt of this engine, or ''."""
+        # A caller that mixes up requests would otherwise decode with another prompt's KVCache.
+        # Prompts about two pictures have the same token ids.
+        if (landed.num_tokens, landed.token_digest) != (wanted.num_tokens, wanted.token_digest):
+            return "it holds other tokens or media than this prompt's"
+        step, own_step = landed.window_step, self._layout.window_step
+        try:
+            self._layout.transfer_bytes(landed.num_tokens, landed.cached_tokens, step)
+        except ValueError as error:
+            return str(error)
+        # With smaller steps the engine would get half of a page, and keep it as a whole one.
+        if own_step > 1 and (step < 1 or step % own_step):
+            return f"its windows begin at steps of {step} tokens, pages here at {own_step}"
+        num_cached = len(landed.cached_runs)
+        if num_cached and landed.draft != self._layout.draft_fingerprint:
+            return "engines with another drafter filled the cached blocks"
+        is_kv = self._shape.has_kv or not num_cached
+        if not is_kv or num_cached * self._shape.block_tokens != landed.cached_tokens:
+            return f"{landed.cached_tokens} cached tokens in {num_cached} blocks"
+        return ""
 
     def on_failed(self, transfer_id: bytes) -> None:
         self._change(transfer_id, LandingState.OVER)
@@ -135,28 +193,31 @@ class Landings:
 
     # vLLM's scheduler, in the order of a request's life.
 
-    def watch(self, request_id: str, params: ConsumerParams) -> None:
+    def watch(self, request_id: str, wanted: WantedLanding) -> None:
         """Wait for this landing. The engine owns it once it is complete."""
-        ref = TransferRef.of(params)
-        now_s = time.monotonic()
+        now_s, transfer_id = time.monotonic(), wanted.transfer_id
         with self._lock:
-            landing = self._landings.get(ref.transfer_id)
+            landing = self._landings.get(transfer_id)
             is_first = landing is None
             if landing is None:
-                landing = Landing(ref, params.cached_runs, params.num_requests)
-                self._landings[ref.transfer_id] = landing
+                landing = self._landings[transfer_id] = Landing(wanted, wanted.num_requests)
             landing.num_to_come = max(0, landing.num_to_come - 1)
-            consumer = Consumer(landing, now_s, now_s + self._timeout_s, landing.state)
+            # The landing was compared with the first prompt that named it.
+            is_other = landing.wanted.token_digest != wanted.token_digest
+            state = LandingState.OVER if is_other else landing.state
+            consumer = Consumer(landing, now_s, now_s + self._timeout_s, state)
             landing.consumers[request_id] = self._consumers[request_id] = consumer
-        if is_first and not self._client.watch(ref.transfer_id):
+        if is_other:
+            logger.error("request %s: its landing is another prompt's", request_id)
+        if is_first and not self._client.watch(transfer_id):
             logger.warning("request %s: no agent; computing it here", request_id)
-            self._change(ref.transfer_id, LandingState.OVER)
+            self._change(transfer_id, LandingState.OVER)
 
-    def refuse(self, params: ConsumerParams) -> None:
+    def refuse(self, transfer_id: bytes) -> None:
         """Give back a landing that no request will load."""
         # The agent releases a landing only for an engine that watches it.
-        self._client.watch(params.id_bytes)
-        self._client.release(params.id_bytes)
+        self._client.watch(transfer_id)
+        self._client.release(transfer_id)
 
     def matched(
         self, request_id: str, num_computed_tokens: int, wait: Callable[[], bool]
@@ -179,7 +240,7 @@ class Landings:
                 request_id,
                 self._timeout_s,
             )
-        num_new = consumer.landing.ref.num_tokens - num_computed_tokens
+        num_new = consumer.landing.wanted.num_tokens - num_computed_tokens
         if state is LandingState.LANDED and num_new > 0:
             first = self._consumers.get(consumer.landing.first)
             is_loading = first is not None and first.state is LandingState.LOADING
@@ -204,11 +265,12 @@ class Landings:
         landing = consumer.landing
         landing.first = landing.first or request_id
         ref = landing.ref
+        assert ref is not None  # it has landed
         first_token = ref.num_tokens - num_tokens
         blocks = tuple(
             self._blocks(index, table, ref, first_token) for index, table in enumerate(tables)
         )
-        base = self._base(landing, tables, first_token)
+        base = self._base(ref, landing.cached_runs, tables, first_token)
         return LoadStep(request_id, ref, blocks, base)
 
     def _blocks(
@@ -227,12 +289,13 @@ class Landings:
         first_page = max(pages.start, own.start, first_token // group.tokens_per_block)
         return table[first_page : pages.stop]
 
-    def _base(self, landing: Landing, tables: Tables, first_token: int) -> CachedParts | None:
+    def _base(
+        self, ref: TransferRef, cached_runs: tuple[Runs, ...], tables: Tables, first_token: int
+    ) -> CachedParts | None:
         """The cached KV that the landing leaves out and the engine's own cache lacks."""
-        ref = landing.ref
         parts = []
-        for block, runs in enumerate(landing.cached_runs):
-            if (block + 1) * self._block_tokens > first_token:
+        for block, runs in enumerate(cached_runs):
+            if (block + 1) * self._shape.block_tokens > first_token:
                 pages = self._pages.to_load(
                     block, 0, tables, num_tokens=ref.num_tokens, local_tokens=first_token
                 )
@@ -256,8 +319,8 @@ class Landings:
         if consumer is None or consumer.landing.first not in ("", request_id):
             return None
         consumer.landing.first = request_id
-        ref = consumer.landing.ref
-        return FirstStep(request_id, ref.transfer_id, ref.arena_epoch, consumer.arrived_s)
+        transfer_id = consumer.landing.wanted.transfer_id
+        return FirstStep(request_id, transfer_id, self._arena_epoch, consumer.arrived_s)
 
     def finished(self, request_id: str) -> None:
         """The request is over. A load under way still reads the landing and gives it back later."""
@@ -287,7 +350,7 @@ class Landings:
             if landing.is_needed or not landing.is_owed:
                 return
             landing.state, landing.is_owed = LandingState.OVER, False
-        self._client.release(landing.ref.transfer_id)
+        self._client.release(landing.wanted.transfer_id)
 
     def _forget(self, request_id: str, consumer: Consumer) -> None:
         landing = consumer.landing
@@ -295,4 +358,4 @@ class Landings:
             self._consumers.pop(request_id, None)
             landing.consumers.pop(request_id, None)
             if not landing.consumers:
-                self._landings.pop(landing.ref.transfer_id, None)
+                self._landings.pop(landing.wanted.transfer_id, None)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from kvmanager.vllm_connector.params import ConsumerParams, ProducerParams
+from kvmanager.agent.engines.protocol import Landed, OutboxOpened
 
 Runs = tuple[tuple[int, int], ...]
 
@@ -29,18 +29,17 @@ class TransferRef:
     draft: str = ""
 
     @classmethod
-    def of(cls, params: ProducerParams | ConsumerParams) -> "TransferRef":
-        """The transfer that these parameters name."""
-        attempt = params.attempt if isinstance(params, ProducerParams) else 0
+    def of(cls, said: OutboxOpened | Landed, arena_epoch: str) -> "TransferRef":
+        """The transfer that the agent with this arena has described."""
         return cls(
-            params.id_bytes,
-            params.num_tokens,
-            params.arena_epoch,
-            params.runs,
-            attempt,
-            params.cached_tokens,
-            params.window_step,
-            params.draft,
+            said.transfer_id,
+            said.num_tokens,
+            arena_epoch,
+            tuple(said.runs),
+            said.attempt if isinstance(said, OutboxOpened) else 0,
+            said.cached_tokens,
+            said.window_step,
+            said.draft.hex(),
         )
 
     @property

@@ -17,7 +17,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvmanager.agent.engines.client import EngineClient
-from kvmanager.agent.engines.protocol import CacheFound, CacheSlots, Welcome
+from kvmanager.agent.engines.protocol import (
+    CacheFound,
+    CacheSlots,
+    Landed,
+    OutboxOpened,
+    Welcome,
+)
 from kvmanager.arena import Arena
 from kvmanager.hashing import token_digest
 from kvmanager.landing import ENCODES_ONLY
@@ -28,7 +34,7 @@ from kvmanager.vllm_connector.cache.plan import CachePages
 from kvmanager.vllm_connector.cache.scheduler import CacheScheduler, PrefixCacheOptions
 from kvmanager.vllm_connector.engine_layout import state_block_index
 from kvmanager.vllm_connector.idle_wait import idle_wait_s
-from kvmanager.vllm_connector.landings import Landings
+from kvmanager.vllm_connector.landings import Landings, WantedLanding
 from kvmanager.vllm_connector.metadata import (
     EndedSend,
     LoadStep,
@@ -56,6 +62,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("prfaas.kvmanager.connector")
 
 NO_CACHE = PrefixCacheOptions()
+MAX_OUTBOXES = 1024
+"""Outboxes that no request has come for yet; most of them are for other engines of the node."""
+OUTBOX_WAIT_S = 0.5
+"""The agent speaks before the request is sent, but on another socket."""
 
 
 def _adapter(identity: str) -> str:
@@ -91,7 +101,6 @@ class SchedulerSide:
         self._layout = layout
         self._produces = produces
         self._consumes = consumes
-        self._fingerprint = layout.fingerprint().hex()
         self._draft = layout.draft_fingerprint.hex()
         self._config = kv_cache_config
         self._specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
@@ -103,6 +112,9 @@ class SchedulerSide:
         self._pass_began_s = 0.0
         self._wait_until_s = 0.0
         self._producers: dict[str, Producer] = {}
+        self._arena_epoch = ""
+        self._outboxes: dict[tuple[bytes, int], TransferRef] = {}
+        self._outbox_told = threading.Condition()
         self._loads: list[LoadStep] = []
         # When the agent was last known to keep what each request loads; inf: it does so now.
         self._kept_s: dict[str, float] = {}
@@ -111,9 +123,7 @@ class SchedulerSide:
         self._shape = CacheShape.of(layout)
         state_tokens = [spec.block_size for spec in self._specs]
         pages = CachePages(layout, self._shape, self._state_index, state_tokens)
-        self._landings = Landings(
-            layout, pages, self._shape.block_tokens, landing_timeout_s, client
-        )
+        self._landings = Landings(layout, pages, self._shape, landing_timeout_s, client)
         self._adapters = adapters or Adapters()
         self._cache = CacheScheduler(
             self._shape,
@@ -136,10 +146,20 @@ class SchedulerSide:
 
     def on_connected(self, welcome: Welcome, arena: Arena) -> None:
         logger.info("agent connected, arena epoch %s", welcome.arena_epoch)
+        self._arena_epoch = welcome.arena_epoch
+        self._landings.on_connected(welcome)
         self._cache.on_connected(welcome)
 
-    def on_landed(self, transfer_id: bytes) -> None:
-        self._landings.on_landed(transfer_id)
+    def on_outbox_opened(self, opened: OutboxOpened) -> None:
+        ref = TransferRef.of(opened, self._arena_epoch)
+        with self._outbox_told:
+            self._outboxes[ref.opening] = ref
+            if len(self._outboxes) > MAX_OUTBOXES:
+                del self._outboxes[next(iter(self._outboxes))]
+            self._outbox_told.notify_all()
+
+    def on_landed(self, landed: Landed) -> None:
+        self._landings.on_landed(landed)
         self._agent_said.set()
 
     def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
@@ -155,6 +175,8 @@ class SchedulerSide:
         self._cache.on_slots(slots)
 
     def on_disconnected(self) -> None:
+        with self._outbox_told:
+            self._outboxes.clear()
         self._landings.on_disconnected()
         self._cache.on_disconnected()
         self._sources_lost(time.monotonic())
@@ -176,16 +198,25 @@ class SchedulerSide:
             return
         params = self._accepted(request)
         if isinstance(params, ConsumerParams):
-            self._landings.watch(request.request_id, params)
-            if params.is_lossy:
+            num_tokens = len(request.prompt_token_ids or []) - 1
+            wanted = WantedLanding(
+                params.id_bytes, params.num_requests, num_tokens, self._digest(request)
+            )
+            self._landings.watch(request.request_id, wanted)
+            if self._landings.is_lossy:
                 set_apart(request)
             else:
-                self._cache.add(request, landing_tokens=params.num_tokens)
+                self._cache.add(request, landing_tokens=num_tokens)
             return
         if isinstance(params, ProducerParams):
             if params.token_digest:
                 leave_out_last_token(request)
-            self._producers[request.request_id] = Producer(TransferRef.of(params))
+            opening = params.id_bytes, params.attempt
+            with self._outbox_told:
+                ref = self._outboxes.pop(opening, None)
+            # None: the connection was lost just now, and the outbox with it.
+            if ref is not None:
+                self._producers[request.request_id] = Producer(ref)
         self._cache.add(request)
 
     def _accepted(self, request: "Request") -> ProducerParams | ConsumerParams | None:
@@ -202,7 +233,7 @@ class SchedulerSide:
         if isinstance(params, ProducerParams):
             self._ended.append(EndedSend(params.id_bytes, params.attempt, problem))
         elif isinstance(params, ConsumerParams):
-            self._landings.refuse(params)
+            self._landings.refuse(params.id_bytes)
         return None
 
     def _mismatch(self, request: "Request", params: TransferParams) -> str:
@@ -211,53 +242,38 @@ class SchedulerSide:
             return "this engine's kv_role excludes it"
         if self._cache.is_stopped:
             return "this engine's weights may have changed since its start"
-        # Pages of another layout would be copied to wrong places, and nothing later would notice.
-        if params.layout_fingerprint != self._fingerprint:
-            return (
-                f"KV layout {params.layout_fingerprint[:12]} is not this engine's "
-                f"{self._fingerprint[:12]} ({self._layout.describe()})"
-            )
-        try:
-            self._layout.transfer_bytes(params.num_tokens, params.cached_tokens, params.window_step)
-        except ValueError as error:
-            return str(error)
         if problem := self._other_adapter(request, params):
             return problem
         tokens = request.prompt_token_ids or []
-        if isinstance(params, ProducerParams):
-            if params.draft not in ("", self._draft):
-                return "the outbox has room for the KVCache of another drafter"
-            num_left_out = 1 if params.token_digest else 0
-            if len(tokens) != params.num_tokens + num_left_out:
-                return f"{len(tokens)} prompt tokens but the outbox is for {params.num_tokens}"
-            if params.token_digest and self._digest(request) != params.token_digest:
-                return "the outbox is for other tokens or media than this prompt's"
-            return ""
-        assert isinstance(params, ConsumerParams)
-        # vLLM must compute at least one token of a prompt, so a landing never has the last one.
-        if len(tokens) != params.num_tokens + 1:
-            return f"{len(tokens)} prompt tokens but the landing holds {params.num_tokens}"
-        # A caller that mixes up requests would otherwise decode with another prompt's KVCache.
-        # Prompts about two pictures have the same token ids.
-        if self._digest(request) != params.token_digest:
-            return "the landing holds other tokens or media than this prompt's"
-        # With smaller steps the engine would get half of a page, and keep it as a whole one.
-        step, own_step = params.window_step, self._layout.window_step
-        if own_step > 1 and (step < 1 or step % own_step):
-            return (
-                f"the landing's windows begin at steps of {step} tokens, pages here at {own_step}"
-            )
-        num_cached = len(params.cached_runs)
-        if num_cached and params.draft != self._draft:
-            return "engines with another drafter filled the cached blocks"
-        is_kv = self._shape.has_kv or not num_cached
-        if not is_kv or num_cached * self._shape.block_tokens != params.cached_tokens:
-            return f"{params.cached_tokens} cached tokens in {num_cached} blocks"
+        if isinstance(params, ConsumerParams):
+            # vLLM must compute at least one token of a prompt, so a landing never has the last one.
+            return "" if len(tokens) > 1 else f"{len(tokens)} prompt tokens cannot have landed"
+        return self._other_outbox(request, params)
+
+    def _other_outbox(self, request: "Request", params: ProducerParams) -> str:
+        """Why the request cannot fill this outbox, or ''."""
+        opening = params.id_bytes, params.attempt
+        with self._outbox_told:
+            self._outbox_told.wait_for(lambda: opening in self._outboxes, OUTBOX_WAIT_S)
+            ref = self._outboxes.get(opening)
+        if ref is None:
+            return "the node agent has not said where this outbox is"
+        try:
+            self._layout.transfer_bytes(ref.num_tokens, ref.cached_tokens, ref.window_step)
+        except ValueError as error:
+            return str(error)
+        if ref.draft not in ("", self._draft):
+            return "the outbox has room for the KVCache of another drafter"
+        num_prompt_tokens = len(request.prompt_token_ids or [])
+        if num_prompt_tokens != ref.num_tokens + (1 if params.token_digest else 0):
+            return f"{num_prompt_tokens} prompt tokens but the outbox is for {ref.num_tokens}"
+        if params.token_digest and self._digest(request).hex() != params.token_digest:
+            return "the outbox is for other tokens or media than this prompt's"
         return ""
 
-    def _digest(self, request: "Request") -> str:
+    def _digest(self, request: "Request") -> bytes:
         tokens = request.prompt_token_ids or []
-        return token_digest(tokens[:-1], media_of(request)).hex()
+        return token_digest(tokens[:-1], media_of(request))
 
     def _other_adapter(self, request: "Request", params: TransferParams) -> str:
         """Why the KVCache would be of another LoRA adapter than the request's here, or ''."""

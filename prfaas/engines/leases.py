@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 from transport.rpc import RpcError
 from transport.tasks import start_task
@@ -17,13 +18,16 @@ logger = logging.getLogger("prfaas.engines")
 
 Renew = Callable[[], Awaitable[object]]
 
+LEAST_INTERVAL_S: Final = 0.05
+
 
 async def keep_lease(what: str, lease_s: float, renew: Renew, max_hold_s: float = 1800.0) -> None:
     """Call `renew` every third of `lease_s`, as it was granted. Returns when the lease is not known
     any more, or after `max_hold_s`, so that what nobody releases does not hold memory for ever.
     """
     # A third, and no call is waited for any longer: one lost call does not cost the lease.
-    interval_s = lease_s / 3
+    # Whoever granted it must not make this process call without a pause.
+    interval_s = max(LEAST_INTERVAL_S, lease_s / 3)
     next_s = time.monotonic()
     until_s = next_s + max_hold_s
     while next_s < until_s:

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import msgspec
+from msgspec import structs
 
 from prfaas.engines.errors import PrefillCode, PrefillFailed, UnknownInstance
 from prfaas.engines.members import MemberOrder, MemberRefused, MemberRequest
@@ -15,6 +16,7 @@ from prfaas.engines.ownership import cancel_requested
 from prfaas.jobs import PrefillResult
 from scheduler.reports import ClusterReport
 from transport.health import WhyNotReady, remembered
+from transport.plain import plain_message, printable
 from transport.rpc import RpcClient, RpcError
 
 
@@ -61,8 +63,8 @@ async def from_reply(call: Awaitable[PrefillReply], front: str) -> PrefillResult
             raise
         raise PrefillFailed("closed", f"cluster {front} is shutting down") from None
     if reply.result is None:
-        raise PrefillFailed(reply.code, reply.message)
-    return reply.result
+        raise PrefillFailed(reply.code, printable(reply.message, lines=True))
+    return plain_message(reply.result)
 
 
 def front_readiness(report: Callable[[], Awaitable[ClusterReport]]) -> WhyNotReady:
@@ -75,9 +77,14 @@ def front_readiness(report: Callable[[], Awaitable[ClusterReport]]) -> WhyNotRea
 
 
 async def remote_report(client: RpcClient, front: str, timeout_s: float) -> ClusterReport:
-    """The front's own report, or one that says why it could not be reached. Never raises."""
+    """The front's own report, or one that says why it could not be reached. Never raises.
+
+    It is of the cluster `front`, whatever name it has in it: who answers says the connection. Its
+    texts come to logs and terminals, and its numbers into decisions about all requests.
+    """
     try:
-        return await client.call("Report", Empty(), ClusterReport, timeout_s)
+        report = await client.call("Report", Empty(), ClusterReport, timeout_s)
+        return structs.replace(plain_message(report), name=front)
     except RpcError as error:
         return ClusterReport(
             name=front,

@@ -58,6 +58,7 @@ from kvmanager.agent.engines.protocol import (
     EngineMessage,
     FrameDecoder,
     Landed,
+    OutboxOpened,
     Ready,
     Release,
     Watch,
@@ -148,6 +149,10 @@ def hand_over(
     transfer_id = bytes.fromhex(landing.transfer_id)
     decode.send(Watch(transfer_id))
     outbox = agent.open_outbox(landing, num_tokens, by_transport=by_transport)
+    # Every engine of the layout is told of the outbox.
+    opened, _ = prefill.receive(), decode.receive()
+    if not isinstance(opened, OutboxOpened):
+        raise RuntimeError(f"no outbox: {opened}")
     prefill.send(Attach(transfer_id, outbox.attempt))
     # An answer of its control port comes after everything that the agent has heard before.
     agent.status()
@@ -158,7 +163,7 @@ def hand_over(
     before_s = sum(process.cpu_times()[:2])
     began_s = 0.0
     for start in range(0, landing.nbytes, step):
-        put_bytes(prefill.arena, outbox.runs, page, start)
+        put_bytes(prefill.arena, opened.runs, page, start)
         began_s = began_s or time.perf_counter()
         prefill.send(Ready(transfer_id, outbox.attempt, [(start, step)]))
     told = decode.receive()

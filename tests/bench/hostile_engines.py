@@ -33,7 +33,14 @@ from echo_engine import (
 )
 
 from kvmanager.agent.engines.client import EngineClient
-from kvmanager.agent.engines.protocol import CacheFound, CacheSlots, EngineHello, Welcome
+from kvmanager.agent.engines.protocol import (
+    CacheFound,
+    CacheSlots,
+    EngineHello,
+    Landed,
+    OutboxOpened,
+    Welcome,
+)
 from kvmanager.arena import Arena
 
 FLOOD = b'"flood"'
@@ -47,21 +54,27 @@ class AgentSide:
 
     def __init__(self, instance: str, socket_path: str) -> None:
         self._loop = asyncio.get_running_loop()
-        self._landings: dict[bytes, asyncio.Future[bool]] = {}
+        self._landings: dict[bytes, asyncio.Future[Landed | None]] = {}
+        self._outboxes: dict[int, OutboxOpened] = {}
         hello = EngineHello(
             instance, "worker", os.getpid(), SMALL_LAYOUT.encode(), 0, SMALL_LAYOUT.tp_size, b""
         )
         self._client = EngineClient(socket_path, hello)
         self._client.start(self)
 
-    def fill(self, params: dict[str, Any]) -> bool:
+    async def fill(self, params: dict[str, Any]) -> bool:
         """Write the KVCache of a prompt into the outbox. False: the agent is gone."""
         transfer_id, attempt = bytes.fromhex(params["transfer_id"]), params["attempt"]
-        arena, data = self._client.arena, content(params)
-        if arena is None:
+        for _ in range(100):  # the agent spoke first, but on another socket
+            if attempt in self._outboxes:
+                break
+            await asyncio.sleep(0.01)
+        arena, opened = self._client.arena, self._outboxes.pop(attempt, None)
+        if arena is None or opened is None:
             return False
+        data = content(transfer_id, opened.num_tokens)
         self._client.attach(transfer_id, attempt)
-        put_bytes(arena, params["runs"], data)
+        put_bytes(arena, opened.runs, data)
         return self._client.ready(
             transfer_id, attempt, [(0, len(data))]
         ) and self._client.prefill_end(transfer_id, attempt)
@@ -70,16 +83,17 @@ class AgentSide:
         """Whether the KVCache landed whole and right."""
         transfer_id = bytes.fromhex(params["transfer_id"])
         landed = self._landings[transfer_id] = self._loop.create_future()
-        is_right = self._client.watch(transfer_id) and await landed and self._is_right(params)
+        said = await landed if self._client.watch(transfer_id) else None
+        is_right = said is not None and self._is_right(said)
         self._landings.pop(transfer_id, None)
         self._client.release(transfer_id)
         return is_right
 
-    def _is_right(self, params: dict[str, Any]) -> bool:
-        arena, wanted = self._client.arena, content(params)
+    def _is_right(self, said: Landed) -> bool:
+        arena, wanted = self._client.arena, content(said.transfer_id, said.num_tokens)
         if arena is None:
             return False
-        return get_bytes(arena, params["runs"], len(wanted)) == wanted
+        return get_bytes(arena, said.runs, len(wanted)) == wanted
 
     # What the client calls, from its thread.
 
@@ -89,14 +103,17 @@ class AgentSide:
     def on_disconnected(self) -> None:
         self._loop.call_soon_threadsafe(self._all_lost)
 
-    def on_landed(self, transfer_id: bytes) -> None:
-        self._loop.call_soon_threadsafe(self._ended, transfer_id, True)
+    def on_outbox_opened(self, opened: OutboxOpened) -> None:
+        self._loop.call_soon_threadsafe(self._opened, opened)
+
+    def on_landed(self, landed: Landed) -> None:
+        self._loop.call_soon_threadsafe(self._ended, landed.transfer_id, landed)
 
     def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
         # A producer must say that it writes no more; that of a landing is said by `load`.
         if attempt:
             self._client.release(transfer_id, attempt)
-        self._loop.call_soon_threadsafe(self._ended, transfer_id, False)
+        self._loop.call_soon_threadsafe(self._ended, transfer_id, None)
 
     def on_cache_found(self, found: CacheFound) -> None:
         pass
@@ -104,20 +121,23 @@ class AgentSide:
     def on_cache_slots(self, slots: CacheSlots) -> None:
         pass
 
-    def _ended(self, transfer_id: bytes, has_landed: bool) -> None:
+    def _opened(self, opened: OutboxOpened) -> None:
+        self._outboxes[opened.attempt] = opened
+
+    def _ended(self, transfer_id: bytes, said: Landed | None) -> None:
         landed = self._landings.get(transfer_id)
         if landed is not None and not landed.done():
-            landed.set_result(has_landed)
+            landed.set_result(said)
 
     def _all_lost(self) -> None:
         for transfer_id in list(self._landings):
-            self._ended(transfer_id, False)
+            self._ended(transfer_id, None)
 
 
-def content(params: dict[str, Any]) -> bytes:
+def content(transfer_id: bytes, num_tokens: int) -> bytes:
     """The bytes of a transfer, told by its id."""
-    nbytes = SMALL_LAYOUT.transfer_bytes(params["num_tokens"])
-    digest = hashlib.sha256(params["transfer_id"].encode()).digest()
+    nbytes = SMALL_LAYOUT.transfer_bytes(num_tokens)
+    digest = hashlib.sha256(transfer_id).digest()
     return (digest * (nbytes // len(digest) + 1))[:nbytes]
 
 
@@ -141,7 +161,7 @@ class TransferringEngine(EchoEngine):
     async def _transfer(self, body: bytes) -> None:
         params = json.loads(body)["kv_transfer_params"]["prfaas"]
         is_producer = params["role"] == "producer"
-        is_right = self._agent.fill(params) if is_producer else await self._agent.load(params)
+        is_right = await (self._agent.fill if is_producer else self._agent.load)(params)
         self._transport.write(response(ANSWER) if is_right else _FAILED)
 
 

@@ -56,7 +56,7 @@ def send(agent: AgentProcess, engine: DrivenEngine, landing: ReserveReply, conte
     transfer_id = bytes.fromhex(landing.transfer_id)
     outbox = agent.open_outbox(landing, NUM_TOKENS)
     assert engine.client.attach(transfer_id, outbox.attempt)
-    engine.write(outbox.runs, content)
+    engine.write(outbox, content)
     cuts = sorted(random.Random(1).sample(range(1, len(content)), 20))
     pieces = list(zip([0, *cuts], [*cuts, len(content)], strict=True))
     random.Random(2).shuffle(pieces)
@@ -88,7 +88,7 @@ def test_bytes_arrive_and_all_memory_comes_back(pair: Pair) -> None:
             assert pair.receiver.wait(landing.transfer_id).state == "complete"
             pair.consumer.client.watch(transfer_id)
         assert pair.consumer.next() == ("landed", landing.transfer_id)
-        assert pair.consumer.read(landing.runs, NBYTES) == content
+        assert pair.consumer.read(landing, NBYTES) == content
         assert landing_bytes(pair.receiver) >= NBYTES
         pair.consumer.client.release(transfer_id)
         wait_until(lambda: landing_bytes(pair.receiver) == 0)
@@ -221,7 +221,7 @@ def test_outbox_lease_ends_at_the_receiver_too(pair: Pair) -> None:
     pair.consumer.client.watch(bytes.fromhex(landing.transfer_id))
     outbox = pair.sender.open_outbox(landing, NUM_TOKENS, lease_s=0.8)
     pair.producer.client.attach(bytes.fromhex(landing.transfer_id), outbox.attempt)
-    pair.producer.write(outbox.runs, b"x" * 100)
+    pair.producer.write(outbox, b"x" * 100)
     pair.producer.client.ready(bytes.fromhex(landing.transfer_id), outbox.attempt, [(0, 100)])
     assert pair.producer.next() == ("failed", landing.transfer_id, "its lease ended")
     event, _, reason = pair.consumer.next()
@@ -304,7 +304,7 @@ def test_engines_of_two_models_get_their_own_landings(pair: Pair) -> None:
         for name, (_, receiving) in models.items():
             landing = landings[name]
             assert receiving.next() == ("landed", landing.transfer_id)
-            assert receiving.read(landing.runs, landing.nbytes) == contents[name]
+            assert receiving.read(landing, landing.nbytes) == contents[name]
             receiving.client.release(bytes.fromhex(landing.transfer_id))
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from agent_process import CHILD_ENV, SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
+from arena_bytes import get_bytes
 from caching_engine import KV, NAMESPACE, ROOT, SHAPE, STATE, B, CachingEngine, content, prompt
 
-from kvmanager.agent.engines.protocol import CacheFound
+from kvmanager.agent.engines.protocol import CacheFound, Landed
 from kvmanager.agent.messages import ListCache, ListCacheReply, Reserve, ReserveReply
 from kvmanager.hashing import join_keys
 from kvmanager.pool.index_records import Stored, decode_records
@@ -211,7 +212,7 @@ class Transfers:
         outbox = self.sender.open_outbox(landing, num_tokens)
         transfer_id = bytes.fromhex(landing.transfer_id)
         assert producer.client.attach(transfer_id, outbox.attempt)
-        producer.write(outbox.runs, self.bytes(keys, landing.cached_tokens))
+        producer.write(outbox, self.bytes(keys, landing.cached_tokens))
         assert producer.client.ready(transfer_id, outbox.attempt, [(0, landing.nbytes)])
         assert self.sender.wait(landing.transfer_id).state == "complete"
 
@@ -236,7 +237,7 @@ def test_a_landing_leaves_out_what_is_cached_and_is_kept(
     receiver = agent
     with CachingEngine(receiver) as consumer, DrivenEngine(transfers.sender) as producer:
         first = receiver.reserve(5 * B, block_keys=join_keys([ROOT, *keys[:5]]))
-        assert (first.cached_tokens, first.cached_runs) == (0, [])
+        assert first.cached_tokens == 0
         assert first.nbytes == SMALL_LAYOUT.transfer_bytes(5 * B)
         transfers.send(producer, first, keys[:5])
         wait_until(lambda: consumer.hit(keys) == 5, what="the landing is kept")
@@ -245,9 +246,14 @@ def test_a_landing_leaves_out_what_is_cached_and_is_kept(
         second = receiver.reserve(8 * B, block_keys=join_keys([ROOT, *keys]))
         assert second.cached_tokens == 5 * B
         assert second.nbytes == SMALL_LAYOUT.transfer_bytes(8 * B, 5 * B)
-        for key, runs in zip(keys, second.cached_runs, strict=False):
-            assert consumer.scheduler.read(runs, SHAPE.parts[KV].nbytes) == content(key, KV)
         transfers.send(producer, second, keys)
+        assert consumer.scheduler.client.watch(bytes.fromhex(second.transfer_id))
+        assert consumer.scheduler.next() == ("landed", second.transfer_id)
+        landed, arena = consumer.scheduler.said(second), consumer.scheduler.client.arena
+        assert isinstance(landed, Landed)
+        assert arena is not None
+        for key, runs in zip(keys[:5], landed.cached_runs, strict=True):
+            assert get_bytes(arena, runs, SHAPE.parts[KV].nbytes) == content(key, KV)
         wait_until(lambda: consumer.hit(keys) == 8, what="the second landing is kept")
         consumer.check(keys, 8)
         cache = receiver.status().cache
@@ -299,7 +305,7 @@ def test_keys_of_other_blocks_leave_a_landing_whole(agent: AgentProcess, num_key
     with CachingEngine(agent) as consumer:
         consumer.store(keys)
         landing = agent.reserve(40, block_keys=join_keys([ROOT, *keys[:num_keys]]))
-        assert (landing.cached_tokens, landing.cached_runs) == (0, [])
+        assert landing.cached_tokens == 0
 
 
 def test_a_refused_landing_keeps_nothing_pinned(agent: AgentProcess) -> None:

@@ -13,7 +13,8 @@ import pytest
 from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
 from arena_bytes import put_bytes
 
-from kvmanager.agent.messages import Cancel, CancelReply, OpenOutboxReply, ReserveReply
+from kvmanager.agent.engines.protocol import Landed
+from kvmanager.agent.messages import Cancel, CancelReply, OpenOutboxReply
 from kvmanager.arena import Arena
 from transport.rpc import RpcError
 
@@ -43,15 +44,15 @@ class Consumer(DrivenEngine):
 
     def __init__(self, agent: AgentProcess) -> None:
         super().__init__(agent, "decode")
-        self.landings: dict[str, ReserveReply] = {}
         self.wrong: set[str] = set()
         self.landed: set[str] = set()
 
-    def on_landed(self, transfer_id: bytes) -> None:
-        landing = self.landings[transfer_id.hex()]
+    def on_landed(self, landed: Landed) -> None:
+        transfer_id = landed.transfer_id
+        self.heard[transfer_id.hex()] = landed
         expected = hashlib.sha256(content_of(transfer_id)).digest()
         time.sleep(0.005)
-        if hashlib.sha256(self.read(landing.runs, NBYTES)).digest() != expected:
+        if hashlib.sha256(self.read(transfer_id.hex(), NBYTES)).digest() != expected:
             self.wrong.add(transfer_id.hex())
         self.landed.add(transfer_id.hex())
         self.client.release(transfer_id)
@@ -101,7 +102,7 @@ class Producer(DrivenEngine):
         with self._writing:
             if transfer_id in self._failed:
                 return False
-            put_bytes(arena, outbox.runs, data, offset)
+            put_bytes(arena, self.place(outbox), data, offset)
         self.client.ready(transfer_id, outbox.attempt, [(offset, min(size, NBYTES - offset))])
         return True
 
@@ -124,7 +125,6 @@ def test_what_lands_is_what_was_sent(agents: list[AgentProcess]) -> None:
             gives_up, is_cancelled = rng.random() < 0.15, rng.random() < 0.3
             try:
                 landing = receiver.reserve(NUM_TOKENS, lease_s=leases_s[0])
-                consumer.landings[landing.transfer_id] = landing
                 transfer_id = bytes.fromhex(landing.transfer_id)
                 consumer.client.watch(transfer_id)
                 outbox = sender.open_outbox(landing, NUM_TOKENS, leases_s[1])

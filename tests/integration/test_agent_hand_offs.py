@@ -34,7 +34,7 @@ class Node:
         landing, outbox = self.open(**changes)
         transfer_id = bytes.fromhex(landing.transfer_id)
         assert self.prefill.client.attach(transfer_id, outbox.attempt)
-        self.prefill.write(outbox.runs, b"x" * 100)
+        self.prefill.write(outbox, b"x" * 100)
         assert self.prefill.client.ready(transfer_id, outbox.attempt, [(0, 100)])
         wait_until(lambda: self.agent.wait(landing.transfer_id, 0.0).ready_bytes == 100)
         return landing, outbox
@@ -49,7 +49,7 @@ class Node:
     def fill(self, landing: ReserveReply, outbox: OpenOutboxReply, content: bytes) -> None:
         """In shuffled pieces, and then the end of the prefill."""
         transfer_id = bytes.fromhex(landing.transfer_id)
-        self.prefill.write(outbox.runs, content)
+        self.prefill.write(outbox, content)
         cuts = sorted(random.Random(1).sample(range(1, len(content)), 20))
         pieces = list(zip([0, *cuts], [*cuts, len(content)], strict=True))
         random.Random(2).shuffle(pieces)
@@ -62,7 +62,7 @@ class Node:
         content = random.Random(seed).randbytes(NBYTES)
         self.fill(landing, outbox, content)
         assert self.decode.next() == ("landed", landing.transfer_id)
-        assert self.decode.read(landing.runs, NBYTES) == content
+        assert self.decode.read(landing, NBYTES) == content
         self.decode.client.release(bytes.fromhex(landing.transfer_id))
 
     def works(self) -> None:
@@ -97,9 +97,10 @@ def test_the_engine_writes_into_the_landing_and_nothing_is_sent(node: Node) -> N
     agent = node.agent
     for turn in range(3):
         landing, outbox = node.open()
-        assert outbox.runs == landing.runs
+        place = node.prefill.place(outbox)
         assert agent.status().outbox_bytes == 0
         node.lands(landing, outbox, turn)
+        assert node.decode.place(landing) == place
         report = agent.wait(landing.transfer_id, kind="outbox")
         assert (report.state, report.error, report.hand_off) == ("complete", "", "arena")
         assert report.ready_bytes == report.acked_bytes == report.nbytes == NBYTES
@@ -118,8 +119,9 @@ def test_the_engine_writes_into_the_landing_and_nothing_is_sent(node: Node) -> N
 
 def test_the_caller_may_ask_for_the_transport(node: Node) -> None:
     landing, outbox = node.open(by_transport=True)
-    assert outbox.runs != landing.runs
+    place = node.prefill.place(outbox)
     node.lands(landing, outbox)
+    assert node.decode.place(landing) != place
     report = node.agent.wait(landing.transfer_id, kind="outbox")
     assert (report.state, report.hand_off) == ("complete", "transport")
     assert report.wire_bytes == NBYTES
@@ -131,14 +133,14 @@ def test_two_at_once_keep_to_their_landings(node: Node) -> None:
     content = [random.Random(seed).randbytes(NBYTES) for seed in (5, 6)]
     half = NBYTES // 2
     for (landing, outbox), data in zip((first, second), content, strict=True):
-        node.prefill.write(outbox.runs, data)
+        node.prefill.write(outbox, data)
         node.prefill.client.ready(bytes.fromhex(landing.transfer_id), outbox.attempt, [(0, half)])
     for landing, outbox in (second, first):
         rest = [(half, NBYTES - half)]
         node.prefill.client.ready(bytes.fromhex(landing.transfer_id), outbox.attempt, rest)
         assert node.decode.next() == ("landed", landing.transfer_id)
     for (landing, _), data in zip((first, second), content, strict=True):
-        assert node.decode.read(landing.runs, NBYTES) == data
+        assert node.decode.read(landing, NBYTES) == data
         node.decode.client.release(bytes.fromhex(landing.transfer_id))
 
 

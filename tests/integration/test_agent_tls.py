@@ -45,10 +45,10 @@ def test_transfer_over_tls(agent: AgentProcess, files: dict[str, str], tmp_path:
         consumer.client.watch(transfer_id)
         outbox = sender.open_outbox(landing, NUM_TOKENS)
         producer.client.attach(transfer_id, outbox.attempt)
-        producer.write(outbox.runs, content)
+        producer.write(outbox, content)
         producer.client.ready(transfer_id, outbox.attempt, [(0, NBYTES)])
         assert consumer.next() == ("landed", landing.transfer_id)
-        assert consumer.read(landing.runs, NBYTES) == content
+        assert consumer.read(landing, NBYTES) == content
 
 
 @pytest.mark.parametrize("has_tls", [False, True])

@@ -56,12 +56,12 @@ def test_the_drafters_bytes_go_where_both_sides_have_it(
         content = os.urandom(nbytes)
         transfer_id = bytes.fromhex(landing.transfer_id)
         assert producer.client.attach(transfer_id, outbox.attempt)
-        producer.write(outbox.runs, content)
+        producer.write(outbox, content)
         assert producer.client.ready(transfer_id, outbox.attempt, [(0, nbytes)])
         assert sender.wait(landing.transfer_id, kind="outbox").state == "complete"
         assert receiver.wait(landing.transfer_id, kind="landing").state == "complete"
         with DrivenEngine(receiver, "reads", loads) as reader:
-            landed = reader.read(landing.runs, landing.nbytes)
+            landed = reader.read(landing, landing.nbytes)
         assert landed == content + bytes(landing.nbytes - nbytes)
         receiver.cancel_all()
         sender.cancel_all()

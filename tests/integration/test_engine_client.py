@@ -61,8 +61,8 @@ class Events:
     def on_agent_gone(self) -> None:
         self._note("gone")
 
-    def on_landed(self, transfer_id: bytes) -> None:
-        self._note("landed", transfer_id)
+    def on_landed(self, landed: Landed) -> None:
+        self._note("landed", landed.transfer_id)
 
     def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
         self._note("failed", transfer_id, reason)
@@ -193,7 +193,7 @@ def test_messages_arrive_in_order_and_the_arena_is_shared(
         Release(TID),
         Release(TID, 7),
     ]
-    peer.send(Landed(TID), FailureNotice(TID, "no"))
+    peer.send(Landed(TID, 1, b"", []), FailureNotice(TID, "no"))
     assert events.next() == ("landed", TID)
     assert events.next() == ("failed", TID, "no")
     peer.close()
@@ -245,7 +245,8 @@ def test_events_behind_the_welcome_are_not_lost(
     peer = agent.accept()
     peer.read()
     arena = agent.arena
-    peer.send(Welcome(arena.epoch, str(arena.path), arena.nbytes, arena.block_bytes), Landed(TID))
+    welcome = Welcome(arena.epoch, str(arena.path), arena.nbytes, arena.block_bytes)
+    peer.send(welcome, Landed(TID, 1, b"", []))
     assert events.next()[0] == "connected"
     assert events.next() == ("landed", TID)
     peer.close()
@@ -288,7 +289,7 @@ def test_restarted_agent_with_a_new_arena_is_found(
 @pytest.mark.parametrize(
     "frame",
     [
-        encode_frame(Landed(TID)),
+        encode_frame(Landed(TID, 1, b"", [])),
         encode_frame(HelloRefused("two layouts")),
         encode_frame(Welcome("x", "/nonexistent/arena", 4096, 4096)),
         b"\xff\xff\xff\xff",
@@ -327,7 +328,7 @@ def test_raising_callbacks_do_not_end_the_client(
 ) -> None:
     events.raising = True
     peer = connect(agent, client, events)
-    peer.send(Landed(TID))
+    peer.send(Landed(TID, 1, b"", []))
     assert events.next() == ("landed", TID)
     assert client.watch(TID)
     peer.close()
@@ -421,7 +422,7 @@ def test_close_disconnects_and_may_be_called_from_a_callback(
 ) -> None:
     peer = connect(agent, client, events)
     events.on_landed = lambda _: client.close()  # type: ignore[method-assign]
-    peer.send(Landed(TID))
+    peer.send(Landed(TID, 1, b"", []))
     assert events.next() == ("disconnected",)
     assert peer.connection.recv(1) == b""
     peer.close()

@@ -63,7 +63,7 @@ class Region:
         params = body["kv_transfer_params"]["prfaas"]
         opening = bytes.fromhex(params["transfer_id"]), params["attempt"]
         self.producer.client.attach(*opening)
-        self.producer.write(params["runs"], self.data)
+        self.producer.write(params["attempt"], self.data)
         ready_bytes = int(len(self.data) * self.share)
         self.producer.client.ready(*opening, [(0, ready_bytes)])
         if self.share == 1.0:
@@ -185,8 +185,8 @@ async def test_the_decode_engine_gets_the_bytes_of_the_prefill_engine(region: Re
     assert result.nbytes == len(region.data)
     assert 0.0 <= result.sent_share_at_prefill_end <= 1.0
     assert await region.told() == ("landed", slot.landing.transfer_id)
-    runs = slot.kv_transfer_params["prfaas"]["runs"]
-    assert region.consumer.read(runs, slot.landing.nbytes) == region.data
+    landed = region.consumer.read(slot.landing.transfer_id, slot.landing.nbytes)
+    assert landed == region.data
     region.consumer.client.release(bytes.fromhex(slot.landing.transfer_id))
     await region.pd.release(slot, "done")
     await region.memory_is_back()

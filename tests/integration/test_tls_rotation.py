@@ -69,7 +69,7 @@ def shown_by_receiver(endpoint: Endpoint, files: TlsFiles) -> object:
     """The serial number of the certificate that a new connection is shown."""
     with (
         connection(endpoint) as sock,
-        client_context(files).wrap_socket(sock) as wrapped,
+        client_context(files).wrap_socket(sock, server_hostname="127.0.0.1") as wrapped,
     ):
         return peer_serial(wrapped)
 
@@ -170,7 +170,7 @@ def assert_agree(listener: socket.socket, server: ssl.SSLContext, client: ssl.SS
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        with client_end, client.wrap_socket(client_end) as speaking:
+        with client_end, client.wrap_socket(client_end, server_hostname="127.0.0.1") as speaking:
             assert speaking.recv(1) == b"x"
     finally:
         thread.join()

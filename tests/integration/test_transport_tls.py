@@ -200,7 +200,7 @@ def test_a_receiver_refuses_a_sender_that_does_not_look(folder: Path, node: TlsF
         receiver.start()
         with (
             connection(receiver.endpoint) as sock,
-            client_context(other).wrap_socket(sock) as wrapped,
+            client_context(other).wrap_socket(sock, server_hostname="127.0.0.1") as wrapped,
         ):
             said = b""
             while piece := wrapped.recv(4096):
@@ -303,7 +303,7 @@ def connected_streams(files: TlsFiles) -> tuple[TlsStream, TlsStream]:
     wrapped = wrap_tls(server_context(files), far, is_server=True)
     thread = threading.Thread(target=lambda: accepted.append(tls_handshake(wrapped, 5)))
     thread.start()
-    stream = tls_handshake(wrap_tls(client_context(files), near), 5)
+    stream = tls_handshake(wrap_tls(client_context(files), near, server_name="127.0.0.1"), 5)
     thread.join()
     return stream, accepted[0]
 

@@ -74,14 +74,64 @@ def test_kvcache_goes_to_agents_of_the_own_region_only(
         transfer_id = bytes.fromhex(landing.transfer_id)
         outbox = sender.open_outbox(landing, NUM_TOKENS)
         producer.client.attach(transfer_id, outbox.attempt)
-        producer.write(outbox.runs, content)
+        producer.write(outbox, content)
         producer.client.ready(transfer_id, outbox.attempt, [(0, NBYTES)])
         report = sender.call("Await", Await(landing.transfer_id, 30.0), TransferReport, 60)
         if not shown:
             assert report.state == "complete", report
-            assert consumer.read(landing.runs, NBYTES) == content
+            assert consumer.read(landing, NBYTES) == content
             return
         assert report.state == "failed", report
         assert f"the other side shows {shown}" in report.error
         assert (report.sent_bytes, report.acked_bytes) == (0, 0)
-        assert content not in consumer.read(landing.runs, NBYTES)
+        arena = consumer.client.arena
+        assert arena is not None
+        assert content[:1000] not in bytes(arena.memory)
+
+
+@pytest.mark.parametrize(
+    ("detour", "holder", "is_meant"),
+    [
+        pytest.param("", "127.0.0.1", True, id="the node that is meant"),
+        pytest.param("", "10.9.9.9", False, id="another node's agent at its address"),
+        pytest.param("10.9.9.9", "10.9.9.9", True, id="behind a detour"),
+        pytest.param("10.9.9.9", "127.0.0.1", False, id="another node's agent behind a detour"),
+    ],
+)
+def test_kvcache_goes_to_the_node_that_is_meant(
+    tmp_path: Path, authority: Path, detour: str, holder: str, is_meant: bool
+) -> None:
+    """A site that can answer at another one's address has a good certificate of its own."""
+    uris = [("spiffe://r/agent/a",), ("spiffe://r/agent/b",), ("spiffe://r/gateway/g",)]
+    hosts = [("127.0.0.1",), (holder, "127.0.0.2"), ("127.0.0.1",)]
+    sending, receiving, gateway = (
+        make_node(tmp_path, f"n{number}", authority, uris=uris[number], addresses=hosts[number])
+        for number in range(3)
+    )
+    with ExitStack() as stack:
+        # Its control port is at an address of its own, which its certificate names.
+        settings = {"control": "127.0.0.2:0", "listen": "127.0.0.1:0"}
+        receiver = AgentProcess(tmp_path / "r", **settings, **_files(receiving))
+        receiver.caller = gateway
+        stack.enter_context(receiver)
+        detours = {"detours": {receiver.ready["data"]: detour}} if detour else {}
+        sender = AgentProcess(tmp_path / "s", **detours, **_files(sending))
+        sender.caller = gateway
+        stack.enter_context(sender)
+        producer = stack.enter_context(DrivenEngine(sender))
+        consumer = stack.enter_context(DrivenEngine(receiver))
+        landing = receiver.reserve(NUM_TOKENS)
+        outbox = sender.open_outbox(landing, NUM_TOKENS, lease_s=8.0)
+        transfer_id = bytes.fromhex(landing.transfer_id)
+        producer.write(outbox, bytes(NBYTES))
+        producer.client.ready(transfer_id, outbox.attempt, [(0, NBYTES)])
+        report = sender.call("Await", Await(landing.transfer_id, 30.0), TransferReport, 60)
+        assert (report.state == "complete") is is_meant, report
+        if not is_meant:
+            assert "mismatch" in report.error
+            assert "127.0.0.1" in report.error or "10.9.9.9" in report.error
+        assert consumer.client.connected
+
+
+def _files(files: TlsFiles) -> dict[str, str]:
+    return {"tls_cert": str(files.cert), "tls_key": str(files.key), "tls_ca": str(files.ca)}

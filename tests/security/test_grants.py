@@ -91,7 +91,7 @@ class Attack:
         opened = self.attacker.open_outbox(landing, NUM_TOKENS)
         transfer_id = bytes.fromhex(landing.transfer_id)
         assert worker.client.attach(transfer_id, opened.attempt)
-        worker.write(opened.runs, PLANTED * (landing.nbytes // len(PLANTED)))
+        worker.write(opened, PLANTED * (landing.nbytes // len(PLANTED)))
         assert worker.client.ready(transfer_id, opened.attempt, [(0, landing.nbytes)])
         assert self.attacker.wait(landing.transfer_id, kind="outbox").state == "complete"
 
@@ -226,6 +226,21 @@ def test_a_grant_opens_one_landing(attacked: Attack) -> None:
     for request, reply_type in ((move, ReserveCacheMoveReply), (reserve, ReserveReply)):
         with pytest.raises(RpcError, match="this grant has been used before") as caught:
             attacked.victim.call(type(request).__name__, request, reply_type)
+        assert caught.value.code == "REFUSED"
+
+
+def test_a_reservation_is_made_at_the_agents_of_its_grant(attacked: Attack) -> None:
+    """A PD front that somebody has got hold of takes it to another cluster's node."""
+    granter, own = attacked.region.granter, attacked.victim.ready["data"]
+    reserve = Reserve(NUM_TOKENS, LEASE_S, block_keys=KNOWN)
+    for agents, is_granted in ((f"9.9.9.9:1 {own}", True), ("9.9.9.9:1 9.9.9.9:2", False)):
+        grant = granter.grant(reservation(NUM_TOKENS, "", KNOWN, agents))
+        request = msgspec.structs.replace(reserve, grant=grant)
+        if is_granted:
+            attacked.victim.call("Reserve", request, ReserveReply)
+            continue
+        with pytest.raises(RpcError, match=r"the grant is for agent 9\.9\.9\.9:1") as caught:
+            attacked.victim.call("Reserve", request, ReserveReply)
         assert caught.value.code == "REFUSED"
 
 

@@ -63,11 +63,11 @@ class Agents:
         transfer_id = bytes.fromhex(landing.transfer_id)
         outbox = self.sender.open_outbox(landing, NUM_TOKENS, lease_s=200.0)
         self._producer.client.attach(transfer_id, outbox.attempt)
-        self._producer.write(outbox.runs, content)
+        self._producer.write(outbox, content)
         self._producer.client.ready(transfer_id, outbox.attempt, [(0, NBYTES)])
         report = self.sender.call("Await", Await(landing.transfer_id, 100.0), TransferReport, 110)
         assert report.state == "complete", report
-        assert self._consumer.read(landing.runs, NBYTES) == content
+        assert self._consumer.read(landing, NBYTES) == content
         for agent in (self.receiver, self.sender):
             agent.cancel_all()
 

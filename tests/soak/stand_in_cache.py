@@ -19,7 +19,14 @@ from typing import Any
 from blake3 import blake3
 
 from kvmanager.agent.engines.client import EngineClient
-from kvmanager.agent.engines.protocol import CacheFound, CacheSlots, EngineHello, Welcome
+from kvmanager.agent.engines.protocol import (
+    CacheFound,
+    CacheSlots,
+    EngineHello,
+    Landed,
+    OutboxOpened,
+    Welcome,
+)
 from kvmanager.arena import Arena
 from kvmanager.hashing import block_keys, root_key
 from kvmanager.layout import KVGroup, KVKind, KVLayer, KVLayout, KVPart
@@ -44,6 +51,7 @@ SHAPE = CacheShape.of(LAYOUT)
 NAMESPACE = b"the stand-in's weights, layout".ljust(32, b".")
 KV = 0
 ANSWER_S = 30.0
+MAX_OUTBOXES = 1024
 """Longest wait for an answer of the agent, seconds; a request then goes on without it."""
 CHUNK_S = 0.02
 """Between two layers of a prefill, so that faults meet transfers on their way."""
@@ -107,6 +115,7 @@ class AgentSide:
         self._handles = itertools.count(time.time_ns() // 1000)
         self._asked: dict[int | bytes, asyncio.Future[Any]] = {}
         self._filling: set[int] = set()
+        self._outboxes: dict[int, OutboxOpened] = {}
         # Openings rise, and only the latest can still be begun here.
         self._failed: deque[int] = deque(maxlen=1024)
         layout = LAYOUT.encode()
@@ -130,8 +139,11 @@ class AgentSide:
     def on_disconnected(self) -> None:
         self._loop.call_soon_threadsafe(self._forget)
 
-    def on_landed(self, transfer_id: bytes) -> None:
-        self._loop.call_soon_threadsafe(self._landed, transfer_id)
+    def on_outbox_opened(self, opened: OutboxOpened) -> None:
+        self._loop.call_soon_threadsafe(self._opened, opened)
+
+    def on_landed(self, landed: Landed) -> None:
+        self._loop.call_soon_threadsafe(self._landed, landed)
 
     def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
         self._loop.call_soon_threadsafe(self._end, transfer_id, attempt)
@@ -145,6 +157,7 @@ class AgentSide:
     # The same on the loop. What nobody waits for any more is given back.
 
     def _forget(self) -> None:
+        self._outboxes.clear()
         for asked in self._asked.values():
             if not asked.done():
                 asked.set_result(None)
@@ -156,9 +169,14 @@ class AgentSide:
         asked.set_result(answer)
         return True
 
-    def _landed(self, transfer_id: bytes) -> None:
-        if not self._tell(transfer_id, True):
-            self._scheduler.release(transfer_id)
+    def _opened(self, opened: OutboxOpened) -> None:
+        self._outboxes[opened.attempt] = opened
+        if len(self._outboxes) > MAX_OUTBOXES:
+            del self._outboxes[next(iter(self._outboxes))]
+
+    def _landed(self, landed: Landed) -> None:
+        if not self._tell(landed.transfer_id, landed):
+            self._scheduler.release(landed.transfer_id)
 
     def _end(self, transfer_id: bytes, attempt: int) -> None:
         if not attempt:
@@ -236,11 +254,15 @@ class AgentSide:
     async def fill(self, prompt: Prompt, params: dict[str, Any]) -> None:
         """Hand a prefill's KVCache over layer by layer, for as long as anybody wants it."""
         transfer_id, attempt = bytes.fromhex(params["transfer_id"]), params["attempt"]
-        num_tokens, cached_tokens = params["num_tokens"], params["cached_tokens"]
-        nbytes = LAYOUT.transfer_bytes(num_tokens, cached_tokens)
-        arena = self._worker.arena
-        if arena is None or arena.epoch != params["arena_epoch"] or attempt in self._failed:
+        for _ in range(100):  # the agent spoke first, but on another socket
+            if attempt in self._outboxes:
+                break
+            await asyncio.sleep(0.01)
+        opened, arena = self._outboxes.pop(attempt, None), self._worker.arena
+        if opened is None or arena is None or attempt in self._failed:
             return
+        num_tokens, cached_tokens = opened.num_tokens, opened.cached_tokens
+        nbytes = LAYOUT.transfer_bytes(num_tokens, cached_tokens)
         self._filling.add(attempt)
         self._worker.attach(transfer_id, attempt)
         is_over = False
@@ -248,7 +270,7 @@ class AgentSide:
             for offset, data in prompt.layers(num_tokens, cached_tokens):
                 if attempt in self._failed or self._worker.arena is not arena:
                     return
-                write(arena, params["runs"], nbytes, offset, data)
+                write(arena, opened.runs, nbytes, offset, data)
                 self._worker.ready(transfer_id, attempt, [(offset, len(data))])
                 await asyncio.sleep(CHUNK_S)
             self._worker.prefill_end(transfer_id, attempt)
@@ -263,18 +285,19 @@ class AgentSide:
     async def load(self, prompt: Prompt, params: dict[str, Any]) -> bool | None:
         """Whether what landed is right; None when nothing landed and the prompt is computed."""
         transfer_id = bytes.fromhex(params["transfer_id"])
-        if await self._answer(transfer_id, self._scheduler.watch(transfer_id)) is None:
+        landed = await self._answer(transfer_id, self._scheduler.watch(transfer_id))
+        if landed is None:
             return None
         arena = self._scheduler.arena
         try:
-            if arena is None or arena.epoch != params["arena_epoch"]:
+            if arena is None:
                 return None
-            num_tokens, cached_tokens = params["num_tokens"], params["cached_tokens"]
+            num_tokens, cached_tokens = landed.num_tokens, landed.cached_tokens
             nbytes = LAYOUT.transfer_bytes(num_tokens, cached_tokens)
             layers = b"".join(data for _, data in prompt.layers(num_tokens, cached_tokens))
-            is_right = read(arena, params["runs"], nbytes) == layers and all(
+            is_right = read(arena, landed.runs, nbytes) == layers and all(
                 read(arena, runs, SHAPE.parts[KV].nbytes) == prompt.part(block, KV)
-                for block, runs in enumerate(params["cached_runs"])
+                for block, runs in enumerate(landed.cached_runs)
             )
             return is_right if self._scheduler.arena is arena else None
         finally:

@@ -110,7 +110,7 @@ class Server:
         if params is not None and params["role"] == "consumer":
             landed = await self._agent.load(prompt, params)
             if landed is not None:
-                return params["num_tokens"], landed
+                return len(prompt.token_ids) - 1, landed
         cached_tokens, is_right = await self._agent.prefix(prompt)
         if params is not None and params["role"] == "producer":
             await self._agent.fill(prompt, params)

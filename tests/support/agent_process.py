@@ -24,7 +24,14 @@ from arena_bytes import get_bytes, put_bytes
 from simple_layouts import paged, state
 
 from kvmanager.agent.engines.client import EngineClient
-from kvmanager.agent.engines.protocol import CacheFound, CacheSlots, EngineHello, Welcome
+from kvmanager.agent.engines.protocol import (
+    CacheFound,
+    CacheSlots,
+    EngineHello,
+    Landed,
+    OutboxOpened,
+    Welcome,
+)
 from kvmanager.agent.messages import (
     SERVICE,
     Await,
@@ -242,6 +249,10 @@ class AgentProcess:
         return self.call("Await", request, TransferReport, timeout_s + 5)
 
 
+Place = OpenOutboxReply | ReserveReply | int | str
+"""An outbox, by its attempt, or a landing, by its transfer."""
+
+
 class EngineConnection:
     """One engine's connection to the agent at `socket`, driven by hand."""
 
@@ -256,6 +267,8 @@ class EngineConnection:
         namespace: bytes = b"",
     ) -> None:
         self.events: Queue[tuple[Any, ...]] = Queue()
+        self.heard: dict[int | str, OutboxOpened | Landed] = {}
+        """What the agent has said of outboxes, by attempt, and of landings, by transfer."""
         self.releases_failed = True
         """Answer `Failed` with `Release`, as a producer must."""
         hello = EngineHello(
@@ -269,8 +282,12 @@ class EngineConnection:
     def on_disconnected(self) -> None:
         self.events.put(("disconnected",))
 
-    def on_landed(self, transfer_id: bytes) -> None:
-        self.events.put(("landed", transfer_id.hex()))
+    def on_outbox_opened(self, opened: OutboxOpened) -> None:
+        self.heard[opened.attempt] = opened
+
+    def on_landed(self, landed: Landed) -> None:
+        self.heard[landed.transfer_id.hex()] = landed
+        self.events.put(("landed", landed.transfer_id.hex()))
 
     def on_failed(self, transfer_id: bytes, reason: str, attempt: int) -> None:
         if self.releases_failed:
@@ -290,16 +307,30 @@ class EngineConnection:
         except Empty:
             raise AssertionError(f"no event within {timeout_s} s") from None
 
-    def write(self, runs: list[tuple[int, int]], data: bytes, offset: int = 0) -> None:
-        """Put `data` at a logical offset of the outbox at `runs`."""
-        arena = self.client.arena
-        assert arena is not None
-        put_bytes(arena, runs, data, offset)
+    def said(self, of: Place) -> OutboxOpened | Landed:
+        """What the agent says of this outbox, or of this landing, which must have landed."""
+        key = of.attempt if isinstance(of, OpenOutboxReply) else of
+        key = key.transfer_id if isinstance(key, ReserveReply) else key
+        wait_until(lambda: key in self.heard)
+        return self.heard[key]
 
-    def read(self, runs: list[tuple[int, int]], nbytes: int) -> bytes:
+    def place(self, of: Place | list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Where the agent says that it is."""
+        return of if isinstance(of, list) else self.said(of).runs
+
+    def write(self, outbox: Place | list[tuple[int, int]], data: bytes, offset: int = 0) -> None:
+        """Put `data` at a logical offset of the outbox, or of these runs."""
         arena = self.client.arena
         assert arena is not None
-        return get_bytes(arena, runs, nbytes)
+        put_bytes(arena, self.place(outbox), data, offset)
+
+    def read(self, landing: Place | list[tuple[int, int]], nbytes: int) -> bytes:
+        """The bytes of a landing, which the engine takes if it has not watched it, or of runs."""
+        arena = self.client.arena
+        assert arena is not None
+        if isinstance(landing, ReserveReply) and landing.transfer_id not in self.heard:
+            self.client.watch(bytes.fromhex(landing.transfer_id))
+        return get_bytes(arena, self.place(landing), nbytes)
 
 
 class DrivenEngine(EngineConnection):

@@ -75,7 +75,7 @@ class _MovingAgent(AgentClient):
 
     async def status(self, timeout_s: float) -> StatusReply:
         engine = EngineStatus("engine", 1, 1, "layout", "f0" * 32, self._agents.model)
-        return StatusReply("e", 1, 1, 1, 0, 1, 0, {}, {}, [engine], [], 0, 1.0, 1, "")
+        return StatusReply(1, 1, 1, 0, 1, 0, {}, {}, [engine], [], 0, 1.0, 1, "")
 
     async def reserve_cache_move(
         self, order: CacheMoveOrder, lease_s: float

@@ -219,12 +219,9 @@ class FakeAgent:
             nbytes=request.num_tokens * BYTES_PER_TOKEN,
             host="127.0.0.1",
             port=9,
-            arena_epoch="e1",
-            runs=[(0, 2), (5, 1)],
             layout_fingerprint=request.layout_fingerprint or self.fingerprint,
             lease_s=min(request.lease_s, self.max_lease_s),
             cached_tokens=self.cached_tokens if request.block_keys else 0,
-            cached_runs=[[(9, 1)]] if request.block_keys and self.cached_tokens else [],
             landing_room_bytes=self.landing_room_bytes,
         )
 
@@ -256,8 +253,7 @@ class FakeAgent:
         self.outboxes[request.transfer_id] = _End(request.nbytes)
         if request.by_transport:
             self._by_transport.add(request.transfer_id)
-        lease_s = min(request.lease_s, self.max_lease_s)
-        return OpenOutboxReply(arena_epoch="e1", runs=[(0, 1)], lease_s=lease_s, attempt=1)
+        return OpenOutboxReply(lease_s=min(request.lease_s, self.max_lease_s), attempt=1)
 
     async def _await(self, request: Await) -> TransferReport:
         is_landing = request.kind == "landing"
@@ -316,7 +312,6 @@ class FakeAgent:
             for name in self.instances
         ]
         return StatusReply(
-            arena_epoch="e1",
             arena_bytes=1 << 20,
             block_bytes=1 << 16,
             free_bytes=1 << 20,

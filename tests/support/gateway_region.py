@@ -19,7 +19,7 @@ from deploy.gateway.config import GatewayConfig, ModelConfig, TimeoutConfig
 from deploy.gateway.server import start_admin_server, start_server
 from kvmanager.agent.grants import reservation
 from kvmanager.agent.messages import CacheModel
-from kvmanager.landing import ReservedLanding, consumer_params
+from kvmanager.landing import ReservedLanding
 from local_pd.errors import NoInstance, NoLandingRoom, PdError, RoleRefused
 from local_pd.messages import (
     DecodeSlot,
@@ -122,9 +122,6 @@ class FakePd:
             landing=landing,
             instance=engine.name,
             engine_url=engine.url,
-            kv_transfer_params=consumer_params(
-                landing, arena_epoch="e1", runs=[(0, 4)], num_requests=request.num_choices
-            ),
             lease_s=30.0,
         )
 

@@ -1,6 +1,7 @@
 """One hand-off by hand, so that a test sees the bytes: prefill here, land there, load there."""
 
 import asyncio
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,7 @@ from engine_region import granter_of
 from deploy.gateway.grants import granted_job, reservation_grant
 from deploy.region.launch.launcher import RunningRegion
 from kvmanager.agent.client import AgentClient
-from kvmanager.agent.messages import Reserve, ReserveReply
-from kvmanager.arena import Arena
+from kvmanager.agent.messages import Reserve, ReserveReply, StatusReply
 from kvmanager.hashing import token_digest
 from kvmanager.landing import ReservedLanding, consumer_params, reserved_landing
 from kvmanager.token_ids import TokenIds
@@ -29,16 +29,13 @@ class Landed:
     """KVCache in the receiving agent's arena. `data`: all of its bytes, in transfer order."""
 
     landing: ReservedLanding
-    reply: ReserveReply
     result: PrefillResult
     data: bytes
 
     @property
     def consumer_params(self) -> dict[str, Any]:
         """What makes an engine load it."""
-        return consumer_params(
-            self.landing, arena_epoch=self.reply.arena_epoch, runs=self.reply.runs
-        )
+        return consumer_params(self.landing.transfer_id, adapter=self.landing.adapter)
 
 
 class Handoff:
@@ -74,7 +71,10 @@ class Handoff:
         digest = token_digest(token_ids).hex()
         grant = reservation_grant(self._granter, len(token_ids), digest, b"")
         wanted = Reserve(len(token_ids), 60.0, token_digest=digest, grant=grant)
+        status = await self._receiver.status(TIMEOUT_S)
+        used = _used(status)
         reply = await self._receiver.reserve(wanted, TIMEOUT_S)
+        blocks = sorted(_used(status) - used)
         landing = reserved_landing(reply, len(token_ids), digest, identity)
         agent = AgentClient(self._region.agent_control(node), self._region.credentials("gateway"))
         try:
@@ -92,7 +92,7 @@ class Handoff:
             result = await self._runner.run(job, place, by_transport=by_transport)
         finally:
             await agent.close()
-        return Landed(landing, reply, result, await self._bytes(reply))
+        return Landed(landing, result, _bytes(status, blocks, reply))
 
     async def load(self, instance: str, landed: Landed, token_ids: Sequence[int]) -> None:
         """Let the instance decode a token after loading what landed."""
@@ -108,12 +108,25 @@ class Handoff:
         access = self._region.engine_access()
         return EngineHttp(self._region.engine(instance).address, self._session, access)
 
-    async def _bytes(self, reply: ReserveReply) -> bytes:
-        status = await self._receiver.status(TIMEOUT_S)
-        path = Path(status.arena_path)
-        arena = Arena.attach(path, status.arena_bytes, status.block_bytes, epoch=reply.arena_epoch)
-        try:
-            space = arena.view(reply.runs, reply.nbytes)
-            return b"".join(space.views(0, reply.nbytes))
-        finally:
-            arena.close()
+
+# Only engines are told where a landing is, and a landing belongs to the engine that is told. So
+# this looks at the files of the agent's arena.
+
+
+def _arena(status: StatusReply) -> Path:
+    maps = Path(f"/proc/{status.pid}/maps").read_text().splitlines()
+    return next(Path(line.split()[-1]) for line in maps if line.endswith(".arena"))
+
+
+def _used(status: StatusReply) -> set[int]:
+    """The blocks of a kept arena that are in use."""
+    used = _arena(status).with_suffix(".used").read_bytes()
+    return {block for block, is_used in enumerate(used) if is_used}
+
+
+def _bytes(status: StatusReply, blocks: list[int], reply: ReserveReply) -> bytes:
+    size = status.block_bytes
+    assert len(blocks) == -(-reply.nbytes // size), "something else has taken blocks meanwhile"
+    with _arena(status).open("rb") as file:
+        data = b"".join(os.pread(file.fileno(), size, block * size) for block in blocks)
+    return data[: reply.nbytes]

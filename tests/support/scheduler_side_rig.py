@@ -5,7 +5,13 @@ from typing import Any
 
 from simple_layouts import paged, state
 
-from kvmanager.agent.engines.protocol import CacheFound, CacheSlots, Welcome
+from kvmanager.agent.engines.protocol import (
+    CacheFound,
+    CacheSlots,
+    Landed,
+    OutboxOpened,
+    Welcome,
+)
 from kvmanager.hashing import token_digest
 from kvmanager.layout import KVGroup, KVKind, KVLayout
 from kvmanager.pool.placement import StatePlacement
@@ -84,6 +90,7 @@ def scheduler_side(
     client: AnsweringClient,
     landing_timeout_s: float = 60,
     adapters: Adapters | None = None,
+    is_lossy: bool = False,
     **roles: bool,
 ) -> SchedulerSide:
     spec = SimpleNamespace(block_size=16)
@@ -109,30 +116,28 @@ def scheduler_side(
     side.start()
     if isinstance(client, CachingClient):
         client.side = side
-        arena: Any = None
-        side.on_connected(Welcome("e1", "/arena", 1 << 20, 4096, StatePlacement()), arena)
+    arena: Any = None
+    placement = StatePlacement()
+    welcome = Welcome("e1", "/arena", 1 << 20, 4096, placement, is_lossy=is_lossy)
+    side.on_connected(welcome, arena)
     return side
 
 
-def request(role: str, num_prompt_tokens: int, **changes: Any) -> Any:
+def request(role: str, num_prompt_tokens: int, *, said: Any = None, **changes: Any) -> Any:
     """A request of that many prompt tokens whose transfer holds all of them (producer) or all but
-    the last (consumer).
+    the last (consumer). `changes` are of its parameters, and `said` of what the agent says of the
+    transfer.
     """
     tokens = list(range(num_prompt_tokens))
-    held = tokens if role == "producer" else tokens[:-1]
-    params = {
-        "role": role,
-        "transfer_id": TRANSFER.hex(),
-        "num_tokens": len(held),
-        "arena_epoch": "e1",
-        "runs": [[0, 4]],
-        "layout_fingerprint": LAYOUT.fingerprint().hex(),
-        "window_step": 16,
-    }
-    if role == "consumer":
-        params["token_digest"] = token_digest(held).hex()
-    else:
+    params = {"role": role, "transfer_id": TRANSFER.hex()}
+    about: dict[str, Any] = {"transfer_id": TRANSFER, "runs": [(0, 4)], "window_step": 16}
+    if role == "producer":
         params["attempt"] = 1
+        kind: Any = OutboxOpened
+        about |= {"attempt": 1, "num_tokens": num_prompt_tokens}
+    else:
+        kind, held = Landed, tokens[:-1]
+        about |= {"num_tokens": len(held), "token_digest": token_digest(held)}
     return SimpleNamespace(
         request_id="r1",
         prompt_token_ids=tokens,
@@ -146,7 +151,15 @@ def request(role: str, num_prompt_tokens: int, **changes: Any) -> Any:
         mm_features=[],
         status=SimpleNamespace(name="FINISHED_ABORTED"),
         kv_transfer_params={"prfaas": params | changes},
+        said=kind(**(about | (said or {}))),
     )
+
+
+def arrive(side: SchedulerSide, asked: Any) -> None:
+    """The request comes to the engine. The agent has told it of an outbox before."""
+    if isinstance(asked.said, OutboxOpened):
+        side.on_outbox_opened(asked.said)
+    side.on_new_request(asked)
 
 
 def step(side: SchedulerSide, scheduled: dict[str, tuple[int, int]], *new: str) -> PrfaasMetadata:
@@ -176,12 +189,12 @@ def finish_load(side: SchedulerSide, request_id: str = "r1") -> None:
     side.update_connector_output(output)
 
 
-def check_never_loads(changes: dict[str, Any]) -> None:
-    """A landing whose parameters have these changes is given back and not loaded."""
+def check_never_loads(said: dict[str, Any]) -> None:
+    """A landing of which the agent says this instead is given back and not loaded."""
     client = AnsweringClient()
     side = scheduler_side(client)
-    consumer = request("consumer", 71, **changes)
-    side.on_new_request(consumer)
-    side.on_landed(TRANSFER)
+    consumer = request("consumer", 71, said=said)
+    arrive(side, consumer)
+    side.on_landed(consumer.said)
     assert side.get_num_new_matched_tokens(consumer, 0) == (0, False)
     assert client.said == [("watch", TRANSFER), ("release", TRANSFER)]

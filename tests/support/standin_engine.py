@@ -62,9 +62,10 @@ class StandIn:
 
     def _send(self, params: dict[str, Any]) -> str:
         opening = bytes.fromhex(params["transfer_id"]), params["attempt"]
-        nbytes = SMALL_LAYOUT.transfer_bytes(params["num_tokens"], params["cached_tokens"])
+        opened = self._agent.said(params["attempt"])
+        nbytes = SMALL_LAYOUT.transfer_bytes(opened.num_tokens, opened.cached_tokens)
         self._agent.client.attach(*opening)
-        self._agent.write(params["runs"], pages(params["num_tokens"], nbytes))
+        self._agent.write(params["attempt"], pages(opened.num_tokens, nbytes))
         self._agent.client.ready(*opening, [(0, nbytes)])
         self._agent.client.prefill_end(*opening)
         return "prompt"
@@ -78,10 +79,11 @@ class StandIn:
             told = self._agent.next(60.0)
         if told[0] == "failed":
             return "recomputed"
-        nbytes = SMALL_LAYOUT.transfer_bytes(params["num_tokens"], params["cached_tokens"])
-        landed = self._agent.read(params["runs"], nbytes)
+        about = self._agent.said(params["transfer_id"])
+        nbytes = SMALL_LAYOUT.transfer_bytes(about.num_tokens, about.cached_tokens)
+        landed = self._agent.read(params["transfer_id"], nbytes)
         self._agent.client.release(transfer_id)
-        if landed != pages(params["num_tokens"], nbytes):
+        if landed != pages(about.num_tokens, nbytes):
             raise AssertionError("other KVCache landed than was sent")
         return "landing"
 

@@ -71,7 +71,7 @@ class Whole:
         opening = bytes.fromhex(params["transfer_id"]), params["attempt"]
         self.producer.client.attach(*opening)
         self.sent = os.urandom(self.nbytes)
-        self.producer.write(params["runs"], self.sent)
+        self.producer.write(params["attempt"], self.sent)
         self.producer.client.ready(*opening, [(0, int(self.nbytes * self.share))])
         if self.share == 1.0:
             self.producer.client.prefill_end(*opening)
@@ -85,7 +85,7 @@ class Whole:
         if told[0] != "landed":
             return "recomputed"
         began_s = time.monotonic()
-        self.loaded = self.consumer.read(params["runs"], self.nbytes)
+        self.loaded = self.consumer.read(params["transfer_id"], self.nbytes)
         loaded_s = time.monotonic()
         times = LoadTimes(began_s - asked_s, loaded_s - began_s, time.monotonic() - loaded_s)
         self.consumer.client.loaded(transfer_id, times)

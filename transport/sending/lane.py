@@ -198,7 +198,9 @@ class Lane(WaitingLane):
     ) -> Stream:
         assert self._config.tls is not None
         tls = contexts.current(time.monotonic())
-        wrapped = wrap_tls(tls.context, sock, server_name=self._config.tls.server_name)
+        # Each agent of the region has the role. The host tells that it is the one that is meant.
+        host = self._config.tls.server_name or self._link.host
+        wrapped = wrap_tls(tls.context, sock, server_name=host)
         self._own(SocketOwner(wrapped))
         stream = tls_handshake(wrapped, self._config.handshake_timeout_s)
         self._own(stream)

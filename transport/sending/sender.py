@@ -89,10 +89,16 @@ class Sender:
     """
 
     def __init__(
-        self, config: TransportConfig, routes: Mapping[Endpoint, Sequence[LinkPath]] | None = None
+        self,
+        config: TransportConfig,
+        routes: Mapping[Endpoint, Sequence[LinkPath]] | None = None,
+        hosts: Mapping[Endpoint, str] | None = None,
     ) -> None:
-        """`routes`: the paths to endpoints that are reached in several ways."""
+        """`routes`: the paths to endpoints that are reached in several ways. `hosts`: what the
+        certificate behind an endpoint must name in place of the endpoint's own host.
+        """
         self._routes = dict(routes or {})
+        self._hosts = dict(hosts or {})
         self._config = replace(
             config,
             congestion=usable_congestion(config.congestion),
@@ -181,6 +187,7 @@ class Sender:
                 numbers=self._connection_numbers,
                 stir=self._stir,
                 paths=self._routes.get(endpoint, ()),
+                host=self._hosts.get(endpoint, endpoint.host),
             )
         return link
 

@@ -57,11 +57,14 @@ class SenderLink:
         numbers: Iterator[int],
         stir: Callable[[], None],
         paths: Sequence[LinkPath] = (),
+        host: str = "",
     ) -> None:
         """`numbers` gives rising numbers of connections. `stir` wakes the watchdog, which calls
-        `tick`. `paths`: the ways to the endpoint; without, the endpoint itself.
+        `tick`. `paths`: the ways to the endpoint; without, the endpoint itself. `host`:
+        what its certificate must name; "": the endpoint's host.
         """
         self.endpoint = endpoint
+        self.host = host or endpoint.host
         self.paths = tuple(paths) or (LinkPath(endpoint),)
         # Each path gets a connection.
         config = replace(config, num_connections=max(config.num_connections, len(self.paths)))

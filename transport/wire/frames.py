@@ -14,6 +14,7 @@ from enum import IntEnum
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from transport.errors import PeerError
+from transport.plain import printable
 from transport.wire.ranges import Range
 
 HEADER_BYTES = 48
@@ -219,8 +220,4 @@ def decode_reason(body: bytes) -> tuple[str, str]:
         raise PeerError("protocol", "malformed reason")
     code = body[1 : 1 + body[0]].decode("ascii", "replace")
     text = body[1 + body[0] :].decode("utf-8", "replace")
-    return _printable(code), _printable(text)
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else "?" for char in text)
+    return printable(code), printable(text)

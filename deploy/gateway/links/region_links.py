@@ -46,6 +46,8 @@ SAME_S: Final = 0.05
 """Without news, a link is not worked out again within this time, seconds."""
 LEAST_BETWEEN_S: Final = 0.05
 """The least time between two questions to one agent, seconds."""
+MAX_NAMED_CHARS: Final = 3000
+"""A grant has at most `transport.grants.MAX_GRANT_BYTES`."""
 PROBE_PAUSE_S: Final = 2.0
 """The pause after a probe, seconds. Two probes at a time through one link would each see a part of
 it.
@@ -153,6 +155,15 @@ class RegionLinks:
             async with asyncio.timeout(timeout_s):
                 await asyncio.gather(*waited)
 
+    def receivers(self, cluster: str) -> str:
+        """Where the node agents of a cluster receive, with spaces between them, for grants
+        (`transport.grants.Granted`); "" while one of them has not said it, or they are very many.
+        """
+        nodes = {name for name in self._agents if name.cluster == cluster}
+        found = sorted(at for at, name in self._nodes_at.items() if name in nodes)
+        named = " ".join(found)
+        return named if len(found) == len(nodes) and len(named) <= MAX_NAMED_CHARS else ""
+
     def links(self) -> list[LinkNow]:
         """All links of which anything is known, by the clusters at their ends."""
         return [self._now(link) for _, link in sorted(self._links.items())]
@@ -216,6 +227,10 @@ class RegionLinks:
                     if not agent.error:
                         logger.warning("%s: its links are not known now: %s", name, error)
                     agent.error = error.message
+                except ValueError as error:
+                    if not agent.error:
+                        logger.error("%s: its links are not believed: %s", name, error)
+                    agent.error = str(error)
                 except Exception as error:
                     # Whatever goes wrong with one answer, the agent must be followed further.
                     logger.exception("%s: following its links failed", name)
@@ -231,9 +246,16 @@ class RegionLinks:
     def _take(self, name: NodeName, agent: _Agent, feed: LinkFeed) -> None:
         """Take in the report of an agent."""
         now_s = self._clock_s()
+        receiver = self._nodes_at.get(feed.data_endpoint, name)
+        # Paths to the other node would count as paths to this one, and probes would go to it.
+        if receiver != name:
+            raise ValueError(
+                f"it says that it receives at {feed.data_endpoint}, as {receiver} does"
+            )
         agent.feed, agent.heard_s = feed, now_s
         # News: the answers given a moment ago may be wrong now.
         self._said.clear()
+        self._nodes_at = {at: node for at, node in self._nodes_at.items() if node != name}
         self._nodes_at[feed.data_endpoint] = name
         by_link: dict[tuple[str, str], list[LinkPath]] = {}
         # All agents of the cluster: this feed may say where paths of the others lead.

@@ -1,7 +1,8 @@
 """Keeps the latest report of every cluster, so that routing never waits for one.
 
-A report that is too old counts as none. This file does not know requests or what reports are used
-for.
+A report that is too old counts as none. A node belongs to the cluster that was the first to report
+its agent's address: a front that somebody has got hold of could otherwise have the caches of
+another cluster sent to it. This file does not know requests or what reports are used for.
 """
 
 from __future__ import annotations
@@ -61,12 +62,16 @@ class RegionWatcher:
         self._prefill = {
             name: _Latest(cluster.report) for name, cluster in prefill_clusters.items()
         }
+        self._cluster_at: dict[str, str] = {}
+        """The cluster that has the node agent at an address."""
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Poll every cluster once, then go on in the background."""
         sources = (*self._pds.values(), *self._prefill.values())
-        await asyncio.gather(*(self._poll(source) for source in sources))
+        # The nodes of PD clusters first: their caches have the KVCache of most prompts.
+        await asyncio.gather(*(self._poll(source) for source in self._pds.values()))
+        await asyncio.gather(*(self._poll(source) for source in self._prefill.values()))
         self._tasks = [
             start_task(self._keep_polling(source), "watching a cluster") for source in sources
         ]
@@ -149,13 +154,38 @@ class RegionWatcher:
             # meanwhile.
             asked_s = self._clock()
             async with asyncio.timeout(self._config.timeouts.cluster_s):
-                latest.report = await latest.source()
+                report = await latest.source()
+            latest.report = self._with_own_nodes(report)
             latest.at_s = asked_s
             if self._on_report is not None:
                 await self._on_report(latest.report)
         except Exception as error:
             # Whatever error a front's client raises, the last report stays and grows older.
             logger.warning("no report from a cluster: %s", error or type(error).__name__)
+
+    def _with_own_nodes(self, report: ClusterReport) -> ClusterReport:
+        """The report without the addresses of node agents that are another cluster's."""
+        if not report.heard:
+            return report
+        reported = {item.node for item in report.instances if item.node}
+        for node in [at for at, name in self._cluster_at.items() if name == report.name]:
+            if node not in reported:
+                del self._cluster_at[node]
+        others = {
+            at for at in reported if self._cluster_at.setdefault(at, report.name) != report.name
+        }
+        if not others:
+            return report
+        for at in others:
+            logger.error(
+                "%s reports the node agent at %s, which is %s's: it is not used for %s",
+                *(report.name, at, self._cluster_at[at], report.name),
+            )
+        instances = tuple(
+            structs.replace(item, node="", node_name="") if item.node in others else item
+            for item in report.instances
+        )
+        return structs.replace(report, instances=instances)
 
     async def _keep_polling(self, latest: _Latest) -> None:
         while True:

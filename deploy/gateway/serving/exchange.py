@@ -54,6 +54,7 @@ class Services:
     `prefill_reports` does those of prefill clusters. `places` says where prompts for a model may be
     cached that belong to a PD cluster. Without `caches` nothing is known to be cached, and without
     `placement` no cached prefix is moved. Without `granter` nothing is signed for node agents.
+    `receivers` names the agents of a cluster for a grant; "": any.
     With `refuses_local_prefill` no PD cluster prefills what is meant for a prefill cluster.
     """
 
@@ -74,6 +75,7 @@ class Services:
     placement: PrefixPlacement | None = None
     refuses_local_prefill: bool = False
     granter: Granter | None = None
+    receivers: Callable[[str], str] = lambda cluster: ""
 
     @property
     def feedback(self) -> Feedback:
@@ -112,10 +114,10 @@ class Exchange:
     the duration that `record.parts` has.
     """
     accepted: AcceptedBody
-    number: int = 0
-    """The number under which admission let the request in; 0 before."""
     refusal: ApiError | None = None
     """Why its tenant may not ask now. Its body was not looked at then."""
+    number: int = 0
+    """The number under which admission let the request in; 0 before."""
     predicted: Prediction | None = None
     """What was predicted for the route that is being taken; None if nothing usable was."""
     was_full: bool = False

@@ -42,6 +42,7 @@ from deploy.gateway.serving.exchange import Exchange, Services
 from deploy.gateway.serving.local_prefill import PrefillUnavailable
 from deploy.gateway.serving.planning import RequestPlan
 from kvmanager.hashing import token_digest
+from kvmanager.landing import ReservedLanding, consumer_params
 from kvmanager.token_ids import TokenIds
 from local_pd.errors import NoLandingRoom, PdError
 from local_pd.messages import DecodeSlot, LandingReport, ReserveRequest
@@ -165,9 +166,14 @@ class Offload:
             block_keys=block_keys,
             prefer_nodes=self._cached.landing_nodes(),
             tenant=self._exchange.record.tenant,
-            grant=reservation_grant(granter, len(self._prefix), digest, block_keys),
+            grant=reservation_grant(
+                granter,
+                len(self._prefix),
+                digest,
+                block_keys,
+                self._services.receivers(self._pd.name),
+            ),
             hands_off=self._routed.target == HAND_OFF,
-            num_choices=self._shape.num_choices,
             adapter=adapter,
             layouts=self._services.scheduler.layouts_at(self._routed.target, self._inbound.model),
             traceparent=self._exchange.span.traceparent,
@@ -183,6 +189,10 @@ class Offload:
             self._exchange.not_reserved(self._exchange.elapsed_s() - started_s, reason)
             raise NotOffloaded(reason, str(error) or "no answer in time") from error
         reserve_s = self._exchange.elapsed_s() - started_s
+        if not _is_for(slot.landing, request):
+            message = f"{self._pd.name} reserved a landing for another prompt"
+            self._exchange.not_reserved(reserve_s, Reason.RESERVE_FAILED)
+            raise NotOffloaded(Reason.RESERVE_FAILED, message)
         was_full = self._feedback.given(self.decision.pd, slot.instance, self._exchange.number)
         self._exchange.given(slot.instance, slot.reason, was_full=was_full)
         self._exchange.reserved(slot, reserve_s, self._saved_bytes(slot))
@@ -255,6 +265,10 @@ class Offload:
         except Exception as error:
             logger.exception("%s: the prefill leg broke", self._exchange.request_id)
             return self._prefill_failed(PrefillFailed("engine_failed", repr(error)))
+        # Only the decode engine's own cluster may say from where it reads KVCache.
+        if result.hand_off == "nixl" and not (target == HAND_OFF and result.is_kept_by_nixl):
+            message = f"its KVCache is kept where no engine of {self._routed.pd} may read it"
+            return self._prefill_failed(PrefillFailed("engine_failed", message))
         self._exchange.prefilled(target, result, self._saved_bytes(slot))
         self._feedback.prefilled(
             self._inbound.model,
@@ -347,15 +361,19 @@ class Offload:
 
     def _consumer_params(self, slot: DecodeSlot, leg: _Leg) -> dict[str, Any]:
         """The parameters with which the decode engine loads the KVCache: from the landing, or from
-        the engine of the prefill leg, which keeps it.
+        an engine of the same cluster, which keeps it (`_prefill` has checked that).
         """
         result = leg.result() if leg.done() else None
-        if not isinstance(result, PrefillResult) or not result.kv_transfer_params:
-            return slot.kv_transfer_params
+        if not isinstance(result, PrefillResult) or result.hand_off != "nixl":
+            return consumer_params(
+                slot.landing.transfer_id,
+                adapter=slot.landing.adapter,
+                # vLLM makes a request of its own of each choice.
+                num_requests=self._shape.num_choices,
+            )
         # Nothing will land, so the memory is for others at once.
         self._services.background.spawn(
-            self._release(slot, f"handed over by {result.hand_off}"),
-            f"release {self._exchange.request_id}",
+            self._release(slot, "handed over by nixl"), f"release {self._exchange.request_id}"
         )
         return result.kv_transfer_params
 
@@ -459,3 +477,9 @@ class Offload:
     def _saved_bytes(self, slot: DecodeSlot) -> int:
         """The bytes that are not sent because the landing has them already."""
         return self._cached.kv_bytes(slot.landing.cached_tokens)
+
+
+def _is_for(landing: ReservedLanding, asked: ReserveRequest) -> bool:
+    """Whether a front has reserved what it was asked for."""
+    same = landing.num_tokens == asked.num_tokens and landing.token_digest == asked.token_digest
+    return same and landing.adapter == asked.adapter

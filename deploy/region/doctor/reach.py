@@ -25,7 +25,7 @@ REFUSAL_S: Final = 1.0
 for.
 """
 MAX_AT_ONCE: Final = 64
-_NAMES_CHECKED: Final[tuple[PortKind, ...]] = ("control", "front", "engine")
+_NAMES_CHECKED: Final[tuple[PortKind, ...]] = ("control", "data", "front", "engine")
 """Where clients want the name that they dial in the certificate."""
 _GRPC: Final[tuple[PortKind, ...]] = ("control", "front")
 

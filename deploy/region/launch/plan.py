@@ -189,6 +189,7 @@ class Planner:
             "socket": str(self.directory.socket(node.name)),
             "advertise": advertised_address(node),
             "send_to": self._destinations(),
+            **self._detours(),
             **self._routes(node),
             "metrics_port": agent.metrics_port,
             "metrics_host": self.resolved.region.metrics_host(node),
@@ -214,6 +215,13 @@ class Planner:
         region = self.resolved.region
         detours = {address for link in region.links for address in link.endpoints.values()}
         return sorted(detours | {advertised_address(node) for node in region.nodes})
+
+    def _detours(self) -> dict[str, object]:
+        """The hosts behind the detours of links: the certificates there do not name the detour."""
+        region = self.resolved.region
+        at = {node.name: Endpoint.parse(advertised_address(node)).host for node in region.nodes}
+        known = {to: at[name] for link in region.links for name, to in link.endpoints.items()}
+        return {"detours": known} if known else {}
 
     def _routes(self, node: NodeSpec) -> dict[str, object]:
         """The addresses of hosts that have several, where the node or another one does."""

@@ -83,6 +83,11 @@ class LandingBases:
         """Give the base to the landing. It is unpinned when the landing's memory is freed."""
         self._adopted[transfer_id] = base
 
+    def runs(self, transfer_id: bytes) -> list[Runs]:
+        """The places of what the landing builds on, block by block."""
+        base = self._adopted.get(transfer_id)
+        return [] if base is None else base.runs
+
     def drop(self, base: LandingBase) -> None:
         """Unpin the base of a landing that does not exist, or not any more."""
         if base.pin_id is not None:

@@ -35,6 +35,7 @@ from kvmanager.agent.engines.protocol import (
     Hello,
     HelloRefused,
     Landed,
+    OutboxOpened,
     ProtocolError,
     Welcome,
     decode_agent_message,
@@ -97,7 +98,10 @@ class WorkerEvents(ConnectionEvents, Protocol):
 class SchedulerEvents(ConnectionEvents, Protocol):
     """The calls that a scheduler gets. It watches landings and asks the prefix cache."""
 
-    def on_landed(self, transfer_id: bytes) -> None:
+    def on_outbox_opened(self, opened: OutboxOpened) -> None:
+        """A request may come that fills this outbox."""
+
+    def on_landed(self, landed: Landed) -> None:
         """The landing is complete, and this engine owns it until `release`."""
 
     def on_cache_found(self, found: CacheFound) -> None:
@@ -336,8 +340,10 @@ class AgentConnection:
     def _deliver(self, messages: list[AgentMessage]) -> None:
         for message in messages:
             match message:
-                case Landed(transfer_id):
-                    self._call("on_landed", transfer_id)
+                case OutboxOpened():
+                    self._call("on_outbox_opened", message)
+                case Landed():
+                    self._call("on_landed", message)
                 case FailureNotice(transfer_id, reason, attempt):
                     self._call("on_failed", transfer_id, reason, attempt)
                 case CacheFound():

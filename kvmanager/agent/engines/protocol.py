@@ -22,7 +22,8 @@ Rules for touching memory and giving it back:
   complete transfer needs no `Release`.
 - An engine that waits for a landing sends `Watch`, on one connection of each core that has a
   request for it. `Landed` makes that instance an owner: the memory is stable until one `Release`
-  from any connection of the instance.
+  from any connection of the instance. Only `OutboxOpened` and `Landed` say which memory a transfer
+  is: whoever sends requests to an engine names a transfer.
   `FailureNotice` ends the watch, and then the instance owns nothing.
 - A closed connection loses its watches, and the outboxes that it was still filling fail. The memory
   that its process could touch is reused when the process has ended, or after a grace time.
@@ -49,9 +50,9 @@ from kvmanager.hashing import KEY_BYTES
 from kvmanager.pool.placement import StatePlacement
 from transport.versions import Versions
 
-PROTOCOL_VERSIONS: Final = Versions(oldest=3, newest=5)
+PROTOCOL_VERSIONS: Final = Versions(oldest=6, newest=6)
 """1: first version. 2: the prefix cache. 3: messages about an outbox have the attempt; 0.1.0.
-4: `Loaded`. 5: `EncoderHello` and embeddings.
+4: `Loaded`. 5: `EncoderHello` and embeddings. 6: the agent says where transfers are in its arena.
 """
 VERSION_WITH_LOADED: Final = 4
 VERSION_WITH_EMBEDDINGS: Final = 5
@@ -282,6 +283,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     cache, or none for this engine. `last_attempt`: outboxes up to it were opened before this
     connection, which may not fill them and is not told how they end. `grace_s`: when the agent
     loses the connection that owns a landing or cached blocks, it keeps their bytes for this long.
+    `is_lossy`: KVCache that lands here may lose precision on its way.
     """
 
     arena_epoch: str
@@ -293,6 +295,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     grace_s: float = 0.0
     version: int = PROTOCOL_VERSION
     """The newest version that both sides speak, which is used from now on."""
+    is_lossy: bool = False
 
 
 class HelloRefused(msgspec.Struct, frozen=True, tag="refused"):
@@ -301,10 +304,38 @@ class HelloRefused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
-class Landed(msgspec.Struct, frozen=True, tag="landed"):
-    """Every byte of the landing is in place and verified; this connection owns it now."""
+class OutboxOpened(msgspec.Struct, frozen=True, tag="outbox_opened"):
+    """An outbox for the KVCache of `num_tokens` tokens is at `runs` of the arena. Every connection
+    with its layout is told before anybody can ask an engine to fill it. The full-attention KVCache
+    of the first `cached_tokens` is not part of it, `window_step` and `draft` are as in `Landed`.
+    """
 
     transfer_id: TransferId
+    attempt: Attempt
+    num_tokens: int
+    runs: list[tuple[int, int]]
+    cached_tokens: int = 0
+    window_step: int = 0
+    draft: bytes = b""
+
+
+class Landed(msgspec.Struct, frozen=True, tag="landed"):
+    """Every byte of the landing is in place and verified; this connection owns it now.
+
+    It holds the KVCache of the `num_tokens` tokens with this digest, at `runs` of the arena. The
+    full-attention KVCache of the first `cached_tokens` is not part of it: `cached_runs` are the
+    places of the KV part of their blocks. Windows begin at multiples of `window_step` tokens;
+    `draft` is the fingerprint of the drafter whose KVCache is at its end, empty for none.
+    """
+
+    transfer_id: TransferId
+    num_tokens: int
+    token_digest: bytes
+    runs: list[tuple[int, int]]
+    cached_tokens: int = 0
+    cached_runs: list[list[tuple[int, int]]] = []
+    window_step: int = 0
+    draft: bytes = b""
 
 
 class FailureNotice(msgspec.Struct, frozen=True, tag="failed"):
@@ -363,6 +394,7 @@ EngineMessage = Hello | TransferMessage | CacheMessage | EmbeddingMessage
 AgentMessage = (
     Welcome
     | HelloRefused
+    | OutboxOpened
     | Landed
     | FailureNotice
     | CacheFound

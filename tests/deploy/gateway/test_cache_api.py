@@ -23,7 +23,6 @@ MODEL = CacheModel("ab" * 16, 64, [(0, 6400, 0), (1, 6400, 128), (2, 5000, 0)])
 
 def status(cache: CacheStatus | None) -> StatusReply:
     return StatusReply(
-        arena_epoch="e",
         arena_bytes=1 << 30,
         block_bytes=65536,
         free_bytes=0,

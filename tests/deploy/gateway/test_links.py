@@ -169,3 +169,21 @@ async def test_a_probe_that_is_asked_for_is_sent_once(region: Region) -> None:
     region.say("a:1", path_report("tunnel:9", probe_bytes=4096))
     await region.until(lambda: len(region.agents["a:1"].asked) == 3)
     assert region.agents["a:1"].sent == [(4096, "tunnel", 9)]
+
+
+async def test_a_node_that_says_it_receives_where_another_one_does_is_not_believed() -> None:
+    region = Region()
+    region.agents["x:1"] = LinkSpeaker("b1:7100")
+    await region.start()
+    region.say("b:1")
+    await region.links.wait_heard(0.2)
+    await region.links.watch(report("evil", x1="x:1"))
+    region.say("x:1", path_report("b1:7100"))
+    await region.until(lambda: bool(region.links.overview().errors))
+    assert region.links.overview().errors == {
+        "evil/x1": "it says that it receives at b1:7100, as home/b1 does"
+    }
+    region.say("a:1", path_report("tunnel:9"))
+    await region.until(lambda: bool(region.links.overview().paths))
+    assert [path.to for path in region.links.overview().paths] == ["home/b1"]
+    await region.links.close()

@@ -49,9 +49,7 @@ class Case:
             layout_fingerprint="",
             token_digest="",
         )
-        slot = DecodeSlot(
-            landing=landing, instance="d0", engine_url="", kv_transfer_params={}, lease_s=30.0
-        )
+        slot = DecodeSlot(landing=landing, instance="d0", engine_url="", lease_s=30.0)
         self.feedback.leg_begun(
             MODEL,
             slot,

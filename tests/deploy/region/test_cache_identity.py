@@ -8,7 +8,6 @@ from kvmanager.agent.messages import EngineStatus, StatusReply
 
 def agent(*engines: EngineStatus) -> StatusReply:
     told = {
-        "arena_epoch": "e",
         "num_landings": {},
         "num_outboxes": {},
         "engines": list(engines),

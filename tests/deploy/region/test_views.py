@@ -49,7 +49,6 @@ def status(*, launcher_lives: bool = True) -> RegionStatus:
         agents={},
     )
     agent = StatusReply(
-        arena_epoch="e",
         arena_bytes=1 << 30,
         block_bytes=65536,
         free_bytes=1 << 29,

@@ -42,7 +42,6 @@ class FakeCacheAgent:
             {"arena/kv": 3 << 20, "ssd/kv": 1 << 20}, 12, 0, 4, 1000, {"arena": 250}, {}
         )
         return StatusReply(
-            arena_epoch="e",
             arena_bytes=1 << 30,
             block_bytes=65536,
             free_bytes=0,

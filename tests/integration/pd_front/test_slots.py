@@ -22,30 +22,12 @@ from scheduler.live.long_term.conversion import RoleChange
 from transport.rpc import RpcError
 
 
-async def test_a_slot_names_engine_landing_and_what_the_engine_must_be_told(rig: PdRig) -> None:
-    slot = await rig.reserve(num_choices=2)
+async def test_a_slot_names_engine_and_landing(rig: PdRig) -> None:
+    slot = await rig.reserve()
     assert slot.instance == "d0"
     assert slot.engine_url == rig.engines["d0"].url
     assert slot.reason == "2 usable, least loaded first"
     assert slot.landing.nbytes == 8 * BYTES_PER_TOKEN
-    assert slot.kv_transfer_params == {
-        "prfaas": {
-            "role": "consumer",
-            "transfer_id": slot.landing.transfer_id,
-            "num_tokens": 8,
-            "token_digest": prefill_job(1).landing.token_digest,
-            "arena_epoch": "e1",
-            "runs": [[0, 2], [5, 1]],
-            "layout_fingerprint": slot.landing.layout_fingerprint,
-            "cached_tokens": 0,
-            "window_step": 0,
-            "draft": "",
-            "cached_runs": [],
-            "num_requests": 2,
-            "is_lossy": False,
-            "adapter": "",
-        }
-    }
     assert rig.front.has_prefill_instances
     assert await rig.front.release(slot, "done") is None
     times = rig.nodes[0].load_times = LoadTimes(0.25, 0.5, 0.75)
@@ -56,7 +38,6 @@ async def test_a_slot_names_engine_landing_and_what_the_engine_must_be_told(rig:
 async def test_a_slot_is_for_the_adapter_that_was_asked_for(rig: PdRig) -> None:
     slot = await rig.reserve(adapter="files:1")
     assert slot.landing.adapter == "files:1"
-    assert slot.kv_transfer_params["prfaas"]["adapter"] == "files:1"
 
 
 async def test_slots_go_to_the_least_loaded_decoder(rig: PdRig) -> None:
@@ -87,8 +68,6 @@ async def test_what_a_node_has_cached_draws_requests_and_is_not_sent(rig: PdRig)
         8, CONFIG.lease_s, FINGERPRINT, token_digest=digest, tenant="blue", block_keys=keys
     )
     assert slot.landing.cached_tokens == 4
-    params = slot.kv_transfer_params["prfaas"]
-    assert (params["cached_tokens"], params["cached_runs"]) == (4, [[[9, 1]]])
     target = await rig.front.direct(
         DirectRequest(request_id="r2", prefer_nodes=(preferred.target,))
     )
@@ -263,9 +242,7 @@ async def test_a_remote_front_that_is_not_there_is_said_to_be() -> None:
     with pytest.raises(FrontUnreachable, match="west"):
         await front.set_role("d0", RoleChange("prefill", 1))
     landing = prefill_job(1).landing
-    slot = DecodeSlot(
-        landing=landing, instance="d0", engine_url="", kv_transfer_params={}, lease_s=1.0
-    )
+    slot = DecodeSlot(landing=landing, instance="d0", engine_url="", lease_s=1.0)
     assert (await front.await_landing(slot, 0.1)).state == "unknown"
     report = await front.report()
     assert (report.healthy, "not reachable" in report.reason) == (False, True)

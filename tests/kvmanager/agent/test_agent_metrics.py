@@ -6,7 +6,6 @@ from kvmanager.agent.messages import EngineStatus, StatusReply, TransferReport
 from kvmanager.agent.metrics import AgentMetrics
 
 STATUS = StatusReply(
-    arena_epoch="e",
     arena_bytes=100,
     block_bytes=10,
     free_bytes=60,

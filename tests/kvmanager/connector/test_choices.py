@@ -45,7 +45,7 @@ def test_the_first_choice_loads_alone_and_the_others_what_the_engines_cache_lack
     first, second, third = choices = [choice(index) for index in range(3)]
     side = side_with(client, *choices)
     assert client.said == [("watch", TRANSFER)]
-    side.on_landed(TRANSFER)
+    side.on_landed(choice(0).said)
     assert side.get_num_new_matched_tokens(first, 0) == (70, True)
     side.update_state_after_alloc(first, ALLOCATED, 70)
     # Its blocks are in the engine's cache once they are loaded.
@@ -71,7 +71,7 @@ def test_a_landing_is_kept_for_choices_that_are_still_to_come() -> None:
     client = AnsweringClient()
     first, second = choice(0, 2), choice(1, 2)
     side = side_with(client, first)
-    side.on_landed(TRANSFER)
+    side.on_landed(choice(0).said)
     load(side, first)
     assert client.said == [("watch", TRANSFER)]
     side.on_new_request(second)
@@ -83,7 +83,7 @@ def test_choices_that_never_come_are_not_waited_for_once_one_is_over() -> None:
     client = AnsweringClient()
     first = choice(0)
     side = side_with(client, first)
-    side.on_landed(TRANSFER)
+    side.on_landed(choice(0).said)
     load(side, first)
     side.request_finished(first, aborted=False)
     assert client.said == [("watch", TRANSFER), ("release", TRANSFER)]
@@ -110,7 +110,7 @@ def test_a_client_that_leaves_gives_the_landing_back_after_the_last_load() -> No
     client = AnsweringClient()
     choices = [choice(0, 2), choice(1, 2)]
     side = side_with(client, *choices)
-    side.on_landed(TRANSFER)
+    side.on_landed(choice(0).said)
     side.get_num_new_matched_tokens(choices[0], 0)
     side.update_state_after_alloc(choices[0], ALLOCATED, 70)
     for one in choices:
@@ -122,7 +122,7 @@ def test_a_client_that_leaves_gives_the_landing_back_after_the_last_load() -> No
 
 def test_workers_hear_of_the_first_step_once() -> None:
     side = side_with(AnsweringClient(), *(choices := [choice(0, 2), choice(1, 2)]))
-    side.on_landed(TRANSFER)
+    side.on_landed(choice(0).said)
     load(side, choices[0])
     load(side, choices[1], 64)
     steps = {one.request_id: (70, 1) for one in choices}

@@ -10,6 +10,7 @@ from scheduler_side_rig import (
     ALLOCATED,
     TRANSFER,
     AnsweringClient,
+    arrive,
     check_never_loads,
     finish_load,
     request,
@@ -35,10 +36,10 @@ def test_a_consumer_waits_loads_and_gives_the_landing_back() -> None:
     client = AnsweringClient()
     side = scheduler_side(client)
     consumer = request("consumer", 71)
-    side.on_new_request(consumer)
+    arrive(side, consumer)
     assert client.said == [("watch", TRANSFER)]
     assert side.get_num_new_matched_tokens(consumer, 0) == (None, False)
-    side.on_landed(TRANSFER)
+    side.on_landed(consumer.said)
     assert side.get_num_new_matched_tokens(consumer, 0) == (70, True)
     side.update_state_after_alloc(consumer, ALLOCATED, 70)
     (load,) = step(side, {}).loads
@@ -52,8 +53,8 @@ def test_a_consumer_waits_loads_and_gives_the_landing_back() -> None:
 def test_pages_of_the_engines_own_prefix_cache_are_not_written() -> None:
     side = scheduler_side(AnsweringClient())
     consumer = request("consumer", 71)
-    side.on_new_request(consumer)
-    side.on_landed(TRANSFER)
+    arrive(side, consumer)
+    side.on_landed(consumer.said)
     assert side.get_num_new_matched_tokens(consumer, 48) == (22, True)
     side.update_state_after_alloc(consumer, ALLOCATED, 22)
     (load,) = step(side, {}).loads
@@ -64,25 +65,24 @@ def test_a_landing_the_engine_does_not_need_goes_back_at_once() -> None:
     client = AnsweringClient()
     side = scheduler_side(client)
     consumer = request("consumer", 65)
-    side.on_new_request(consumer)
-    side.on_landed(TRANSFER)
+    arrive(side, consumer)
+    side.on_landed(consumer.said)
     assert side.get_num_new_matched_tokens(consumer, 64) == (0, False)
     assert client.said[-1] == ("release", TRANSFER)
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "said",
     [
-        {"token_digest": "00" * 32},
+        {"token_digest": bytes(32)},
         {"num_tokens": 69},
-        {"layout_fingerprint": "11" * 32},
         # Half of a page would come, which vLLM would keep as a whole one.
         {"window_step": 0},
         {"window_step": 8},
     ],
 )
-def test_a_landing_of_something_else_is_never_loaded(changes: dict[str, Any]) -> None:
-    check_never_loads(changes)
+def test_a_landing_of_something_else_is_never_loaded(said: dict[str, Any]) -> None:
+    check_never_loads(said)
 
 
 def picture(identifier: str) -> SimpleNamespace:
@@ -106,10 +106,10 @@ def test_kvcache_of_another_picture_is_never_loaded(
     client = AnsweringClient()
     side = scheduler_side(client)
     # The token ids are the same in all cases.
-    consumer = request("consumer", 71, token_digest=token_digest(range(70), media).hex())
+    consumer = request("consumer", 71, said={"token_digest": token_digest(range(70), media)})
     consumer.mm_features = [picture(name) for name in asked]
-    side.on_new_request(consumer)
-    side.on_landed(TRANSFER)
+    arrive(side, consumer)
+    side.on_landed(consumer.said)
     waits = (70, True) if is_loaded else (0, False)
     assert side.get_num_new_matched_tokens(consumer, 0) == waits
     assert (("release", TRANSFER) in client.said) == (not is_loaded), "the engine prefills itself"
@@ -153,14 +153,14 @@ def test_kvcache_moves_between_engines_with_the_same_adapter(
     client = AnsweringClient()
     side = scheduler_side(client, adapters=OneAdapter())
     consumer = tuned("consumer", adapter, told)
-    side.on_new_request(consumer)
-    side.on_landed(TRANSFER)
+    arrive(side, consumer)
+    side.on_landed(consumer.said)
     waits = (0, False) if failure else (70, True)
     assert side.get_num_new_matched_tokens(consumer, 0) == waits
     assert (("release", TRANSFER) in client.said) == bool(failure), "a refused landing goes back"
 
     producing = scheduler_side(AnsweringClient(), adapters=OneAdapter())
-    producing.on_new_request(tuned("producer", adapter, told))
+    arrive(producing, tuned("producer", adapter, told))
     meta = step(producing, {"r1": (0, 70)})
     assert len(meta.sends) == (not failure)
     assert [ended.failure for ended in meta.ended if failure not in ended.failure] == []
@@ -193,11 +193,11 @@ def test_without_a_landing_the_engine_computes_the_prompt(event: str) -> None:
     client = AnsweringClient(connected=event != "no agent")
     side = scheduler_side(client, landing_timeout_s=0 if event == "timeout" else 60)
     consumer = request("consumer", 71)
-    side.on_new_request(consumer)
+    arrive(side, consumer)
     if event == "failed":
         side.on_failed(TRANSFER, "cancelled", 0)
     elif event == "disconnected":
-        side.on_landed(TRANSFER)
+        side.on_landed(consumer.said)
         side.on_disconnected()
     assert side.get_num_new_matched_tokens(consumer, 0) == (0, False)
     assert (("release", TRANSFER) in client.said) == (event == "timeout")
@@ -207,8 +207,8 @@ def test_a_client_that_leaves_while_its_landing_loads_gives_it_back_after_the_lo
     client = AnsweringClient()
     side = scheduler_side(client)
     consumer = request("consumer", 71)
-    side.on_new_request(consumer)
-    side.on_landed(TRANSFER)
+    arrive(side, consumer)
+    side.on_landed(consumer.said)
     side.get_num_new_matched_tokens(consumer, 0)
     side.update_state_after_alloc(consumer, ALLOCATED, 70)
     side.request_finished(consumer, aborted=True)
@@ -223,7 +223,7 @@ def test_a_client_that_leaves_while_waiting_gives_the_landing_back() -> None:
     client = AnsweringClient()
     side = scheduler_side(client)
     consumer = request("consumer", 71)
-    side.on_new_request(consumer)
+    arrive(side, consumer)
     side.request_finished(consumer, aborted=True)
     assert client.said[-1] == ("release", TRANSFER)
 
@@ -231,7 +231,7 @@ def test_a_client_that_leaves_while_waiting_gives_the_landing_back() -> None:
 def test_a_producer_sends_with_every_chunk_until_its_last() -> None:
     side = scheduler_side(AnsweringClient())
     producer = request("producer", 70)
-    side.on_new_request(producer)
+    arrive(side, producer)
     assert side.get_num_new_matched_tokens(producer, 0) == (0, False)
     (first,) = step(side, {"r1": (0, 32)}).sends
     assert (first.computed_tokens, first.is_last) == (32, False)
@@ -253,12 +253,12 @@ def test_a_producer_that_makes_its_own_prompt_leaves_out_the_last_token(
 ) -> None:
     digest = token_digest(range(70), [MediaItem("cat", 8, 16)]).hex()
     side = scheduler_side(AnsweringClient())
-    producer = request("producer", num_tokens, num_tokens=70, token_digest=digest)
+    producer = request("producer", num_tokens, said={"num_tokens": 70}, token_digest=digest)
     producer.mm_features = [picture(shown)]
     producer._all_token_ids = producer.all_token_ids = list(producer.prompt_token_ids)
     producer.num_prompt_tokens, producer.block_hashes = num_tokens, ["old"]
     producer.update_block_hashes = lambda: producer.block_hashes.append("new")
-    side.on_new_request(producer)
+    arrive(side, producer)
     meta = step(side, {"r1": (0, 70)})
     if problem:
         assert meta.sends == []
@@ -273,7 +273,7 @@ def test_a_producer_that_makes_its_own_prompt_leaves_out_the_last_token(
 def test_a_producer_that_is_aborted_says_so_with_the_next_step() -> None:
     side = scheduler_side(AnsweringClient())
     producer = request("producer", 70)
-    side.on_new_request(producer)
+    arrive(side, producer)
     step(side, {"r1": (0, 32)})
     side.request_finished(producer, aborted=True)
     (ended,) = step(side, {}).ended
@@ -284,7 +284,7 @@ def test_a_producer_that_is_aborted_says_so_with_the_next_step() -> None:
 def test_a_role_the_engine_was_not_started_for_is_refused() -> None:
     side = scheduler_side(AnsweringClient(), produces=False)
     producer = request("producer", 70)
-    side.on_new_request(producer)
+    arrive(side, producer)
     meta = step(side, {"r1": (0, 70)})
     assert meta.sends == []
     assert "kv_role" in meta.ended[0].failure
@@ -292,8 +292,8 @@ def test_a_role_the_engine_was_not_started_for_is_refused() -> None:
 
 def test_a_producer_leaves_out_what_the_receiver_has() -> None:
     side = scheduler_side(AnsweringClient())
-    producer = request("producer", 70, cached_tokens=32)
-    side.on_new_request(producer)
+    producer = request("producer", 70, said={"cached_tokens": 32})
+    arrive(side, producer)
     (send,) = step(side, {"r1": (0, 70)}).sends
     assert send.ref.cached_tokens == 32
     assert send.blocks == ([12, 13, 14], [22, 23, 24], [34])
@@ -302,7 +302,7 @@ def test_a_producer_leaves_out_what_the_receiver_has() -> None:
 def test_after_a_reset_nothing_is_sent_under_the_weights_of_the_start() -> None:
     side = scheduler_side(AnsweringClient())
     side.reset_cache()
-    side.on_new_request(request("producer", 70))
+    arrive(side, request("producer", 70))
     meta = step(side, {"r1": (0, 70)})
     assert meta.sends == []
     assert "weights may have changed" in meta.ended[0].failure
@@ -359,21 +359,24 @@ def test_a_reset_fails_a_load_under_way_and_a_lost_connection_gives_it_time() ->
 
 
 @pytest.mark.parametrize(
-    ("role", "changes", "named"),
+    ("role", "said", "named"),
     [
-        ("producer", {"draft": "00" * 32}, "room for the KVCache of another drafter"),
+        ("producer", {"draft": bytes(32)}, "room for the KVCache of another drafter"),
         (
             "consumer",
-            {"draft": "00" * 32, "cached_tokens": 64, "cached_runs": [[[1, 1]]]},
+            {"draft": bytes(32), "cached_tokens": 64, "cached_runs": [[(1, 1)]]},
             "engines with another drafter filled the cached blocks",
         ),
     ],
 )
 def test_kvcache_of_another_drafter_is_refused(
-    role: str, changes: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
+    role: str, said: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     side = scheduler_side(AnsweringClient())
-    side.on_new_request(request(role, 100 if role == "producer" else 101, **changes))
+    asked = request(role, 100 if role == "producer" else 101, said=said)
+    arrive(side, asked)
+    if role == "consumer":
+        side.on_landed(asked.said)
     assert named in caplog.text
 
 
@@ -383,8 +386,8 @@ def test_workers_are_told_of_the_first_step_behind_a_landing(
     side = scheduler_side(AnsweringClient())
     monkeypatch.setattr(landings.time, "monotonic", lambda: 12.5)
     consumer = request("consumer", 71)
-    side.on_new_request(consumer)
-    side.on_landed(TRANSFER)
+    arrive(side, consumer)
+    side.on_landed(consumer.said)
     assert side.get_num_new_matched_tokens(consumer, 0) == (70, True)
     side.update_state_after_alloc(consumer, ALLOCATED, 70)
     loading = step(side, {})
@@ -398,7 +401,7 @@ def test_workers_are_told_of_the_first_step_behind_a_landing(
 
 def test_a_request_without_a_landing_has_no_such_step() -> None:
     side = scheduler_side(AnsweringClient())
-    side.on_new_request(request("producer", 71))
+    arrive(side, request("producer", 71))
     assert step(side, {"r1": (0, 71)}, "r1").first_steps == []
 
 
@@ -410,18 +413,18 @@ def test_only_a_request_that_is_alone_waits_for_the_agent_in_its_first_pass(
 
     def land_meanwhile(timeout_s: float) -> bool:
         waits.append(timeout_s)
-        side.on_landed(TRANSFER)
+        side.on_landed(consumer.said)
         return True
 
     monkeypatch.setattr(side._agent_said, "wait", land_meanwhile)
     consumer, other = request("consumer", 71), request("producer", 71)
     other.request_id, other.kv_transfer_params = "r2", None
-    side.on_new_request(other)
-    side.on_new_request(consumer)
+    arrive(side, other)
+    arrive(side, consumer)
     side._engine_is_idle = False  # the other request is computed
     assert side.get_num_new_matched_tokens(consumer, 0) == (None, False)
     for over in (other, consumer):
         side.request_finished(over, aborted=True)
-    side.on_new_request(consumer)
+    arrive(side, consumer)
     assert side.get_num_new_matched_tokens(consumer, 0) == (70, True)
     assert len(waits) == 1

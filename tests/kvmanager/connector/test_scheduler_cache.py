@@ -11,6 +11,7 @@ from scheduler_side_rig import (
     TRANSFER,
     AnsweringClient,
     CachingClient,
+    arrive,
     check_never_loads,
     finish_load,
     request,
@@ -24,12 +25,12 @@ from kvmanager.vllm_connector.metadata import PartPages
 
 def test_what_lands_with_less_precision_is_shared_with_no_other_request() -> None:
     client = CachingClient(4)
-    side = scheduler_side(client)
-    consumer = request("consumer", 71, is_lossy=True)
+    side = scheduler_side(client, is_lossy=True)
+    consumer = request("consumer", 71)
     consumer.cache_salt, consumer.block_hashes = "tenant", ["of exact bytes"]
     consumer.update_block_hashes = lambda: consumer.block_hashes.append(consumer.cache_salt)
     side.on_new_request(consumer)
-    side.on_landed(TRANSFER)
+    side.on_landed(consumer.said)
     assert side.get_num_new_matched_tokens(consumer, 0) == (70, True)
     side.update_state_after_alloc(consumer, ALLOCATED, 70)
     finish_load(side)
@@ -38,7 +39,7 @@ def test_what_lands_with_less_precision_is_shared_with_no_other_request() -> Non
     assert meta.stores == [], "nothing of it goes to the node's cache"
 
 
-CACHED = {"cached_tokens": 32, "cached_runs": [[[90, 1]], [[92, 2], [97, 1]]]}
+CACHED = {"cached_tokens": 32, "cached_runs": [[(90, 1)], [(92, 2), (97, 1)]]}
 
 
 @pytest.mark.parametrize(
@@ -49,9 +50,9 @@ def test_what_a_landing_leaves_out_is_loaded_from_the_prefix_cache(
     local_tokens: int, cached: list[int], landed: list[int]
 ) -> None:
     side = scheduler_side(AnsweringClient())
-    consumer = request("consumer", 71, **CACHED)
+    consumer = request("consumer", 71, said=CACHED)
     side.on_new_request(consumer)
-    side.on_landed(TRANSFER)
+    side.on_landed(consumer.said)
     num_new = 70 - local_tokens
     assert side.get_num_new_matched_tokens(consumer, local_tokens) == (num_new, True)
     side.update_state_after_alloc(consumer, ALLOCATED, num_new)
@@ -65,15 +66,15 @@ def test_what_a_landing_leaves_out_is_loaded_from_the_prefix_cache(
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "said",
     [
-        {"cached_tokens": 32, "cached_runs": [[[90, 1]]]},
-        {"cached_tokens": 0, "cached_runs": [[[90, 1]]]},
+        {"cached_tokens": 32, "cached_runs": [[(90, 1)]]},
+        {"cached_tokens": 0, "cached_runs": [[(90, 1)]]},
         {"cached_tokens": 24, "cached_runs": []},
     ],
 )
-def test_a_landing_whose_cached_part_is_not_whole_is_never_loaded(changes: dict[str, Any]) -> None:
-    check_never_loads(changes)
+def test_a_landing_whose_cached_part_is_not_whole_is_never_loaded(said: dict[str, Any]) -> None:
+    check_never_loads(said)
 
 
 def test_a_plain_request_loads_what_the_agent_has_of_it() -> None:
@@ -103,12 +104,11 @@ def test_a_plain_request_loads_what_the_agent_has_of_it() -> None:
     assert client.handles == []
 
 
-@pytest.mark.parametrize("cached", [{}, {"cached_tokens": 32, "cached_runs": [[[5, 1]]] * 2}])
-def test_after_a_reset_nothing_that_landed_or_was_cached_is_loaded(cached: dict[str, Any]) -> None:
+def test_after_a_reset_nothing_that_landed_or_was_cached_is_loaded() -> None:
     client = CachingClient(4)
     side = scheduler_side(client)
     side.reset_cache()
-    consumer = request("consumer", 71, **cached)
+    consumer = request("consumer", 71)
     side.on_new_request(consumer)
     assert client.said[-1] == ("release", TRANSFER)
     assert side.get_num_new_matched_tokens(consumer, 0) == (0, False)
@@ -120,7 +120,7 @@ def test_a_landing_that_is_lost_before_its_load_leaves_the_cache_to_be_asked() -
     side = scheduler_side(client)
     consumer = request("consumer", 71)
     side.on_new_request(consumer)
-    side.on_landed(TRANSFER)
+    side.on_landed(consumer.said)
     assert side.get_num_new_matched_tokens(consumer, 0) == (70, True)
     side.on_failed(TRANSFER, "the agent went", 0)
     side.update_state_after_alloc(consumer, ALLOCATED, 70)
@@ -150,7 +150,7 @@ def test_a_producer_uses_the_prefix_cache_too() -> None:
     client = CachingClient(4)
     side = scheduler_side(client)
     producer = request("producer", 70)
-    side.on_new_request(producer)
+    arrive(side, producer)
     client.answer()
     assert side.get_num_new_matched_tokens(producer, 0) == (64, True)
     side.update_state_after_alloc(producer, ALLOCATED, 64)

@@ -67,7 +67,6 @@ def facts(**changes: Any) -> HostFactsReply:
 
 def status(*engines: EngineStatus, **changes: Any) -> StatusReply:
     known = StatusReply(
-        arena_epoch="",
         arena_bytes=GIB,
         block_bytes=MIB,
         free_bytes=GIB,

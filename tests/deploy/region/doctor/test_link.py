@@ -81,7 +81,6 @@ def sample(at_s: float, *, rate_mib: float = 100.0, state: str = "open") -> Prob
 
 def status() -> StatusReply:
     return StatusReply(
-        arena_epoch="e",
         arena_bytes=100 * MIB,
         block_bytes=65536,
         free_bytes=60 * MIB,
