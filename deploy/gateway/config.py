@@ -69,8 +69,13 @@ class TimeoutConfig(Section):
     cluster_s: Seconds = 10.0
     """The wait for the answer of a cluster's front."""
     engine_silence_s: Seconds = 600.0
-    """The wait without a byte from an engine, also for the first byte, and before it the wait for a
-    landing. It must exceed the longest queueing plus prefill.
+    """The wait without a byte from an engine, also for the first byte of a stream, and before it
+    the wait for a landing. It must exceed the longest queueing plus prefill.
+    """
+    engine_answer_s: Seconds | None = None
+    """The wait for an answer that is not streamed: an engine sends nothing of it before it is
+    whole. It must exceed the longest queueing, prefill and decoding. Left out: six times
+    `engine_silence_s`.
     """
     client_stall_s: Seconds = 120.0
     """The wait for a client that does not read, or reads more slowly than
@@ -82,6 +87,11 @@ class TimeoutConfig(Section):
     """
     drain_s: Seconds = 30.0
     """The wait for requests in flight when the gateway stops."""
+
+    @property
+    def whole_answer_s(self) -> float:
+        """The wait for an answer that is not streamed."""
+        return self.engine_answer_s or 6 * self.engine_silence_s
 
 
 class DirectorySection(Section):
@@ -189,6 +199,19 @@ class GatewaySection(Section):
     """A client that sends its body or reads its answer more slowly, bytes per second or such as
     8kbit, is cut off; see `timeouts.body_grace_s` and `timeouts.client_stall_s`.
     """
+    client_keep_alive_s: Seconds = 75.0
+    """How long an idle connection of a client is kept. It must exceed what a load balancer in front
+    of the gateway waits (60 s is usual, Google's waits 600 s), else some requests end in 502.
+    """
+    stream_keep_alive_s: Seconds | None = 30.0
+    """A stream that has been silent for so long gets a comment, which clients pass over, so that no
+    proxy cuts it. Before the first token this sends the status 200, too: an error after it is an
+    event of the stream. `null`: never.
+    """
+    allowed_origins: tuple[str, ...] = ()
+    """Origins such as https://chat.example whose pages in a browser may use the API, `*`: all.
+    They still need an API key where there are keys. Pages for operators are for no other origin.
+    """
     media: MediaSection = MediaSection()
     """Images, videos and audio at addresses in requests: who fetches them, within which limits."""
     directory: DirectorySection = DirectorySection()
@@ -258,10 +281,10 @@ class GatewayConfig(GatewaySection):
     api_keys: tuple[ApiKey, ...] = ()
     """The keys that clients must show; none: no authentication."""
     max_buffered_bytes: Bytes = 1 << 30
-    """The most bytes of all bodies in flight together, a number or such as 1GiB."""
+    """The most bytes of all bodies and answers in one piece together, a number or such as 1GiB."""
     max_tenant_buffered_bytes: Bytes = 512 << 20
-    """The most bytes of the bodies of one tenant's requests in flight, a number or such as
-    512MiB.
+    """The most bytes of the bodies of one tenant's requests in flight, and of their answers in one
+    piece, a number or such as 512MiB.
     """
     max_answer_bytes: Bytes = 256 << 20
     """The largest answer that is not streamed, bytes, a number or such as 256MiB."""

@@ -71,7 +71,9 @@ class Body(msgspec.Struct):
     max_tokens: Raw | UnsetType = UNSET
     max_completion_tokens: Raw | UnsetType = UNSET
     min_tokens: Raw | UnsetType = UNSET
+    stream: Raw | UnsetType = UNSET
     stream_interval: Raw | UnsetType = UNSET
+    stream_options: Raw | UnsetType = UNSET
     echo: Raw | UnsetType = UNSET
     prompt_logprobs: Raw | UnsetType = UNSET
     prompt_embeds: Raw | UnsetType = UNSET
