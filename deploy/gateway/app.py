@@ -58,6 +58,7 @@ from deploy.gateway.scheduling.scheduler import (
 from deploy.gateway.series.clusters import ClusterSeries
 from deploy.gateway.serving.background import Background
 from deploy.gateway.serving.exchange import Services
+from deploy.gateway.serving.parameters import TakenParameters
 from deploy.gateway.serving.records import RequestRecord
 from deploy.gateway.serving.request import Serving
 from deploy.gateway.sharing.state_file import StateFile
@@ -418,6 +419,9 @@ class Gateway:
                 max_body_bytes=config.max_body_bytes,
             ),
             limits=self._limits,
+            taken=TakenParameters(
+                {one.name: one.max_model_len for one in config.models if one.max_model_len}
+            ),
             caches=caches,
             placement=None if caches is None else self._build_placement(caches),
             granter=self._granter,

@@ -40,6 +40,7 @@ EVENT_STREAM: Final = "text/event-stream"
 # uvicorn closes an idle connection after 5 s. A POST must not go out on one half closed: it could
 # not be repeated safely.
 _KEEP_ALIVE_S: Final = 4.0
+_UNCOUNTED_BYTES: Final = 64 << 10
 _MAX_TARGETS: Final = 4096
 
 
@@ -218,6 +219,7 @@ class _Beginning:
         self._max_bytes = max_bytes
         self._rules = expected.rules
         self._count = expected.count
+        self._num_counted = 0
         self._body = bytearray()
         self._gate: EventGate | None = None
         self._data: bytes | None = None
@@ -232,8 +234,8 @@ class _Beginning:
             # Comments alone (keep-alive) are no answer.
             self._data = first_data(events, self._rules)
             return self._data is None and self._is_short
-        self._count(len(piece))
         self._body += piece
+        self._count_new()
         return self._is_short
 
     def answer(self) -> EngineAnswer:
@@ -258,6 +260,13 @@ class _Beginning:
             # can still get a status and an error body.
             return EngineAnswer(self._instance, error[0], {"Content-Type": JSON_TYPE}, first)
         return EngineAnswer(self._instance, parser.status, parser.headers, begun, gate=self._gate)
+
+    def _count_new(self) -> None:
+        """Count what is not counted yet, once that is more than any connection buffers."""
+        num_new = len(self._body) - self._num_counted
+        if num_new > _UNCOUNTED_BYTES:
+            self._num_counted += num_new
+            self._count(num_new)
 
     @property
     def _is_short(self) -> bool:

@@ -28,6 +28,7 @@ from deploy.gateway.scheduling.feedback import Feedback
 from deploy.gateway.scheduling.scheduler import RegionScheduler
 from deploy.gateway.serving.adapters import AdapterPlaces, adapter_places
 from deploy.gateway.serving.background import Background
+from deploy.gateway.serving.parameters import TakenParameters
 from deploy.gateway.serving.record_views import span_attributes
 from deploy.gateway.serving.records import RequestRecord
 from kvmanager.load_times import LoadTimes
@@ -75,6 +76,7 @@ class Services:
     placement: PrefixPlacement | None = None
     refuses_local_prefill: bool = False
     granter: Granter | None = None
+    taken: TakenParameters = field(default_factory=TakenParameters)
     tokens_per_event: dict[str, float] = field(default_factory=dict)
     """How many tokens an event of a stream of each model has, as far as streams have told."""
 

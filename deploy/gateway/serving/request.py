@@ -115,10 +115,10 @@ class Serving:
         is_refused = not self._exchange.endpoint.is_routed
         try:
             answer = await self._open_planned(plan)
-            is_refused = is_refused or self._is_refusal(answer)
+            is_refused = is_refused or 400 <= answer.status < 500
             return answer
         finally:
-            # A refusal costs nothing before a prefill, so it must not shape thresholds and roles.
+            # What engines refuse is no demand: thresholds and roles must not follow who asks for it.
             # A request that was given up, or whose engine died, is demand all the same.
             if not is_refused:
                 home = self._exchange.record.home
