@@ -68,8 +68,8 @@ _JUDGED_LATE: Final = frozenset(
 """What vLLM looks at when it gets a request, and not yet when it renders its prompt."""
 _USAGE: Final = re.compile(rb'\{("(include|continuous)_usage(_stats)?": ?(true|false)(, ?)?)*\}')
 """Options that every stream may have."""
-_ALL_TAKE: Final = {"output": 16}
-"""What no engine refuses."""
+_ALL_TAKE: Final = {"output": 16, "id": 255}
+"""What no engine refuses: no vocabulary has fewer tokens than there are bytes."""
 _ALWAYS: Final = ("model", "max_tokens", "max_completion_tokens", "max_output_tokens")
 """Fields of every question, as some endpoint takes no request without them."""
 
@@ -117,7 +117,9 @@ class TakenParameters:
                 (inbound.model, "output"): inbound.max_output_tokens,
             }
         is_within = all(self._is_within(*where, most) for where, most in bounds.items())
-        if is_within and (key in self._keys or not (kept or inbound.adapter)):
+        # An engine that rendered the prompt has the adapter.
+        asks_nothing = not kept and (is_rendered or not inbound.adapter)
+        if is_within and (asks_nothing or key in self._keys):
             return None
         # An error of a stream is its first event, and leaving it then costs the engine one step.
         # Options of what is no stream are for the engine to refuse.

@@ -118,8 +118,8 @@ class Serving:
             is_refused = is_refused or 400 <= answer.status < 500
             return answer
         finally:
-            # What engines refuse is no demand: thresholds and roles must not follow who asks for it.
-            # A request that was given up, or whose engine died, is demand all the same.
+            # What engines refuse is no demand: who asks for it must not shape thresholds and
+            # roles. A request that was given up, or whose engine died, is demand all the same.
             if not is_refused:
                 home = self._exchange.record.home
                 self._feedback.arrived(self._inbound.model, plan.shape, home=home)
@@ -468,8 +468,9 @@ class Serving:
         """
         if gate is None:
             return 0
-        # The end mark is one more event, and so is an error.
-        num_events = gate.num_events - gate.is_done - (gate.error is not None)
+        # The end mark is one more event, and so is an error, which may be the end mark.
+        is_told = gate.error is not None and not gate.rules.last
+        num_events = gate.num_events - gate.is_done - is_told
         if self._inbound.has_long_events:
             return max(num_events, int(gate.num_bytes / BYTES_PER_TOKEN))
         per_event = self._services.tokens_per_event.get(self._inbound.model, 1.0)

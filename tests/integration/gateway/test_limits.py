@@ -140,9 +140,6 @@ async def test_bodies_that_are_too_long(open_region: Any) -> None:
         url = region.url + "/v1/completions"
         async with region.session.post(url, data=chunks(), headers=headers) as response:
             assert response.status == 413
-        bomb = gzip.compress(b'{"prompt":"' + b"x" * 1_000_000 + b'"}')
-        status, _ = await send(region, bomb, **{"Content-Encoding": "gzip"})
-        assert status == 413
         status, _, _ = await region.post(SHORT)
         assert status == 200
 
