@@ -87,14 +87,18 @@ class _Connection(web.RequestHandler):
             sock.setsockopt(level, option, value)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
         waiter = self._waiter
         if waiter is None or waiter.done():
+            # A request is served, so this is its body.
             self._head_bytes = 0
+            super().data_received(data)
             return
-        # aiohttp bounds each header and their number, which together would be megabytes.
-        self._head_bytes += len(data)
-        if self._head_bytes > MAX_HEAD_BYTES and not self._close:
+        end = data.find(b"\r\n\r\n")
+        self._head_bytes += len(data) if end < 0 else end
+        if self._head_bytes <= MAX_HEAD_BYTES:
+            super().data_received(data)
+        elif not self._close:
+            # aiohttp bounds each header and their number, which together would be megabytes.
             error = LineTooLong(b"", MAX_HEAD_BYTES)
             self._messages.append((_ErrInfo(431, error, ""), EMPTY_PAYLOAD))
             waiter.set_result(None)

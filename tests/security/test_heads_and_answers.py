@@ -4,7 +4,6 @@ work for strangers, memory that belongs to nobody.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from pathlib import Path
@@ -87,6 +86,13 @@ async def test_nothing_is_unpacked_for_strangers(open_region: Any) -> None:
             assert status == 415
 
 
+def timers(port: int, peers_port: int) -> list[list[str]]:
+    """The kernel's timer of the socket between these ports: its kind, and when it ends."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    wanted = f"{port:04X}", f"{peers_port:04X}"
+    return [row[5].split(":") for row in rows if (row[1][-4:], row[2][-4:]) == wanted]
+
+
 async def test_a_client_that_is_gone_without_a_word_is_noticed(open_region: Any) -> None:
     """By probes within a minute, where the kernel's own begin after two hours."""
     async with open_region() as region, RawClient(region.url) as client:
@@ -94,14 +100,7 @@ async def test_a_client_that_is_gone_without_a_word_is_noticed(open_region: Any)
         assert await client.status() == 200
         ours = client.writer.get_extra_info("sockname")[1]
         theirs = int(region.url.rpartition(":")[2])
-        lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
-        fields = [line.split() for line in lines]
-        ends = [(f"{theirs:04X}", f"{ours:04X}")]
-        (timer,) = [
-            row[5].split(":")
-            for row in fields
-            if (row[1].partition(":")[2], row[2].partition(":")[2]) in ends
-        ]
+        (timer,) = timers(theirs, ours)
         assert timer[0] == "02", "no timer of probes"
         assert int(timer[1], 16) <= 6_000, "in hundredths of a second"
 
