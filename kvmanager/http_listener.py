@@ -87,22 +87,23 @@ class _Connection(web.RequestHandler):
             sock.setsockopt(level, option, value)
 
     def data_received(self, data: bytes) -> None:
-        waiter = self._waiter
-        if waiter is None or waiter.done():
-            # A request is served, so this is its body.
-            self._head_bytes = 0
-            super().data_received(data)
-            return
-        end = data.find(b"\r\n\r\n")
-        self._head_bytes += len(data) if end < 0 else end
+        if self._waits():
+            end = data.find(b"\r\n\r\n")
+            self._head_bytes += len(data) if end < 0 else end
         if self._head_bytes <= MAX_HEAD_BYTES:
             super().data_received(data)
-        elif not self._close:
+        elif self._waits() and not self._close:
             # aiohttp bounds each header and their number, which together would be megabytes.
             error = LineTooLong(b"", MAX_HEAD_BYTES)
             self._messages.append((_ErrInfo(431, error, ""), EMPTY_PAYLOAD))
-            waiter.set_result(None)
+            self._waiter.set_result(None)
             self._close = True  # what follows is not parsed
+        if not self._waits():
+            self._head_bytes = 0
+
+    def _waits(self) -> bool:
+        """Whether no request is being served, so that what arrives is a head."""
+        return self._waiter is not None and not self._waiter.done()
 
     def handle_error(
         self,

@@ -9,10 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import (
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, model_validator
 
 from deploy.gateway.api_keys import ApiKey, tenants_by_key
 from deploy.gateway.media.config import MediaSection
@@ -24,6 +21,7 @@ from kvmanager.config_files.fields import (
     Port,
     Positive,
     Seconds,
+    SecondsOrZero,
     Section,
     Tokens,
     TokensOrZero,
@@ -33,11 +31,21 @@ from kvmanager.config_files.security import is_loopback
 from kvmanager.config_files.units import format_bytes, parse_rate
 from scheduler.live.ledger import KEEP_ENDED_S
 from transport import Endpoint
+from transport.rpc import MAX_MESSAGE_BYTES
 
 LEAST_KEEP: Final = 64 << 20
 """The least disk space of the recordings of one process, bytes."""
 
+MOST_BODY: Final = MAX_MESSAGE_BYTES - (16 << 20)
+"""The largest body that a front takes in one message beside the ids of its prompt, bytes."""
+
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+
+
+def _fits_a_message(nbytes: int) -> int:
+    if nbytes > MOST_BODY:
+        raise ValueError(f"fronts take no larger one than {format_bytes(MOST_BODY)}; write that")
+    return nbytes
 
 
 class ModelConfig(Section):
@@ -193,8 +201,10 @@ class GatewaySection(Section):
     """The PD cluster that decodes the requests of an API key, by the name of the key. A request's
     header `x-prfaas-home` goes before it.
     """
-    max_body_bytes: Bytes = 32 << 20
-    """The largest body of a request, bytes, a number or such as 32MiB."""
+    max_body_bytes: Annotated[Bytes, AfterValidator(_fits_a_message)] = 32 << 20
+    """The largest body of a request, bytes, a number or such as 32MiB. Fronts that are processes of
+    their own take no larger one than 48MiB.
+    """
     min_client_bytes_per_s: Annotated[Positive, spelled(parse_rate)] = 1024.0
     """A client that sends its body or reads its answer more slowly, bytes per second or such as
     8kbit, is cut off; see `timeouts.body_grace_s` and `timeouts.client_stall_s`.
@@ -203,10 +213,10 @@ class GatewaySection(Section):
     """How long an idle connection of a client is kept. It must exceed what a load balancer in front
     of the gateway waits (60 s is usual, Google's waits 600 s), else some requests end in 502.
     """
-    stream_keep_alive_s: Seconds | None = 30.0
+    stream_keep_alive_s: SecondsOrZero = 30.0
     """A stream that has been silent for so long gets a comment, which clients pass over, so that no
     proxy cuts it. Before the first token this sends the status 200, too: an error after it is an
-    event of the stream. `null`: never.
+    event of the stream. 0: never.
     """
     allowed_origins: tuple[str, ...] = ()
     """Origins such as https://chat.example whose pages in a browser may use the API, `*`: all.

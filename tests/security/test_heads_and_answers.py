@@ -65,6 +65,15 @@ async def test_a_head_is_as_long_as_at_an_engine_and_never_in_a_log(
     assert counted("prfaas_gateway_rejected_total", {"code": code}) == 1
 
 
+async def test_each_request_of_a_connection_has_a_head_of_its_own(region: Any) -> None:
+    async with RawClient(region.url) as client:
+        for _ in range(100):
+            await client.send(b"GET /livez HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 1000 + b"\r\n\r\n")
+            head = await client.reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200")
+            await client.reader.readexactly(int(head.lower().partition(b"length: ")[2].split()[0]))
+
+
 async def test_metrics_servers_show_no_heads_either(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     server = MetricsServer(CollectorRegistry(), Endpoint("127.0.0.1", 0))

@@ -56,7 +56,7 @@ class ClientStream:
         of a head that must be sent before the answer has begun.
         """
         every_s = self.patience.keep_alive_s
-        if every_s is None:
+        if not every_s:
             return
 
         def look() -> None:
