@@ -68,6 +68,11 @@ _JUDGED_LATE: Final = frozenset(
 """What vLLM looks at when it gets a request, and not yet when it renders its prompt."""
 _USAGE: Final = re.compile(rb'\{("(include|continuous)_usage(_stats)?": ?(true|false)(, ?)?)*\}')
 """Options that every stream may have."""
+_NO_RANK: Final = {"X-Data-Parallel-Rank": "-1"}
+"""vLLM looks at it after all parameters and the adapter, and refuses it, so nothing is computed.
+Other engines pass over it.
+"""
+_RANK_REFUSED: Final = b"data_parallel_rank -1"
 _ALL_TAKE: Final = {"output": 16, "id": 255}
 """What no engine refuses: no vocabulary has fewer tokens than there are bytes."""
 _ALWAYS: Final = ("model", "max_tokens", "max_completion_tokens", "max_output_tokens")
@@ -75,9 +80,12 @@ _ALWAYS: Final = ("model", "max_tokens", "max_completion_tokens", "max_output_to
 
 
 class Question(NamedTuple):
-    """`body` asks an engine whether it takes a request. `key` and `bounds` are known if it does."""
+    """`body` and `headers` ask an engine whether it takes a request. `key` and `bounds` are known
+    if it does.
+    """
 
     body: bytes
+    headers: dict[str, str]
     key: bytes
     bounds: dict[tuple[str, str], int]
 
@@ -126,10 +134,20 @@ class TakenParameters:
         stream = {} if "stream_options" in kept and not inbound.is_stream else {"stream": True}
         always = {name: fields[name] for name in _ALWAYS if name in fields}
         prompt = _SMALL.get(inbound.kind, {"prompt": [largest_id]})
-        return Question(msgspec.json.encode({**kept, **always, **stream, **prompt}), key, bounds)
+        body = msgspec.json.encode({**kept, **always, **stream, **prompt})
+        # Ids are looked at after the rank, so that new ones cost the engine a token.
+        is_new_id = not is_rendered and not self._is_within(inbound.model, "id", largest_id)
+        return Question(body, {} if is_new_id else _NO_RANK, key, bounds)
 
-    def took(self, question: Question) -> None:
-        """Note that an engine has taken what it was asked."""
+    def heard(self, question: Question, status: int, answer: bytes) -> bool:
+        """Note an engine's answer to a question. False: it does not take the request."""
+        has_taken = status == 200 or (status == 400 and _RANK_REFUSED in answer)
+        if has_taken:
+            self._took(question)
+        # One that is unwell has judged nothing.
+        return has_taken or not 400 <= status < 500
+
+    def _took(self, question: Question) -> None:
         self._keys[question.key] = None
         if len(self._keys) > _MOST_KNOWN:
             del self._keys[next(iter(self._keys))]

@@ -204,7 +204,7 @@ async def _check_taken(services: Services, exchange: Exchange, plan: RequestPlan
         target = await direct_target(services, exchange, decision.pd)
     except PdError:
         return  # whoever serves the request says so
-    headers = exchange.headers | {"X-Request-Id": f"{exchange.request_id}-check"}
+    own_id = {"X-Request-Id": f"{exchange.request_id}-check"}
     try:
         async with asyncio.timeout(services.timeouts.cluster_s):
             answer = await services.engines.open(
@@ -212,7 +212,7 @@ async def _check_taken(services: Services, exchange: Exchange, plan: RequestPlan
                 target.engine_url,
                 exchange.path,
                 question.body,
-                headers,
+                exchange.headers | own_id | question.headers,
                 Expected(rules=exchange.endpoint.stream),
             )
         answer.close()
@@ -222,9 +222,7 @@ async def _check_taken(services: Services, exchange: Exchange, plan: RequestPlan
         return
     finally:
         services.pds[decision.pd].request_ended(target.instance)
-    if answer.status == 200:
-        services.taken.took(question)
-    elif 400 <= answer.status < 500:
+    if not services.taken.heard(question, answer.status, answer.begun):
         raise NotRendered(Reason.RENDER_REFUSED)
 
 

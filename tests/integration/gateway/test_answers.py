@@ -164,6 +164,9 @@ async def test_a_prompt_that_nobody_can_serve_is_not_prefilled(region: Any, by_i
         if is_wrong:
             error = {"error": {"message": "at most 20", "type": "BadRequestError", "code": 400}}
             return web.json_response(error, status=400)
+        if request.headers.get("X-Data-Parallel-Rank") == "-1":
+            error = {"error": {"message": "data_parallel_rank -1 is out of range", "code": 400}}
+            return web.json_response(error, status=400)
         return await region.engine.answer(request, body)
 
     async def lists(request: web.Request, body: Any) -> web.StreamResponse:
@@ -187,6 +190,8 @@ async def test_a_prompt_that_nobody_can_serve_is_not_prefilled(region: Any, by_i
         path for path, headers, _ in region.engine.requests if "-check" in headers["x-request-id"]
     ]
     assert len(asked) == (5 if by_ids else 4)
+    # And costs it no token.
+    assert region.engine.sources == ["landing"] * 3
 
 
 async def test_a_prompt_too_long_for_the_model_is_not_prefilled(open_region: Any) -> None:
