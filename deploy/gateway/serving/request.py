@@ -30,7 +30,7 @@ from deploy.gateway.proxy.client_stream import STREAM_HEADERS, ClientGone, Clien
 from deploy.gateway.proxy.engine import EngineAnswer
 from deploy.gateway.proxy.sse import EventGate
 from deploy.gateway.proxy.stream import TokenPace, forwarded_headers, relay_stream
-from deploy.gateway.proxy.usage import in_answer
+from deploy.gateway.proxy.usage import in_answer, usage_part
 from deploy.gateway.scheduling.admission import AdmittedRequest
 from deploy.gateway.scheduling.feedback import Usage, usage_of
 from deploy.gateway.serving.exchange import Exchange, Services
@@ -345,7 +345,7 @@ class Serving:
         if answer.correction is not None and (places := in_answer(answer.begun)):
             answer.begun = await answer.correction.apply(answer.begun, places)
         body, status = answer.begun, answer.status
-        usage = usage_of(body)
+        usage = usage_of(usage_part(body))
         passed = forwarded_headers(answer.headers)
         shape = self._exchange.endpoint.errors
         if status >= 300 and (told := in_shape(status, body, shape)) is not None:

@@ -268,6 +268,25 @@ async def test_an_error_after_a_comment_is_an_event(open_region: Any, path: str)
         assert (record.outcome, record.status) == ("engine_error", 400)
 
 
+async def test_the_usage_of_a_long_answer_is_read_alone(region: Any) -> None:
+    """Its number of cached tokens is corrected all the same."""
+    usage = b'"usage":{"prompt_tokens":300,"completion_tokens":7,%b}'
+    details = b'"prompt_tokens_details":{"cached_tokens":%d}'
+    filler = b'{"choices":[{"text":"' + rb"\"usage\":{ " * (1 << 18) + b'"}],'
+
+    def answer(cached_tokens: int) -> bytes:
+        return filler + usage % (details % cached_tokens) + b',"prompt_logprobs":null}'
+
+    async def long(request: web.Request, body: Any) -> web.Response:
+        await region.engine._load_landing(body)
+        return web.Response(body=answer(299), content_type="application/json")
+
+    region.engine.reply = long
+    _, _, found = await region.post(region.long_body())
+    assert found == answer(0)
+    assert (await region.record()).output_tokens == 7
+
+
 async def test_an_answer_that_is_not_streamed_has_its_own_patience(open_region: Any) -> None:
     timeouts = {"engine_silence_s": 0.2, "engine_answer_s": 30}
     async with open_region(timeouts=timeouts) as region:
