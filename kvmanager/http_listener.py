@@ -96,7 +96,8 @@ class _Connection(web.RequestHandler):
             # aiohttp bounds each header and their number, which together would be megabytes.
             error = LineTooLong(b"", MAX_HEAD_BYTES)
             self._messages.append((_ErrInfo(431, error, ""), EMPTY_PAYLOAD))
-            self._waiter.set_result(None)
+            if self._waiter is not None:
+                self._waiter.set_result(None)
             self._close = True  # what follows is not parsed
         if not self._waits():
             self._head_bytes = 0

@@ -525,8 +525,13 @@ async def test_what_no_engine_takes_is_not_prefilled(served: Served) -> None:
                     assert response.status == 400, fields
                     assert (await response.json())["error"]["type"] == "BadRequestError", fields
             assert await computed_tokens(region, "a1-prefill") == before
-            taken = {"logprobs": 3, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
-            taken |= {"stream": True, "stream_interval": 8, "stop_token_ids": [3]}
+            taken: dict[str, Any] = {"logprobs": 3, "temperature": 0, "max_tokens": 24}
+            taken |= {
+                "ignore_eos": True,
+                "stream": True,
+                "stream_interval": 8,
+                "stop_token_ids": [3],
+            }
             async with session.post(url, json=body | taken) as response:
                 assert response.status == 200
                 told = await response.read()

@@ -106,7 +106,8 @@ class Fetch:
         connector = aiohttp.TCPConnector(
             resolver=_Checked(addresses), use_dns_cache=False, force_close=True, ssl=self._tls
         )
-        connector._factory = partial(_Bounded, loop=asyncio.get_running_loop())
+        bounded = partial[ResponseHandler](_Bounded, loop=asyncio.get_running_loop())
+        connector._factory = bounded
         async with (
             aiohttp.ClientSession(
                 connector=connector,

@@ -44,7 +44,7 @@ class ClientStream:
         """Bytes of the body that were given to the client, without comments."""
         self.num_events = 0
         """Events that were given to the client, as far as the relay has said."""
-        self.is_between_events = lambda: True
+        self.is_between_events: Callable[[], bool] = lambda: True
         """Whether a comment may be written now."""
         self._rules = rules
         self._seen_bytes = 0

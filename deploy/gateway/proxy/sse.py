@@ -180,8 +180,8 @@ def error_in(data: bytes) -> tuple[int, str] | None:
     if not error:
         return None
     told = _Told(error) if isinstance(error, str) else error
-    is_status = isinstance(told.code, int) and 400 <= told.code < 600
-    return told.code if is_status else 500, str(told.message or "an error without a message")
+    status = told.code if isinstance(told.code, int) and 400 <= told.code < 600 else 500
+    return status, str(told.message or "an error without a message")
 
 
 class _Chunk(msgspec.Struct):

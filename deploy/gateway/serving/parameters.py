@@ -18,6 +18,7 @@ from msgspec import Raw
 
 from deploy.gateway.intake.endpoints import Kind
 from deploy.gateway.intake.inbound import InboundRequest
+from deploy.gateway.intake.raw_fields import is_set
 from kvmanager.token_ids import TokenIds
 
 _MOST_KNOWN: Final = 10_000
@@ -167,7 +168,7 @@ class TakenParameters:
 
 
 def _is_harmless(name: str, value: Raw, *, is_rendered: bool) -> bool:
-    if name in _PROMPT or memoryview(value) == b"null":
+    if name in _PROMPT or not is_set(value):
         return True
     if is_rendered and name not in _JUDGED_LATE:
         return True
