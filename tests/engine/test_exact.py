@@ -503,6 +503,7 @@ REFUSED: tuple[dict[str, Any], ...] = (
     {"stream_options": {"include_usage": True}},
     {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": 7}}},
     {"structured_outputs": {"regex": "(("}},
+    {"structured_outputs": {"json": "{"}},
     {"stop_token_ids": [1 << 30]},
     {"max_tokens": 0},
     {"max_tokens": 1 << 30},
@@ -523,7 +524,7 @@ async def test_what_no_engine_takes_is_not_prefilled(served: Served) -> None:
             for fields in REFUSED:
                 async with session.post(url, json=body | fields) as response:
                     assert response.status == 400, fields
-                    assert (await response.json())["error"]["type"] == "BadRequestError", fields
+                    assert (await response.json())["error"]["code"] == 400, fields
             assert await computed_tokens(region, "a1-prefill") == before
             taken: dict[str, Any] = {"logprobs": 3, "temperature": 0, "max_tokens": 24}
             taken |= {

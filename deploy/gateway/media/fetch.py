@@ -106,8 +106,8 @@ class Fetch:
         connector = aiohttp.TCPConnector(
             resolver=_Checked(addresses), use_dns_cache=False, force_close=True, ssl=self._tls
         )
-        bounded = partial[ResponseHandler](_Bounded, loop=asyncio.get_running_loop())
-        connector._factory = bounded
+        make: Callable[..., ResponseHandler] = _Bounded
+        connector._factory = partial(make, loop=asyncio.get_running_loop())
         async with (
             aiohttp.ClientSession(
                 connector=connector,
