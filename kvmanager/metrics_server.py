@@ -59,6 +59,8 @@ class MetricsServer:
         """Serve, and return where. Raises OSError when the port is taken."""
         from aiohttp import web
 
+        from kvmanager.http_listener import HttpRunner
+
         @web.middleware
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             shown = request.headers.get("Authorization", "")
@@ -87,7 +89,9 @@ class MetricsServer:
         app.router.add_get("/health", show_health)
         app.router.add_get("/livez", live)
         app.router.add_get("/readyz", ready)
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = HttpRunner(
+            app, lambda status, _, message: web.Response(status=status, text=message + "\n")
+        )
         await self._runner.setup()
         port = await start_sites(self._runner, self._at)
         return Endpoint(self._at.host, port)

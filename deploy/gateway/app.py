@@ -59,6 +59,7 @@ from deploy.gateway.scheduling.scheduler import (
 from deploy.gateway.series.clusters import ClusterSeries
 from deploy.gateway.serving.background import Background
 from deploy.gateway.serving.exchange import Services
+from deploy.gateway.serving.parameters import TakenParameters
 from deploy.gateway.serving.records import RequestRecord
 from deploy.gateway.serving.request import Serving
 from deploy.gateway.sharing.state_file import StateFile
@@ -136,6 +137,7 @@ class Gateway:
         self._engine_access = engine_access or EngineAccess()
         self._following: asyncio.Task[None] | None = None
         self._limits = Limits(config)
+        self._serving: set[asyncio.Task[object]] = set()
         self._models = ServedModels(config.models)
         self._watcher = RegionWatcher(config, pds, prefill_clusters, on_report=self._note_nodes)
         self._intake = Intake(
@@ -245,7 +247,9 @@ class Gateway:
             async with asyncio.timeout(self.config.timeouts.drain_s):
                 await self._limits.wait_idle()
         except TimeoutError:
-            return
+            for task in self._serving:
+                task.cancel("The gateway is shutting down.")
+            await asyncio.sleep(0)  # so that they say so to their clients
 
     async def close(self) -> None:
         """Give back what requests held, then close all connections. Idempotent."""
@@ -292,6 +296,10 @@ class Gateway:
     async def complete(self, kind: Kind, request: web.Request) -> web.StreamResponse:
         """POST to one of `KINDS`. Raises `ApiError` before routing."""
         services = self._started()
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
         async with self._intake.received(request, kind) as exchange:
             record = exchange.record
             self.records.append(record)
@@ -400,7 +408,11 @@ class Gateway:
             ),
             background=self._background,
             timeouts=config.timeouts,
-            patience=ClientPatience(config.timeouts.client_stall_s, config.min_client_bytes_per_s),
+            patience=ClientPatience(
+                config.timeouts.client_stall_s,
+                config.min_client_bytes_per_s,
+                config.stream_keep_alive_s,
+            ),
             scheduler=self.scheduler,
             admission=self.admission,
             places=self._watcher.cache_places,
@@ -409,6 +421,10 @@ class Gateway:
                 self._limits,
                 self.metrics.registry,
                 max_body_bytes=config.max_body_bytes,
+            ),
+            limits=self._limits,
+            taken=TakenParameters(
+                {one.name: one.max_model_len for one in config.models if one.max_model_len}
             ),
             caches=caches,
             placement=None if caches is None else self._build_placement(caches),

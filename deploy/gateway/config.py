@@ -9,10 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import (
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, model_validator
 
 from deploy.gateway.api_keys import ApiKey, tenants_by_key
 from deploy.gateway.media.config import MediaSection
@@ -25,6 +22,7 @@ from kvmanager.config_files.fields import (
     Port,
     Positive,
     Seconds,
+    SecondsOrZero,
     SecretText,
     Section,
     Tokens,
@@ -35,11 +33,21 @@ from kvmanager.config_files.security import is_loopback
 from kvmanager.config_files.units import format_bytes, parse_rate
 from scheduler.live.ledger import KEEP_ENDED_S
 from transport import Endpoint
+from transport.rpc import MAX_MESSAGE_BYTES
 
 LEAST_KEEP: Final = 64 << 20
 """The least disk space of the recordings of one process, bytes."""
 
+MOST_BODY: Final = MAX_MESSAGE_BYTES - (16 << 20)
+"""The largest body that a front takes in one message beside the ids of its prompt, bytes."""
+
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+
+
+def _fits_a_message(nbytes: int) -> int:
+    if nbytes > MOST_BODY:
+        raise ValueError(f"fronts take no larger one than {format_bytes(MOST_BODY)}; write that")
+    return nbytes
 
 
 class ModelConfig(Section):
@@ -71,8 +79,13 @@ class TimeoutConfig(Section):
     cluster_s: Seconds = 10.0
     """The wait for the answer of a cluster's front."""
     engine_silence_s: Seconds = 600.0
-    """The wait without a byte from an engine, also for the first byte, and before it the wait for a
-    landing. It must exceed the longest queueing plus prefill.
+    """The wait without a byte from an engine, also for the first byte of a stream, and before it
+    the wait for a landing. It must exceed the longest queueing plus prefill.
+    """
+    engine_answer_s: Seconds | None = None
+    """The wait for an answer that is not streamed: an engine sends nothing of it before it is
+    whole. It must exceed the longest queueing, prefill and decoding. Left out: six times
+    `engine_silence_s`.
     """
     client_stall_s: Seconds = 120.0
     """The wait for a client that does not read, or reads more slowly than
@@ -84,6 +97,11 @@ class TimeoutConfig(Section):
     """
     drain_s: Seconds = 30.0
     """The wait for requests in flight when the gateway stops."""
+
+    @property
+    def whole_answer_s(self) -> float:
+        """The wait for an answer that is not streamed."""
+        return self.engine_answer_s or 6 * self.engine_silence_s
 
 
 class DirectorySection(Section):
@@ -185,11 +203,26 @@ class GatewaySection(Section):
     """The PD cluster that decodes the requests of an API key, by the name of the key. A request's
     header `x-prfaas-home` goes before it.
     """
-    max_body_bytes: Bytes = 32 << 20
-    """The largest body of a request, bytes, a number or such as 32MiB."""
+    max_body_bytes: Annotated[Bytes, AfterValidator(_fits_a_message)] = 32 << 20
+    """The largest body of a request, bytes, a number or such as 32MiB. Fronts that are processes of
+    their own take no larger one than 48MiB.
+    """
     min_client_bytes_per_s: Annotated[Positive, spelled(parse_rate)] = 1024.0
     """A client that sends its body or reads its answer more slowly, bytes per second or such as
     8kbit, is cut off; see `timeouts.body_grace_s` and `timeouts.client_stall_s`.
+    """
+    client_keep_alive_s: Seconds = 75.0
+    """How long an idle connection of a client is kept. It must exceed what a load balancer in front
+    of the gateway waits (60 s is usual, Google's waits 600 s), else some requests end in 502.
+    """
+    stream_keep_alive_s: SecondsOrZero = 30.0
+    """A stream that has been silent for so long gets a comment, which clients pass over, so that no
+    proxy cuts it. Before the first token this sends the status 200, too: an error after it is an
+    event of the stream. 0: never.
+    """
+    allowed_origins: tuple[str, ...] = ()
+    """Origins such as https://chat.example whose pages in a browser may use the API, `*`: all.
+    They still need an API key where there are keys. Pages for operators are for no other origin.
     """
     media: MediaSection = MediaSection()
     """Images, videos and audio at addresses in requests: who fetches them, within which limits."""
@@ -214,10 +247,10 @@ class GatewaySection(Section):
     rendering of prompts that are certainly short.
     """
     max_buffered_bytes: Bytes = 1 << 30
-    """The most bytes of all bodies in flight together, a number or such as 1GiB."""
+    """The most bytes of all bodies and answers in one piece together, a number or such as 1GiB."""
     max_tenant_buffered_bytes: Bytes = 512 << 20
-    """The most bytes of the bodies of one tenant's requests in flight, a number or such as
-    512MiB.
+    """The most bytes of the bodies of one tenant's requests in flight, and of their answers in one
+    piece, a number or such as 512MiB.
     """
     max_answer_bytes: Bytes = 256 << 20
     """The largest answer that is not streamed, bytes, a number or such as 256MiB."""

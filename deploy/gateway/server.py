@@ -13,9 +13,11 @@ from typing import Final
 from aiohttp import web
 
 from deploy.gateway.app import Gateway
+from deploy.gateway.errors import JSON_TYPE, ApiError
 from deploy.gateway.processes.folder import listen
 from deploy.gateway.processes.siblings import Siblings, own_app
 from deploy.gateway.web_app import create_admin_app, create_app
+from kvmanager.http_listener import HttpRunner
 from kvmanager.loop.metrics import LoopCollector
 from kvmanager.loop.systemd import served
 from kvmanager.loop.watch import LoopWatch, settle_heap
@@ -24,7 +26,6 @@ from transport import Endpoint
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
-_KEEP_ALIVE_S: Final = 75.0
 _LAST_WORDS_S: Final = 0.5
 _LINGER_S: Final = 2.0
 """How long a refused client that still sends may take to read the answer, seconds."""
@@ -71,9 +72,9 @@ async def start_server(gateway: Gateway, siblings: Siblings | None = None) -> we
 
     Raises `OSError` if the address is not free.
     """
-    config, shares = gateway.config, siblings is not None
+    at = Endpoint(gateway.config.host, gateway.config.port)
     app = create_app(gateway, siblings)
-    return await _listening(app, config.host, config.port, shares=shares)
+    return await _listening(gateway, app, at, shares=siblings is not None)
 
 
 async def start_admin_server(
@@ -86,23 +87,30 @@ async def start_admin_server(
         return None
     at = Endpoint.parse(gateway.config.admin)
     app = create_admin_app(gateway, siblings)
-    return await _listening(app, at.host, at.port, shares=siblings is not None)
+    return await _listening(gateway, app, at, shares=siblings is not None)
 
 
-async def _listening(app: web.Application, host: str, port: int, *, shares: bool) -> web.AppRunner:
-    runner = web.AppRunner(
+async def _listening(
+    gateway: Gateway, app: web.Application, at: Endpoint, *, shares: bool
+) -> web.AppRunner:
+    def refuse(status: int, code: str, message: str) -> web.Response:
+        gateway.metrics.rejected(code)
+        body = ApiError(status, code, message).body()
+        return web.Response(status=status, body=body, headers={"Content-Type": JSON_TYPE})
+
+    runner = HttpRunner(
         app,
+        refuse,
         # A client that goes away must cancel its handler, which frees its engine and landing.
         handler_cancellation=True,
-        access_log=None,
-        keepalive_timeout=_KEEP_ALIVE_S,
+        keepalive_timeout=gateway.config.client_keep_alive_s,
         # The drain is over by then, so what still runs is cut off.
         shutdown_timeout=_LAST_WORDS_S,
         lingering_time=_LINGER_S,
     )
     await runner.setup()
     try:
-        await start_sites(runner, Endpoint(host, port), backlog=1024, reuse_port=shares)
+        await start_sites(runner, at, backlog=1024, reuse_port=shares)
     except BaseException:
         await runner.cleanup()
         raise

@@ -14,7 +14,7 @@ from aiohttp import web
 from deploy.gateway.app import Gateway
 from deploy.gateway.errors import JSON_TYPE, ApiError
 from deploy.gateway.intake.accept import usable_request_id
-from deploy.gateway.intake.endpoints import errors_at
+from deploy.gateway.intake.endpoints import KINDS, errors_at
 from deploy.gateway.openapi.document import documented
 from deploy.gateway.pages import Handler
 from deploy.gateway.processes.siblings import Siblings
@@ -32,6 +32,10 @@ def create_app(gateway: Gateway, siblings: Siblings | None = None) -> web.Applic
     With `siblings` its pages answer for all processes of the gateway.
     """
     app = _app(gateway, gateway.routes(), siblings)
+    if gateway.config.allowed_origins:
+        # The outermost: errors are for these pages, too.
+        app.middlewares.insert(0, _preflights)
+        app.on_response_prepare.append(_tell_origin)
 
     async def life(_app: web.Application) -> AsyncIterator[None]:
         await gateway.start()
@@ -59,10 +63,44 @@ def _app(
     return app
 
 
+def _allowed_origin(request: web.Request) -> str:
+    """The origin of a page in a browser that may have the answer; "" if there is none."""
+    allowed, origin = request.app[_GATEWAY].config.allowed_origins, request.headers.get("Origin")
+    # Pages for operators are for nobody else, as without API keys anybody may ask for them.
+    is_for_clients = request.path in KINDS or request.path.startswith("/v1/models")
+    return origin if origin and is_for_clients and {origin, "*"} & set(allowed) else ""
+
+
+@web.middleware
+async def _preflights(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer what a browser asks before it sends a page's request, which has no API key."""
+    wanted = request.headers.get("Access-Control-Request-Method")
+    if request.method != "OPTIONS" or wanted is None or not _allowed_origin(request):
+        return await handler(request)
+    headers = {
+        "Access-Control-Allow-Methods": "GET, POST",
+        "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", "*"),
+        "Access-Control-Max-Age": "600",
+    }
+    return web.Response(status=204, headers=headers)
+
+
+async def _tell_origin(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.add("Vary", "Origin")
+    if origin := _allowed_origin(request):
+        response.headers["Access-Control-Allow-Origin"] = origin
+        response.headers["Access-Control-Expose-Headers"] = "*"
+
+
 @web.middleware
 async def _api_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn every error into an error object of the API."""
     try:
+        # Nothing here unpacks a body: a few bytes of strangers would become gigabytes.
+        packing = request.headers.get("Content-Encoding", "identity")
+        if packing.strip().lower() != "identity":
+            message = "Send the body as it is, without a Content-Encoding."
+            raise ApiError(415, "packed_body", message)
         return await handler(request)
     except ApiError as error:
         return _error_response(request, error)

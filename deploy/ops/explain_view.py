@@ -79,7 +79,7 @@ REASONS: Final[dict[Reason, str]] = {
     Reason.NOTHING_TO_HAND_OVER: _WHOLE + "its prompt has no KVCache to hand over",
     Reason.UNUSUAL_BODY: _WHOLE + "its body has what the gateway does not know",
     Reason.FORWARDED: _WHOLE + "its endpoint generates no text",
-    Reason.RENDER_REFUSED: "the engine would not turn it into tokens, and will say why itself",
+    Reason.RENDER_REFUSED: "the engine would not take it, and will say why itself",
     Reason.RENDER_UNAVAILABLE: "no engine turned it into tokens in time",
     Reason.NO_PREFILL_CLUSTER: "there is no prefill cluster",
     Reason.PREFILL_UNHEALTHY: "the prefill cluster has no healthy instance, or does not report",

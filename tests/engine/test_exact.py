@@ -497,6 +497,51 @@ async def test_usage_counts_as_cached_what_the_prefill_engine_found(served: Serv
     assert 1024 <= cached_tokens[1] < new.num_bytes
 
 
+REFUSED: tuple[dict[str, Any], ...] = (
+    {"temperature": -1},
+    {"logprobs": 1000},
+    {"stream_options": {"include_usage": True}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": 7}}},
+    {"structured_outputs": {"regex": "(("}},
+    {"structured_outputs": {"json": "{"}},
+    {"stop_token_ids": [1 << 30]},
+    {"max_tokens": 0},
+    {"max_tokens": 1 << 30},
+    {"prompt": [65] * 1500 + [1 << 30]},
+    {"prompt": [65] * MODELS[RECURRENT].max_model_len},
+)
+
+
+@serving(RECURRENT_CACHED)
+async def test_what_no_engine_takes_is_not_prefilled(served: Served) -> None:
+    """And gets vLLM's own 400; what it takes is prefilled elsewhere, and its tokens are counted."""
+    url, region = f"{served.region.gateway_url}/v1/completions", served.region
+    before = await computed_tokens(region, "a1-prefill")
+    async with aiohttp.ClientSession() as session:
+        for by_ids in (True, False):
+            draw = [66 + by_ids] * 1500
+            body = {"model": served.model, "prompt": draw if by_ids else bytes(draw).decode()}
+            for fields in REFUSED:
+                async with session.post(url, json=body | fields) as response:
+                    assert response.status == 400, fields
+                    assert (await response.json())["error"]["code"] == 400, fields
+            assert await computed_tokens(region, "a1-prefill") == before
+            taken: dict[str, Any] = {"logprobs": 3, "temperature": 0, "max_tokens": 24}
+            taken |= {
+                "ignore_eos": True,
+                "stream": True,
+                "stream_interval": 8,
+                "stop_token_ids": [3],
+            }
+            async with session.post(url, json=body | taken) as response:
+                assert response.status == 200
+                told = await response.read()
+            assert b'"usage"' not in told
+            assert told.count(b"data: ") < 10
+            record = await settled_record(region, response.headers["x-request-id"])
+            assert (record["route"], record["output_tokens"]) == ("prefill_cluster", 24), record
+
+
 @serving(*WITH_CACHE)
 async def test_a_second_turn_computes_and_sends_what_is_new(served: Served) -> None:
     record = await served.talk.next_turn()

@@ -5,6 +5,7 @@ import json
 import socket
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -304,3 +305,40 @@ async def test_who_is_over_a_limit_has_nothing_fetched(
         assert server.asked("/a.png") == 0
         server.gate.set()
         assert (await first)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("head", "more"),
+    [
+        (b"", b"HTTP/1.1 103 Early Hints\r\nLink: <x>\r\n\r\n" * 500),
+        (b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\nX\r\n" * 3000),
+        (b"Transfer-Encoding: chunked\r\n\r\n", (b"8;" + b"x=y;" * 500 + b"\r\nXXXXXXXX\r\n") * 9),
+    ],
+)
+async def test_a_server_that_sends_what_is_no_body_is_cut_off(
+    open_region: Any, head: bytes, more: bytes
+) -> None:
+    """Not after the time for a fetch: such bytes cost much to parse, and are never too many."""
+    num_sent, is_over = 0, asyncio.Event()
+
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_sent
+        await reader.readuntil(b"\r\n\r\n")
+        if head:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\n" + head)
+        with suppress(ConnectionError):
+            while True:
+                writer.write(more)
+                await writer.drain()
+                num_sent += len(more)
+        is_over.set()
+
+    server = await asyncio.start_server(flood, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    allowed = {"private_networks": ["127.0.0.1/32"], "ports": [port], "timeout_s": 60}
+    async with server, open_region(media=allowed) as region:
+        error = await refused(region, f"http://127.0.0.1:{port}/x.png")
+        assert error["code"] == "media_unreachable"
+        await asyncio.wait_for(is_over.wait(), 30)
+        # What the kernel buffers on the way comes on top.
+        assert num_sent < 16 << 20

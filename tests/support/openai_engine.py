@@ -144,8 +144,9 @@ def token_ids(body: dict[str, Any]) -> list[int]:
 
 
 def completion(request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
-    """An answer that depends on everything but the transfer."""
-    seen = {key: value for key, value in body.items() if key != "kv_transfer_params"}
+    """An answer that depends on everything but the transfer and the usage of a stream."""
+    left_out = ("kv_transfer_params", "stream_options")
+    seen = {key: value for key, value in body.items() if key not in left_out}
     return {
         "id": f"cmpl-{request.headers.get('X-Request-Id')}",
         "object": "text_completion",

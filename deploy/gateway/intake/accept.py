@@ -7,6 +7,7 @@ file does not know routes or what becomes of the exchange.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 import time
@@ -38,6 +39,7 @@ _PRINTABLE: Final = re.compile(r"[ -~]+")
 # What vLLM reads from headers besides the request id, as far as an engine and the way to it can
 # carry it. The gateway chooses the engine, so it does not pass x-data-parallel-rank on.
 _PASSED_ON: Final = {"X-Session-ID": _PRINTABLE, "X-Vllm-Priority": re.compile(r"-?[0-9]{1,18}")}
+_LAST_WORDS_S: Final = 0.5
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 
 
@@ -134,7 +136,8 @@ class Intake:
         """
         started_s = time.monotonic()
         authorization = authorization_of(request.headers)
-        with self.keys.using(authorization, partial(_cut_off, request)) as tenant:
+        cut_off = partial(_cut_off, request, asyncio.current_task())
+        with self.keys.using(authorization, cut_off) as tenant:
             async with self.limits.received(request, tenant) as accepted:
                 exchange = await self._exchange(request, tenant, kind, accepted, started_s)
                 exchange.read(time.monotonic() - started_s)
@@ -202,10 +205,13 @@ class Intake:
             raise ApiError(403, "priority_not_allowed", message, param="priority")
 
 
-def _cut_off(request: web.Request) -> None:
-    """End the connection, which cancels the request's handler."""
+def _cut_off(request: web.Request, task: asyncio.Task[object] | None) -> None:
+    """End the handler, which tells the client why if it can, and the connection soon after it."""
+    if task is not None:
+        task.cancel("The API key has been taken away.")
     if request.transport is not None:
-        request.transport.abort()
+        # A client that reads nothing would keep what is buffered for it.
+        asyncio.get_running_loop().call_later(_LAST_WORDS_S, request.transport.abort)
 
 
 def engine_headers(headers: Mapping[str, str], inbound: InboundRequest) -> dict[str, str]:

@@ -44,7 +44,9 @@ class Body(msgspec.Struct):
     max_completion_tokens: Raw | UnsetType = UNSET
     max_output_tokens: Raw | UnsetType = UNSET
     min_tokens: Raw | UnsetType = UNSET
+    stream: Raw | UnsetType = UNSET
     stream_interval: Raw | UnsetType = UNSET
+    stream_options: Raw | UnsetType = UNSET
     echo: Raw | UnsetType = UNSET
     logprobs: Raw | UnsetType = UNSET
     prompt_logprobs: Raw | UnsetType = UNSET

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import Raw, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 from pydantic import TypeAdapter, ValidationError
 
 from deploy.gateway.errors import ApiError
@@ -55,6 +55,8 @@ _NUMBER_BYTES: Final = 128
 """No number is written longer than this by anybody who means it."""
 _names_decoder: Final = msgspec.json.Decoder(dict[str, Raw])
 _TRANSFER_PARAMS: Final = frozenset({"kv_transfer_params", "ec_transfer_params"})
+_ASKED_FOR_USAGE: Final = frozenset({"completion", "chat"})
+"""The endpoints whose streams have the usage only if `stream_options` asks for it."""
 _STATEFUL: Final = ("previous_response_id", "background", "conversation")
 """Fields of responses that need what one engine remembers."""
 _PLAIN_NUMBER: Final = re.compile(rb"\d{1,18}")
@@ -91,6 +93,10 @@ class InboundRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens of one answer. Where the client does not say, the fewest that an engine makes."""
     has_long_events: bool
     """Whether an event of its stream may have many tokens."""
+    is_stream: bool
+    """Whether it certainly asks for a stream."""
+    hides_usage: bool
+    """Whether `body` asks for the usage at the end of the stream, which the client did not."""
     request_id: str | None
     adapter: str = ""
     media_addresses: tuple[MediaAddress, ...] = ()
@@ -152,6 +158,10 @@ def _parsing(
         body = conversation.written(body)
     if salt != own_salt:
         body = _with_field(body, b"cache_salt", salt)
+    is_stream = is_set(fields.stream) and is_one_of(fields.stream, b"true")
+    usage_options = _usage_options(fields) if kind in _ASKED_FOR_USAGE and is_stream else None
+    if usage_options is not None:
+        body = _with_field(body, b"stream_options", usage_options)
     return InboundRequest(
         kind=kind,
         body=body,
@@ -179,6 +189,8 @@ def _parsing(
             _number("min_tokens", fields.min_tokens, 0),
         ),
         has_long_events=is_set(fields.stream_interval),
+        is_stream=is_stream,
+        hides_usage=usage_options is not None,
         request_id=optional(_str_decoder, fields.request_id),
         media_addresses=addresses,
     )
@@ -219,6 +231,19 @@ def _with_field(body: bytes, name: bytes, value: object) -> bytes:
     # Appended and not merged: the body is not parsed again, and the last duplicate counts.
     comma = b"" if head.endswith(b"{") else b","
     return b"".join((head, comma, b'"', name, b'":', msgspec.json.encode(value), b"}"))
+
+
+def _usage_options(fields: Body) -> dict[str, Any] | None:
+    """The options of a stream that ends with its usage; None if the client has asked for it, or
+    for something that only the engine can judge.
+    """
+    options: dict[str, Raw] | None = {}
+    if is_set(fields.stream_options):
+        options = optional(_names_decoder, fields.stream_options)
+    if options is None or not is_one_of(options.get("include_usage", UNSET), b"false", b"null"):
+        return None
+    # Without `include_usage` engines pass over the usage in each event.
+    return options | {"include_usage": True, "continuous_usage_stats": False}
 
 
 def _check_transfer_params(fields: Body) -> None:

@@ -266,7 +266,7 @@ class Limits:
         if too_many_bytes <= 0:
             return
         message = (
-            f"The bodies of the requests being served take all the memory set apart for them, "
+            f"The requests being served and their answers take all the memory set apart for them, "
             f"{limit} bytes (max_buffered_bytes)."
         )
         raise self._too_many(message, too_many_bytes / self.num_body_bytes)
@@ -278,7 +278,7 @@ class Limits:
         limit = max(config.max_tenant_buffered_bytes, config.max_body_bytes)
         if nbytes > limit:
             message = (
-                f"The bodies of {tenant}'s requests take all the memory that one tenant may have, "
+                f"{tenant}'s requests and their answers take all the memory of one tenant, "
                 f"{limit} bytes (max_tenant_buffered_bytes)."
             )
             raise self._too_many(message, (nbytes - limit) / nbytes)

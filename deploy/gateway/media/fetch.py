@@ -18,6 +18,7 @@ from typing import Final
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
 from deploy.gateway.intake.media_urls import MediumKind
@@ -39,6 +40,8 @@ _HEADERS: Final = {
     "User-Agent": "prfaas",
 }
 _CHUNK_BYTES: Final = 64 << 10
+_STEP_BYTES: Final = 8 << 10
+_HEAD_BYTES: Final = 32 << 10
 
 
 class Fetch:
@@ -103,6 +106,8 @@ class Fetch:
         connector = aiohttp.TCPConnector(
             resolver=_Checked(addresses), use_dns_cache=False, force_close=True, ssl=self._tls
         )
+        make: Callable[..., ResponseHandler] = _Bounded
+        connector._factory = partial(make, loop=asyncio.get_running_loop())
         async with (
             aiohttp.ClientSession(
                 connector=connector,
@@ -164,6 +169,32 @@ class Fetch:
         self._turns.let_go(turn)
         if not done.cancelled():
             done.exception()  # looked at, if nobody waits for it any more
+
+
+class _Bounded(ResponseHandler):
+    """Ends a connection whose server sends much that is no body: endless heads, tiny chunks. They
+    cost much to parse, and no limit of bodies sees them.
+    """
+
+    _num_bytes = _num_body_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        if self.exception() is not None:
+            return
+        # In steps, since what one read brings may already take long to parse.
+        for start in range(0, len(data), _STEP_BYTES):
+            step = data[start : start + _STEP_BYTES]
+            self._num_bytes += len(step)
+            super().data_received(step)
+            if self._payload is not None:
+                self._num_body_bytes = self._payload.total_bytes
+            if self._num_bytes > _HEAD_BYTES + 2 * self._num_body_bytes + _STEP_BYTES:
+                # Whoever reads the answer gets it, and ends the connection.
+                error = aiohttp.ClientPayloadError("it sends much that is no body")
+                self.set_exception(error)
+                if self._payload is not None:
+                    self._payload.set_exception(error)
+                return
 
 
 class _Checked(AbstractResolver):

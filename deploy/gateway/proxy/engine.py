@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,7 +26,13 @@ from deploy.gateway.proxy.engine_connection import (
     EngineSilent,
 )
 from deploy.gateway.proxy.http_answer import AnswerParser
-from deploy.gateway.proxy.sse import ENDS_WITH_DONE, EventGate, StreamRules, first_data
+from deploy.gateway.proxy.sse import (
+    ENDS_WITH_DONE,
+    EventGate,
+    StreamRules,
+    error_in,
+    first_data,
+)
 from deploy.gateway.proxy.usage import Correction
 from prfaas.engines.access import EngineAccess
 
@@ -34,9 +40,8 @@ EVENT_STREAM: Final = "text/event-stream"
 # uvicorn closes an idle connection after 5 s. A POST must not go out on one half closed: it could
 # not be repeated safely.
 _KEEP_ALIVE_S: Final = 4.0
+_UNCOUNTED_BYTES: Final = 64 << 10
 _MAX_TARGETS: Final = 4096
-_ERRORS: Final = (b'{"error"', b'{"type":"error"')
-"""How the data of an event begins that is an error."""
 
 
 @dataclass(slots=True)
@@ -67,6 +72,21 @@ class EngineAnswer:
         if self.connection is not None:
             self.connection.release()
             self.connection = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What an answer may be: the rules of its stream, and for how long the engine may send nothing
+    (None: `timeouts.engine_silence_s`). `count` is told of bytes of a body that is collected, and
+    may raise.
+    """
+
+    rules: StreamRules = ENDS_WITH_DONE
+    silence_s: float | None = None
+    count: Callable[[int], None] = lambda nbytes: None
+
+
+_ANY: Final = Expected()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,21 +136,24 @@ class EngineHttpClient:
         path: str,
         body: bytes,
         headers: Mapping[str, str],
-        rules: StreamRules = ENDS_WITH_DONE,
+        expected: Expected = _ANY,
     ) -> EngineAnswer:
-        """POST `body` and wait until the answer has begun. `rules` are those of its stream.
+        """POST `body` and wait until the answer has begun.
 
-        Raises `EngineLost` when the engine cannot be reached or breaks off before that,
-        `EngineTimeout` when it stays silent. Cancelling closes the connection.
+        Raises what `expected.count` raises, `EngineLost` when the engine cannot be reached or
+        breaks off before that, `EngineTimeout` when it stays silent. Cancelling closes the
+        connection.
         """
+        silence_s = expected.silence_s or self._timeouts.engine_silence_s
         try:
             target = self._target(engine_url, path)
             head = _request_head(target, {**headers, **self._access.headers}, len(body))
             address = Address(target.host, target.port, self._tls() if target.is_tls else None)
             connection = await self._connections.take(address)
             try:
-                connection.ask(head, body)
-                beginning = _Beginning(instance, connection.parser, self._max_answer_bytes, rules)
+                connection.ask(head, body, silence_s)
+                most = self._max_answer_bytes
+                beginning = _Beginning(instance, connection.parser, most, expected)
                 await connection.read(beginning.take)
                 answer = beginning.answer()
             except BaseException:
@@ -141,9 +164,7 @@ class EngineHttpClient:
         # Before `AnswerBroken`, which it is a kind of: a silent engine leaves no time for another
         # try.
         except EngineSilent:
-            raise EngineTimeout(
-                instance, f"no answer within {self._timeouts.engine_silence_s:g} s"
-            ) from None
+            raise EngineTimeout(instance, f"no answer within {silence_s:g} s") from None
         except (AnswerBroken, OSError, ValueError) as error:
             raise EngineLost(instance, str(error) or type(error).__name__) from error
         answer.connection = connection
@@ -191,12 +212,14 @@ class _Beginning:
     """Collects an answer until it has begun: the whole body, or the first event of a stream."""
 
     def __init__(
-        self, instance: str, parser: AnswerParser, max_bytes: int, rules: StreamRules
+        self, instance: str, parser: AnswerParser, max_bytes: int, expected: Expected
     ) -> None:
         self._instance = instance
         self._parser = parser
         self._max_bytes = max_bytes
-        self._rules = rules
+        self._rules = expected.rules
+        self._count = expected.count
+        self._num_counted = 0
         self._body = bytearray()
         self._gate: EventGate | None = None
         self._data: bytes | None = None
@@ -212,14 +235,17 @@ class _Beginning:
             self._data = first_data(events, self._rules)
             return self._data is None and self._is_short
         self._body += piece
+        self._count_new()
         return self._is_short
 
     def answer(self) -> EngineAnswer:
         """The answer that has begun. Raises `EngineLost` if it is none."""
-        parser, begun = self._parser, bytes(self._body)
+        parser = self._parser
         if not self._is_short:
             text = f"its answer is longer than {self._max_bytes} bytes"
             raise EngineLost(self._instance, text)
+        begun = bytes(self._body)
+        self._body = bytearray()  # one copy is enough
         if not self._is_stream:
             if not parser.is_framed and not _is_json(begun):
                 raise EngineLost(self._instance, "the answer ended short")
@@ -228,12 +254,19 @@ class _Beginning:
             return EngineAnswer(self._instance, parser.status, parser.headers, begun)
         if self._data is None:
             raise EngineLost(self._instance, "the stream ended before its first event")
-        if self._data.startswith(_ERRORS) and (error := _error_of(self._data)) is not None:
+        first = self._data.partition(b"\n")[0].rstrip()
+        if b'"error"' in first and (error := error_in(first)) is not None:
             # An error instead of the first token. Nothing has been sent to the client yet, so it
             # can still get a status and an error body.
-            status, body = error
-            return EngineAnswer(self._instance, status, {"Content-Type": JSON_TYPE}, body)
+            return EngineAnswer(self._instance, error[0], {"Content-Type": JSON_TYPE}, first)
         return EngineAnswer(self._instance, parser.status, parser.headers, begun, gate=self._gate)
+
+    def _count_new(self) -> None:
+        """Count what is not counted yet, once that is more than any connection buffers."""
+        num_new = len(self._body) - self._num_counted
+        if num_new > _UNCOUNTED_BYTES:
+            self._num_counted += num_new
+            self._count(num_new)
 
     @property
     def _is_short(self) -> bool:
@@ -255,24 +288,6 @@ def _request_head(target: _Target, headers: Mapping[str, str], num_body_bytes: i
         # As they came from the client, whatever they are.
         lines.encode("utf-8", "surrogateescape"),
     )
-
-
-class _StreamedErrorBody(msgspec.Struct):
-    code: int | str | None = None
-
-
-class _StreamedError(msgspec.Struct):
-    error: _StreamedErrorBody
-
-
-def _error_of(data: bytes) -> tuple[int, bytes] | None:
-    """Status and JSON of the error event at the start of `data`; None if it is no error event."""
-    body = data.partition(b"\n")[0].rstrip()
-    try:
-        code = msgspec.json.decode(body, type=_StreamedError).error.code
-    except (msgspec.MsgspecError, RecursionError):
-        return None
-    return (code if isinstance(code, int) and 400 <= code < 600 else 500), body
 
 
 def _is_json(body: bytes) -> bool:

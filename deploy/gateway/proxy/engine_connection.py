@@ -54,7 +54,7 @@ class EngineConnection(asyncio.Protocol):
         """The answer to the last question."""
         self.idle_since_s = 0.0
         self._loop = asyncio.get_running_loop()
-        self._silence_s = silence_s
+        self._usual_silence_s = self._silence_s = silence_s
         self._on_release = on_release
         self._transport: asyncio.Transport | None = None
         self._is_asked = False
@@ -82,14 +82,21 @@ class EngineConnection(asyncio.Protocol):
             and not transport.get_write_buffer_size()
         )
 
-    def ask(self, head: bytes, body: bytes) -> None:
-        """Send a question. Raises `AnswerBroken` if the connection is gone."""
+    def ask(self, head: bytes, body: bytes, silence_s: float | None = None) -> None:
+        """Send a question, to which the engine may be silent for so long; None: as usual. Raises
+        `AnswerBroken` if the connection is gone.
+        """
+        silence_s = silence_s or self._usual_silence_s
         if self._transport is None or self._transport.is_closing():
             raise AnswerBroken("the connection was closed")
         self.parser, self._is_asked = AnswerParser(), True
         self._heard_s = self._loop.time()
+        if self._timer is not None and silence_s != self._silence_s:
+            self._timer.cancel()
+            self._timer = None
+        self._silence_s = silence_s
         if self._timer is None:
-            self._timer = self._loop.call_later(self._silence_s, self._look)
+            self._timer = self._loop.call_later(silence_s, self._look)
         if len(body) <= _JOINED_BYTES:
             self._transport.write(head + body)
         else:

@@ -19,10 +19,13 @@ _BUFFERED_BYTES: Final = 32 << 10
 
 
 class ClientPatience(NamedTuple):
-    """A client must take `min_bytes_per_s`, on average over `stall_s`, while bytes wait for it."""
+    """A client must take `min_bytes_per_s`, on average over `stall_s`, while bytes wait for it. It
+    is never left without a byte of its stream for longer than `keep_alive_s`; 0: it may be.
+    """
 
     stall_s: float
     min_bytes_per_s: float
+    keep_alive_s: float = 0.0
 
 
 async def send_whole(

@@ -2,18 +2,20 @@
 
 Bytes go in, and the same bytes come out in the same order once they may be forwarded. Only whole
 events are let through: when an engine dies inside an event, the client gets no fragment before the
-error event. Does not parse events and knows no sockets.
+error event. An event with the usage stays here if only the gateway asked for it. Knows no sockets.
 """
 
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import msgspec
+from msgspec import Raw
 
-from deploy.gateway.errors import ApiError
+from deploy.gateway.errors import ErrorAnswer
 
 MAX_PENDING_BYTES: Final = 16 << 20
 """An unfinished event that is longer than this is forwarded in parts, bytes."""
@@ -22,8 +24,10 @@ _DONE: Final = re.compile(rb"[\r\n]data: ?\[DONE\](?:\n\n|\r\n\r\n|\r\r)\Z")
 _DONE_WINDOW_BYTES: Final = 24
 _LAST_BYTES: Final = 4096
 _FIRST_DATA: Final = re.compile(rb"(?:\A|[\r\n])data:[ ]?")
-
-
+_OBJECT: Final = re.compile(rb"(?:\A|[\r\n])data:[ ]?(\{[^\r\n]*\})")
+_OBJECT_ALONE: Final = re.compile(
+    rb"(?:\A|(?<=\n\n)|(?<=\r\n\r\n))data:[ ]?(\{[^\r\n]*\})[ \t]*(?:\n\n|\r\n\r\n)"
+)
 _EVENT_NAME: Final = re.compile(rb"(?:\A|[\r\n])event:[ ]?([^\r\n]*)")
 _NAMED_DATA: Final = re.compile(rb"(?:\A|[\r\n])event:[ ]?([^\r\n]*)\r?\ndata:[ ]?")
 
@@ -33,13 +37,15 @@ class StreamRules:
     """How an API writes its streams: the names of events that come before the first token, those
     with which a whole stream ends, and how the name of the event with the usage begins.
 
-    Without `last` events have no names, and a whole stream ends with `data: [DONE]`.
+    Without `last` events have no names, and a whole stream ends with `data: [DONE]`. With
+    `hides_usage` the client gets no event that has nothing but the usage.
     """
 
     errors: Literal["openai", "responses", "anthropic"] = "openai"
     before_first: frozenset[bytes] = frozenset()
     last: frozenset[bytes] = frozenset()
     usage: bytes = b""
+    hides_usage: bool = False
 
 
 ENDS_WITH_DONE: Final = StreamRules()
@@ -55,7 +61,9 @@ class EventGate:
         self._tail = b"\n"
         self._before = self._latest = b""
         self.is_done = False
-        """The stream so far ends with its end mark: the answer is whole."""
+        """The stream so far ends with its end mark: nothing of it is missing."""
+        self.error: str | None = None
+        """What an event says that tells of an error: the answer is none, even if it is whole."""
         self.num_events = 0
         """Whole events that were let through, comments and the end mark included."""
         self.num_bytes = 0
@@ -79,6 +87,11 @@ class EventGate:
         del self._pending[:cut]
         return self._passed(whole)
 
+    @property
+    def is_between_events(self) -> bool:
+        """Whether what was let through ends with the end of an event."""
+        return not self._latest or self._latest.endswith((b"\n\n", b"\r\n\r\n"))
+
     def rest(self) -> bytes:
         """The bytes of an event that never ended. Forward them only after a clean end."""
         rest = bytes(self._pending)
@@ -100,6 +113,10 @@ class EventGate:
         self._before, self._latest = self._latest, data
         self.num_events += data.count(b"\n\n") + data.count(b"\r\n\r\n")
         self.num_bytes += len(data)
+        # Quotes inside strings are escaped, so hardly any other event has this.
+        if b'"error"' in data:
+            told = (error_in(match[1]) for match in _OBJECT.finditer(data))
+            self.error = next((error[1] for error in told if error is not None), self.error)
         if self.rules.last:
             self._note_name(data)
             return data
@@ -110,6 +127,8 @@ class EventGate:
         self._tail = tail
         # Nearly every event fails the first test, which costs a tenth of the second.
         self.is_done = b"[DONE]" in tail and _DONE.search(tail) is not None
+        if self.rules.hides_usage and b'"usage"' in data:
+            return _OBJECT_ALONE.sub(_unless_usage, data)
         return data
 
     def _note_name(self, data: bytes) -> None:
@@ -132,20 +151,73 @@ def first_data(events: bytes, rules: StreamRules = ENDS_WITH_DONE) -> bytes | No
     return events[match.end() :] if match else None
 
 
-def error_event(error: ApiError, gate: EventGate) -> bytes:
-    """An SSE event that tells `error` as the API of the stream tells errors."""
-    if gate.rules.errors == "anthropic":
-        return b"event: error\ndata: " + error.body("anthropic") + b"\n\n"
-    if gate.rules.errors == "responses":
-        body = {
-            "type": "error",
-            "code": error.code,
-            "message": error.message,
-            "param": error.param,
-            "sequence_number": gate.num_events,
-        }
-        return b"event: error\ndata: " + msgspec.json.encode(body) + b"\n\n"
-    return b"data: " + error.body() + b"\n\n"
+class _Told(msgspec.Struct):
+    message: object = ""
+    code: object = None
+
+
+class _Response(msgspec.Struct):
+    error: _Told | None = None
+
+
+class _Event(_Told):
+    type: object = None
+    error: _Told | str | None = None
+    response: _Response | None = None
+
+
+def error_in(data: bytes) -> tuple[int, str] | None:
+    """The status and the message of the error that an event with this JSON tells, as any of the
+    APIs tells it; None if it tells none.
+    """
+    try:
+        event = msgspec.json.decode(data, type=_Event)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
+    error = event.error or (event.response and event.response.error)
+    if not error and event.type == "error":
+        error = event
+    if not error:
+        return None
+    told = _Told(error) if isinstance(error, str) else error
+    status = told.code if isinstance(told.code, int) and 400 <= told.code < 600 else 500
+    return status, str(told.message or "an error without a message")
+
+
+class _Chunk(msgspec.Struct):
+    choices: tuple[Raw, ...]
+    usage: dict[str, Raw]
+
+
+def _unless_usage(event: re.Match[bytes]) -> bytes:
+    """The event, or nothing if it has the usage alone."""
+    try:
+        return event[0] if msgspec.json.decode(event[1], type=_Chunk).choices else b""
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return event[0]
+
+
+def error_event(body: bytes, rules: StreamRules, sequence_number: int = 0) -> bytes:
+    """An SSE event that tells an error, whose error object is `body`, as the API of the stream
+    tells errors.
+    """
+    # Line breaks are nothing but space between the parts of JSON.
+    data = b" ".join(body.splitlines())
+    if rules.errors == "anthropic":
+        return b"event: error\ndata: " + data + b"\n\n"
+    if rules.errors == "responses":
+        with suppress(msgspec.MsgspecError):
+            error = msgspec.json.decode(data, type=ErrorAnswer).error
+            told = {
+                "type": "error",
+                "code": error.code,
+                "message": error.message,
+                "param": error.param,
+                "sequence_number": sequence_number,
+            }
+            data = msgspec.json.encode(told)
+        return b"event: error\ndata: " + data + b"\n\n"
+    return b"data: " + data + b"\n\n"
 
 
 def _last_named(events: bytes, name: bytes) -> bytes:

@@ -13,15 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-import aiohttp
-from aiohttp import web
-
 from deploy.gateway.errors import ApiError
 from deploy.gateway.intake.endpoints import Kind
+from deploy.gateway.proxy.client_stream import ClientGone, ClientStream
 from deploy.gateway.proxy.engine import EngineAnswer
 from deploy.gateway.proxy.engine_connection import AnswerBroken
-from deploy.gateway.proxy.slow_client import ClientPatience, SlowClientWatch
-from deploy.gateway.proxy.sse import EventGate, error_event
+from deploy.gateway.proxy.slow_client import SlowClientWatch
+from deploy.gateway.proxy.sse import EventGate
 from deploy.gateway.proxy.usage import Correction, in_events
 from deploy.gateway.series.histograms import Observations
 
@@ -46,7 +44,7 @@ _NOT_FORWARDED: Final = frozenset(
 
 _END_MARK_BYTES: Final = len(b"data: [DONE]\r\n\r\n")
 
-StreamOutcome = Literal["ok", "engine_lost", "client_gone"]
+StreamOutcome = Literal["ok", "engine_error", "engine_lost", "client_gone"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,23 +84,13 @@ class TokenPace:
             self._intervals.observe(interval_s)
 
 
-class ClientGone(Exception):
-    """The client closed its connection or stopped reading."""
-
-
 def forwarded_headers(headers: Mapping[str, str]) -> dict[str, str]:
     """The headers of an engine's response that the client gets."""
     return {key: value for key, value in headers.items() if key.lower() not in _NOT_FORWARDED}
 
 
-async def relay_stream(
-    answer: EngineAnswer,
-    request: web.Request,
-    client: web.StreamResponse,
-    patience: ClientPatience,
-    pace: TokenPace,
-) -> StreamEnd:
-    """Forward `answer` until it ends; `client` must be prepared. Always closes `answer`.
+async def relay_stream(answer: EngineAnswer, client: ClientStream, pace: TokenPace) -> StreamEnd:
+    """Forward `answer` until it ends; `client` must be started. Always closes `answer`.
 
     When the engine breaks off, the client gets an error event and the connection is closed without
     the end-of-body mark. Cancelling (the client went away) closes the connection to the engine.
@@ -110,8 +98,9 @@ async def relay_stream(
     gate, engine = answer.gate, answer.connection
     if gate is None or engine is None:
         raise ValueError("not a stream")
-    watch = SlowClientWatch(request, patience)
-    relay = _Relay(gate, request, client, watch, answer.correction, pace)
+    watch = SlowClientWatch(client.request, client.patience)
+    client.is_between_events = lambda: gate.is_between_events and not relay.held
+    relay = _Relay(gate, client, watch, answer.correction, pace)
     relay.held, error = answer.begun, ""
     try:
         # The first piece goes out with the head; later ones come here only if they have to wait.
@@ -124,14 +113,18 @@ async def relay_stream(
         # A clean end of the body is not enough: a dying engine may close its connection cleanly.
         if not gate.is_done:
             error = error or "the stream ended without its end mark"
-            await _break_off(answer.instance, gate, request, client, error)
-            return StreamEnd("engine_lost", relay.num_bytes, error)
+            logger.warning("engine %s broke off a stream: %s", answer.instance, error)
+            client.num_events = gate.num_events
+            client.break_off(ApiError(502, "engine_lost", "The engine broke off while answering."))
+            return StreamEnd("engine_lost", client.num_bytes, error)
         if not error:
             # Bytes after the end mark without a blank line are forwarded as well.
-            await _write(client, gate.rest())
-        return StreamEnd("ok", relay.num_bytes, last_data=gate.last_data())
+            await client.write(gate.rest())
+        # A whole stream may be no answer: vLLM tells that its core died, and then ends in order.
+        outcome: StreamOutcome = "ok" if gate.error is None else "engine_error"
+        return StreamEnd(outcome, client.num_bytes, gate.error or "", gate.last_data())
     except ClientGone as gone:
-        return StreamEnd("client_gone", relay.num_bytes, str(gone))
+        return StreamEnd("client_gone", client.num_bytes, str(gone))
     finally:
         watch.stop()
         answer.close()
@@ -147,23 +140,19 @@ class _Relay:
     def __init__(
         self,
         gate: EventGate,
-        request: web.Request,
-        client: web.StreamResponse,
+        client: ClientStream,
         watch: SlowClientWatch,
         correction: Correction | None,
         pace: TokenPace,
     ) -> None:
         self.held = b""
         """Whole events that must wait: for a slow client, or for a number in them."""
-        self.num_bytes = 0
-        """Bytes of the body that were given to the client."""
         self._gate = gate
-        self._request = request
         self._client = client
+        self._request = client.request
         self._watch = watch
         self._correction = correction
         self._pace = pace
-        self._is_chunked = client.headers.get("Transfer-Encoding") == "chunked"
 
     def take(self, piece: bytes) -> bool:
         """Pass on the events that end in `piece`; False if they are held instead."""
@@ -184,45 +173,15 @@ class _Relay:
             return False
         num_bytes = len(events)
         self._watch.given(num_bytes)
-        self.num_bytes += num_bytes
-        transport.write(b"%x\r\n%b\r\n" % (num_bytes, events) if self._is_chunked else events)
+        self._client.num_bytes += num_bytes
+        self._client.write_now(events)
         return True
 
     async def send_held(self) -> None:
         """Send what is held once it can be sent. Raises `ClientGone`."""
+        if self._correction is not None and (places := in_events(self.held)):
+            self.held = await self._correction.apply(self.held, places)
         events, self.held = self.held, b""
-        if self._correction is not None and (places := in_events(events)):
-            events = await self._correction.apply(events, places)
         self._watch.given(len(events))
-        await _write(self._client, events)
-        self.num_bytes += len(events)
-        try:
-            await self._request.writer.drain()
-        except (aiohttp.ClientError, OSError) as error:
-            raise ClientGone(str(error) or type(error).__name__) from None
-
-
-async def _write(client: web.StreamResponse, data: bytes) -> None:
-    # aiohttp raises the same errors for a lost client as for a lost engine.
-    try:
-        await client.write(data)
-    except (aiohttp.ClientError, OSError) as error:
-        raise ClientGone(str(error) or type(error).__name__) from None
-
-
-async def _break_off(
-    instance: str, gate: EventGate, request: web.Request, client: web.StreamResponse, error: str
-) -> None:
-    """Tell the client that the answer is not whole, and close the connection without ending the
-    body.
-    """
-    logger.warning("engine %s broke off a stream: %s", instance, error)
-    told = ApiError(502, "engine_lost", "The engine broke off while answering.")
-    transport = request.transport
-    if transport is None:
-        return
-    try:
-        await _write(client, error_event(told, gate))
-    finally:
-        # close() sends what is buffered, but not the mark that would end the body.
-        transport.close()
+        await self._client.write(events)
+        await self._client.drain()

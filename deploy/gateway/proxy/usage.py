@@ -10,6 +10,7 @@ engine wrote them. This file does not know how many tokens the prefill engine fo
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ from msgspec import UNSET, Raw, UnsetType
 _MARK: Final = b'"cached_tokens"'
 _EVENT: Final = re.compile(rb"^data: ?(\{[^\n]*\})[ \t]*\r?$", re.MULTILINE)
 _NUMBER: Final = re.compile(rb"\d+")
+_CACHED: Final = re.compile(rb'"cached_tokens":(\d+)')
+_USAGE_MARK: Final = b'"usage":{'
+_LONG_BYTES: Final = 1 << 20
+_USAGE_BYTES: Final = 4096
 
 
 class _Answer(msgspec.Struct):
@@ -76,7 +81,27 @@ class Correction:
 
 def in_answer(body: bytes) -> list[CachedTokens]:
     """The number in a whole answer (a JSON object); empty if it has none."""
+    part = usage_part(body)
+    if part is not body:
+        start = body.rfind(_USAGE_MARK)
+        match = _CACHED.search(body, start, start + len(part))
+        return [] if match is None else [CachedTokens(int(match[1]), *match.span(1))]
     return list(_found(body, 0, len(body))) if _MARK in body else []
+
+
+def usage_part(body: bytes) -> bytes:
+    """A long answer without all but its usage, as reading tens of megabytes would hold up the event
+    loop; the answer itself if it is short, or has no usage in the spelling of vLLM.
+    """
+    start = body.rfind(_USAGE_MARK) if len(body) > _LONG_BYTES else -1
+    if start < 0:
+        return body
+    text = body[start + len(_USAGE_MARK) - 1 : start + _USAGE_BYTES].decode("utf-8", "replace")
+    try:
+        _, end = json.JSONDecoder().raw_decode(text)
+    except ValueError:
+        return body
+    return b'{"usage":' + text[:end].encode() + b"}"
 
 
 def in_events(events: bytes) -> list[CachedTokens]:

@@ -129,7 +129,12 @@ class Feedback:
         landing is.
         """
         landing = slot.landing
-        cached_tokens = shape.prefill_cached_tokens.get(place, shape.local_cached_tokens)
+        # What a prefill cluster without a cache has nobody knows; the PD cluster's is another one.
+        cached_tokens = (
+            shape.local_cached_tokens
+            if place == HAND_OFF
+            else shape.prefill_cached_tokens.get(place, 0)
+        )
         event = LegBegun(
             transfer_id=landing.transfer_id,
             model=model,
@@ -265,18 +270,20 @@ class Feedback:
         )
         self.scheduler.tell(event)
 
-    def ended(self, model: str, record: RequestRecord) -> None:
-        """An answer ended well."""
+    def ended(self, model: str, record: RequestRecord, num_answers: int = 1) -> None:
+        """A request ended well, with so many answers, which an engine decoded side by side."""
         if record.outcome != "ok" or record.total_s is None or record.output_tokens <= 0:
             return
         # The first token of an answer in one piece is not seen, so its prediction stands for it.
         # A prompt too short to be counted takes little time beside its answer.
         first_s = record.ttft_s if record.is_stream else record.predicted_ttft_s
         seconds = max(0.0, record.total_s - (first_s or 0.0))
+        # A step makes a token of each answer.
+        num_tokens = max(1, round(record.output_tokens / max(1, num_answers)))
         self.scheduler.tell(
             AnswerDecoded(
                 model,
-                record.output_tokens,
+                num_tokens,
                 seconds,
                 in_region(record.cluster, record.decode_instance),
             )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from deploy.gateway.cache.cached_prompt import CachePlaces
 from deploy.gateway.cache.placement import PrefixPlacement
@@ -18,16 +19,17 @@ from deploy.gateway.errors import ApiError
 from deploy.gateway.intake.endpoints import ENDPOINTS, Endpoint
 from deploy.gateway.intake.homes import Reports
 from deploy.gateway.intake.inbound import InboundRequest
-from deploy.gateway.intake.limits import AcceptedBody
+from deploy.gateway.intake.limits import AcceptedBody, Limits
 from deploy.gateway.media.fetcher import MediaFetcher
 from deploy.gateway.metrics import GatewayMetrics
-from deploy.gateway.proxy.engine import EngineAnswer, EngineHttpClient
+from deploy.gateway.proxy.engine import EngineAnswer, EngineHttpClient, Expected
 from deploy.gateway.proxy.slow_client import ClientPatience
 from deploy.gateway.scheduling.admission import Admission
 from deploy.gateway.scheduling.feedback import Feedback
 from deploy.gateway.scheduling.scheduler import RegionScheduler
 from deploy.gateway.serving.adapters import AdapterPlaces, adapter_places
 from deploy.gateway.serving.background import Background
+from deploy.gateway.serving.parameters import TakenParameters
 from deploy.gateway.serving.record_views import span_attributes
 from deploy.gateway.serving.records import RequestRecord
 from kvmanager.load_times import LoadTimes
@@ -71,11 +73,15 @@ class Services:
     admission: Admission
     places: Callable[[str, str], CachePlaces]
     media: MediaFetcher
+    limits: Limits
     caches: RegionCaches | None = None
     placement: PrefixPlacement | None = None
     refuses_local_prefill: bool = False
     granter: Granter | None = None
     receivers: Callable[[str], str] = lambda cluster: ""
+    taken: TakenParameters = field(default_factory=TakenParameters)
+    tokens_per_event: dict[str, float] = field(default_factory=dict)
+    """How many tokens an event of a stream of each model has, as far as streams have told."""
 
     @property
     def feedback(self) -> Feedback:
@@ -87,6 +93,18 @@ class Services:
     ) -> tuple[str, ...]:
         """The nodes of a cluster that are known to have embeddings of these media."""
         return () if self.caches is None else await self.caches.embedding_nodes(report, identifiers)
+
+    def expected(self, exchange: Exchange) -> Expected:
+        """What an engine's answer to the request may be."""
+        inbound, rules = exchange.inbound, exchange.endpoint.stream
+        if inbound.hides_usage:
+            rules = replace(rules, hides_usage=True)
+        timeouts = self.timeouts
+        return Expected(
+            rules=rules,
+            silence_s=timeouts.engine_silence_s if inbound.is_stream else timeouts.whole_answer_s,
+            count=partial(self.limits.buffer, exchange.accepted),
+        )
 
     def adapter_places(self, inbound: InboundRequest, pd: str) -> AdapterPlaces:
         """Where the request's LoRA adapter has the weights with which `pd` decodes it."""

@@ -384,7 +384,7 @@ class Offload:
             self._exchange.path,
             body,
             self._exchange.decoding(),
-            self._exchange.endpoint.stream,
+            self._services.expected(self._exchange),
         )
 
     async def _decode_beside(

@@ -7,6 +7,7 @@ carried out.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Set
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from deploy.gateway.cache.cached_prompt import CachedPrompt
 from deploy.gateway.cache.embedded_media import embedded_media
 from deploy.gateway.errors import ApiError, EngineLost
 from deploy.gateway.intake.inbound import InboundRequest, without_pixels
+from deploy.gateway.proxy.engine import Expected
 from deploy.gateway.scheduling.admission import AdmittedRequest
 from deploy.gateway.serving.exchange import Exchange, Services
 from deploy.gateway.serving.spilling import check_left, may_serve
@@ -29,6 +31,7 @@ from scheduler.live.media_travel import media_travel
 from scheduler.reports import takes_text_only
 from scheduler.routing.decision import Decision, Reason, RequestShape, one_engine
 from scheduler.routing.media import MediaShape
+from scheduler.routing.short_term import RouteDecision
 
 logger = logging.getLogger("prfaas.deploy.gateway")
 
@@ -126,6 +129,7 @@ async def plan_request(services: Services, exchange: Exchange) -> RequestPlan:
         return RequestPlan(early, shape, inbound.token_ids)
     try:
         plan = await judge(services, exchange)
+        await _check_taken(services, exchange, plan)
     except NotRendered as error:
         # The engine gets the request all the same, and words its own error.
         return RequestPlan(one_engine(shape, error.reason, home), shape)
@@ -155,8 +159,9 @@ async def judge(services: Services, exchange: Exchange) -> RequestPlan:
     inbound, home = exchange.inbound, exchange.record.home
     token_ids = inbound.token_ids
     media: tuple[MediaItem, ...] = ()
-    if token_ids is None:
+    if token_ids is None or services.taken.is_long(inbound.model, len(token_ids)):
         token_ids, media = await _render(services, exchange)
+        services.taken.took_length(inbound.model, len(token_ids))
     else:
         exchange.counted(len(token_ids))
     cached, adapter = CachedPrompt(), services.adapter_places(inbound, home)
@@ -184,6 +189,43 @@ async def judge(services: Services, exchange: Exchange) -> RequestPlan:
     )
     decision = services.scheduler.route(inbound.model, shape, home=home, priority=inbound.priority)
     return RequestPlan(decision, shape, token_ids, media, cached)
+
+
+async def _check_taken(services: Services, exchange: Exchange, plan: RequestPlan) -> None:
+    """Have an engine that may decode the request judge its parameters before it is prefilled.
+
+    Raises `NotRendered` if it refuses them: then it gets the request alone, and tells the client.
+    """
+    decision, inbound, ids = plan.decision, exchange.inbound, plan.token_ids
+    if ids is None or not (isinstance(decision, RouteDecision) and decision.needs_landing):
+        return
+    question = services.taken.question(inbound, ids)
+    if question is None:
+        return
+    try:
+        target = await direct_target(services, exchange, decision.pd)
+    except PdError:
+        return  # whoever serves the request says so
+    own_id = {"X-Request-Id": f"{exchange.request_id}-check"}
+    try:
+        async with asyncio.timeout(services.timeouts.cluster_s):
+            answer = await services.engines.open(
+                target.instance,
+                target.engine_url,
+                exchange.path,
+                question.body,
+                exchange.headers | own_id | question.headers,
+                Expected(rules=exchange.endpoint.stream),
+            )
+        answer.close()
+    # An engine that has no time for a token now says nothing of the parameters.
+    except (TimeoutError, EngineLost) as error:
+        logger.info("%s: parameters not checked: %s", exchange.request_id, error)
+        return
+    finally:
+        services.pds[decision.pd].request_ended(target.instance)
+    if not services.taken.heard(question, answer.status, answer.begun):
+        raise NotRendered(Reason.RENDER_REFUSED)
 
 
 async def _media_shape(

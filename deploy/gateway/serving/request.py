@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Set
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
-import aiohttp
 from aiohttp import web
 
 from deploy.gateway.errors import (
@@ -25,10 +26,11 @@ from deploy.gateway.errors import (
     in_shape,
     refused_image,
 )
+from deploy.gateway.proxy.client_stream import STREAM_HEADERS, ClientGone, ClientStream
 from deploy.gateway.proxy.engine import EngineAnswer
 from deploy.gateway.proxy.sse import EventGate
 from deploy.gateway.proxy.stream import TokenPace, forwarded_headers, relay_stream
-from deploy.gateway.proxy.usage import in_answer
+from deploy.gateway.proxy.usage import in_answer, usage_part
 from deploy.gateway.scheduling.admission import AdmittedRequest
 from deploy.gateway.scheduling.feedback import Usage, usage_of
 from deploy.gateway.serving.exchange import Exchange, Services
@@ -54,6 +56,8 @@ logger = logging.getLogger("prfaas.deploy.gateway")
 
 # Codes with which an engine, or a server in front of it, says that it cannot answer now.
 _WORTH_A_SECOND_TRY: Final = frozenset({500, 502, 503, 504})
+_MOST_PER_EVENT: Final = 64.0
+"""One model's engines put fewer tokens than this into an event of usual length."""
 
 
 class Serving:
@@ -78,22 +82,25 @@ class Serving:
         """Answer `request`. Failures are answers too; only cancellation is raised."""
         exchange = self._exchange
         answer: EngineAnswer | None = None
+        client = ClientStream(request, exchange.endpoint.stream, self._services.patience)
         try:
+            if self._inbound.is_stream:
+                client.keep_alive(partial(response_headers, exchange.record))
             answer = await self._open()
             exchange.answered(answer)
             if not self._is_landed:
                 self._teach_first_token()
-            # The headers say what is known now, since relaying may take long.
-            headers = response_headers(exchange.record)
             if answer.is_stream:
-                return await self._relay(request, answer, headers)
-            return await self._whole_response(answer, headers)
-        except asyncio.CancelledError:
-            exchange.record.ended("client_gone")
+                return await self._relay(answer, client)
+            return await client.whole(await self._whole_response(answer))
+        except asyncio.CancelledError as cut:
+            # Who cancels because of the client gives no reason.
+            self._left(answer, client, str(cut.args[0]) if cut.args else "")
             raise
         except Exception as error:
-            return self._failed(error)
+            return await client.whole(self._failed(error))
         finally:
+            client.stop()
             self._over(answer)
 
     async def _open(self) -> EngineAnswer:
@@ -115,8 +122,8 @@ class Serving:
             is_refused = is_refused or 400 <= answer.status < 500
             return answer
         finally:
-            # A refusal by the engine costs no prefill, so it must not shape thresholds and roles.
-            # A request that was given up, or whose engine died, is demand all the same.
+            # What engines refuse is no demand: who asks for it must not shape thresholds and
+            # roles. A request that was given up, or whose engine died, is demand all the same.
             if not is_refused:
                 home = self._exchange.record.home
                 self._feedback.arrived(self._inbound.model, plan.shape, home=home)
@@ -255,7 +262,7 @@ class Serving:
                 exchange.path,
                 self._inbound.body,
                 exchange.decoding(),
-                exchange.endpoint.stream,
+                services.expected(exchange),
             )
             self._check_first_answer(answer)
         except BaseException:
@@ -348,12 +355,14 @@ class Serving:
             model, content = self._inbound.model, self._inbound.content
             self._feedback.counted(model, content, usage.prompt_tokens)
 
-    async def _whole_response(self, answer: EngineAnswer, headers: dict[str, str]) -> web.Response:
+    async def _whole_response(self, answer: EngineAnswer) -> web.Response:
         """The engine's body as it came; an error that is no error object of the API becomes one."""
+        # They say what is known now.
+        headers = response_headers(self._exchange.record)
         if answer.correction is not None and (places := in_answer(answer.begun)):
             answer.begun = await answer.correction.apply(answer.begun, places)
         body, status = answer.begun, answer.status
-        usage = usage_of(body)
+        usage = usage_of(usage_part(body))
         passed = forwarded_headers(answer.headers)
         shape = self._exchange.endpoint.errors
         if status >= 300 and (told := in_shape(status, body, shape)) is not None:
@@ -375,30 +384,29 @@ class Serving:
         self._teach_length(usage)
         return web.Response(status=status, body=body, headers=passed | headers)
 
-    async def _relay(
-        self, request: web.Request, answer: EngineAnswer, headers: dict[str, str]
-    ) -> web.StreamResponse:
+    async def _relay(self, answer: EngineAnswer, client: ClientStream) -> web.StreamResponse:
         """Stream the engine's answer to the client."""
         record = self._exchange.record
-        response = web.StreamResponse(
-            status=answer.status, headers=forwarded_headers(answer.headers) | headers
-        )
+        # What is known now, since relaying may take long.
+        headers = forwarded_headers(answer.headers) | STREAM_HEADERS | response_headers(record)
         try:
-            await response.prepare(request)
-        except (aiohttp.ClientError, OSError) as error:
+            response = await client.start(answer.status, headers)
+        except ClientGone as error:
             record.ended("client_gone", error=str(error))
-            return response
+            return web.StreamResponse()
         try:
             pace = TokenPace(self._exchange.metrics.intervals(record), self._inbound.kind)
-            end = await relay_stream(answer, request, response, self._services.patience, pace)
+            end = await relay_stream(answer, client, pace)
         except Exception as error:
             # The answer has begun, so an error response must not follow it on this connection.
             logger.exception("relaying failed")
             record.ended("failed", error=repr(error))
-            if request.transport is not None:
-                request.transport.abort()
+            if client.request.transport is not None:
+                client.request.transport.abort()
             return response
         usage = usage_of(end.last_data)
+        if usage.completion_tokens:
+            self._teach_event(answer.gate, usage.completion_tokens)
         record.ended(
             end.outcome,
             error=end.error,
@@ -407,6 +415,19 @@ class Serving:
         )
         self._teach_length(usage)
         return response
+
+    def _left(self, answer: EngineAnswer | None, client: ClientStream, reason: str) -> None:
+        """Note that the client has gone, or why the gateway has given it up."""
+        record, gate = self._exchange.record, None if answer is None else answer.gate
+        record.ended(
+            "failed" if reason else "client_gone",
+            error=reason,
+            error_code="cut_off" if reason else "",
+            nbytes=client.num_bytes,
+            output_tokens=self._streamed_tokens(gate),
+        )
+        if reason:
+            client.break_off(ApiError(503, "cut_off", reason))
 
     def _failed(self, error: Exception) -> web.Response:
         answer, record = api_error_for(error), self._exchange.record
@@ -437,33 +458,50 @@ class Serving:
         if self._end_admission is not None:
             self._end_admission(self._used_tokens(answer))
         exchange.over(self._num_prompt_tokens)
-        self._feedback.ended(self._inbound.model, exchange.record)
+        num_answers = self._inbound.num_choices * self._inbound.shape.num_prompts
+        self._feedback.ended(self._inbound.model, exchange.record, num_answers)
         log_record(exchange.record)
 
     def _used_tokens(self, answer: EngineAnswer | None) -> int | None:
         """The work that the request was; None if nobody knows how much was computed."""
         record = self._exchange.record
-        if record.outcome == "engine_error":
-            return 0
-        if record.outcome == "failed":
-            return self._inbound.work_of(self._num_prompt_tokens, 0)
         gate = None if answer is None else answer.gate
         output_tokens = record.output_tokens or self._streamed_tokens(gate)
-        if not output_tokens:
-            return None
-        return self._inbound.work_of(self._num_prompt_tokens, output_tokens)
+        if output_tokens:
+            return self._inbound.work_of(self._num_prompt_tokens, output_tokens)
+        if record.outcome == "engine_error" and self._is_refusal(answer):
+            return 0
+        if record.outcome in ("engine_error", "failed"):
+            return self._inbound.work_of(self._num_prompt_tokens, 0)
+        return None
+
+    def _is_refusal(self, answer: EngineAnswer | None) -> bool:
+        """Whether an engine refused the request before anybody computed anything."""
+        return answer is not None and 400 <= answer.status < 500 and not self._exchange.transfer_ids
 
     def _streamed_tokens(self, gate: EventGate | None) -> int:
-        """The tokens of a stream without usage: an event is one, unless the client has asked for
-        longer events, whose text is counted.
+        """The tokens of a stream without usage, since it was left before its end: as many in each
+        event as there were before, or what the text takes if the client asked for longer events.
         """
         if gate is None:
             return 0
-        # The end mark is one more event.
-        num_tokens = gate.num_events - gate.is_done
+        # The end mark is one more event, and so is an error, which may be the end mark.
+        is_told = gate.error is not None and not gate.rules.last
+        num_events = gate.num_events - gate.is_done - is_told
         if self._inbound.has_long_events:
-            num_tokens = max(num_tokens, int(gate.num_bytes / BYTES_PER_TOKEN))
-        return num_tokens
+            return max(num_events, int(gate.num_bytes / BYTES_PER_TOKEN))
+        per_event = self._services.tokens_per_event.get(self._inbound.model, 1.0)
+        return math.ceil(max(0, num_events) * per_event)
+
+    def _teach_event(self, gate: EventGate | None, num_tokens: int) -> None:
+        """Learn how many tokens an event has where engines speculate or gather tokens."""
+        if gate is None or self._inbound.has_long_events:
+            return
+        per_event = self._services.tokens_per_event
+        # The end mark and the usage are events, too.
+        found = min(max(1.0, num_tokens / max(1, gate.num_events - 2)), _MOST_PER_EVENT)
+        known = per_event.get(self._inbound.model, found)
+        per_event[self._inbound.model] = known + (found - known) / 8
 
     def _leave(self, pd: str, instance: str) -> None:
         """Tell the scheduler and the PD front that `instance` is done with the request."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from deploy.gateway.errors import ApiError
 from deploy.gateway.intake.endpoints import ENDPOINTS
 from deploy.gateway.proxy import sse
-from deploy.gateway.proxy.sse import EventGate, error_event, first_data
+from deploy.gateway.proxy.sse import ENDS_WITH_DONE, EventGate, error_event, first_data
 
 DONE = b"data: [DONE]\n\n"
 
@@ -104,8 +104,8 @@ def test_the_first_data_is_found_behind_comments(events: bytes, data: bytes | No
 
 
 def test_an_error_event_is_one_event() -> None:
-    error = ApiError(502, "engine_lost", "gone")
-    assert error_event(error, EventGate()) == b"data: " + error.body() + b"\n\n"
+    body = ApiError(502, "engine_lost", "gone").body()
+    assert error_event(body, ENDS_WITH_DONE) == b"data: " + body + b"\n\n"
 
 
 RESPONSES, MESSAGES = ENDPOINTS["responses"].stream, ENDPOINTS["messages"].stream
@@ -113,11 +113,9 @@ RESPONSES, MESSAGES = ENDPOINTS["responses"].stream, ENDPOINTS["messages"].strea
 
 def test_an_error_event_is_one_of_the_api() -> None:
     error = ApiError(502, "engine_lost", "gone")
-    told = error_event(error, EventGate(MESSAGES))
+    told = error_event(error.body("anthropic"), MESSAGES)
     assert told == b"event: error\ndata: " + error.body("anthropic") + b"\n\n"
-    gate = EventGate(RESPONSES)
-    gate.feed(b"event: response.created\ndata: {}\n\n")
-    head, _, data = error_event(error, gate).partition(b"data: ")
+    head, _, data = error_event(error.body(), RESPONSES, 1).partition(b"data: ")
     assert head == b"event: error\n"
     assert json.loads(data) == {
         "type": "error",

@@ -127,6 +127,8 @@ def test_the_example_is_right() -> None:
          "models[0].max_lora_rank", "there are no adapters"),
         ("port: 8000", "port: 8000\n  max_body_bytes: huge",
          "gateway.max_body_bytes", "such as 16MiB"),
+        ("port: 8000", "port: 8000\n  max_body_bytes: 100MiB",
+         "gateway.max_body_bytes", "larger one than 48"),
         ("arena_gib: 0.5", "arena_gib: 0.5, advertise: here",
          "clusters[0].nodes[0].agent.advertise", "host:port"),
         ("arena_gib: 0.5", "arena_gib: 0.5, advertise: ['h:1', here]",

@@ -140,20 +140,18 @@ async def test_bodies_that_are_too_long(open_region: Any) -> None:
         url = region.url + "/v1/completions"
         async with region.session.post(url, data=chunks(), headers=headers) as response:
             assert response.status == 413
-        bomb = gzip.compress(b'{"prompt":"' + b"x" * 1_000_000 + b'"}')
-        status, _ = await send(region, bomb, **{"Content-Encoding": "gzip"})
-        assert status == 413
         status, _, _ = await region.post(SHORT)
         assert status == 200
 
 
-async def test_a_compressed_body_is_understood(region: Any) -> None:
-    raw = json.dumps(SHORT).encode()
-    status, _ = await send(region, gzip.compress(raw), **{"Content-Encoding": "gzip"})
+@pytest.mark.parametrize("packing", ["gzip", "deflate", "br", "zstd"])
+async def test_a_packed_body_is_refused(region: Any, packing: str) -> None:
+    raw = gzip.compress(json.dumps(SHORT).encode())
+    status, answer = await send(region, raw, **{"Content-Encoding": packing})
+    assert (status, error_of(answer)["code"]) == (415, "packed_body")
+    assert region.engine.requests == []
+    status, _ = await send(region, json.dumps(SHORT).encode(), **{"Content-Encoding": "identity"})
     assert status == 200
-    assert region.engine.bodies() == [raw]
-    status, _ = await send(region, b"no gzip", **{"Content-Encoding": "gzip"})
-    assert status == 400
 
 
 async def test_other_media_types_and_paths(region: Any) -> None:
