@@ -236,7 +236,7 @@ class SchedulerSide:
             self._landings.refuse(params.id_bytes)
         return None
 
-    def _mismatch(self, request: "Request", params: TransferParams) -> str:
+    def _mismatch(self, request: "Request", params: ProducerParams | ConsumerParams) -> str:
         """Why these parameters do not belong to this request on this engine, or ''."""
         if not (self._produces if isinstance(params, ProducerParams) else self._consumes):
             return "this engine's kv_role excludes it"

@@ -72,9 +72,15 @@ class Handoff:
         grant = reservation_grant(self._granter, len(token_ids), digest, b"")
         wanted = Reserve(len(token_ids), 60.0, token_digest=digest, grant=grant)
         status = await self._receiver.status(TIMEOUT_S)
-        used = _used(status)
+        used_map = _arena(status).with_suffix(".used")
+        # An arena that is not kept has no map of its blocks, so the landing must be the first.
+        while not used_map.exists() and status.free_bytes < status.arena_bytes:
+            await asyncio.sleep(0.05)
+            status = await self._receiver.status(TIMEOUT_S)
+        used = _used(used_map)
         reply = await self._receiver.reserve(wanted, TIMEOUT_S)
-        blocks = sorted(_used(status) - used)
+        num_blocks = -(-reply.nbytes // status.block_bytes)
+        blocks = sorted(_used(used_map) - used) if used_map.exists() else [*range(num_blocks)]
         landing = reserved_landing(reply, len(token_ids), digest, identity)
         agent = AgentClient(self._region.agent_control(node), self._region.credentials("gateway"))
         try:
@@ -118,9 +124,9 @@ def _arena(status: StatusReply) -> Path:
     return next(Path(line.split()[-1]) for line in maps if line.endswith(".arena"))
 
 
-def _used(status: StatusReply) -> set[int]:
+def _used(used_map: Path) -> set[int]:
     """The blocks of a kept arena that are in use."""
-    used = _arena(status).with_suffix(".used").read_bytes()
+    used = used_map.read_bytes() if used_map.exists() else b""
     return {block for block, is_used in enumerate(used) if is_used}
 
 

@@ -129,7 +129,7 @@ def request(role: str, num_prompt_tokens: int, *, said: Any = None, **changes: A
     transfer.
     """
     tokens = list(range(num_prompt_tokens))
-    params = {"role": role, "transfer_id": TRANSFER.hex()}
+    params: dict[str, Any] = {"role": role, "transfer_id": TRANSFER.hex()}
     about: dict[str, Any] = {"transfer_id": TRANSFER, "runs": [(0, 4)], "window_step": 16}
     if role == "producer":
         params["attempt"] = 1
