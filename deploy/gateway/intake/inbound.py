@@ -288,7 +288,7 @@ def _own_media(
             yield
         found.extend(address for _, address in addresses_in(part))
         name = part.fields.get("uuid")
-        if is_set(name):
+        if name is not None and is_set(name):
             part.fields["uuid"], is_named = own_name(name, salt), True
     return tuple(found), is_named
 

@@ -41,7 +41,7 @@ def prompt_content(
     if not ENDPOINTS[kind].is_routed:
         text_bytes = len(body) + repeated_bytes(kind, conversation)
     elif kind == "completion":
-        if _has_ids(fields.prompt):
+        if isinstance(fields.prompt, Raw) and _has_ids(fields.prompt):
             # Several prompts of ids, or ids that the engine will cut or refuse: count the commas.
             num_ids = bytes(fields.prompt).count(b",") + 1
         else:
@@ -66,9 +66,9 @@ def repeated_bytes(kind: Kind, conversation: Conversation) -> int:
     return sum((most - 1) * nbytes for num, nbytes in conversation.sizes.values() if num == 1)
 
 
-def _has_ids(prompt: Raw | UnsetType) -> bool:
+def _has_ids(prompt: Raw) -> bool:
     """Whether a prompt, or the first of several, begins with an id."""
-    return isinstance(prompt, Raw) and _IDS.match(memoryview(prompt)[:_FIRST_BYTES]) is not None
+    return _IDS.match(memoryview(prompt)[:_FIRST_BYTES]) is not None
 
 
 def _medium(name: str) -> Media:
