@@ -516,16 +516,16 @@ REFUSED: tuple[dict[str, Any], ...] = (
 async def test_what_no_engine_takes_is_not_prefilled(served: Served) -> None:
     """And gets vLLM's own 400; what it takes is prefilled elsewhere, and its tokens are counted."""
     url, region = f"{served.region.gateway_url}/v1/completions", served.region
-    before = await computed_tokens(region, "a1-prefill")
     async with aiohttp.ClientSession() as session:
         for by_ids in (True, False):
+            before = await computed_tokens(region, "a1-prefill")
             draw = [66 + by_ids] * 1500
             body = {"model": served.model, "prompt": draw if by_ids else bytes(draw).decode()}
             for fields in REFUSED:
                 async with session.post(url, json=body | fields) as response:
                     assert response.status == 400, fields
                     assert (await response.json())["error"]["code"] == 400, fields
-            assert await computed_tokens(region, "a1-prefill") == before
+                assert await computed_tokens(region, "a1-prefill") == before, fields
             taken: dict[str, Any] = {"logprobs": 3, "temperature": 0, "max_tokens": 24}
             taken |= {
                 "ignore_eos": True,

@@ -130,14 +130,15 @@ class TakenParameters:
         asks_nothing = not kept and (is_rendered or not inbound.adapter)
         if is_within and (asks_nothing or key in self._keys):
             return None
-        # An error of a stream is its first event, and leaving it then costs the engine one step.
+        # Ids are looked at after the rank, so that new ones cost the engine a token: as a stream,
+        # which may be left after it. What is refused otherwise needs none, and an engine logs an
+        # error of a stream as one of its own.
+        is_new_id = not is_rendered and not self._is_within(inbound.model, "id", largest_id)
         # Options of what is no stream are for the engine to refuse.
-        stream = {} if "stream_options" in kept and not inbound.is_stream else {"stream": True}
+        is_stream = inbound.is_stream if "stream_options" in kept else is_new_id
         always = {name: fields[name] for name in _ALWAYS if name in fields}
         prompt = _SMALL.get(inbound.kind, {"prompt": [largest_id]})
-        body = msgspec.json.encode({**kept, **always, **stream, **prompt})
-        # Ids are looked at after the rank, so that new ones cost the engine a token.
-        is_new_id = not is_rendered and not self._is_within(inbound.model, "id", largest_id)
+        body = msgspec.json.encode({**kept, **always, **prompt, "stream": is_stream})
         return Question(body, {} if is_new_id else _NO_RANK, key, bounds)
 
     def heard(self, question: Question, status: int, answer: bytes) -> bool:
