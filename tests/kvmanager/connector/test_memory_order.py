@@ -51,6 +51,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def vec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of CPUs without matrix instructions, whichever this machine has."""
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *arguments: "vec")
+
+
+@pytest.fixture
 def written_by(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Writes keys and values of all slots into a new cache with vLLM's own operation."""
 
@@ -115,6 +121,7 @@ def test_a_cpu_engine_with_other_blocks_gets_what_it_would_have_written(written_
     assert torch.equal(found, expected)
 
 
+@pytest.mark.usefixtures("vec")
 def test_a_block_of_the_engine_may_be_several_blocks_of_the_kernel() -> None:
     spec = attention(block_size=64)
     cache = random_bits(2 * NUM_BLOCKS, HEADS, 32, 16)
@@ -151,6 +158,7 @@ def test_quantised_caches_of_the_cpu_are_opaque_and_name_their_number_format() -
     assert all(one.encoding.startswith("opaque cpu tp 1") for one in found)
 
 
+@pytest.mark.usefixtures("vec")
 def test_a_head_that_is_not_one_run_of_the_cpus_memory_is_refused() -> None:
     cache = random_bits(NUM_BLOCKS, 32, HEADS, 16).transpose(1, 2)
     with pytest.raises(LayoutError, match=r"layer\.3: the keys and values of a head are not one"):
