@@ -146,6 +146,8 @@ class LiveScheduler:
             for cluster, pd, tokens, sends in planned.planned():
                 self.thresholds.set_base(cluster, tokens, sends, pd=pd)
         self.tenants.set_limits(settings.default_tenant, settings.tenants)
+        for plan in self.plans.values():
+            plan.reconfigure(settings.long_term)
 
     def limit_tenants(self, default: TenantLimit, limits: Mapping[str, TenantLimit]) -> None:
         """Go on with other limits of tenants."""

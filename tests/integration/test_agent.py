@@ -123,7 +123,7 @@ def test_every_core_of_an_engine_loads_the_landing_of_its_choices(pair: Pair) ->
         other.client.watch(transfer_id)
         assert "another engine" in other.next()[2]
         pair.consumer.client.release(transfer_id)
-        assert core.read(landing.runs, NBYTES) == content
+        assert core.read(landing, NBYTES) == content
         assert landing_bytes(pair.receiver) >= NBYTES
         core.client.release(transfer_id)
         wait_until(lambda: landing_bytes(pair.receiver) == 0)

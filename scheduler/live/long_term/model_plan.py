@@ -9,7 +9,7 @@ instances.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -136,6 +136,11 @@ class ModelPlan:
             changed_encode=dict(self.changed_encode),
             busy=modelled.busy,
         )
+
+    def reconfigure(self, config: LongTermConfig) -> None:
+        """Have a question that is not decided yet answered by other settings."""
+        if self.question is not None:
+            self.question, self.answer = replace(self.question, config=config), None
 
     def decide(self) -> LongTermDecision | None:
         """The answer, which holds from now on; None if nothing was asked."""

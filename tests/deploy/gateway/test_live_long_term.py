@@ -124,7 +124,7 @@ async def test_a_quiet_night_gives_no_decode_instance_away(make: Make) -> None:
         )
         live.scheduler.links()  # hear the report
         for _ in range(200):
-            live.scheduler.tell(AnswerDecoded(MODEL, 1025, 1024 * step_s, "d-0"))
+            live.scheduler.tell(AnswerDecoded(MODEL, 1025, 1024 * step_s, "near/d-0"))
     assert live.knowledge.step_s == pytest.approx(0.012, rel=0.01)
     by_night = (await make(live).decide()).goal
     assert by_day is not None

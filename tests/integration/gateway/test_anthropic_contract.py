@@ -72,13 +72,12 @@ async def test_the_client_knows_errors(client: anthropic.AsyncAnthropic, speakin
     assert body["type"] == "error"
     assert body["error"]["type"] == "not_found_error"
     assert "other" in body["error"]["message"]
-    # An engine words this one, as OpenAI does.
     with pytest.raises(anthropic.BadRequestError) as wrong:
         await client.messages.create(**asked(messages=7))
     body = wrong.value.body
     assert body["error"] == {
         "type": "invalid_request_error",
-        "message": "a field is missing or has a wrong type",
+        "message": "messages must be a text, or a list of texts or objects.",
     }
     with pytest.raises(anthropic.BadRequestError, match="kv_transfer_params"):
         await client.messages.create(**asked(), extra_body={"kv_transfer_params": {}})

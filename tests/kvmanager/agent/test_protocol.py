@@ -27,6 +27,7 @@ from kvmanager.agent.engines.protocol import (
     HelloRefused,
     Landed,
     Loaded,
+    OutboxOpened,
     PrefillEnd,
     ProtocolError,
     Ready,
@@ -63,7 +64,8 @@ FROM_AGENT: list[AgentMessage] = [
     EmbeddingFound(3, 5 << 20, [(3, 4), (9, 1)]),
     Welcome("epoch", "/dev/shm/x", 1 << 30, 65536),
     HelloRefused("no"),
-    Landed(TID),
+    Landed(TID, 70, bytes(32), [(0, 4)], 32, [[(9, 1)]], 16, bytes(16)),
+    OutboxOpened(TID, 3, 70, [(0, 4)], 32, 16, bytes(16)),
     FailureNotice(TID, "link"),
 ]
 

@@ -311,7 +311,7 @@ def test_after_a_reset_nothing_is_sent_under_the_weights_of_the_start() -> None:
 def test_a_reset_ends_what_is_being_sent() -> None:
     """The rest would be computed with other weights, and the receiver would decode with a mix."""
     side = scheduler_side(AnsweringClient())
-    side.on_new_request(request("producer", 70))
+    arrive(side, request("producer", 70))
     assert step(side, {"r1": (0, 32)}, "r1").sends
     side.reset_cache()
     meta = step(side, {"r1": (0, 70)}, "r1")
@@ -321,7 +321,7 @@ def test_a_reset_ends_what_is_being_sent() -> None:
 
 def test_a_reset_leaves_what_was_sent_whole() -> None:
     side = scheduler_side(AnsweringClient())
-    side.on_new_request(request("producer", 70))
+    arrive(side, request("producer", 70))
     assert step(side, {"r1": (0, 70)}, "r1").sends[0].is_last
     side.reset_cache()
     assert step(side, {"r1": (0, 70)}, "r1").ended == []
@@ -331,8 +331,8 @@ def test_a_reset_gives_back_what_has_landed() -> None:
     client = AnsweringClient()
     side = scheduler_side(client)
     consumer = request("consumer", 71)
-    side.on_new_request(consumer)
-    side.on_landed(TRANSFER)
+    arrive(side, consumer)
+    side.on_landed(consumer.said)
     side.reset_cache()
     assert client.said == [("watch", TRANSFER), ("release", TRANSFER)]
     assert side.get_num_new_matched_tokens(consumer, 0) == (0, False)
@@ -342,8 +342,8 @@ def test_a_reset_fails_a_load_under_way_and_a_lost_connection_gives_it_time() ->
     client = AnsweringClient()
     side = scheduler_side(client)
     consumer = request("consumer", 71)
-    side.on_new_request(consumer)
-    side.on_landed(TRANSFER)
+    arrive(side, consumer)
+    side.on_landed(consumer.said)
     assert side.get_num_new_matched_tokens(consumer, 0) == (70, True)
     side.update_state_after_alloc(consumer, ALLOCATED, 70)
     begun_s = time.monotonic()

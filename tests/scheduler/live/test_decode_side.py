@@ -186,12 +186,12 @@ def test_room_of_landings_answered_since_their_node_was_looked_at_is_back() -> N
     region = region_of(told | {"looked_s": 1.0})
     ledger = (scheduler := taught(region)).live.ledger
     for number, answered_s in enumerate((98.9, 99.5, 100.1)):
-        ledger.leg_begun(str(number), leg(3, begun_s=98.0, instance="d0"))
+        ledger.leg_begun(str(number), leg(3, begun_s=98.0, instance="home/d0"))
         ledger.leg_over(str(number), 98.5)
         ledger.answer_over(str(number), answered_s)
     assert snapshot(scheduler, MODEL).landing_room_bytes == 7000
     # No more is free than there is: the node may have told of it already.
-    ledger.leg_begun("3", leg(3, begun_s=98.0, instance="d0"))
+    ledger.leg_begun("3", leg(3, begun_s=98.0, instance="home/d0"))
     ledger.answer_over("3", 100.2)
     assert snapshot(scheduler, MODEL).landing_room_bytes == 7500
 
@@ -201,18 +201,18 @@ def test_landings_reserved_since_the_report_take_room_on_their_node() -> None:
     other: dict[str, Any] = {"landing_room_bytes": 1000, "node": "n2"}
     region = region_of(shared, shared | {"model": "big"}, other)
     ledger = (scheduler := taught(region)).live.ledger
-    ledger.leg_begun("before", leg(3, begun_s=99.9, instance="d0"))
+    ledger.leg_begun("before", leg(3, begun_s=99.9, instance="home/d0"))
     assert snapshot(scheduler, MODEL).landing_room_bytes == 5000
     # The instance of another model has its landings in the same memory.
-    ledger.leg_begun("since", leg(3, begun_s=100.0, instance="d1", model="big"))
+    ledger.leg_begun("since", leg(3, begun_s=100.0, instance="home/d1", model="big"))
     assert snapshot(scheduler, MODEL).landing_room_bytes == 4000
     ledger.leg_over("since", 100.1)
     assert snapshot(scheduler, MODEL).landing_room_bytes == 4000
     for number in range(5):
-        ledger.leg_begun(str(number), leg(3, begun_s=100.2, instance="d0"))
+        ledger.leg_begun(str(number), leg(3, begun_s=100.2, instance="home/d0"))
     # Now the other node has most, until it is taken, too.
     assert snapshot(scheduler, MODEL).landing_room_bytes == 1000
-    ledger.leg_begun("last", leg(4, begun_s=100.2, instance="d2"))
+    ledger.leg_begun("last", leg(4, begun_s=100.2, instance="home/d2"))
     assert snapshot(scheduler, MODEL).landing_room_bytes == 0
     region.at_s = 100.3
     assert snapshot(scheduler, MODEL).landing_room_bytes == 5000

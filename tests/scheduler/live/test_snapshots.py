@@ -85,7 +85,7 @@ def test_a_prefill_counts_from_the_end_of_the_one_before() -> None:
     region = Region()
     region.far = report("far", instance("p0"), jobs=(job("a", 3000, 10.0, instance="p0"),))
     scheduler = taught(region)
-    scheduler.live.ledger.prefill_ended("far", "p0", region.now_s - 1.0)
+    scheduler.live.ledger.prefill_ended("far", "far/p0", region.now_s - 1.0)
     assert far_of(scheduler).free_s[0] == pytest.approx(2.0, rel=0.01)
 
 
@@ -244,7 +244,7 @@ def test_engines_have_the_prompts_that_were_given_to_them() -> None:
     region.home = report("home", instance("d0", "both"), instance("p9", "prefill"))
     scheduler = taught(region)
     for begun_s in (99.0, 99.5):
-        scheduler.live.ledger.direct_begun(DirectPrompt("d0", 2000, 1500, begun_s))
+        scheduler.live.ledger.direct_begun(DirectPrompt("home/d0", 2000, 1500, begun_s))
     engines = snapshot(scheduler, MODEL).engines
     assert engines is not None
     assert engines.free_s == (pytest.approx(2 * 1.5 - 1.0, rel=0.02),)
@@ -254,7 +254,7 @@ def test_a_prompt_whose_answer_is_very_late_is_taken_for_computed() -> None:
     region = Region()
     scheduler = taught(region)
     for begun_s in (90.0, 95.0, 99.5):
-        scheduler.live.ledger.direct_begun(DirectPrompt("d0", 2000, 2000, begun_s))
+        scheduler.live.ledger.direct_begun(DirectPrompt("home/d0", 2000, 2000, begun_s))
     engines = snapshot(scheduler, MODEL).engines
     assert engines is not None
     assert engines.free_s[0] == pytest.approx(1.5, rel=0.02)
@@ -264,7 +264,7 @@ def test_where_all_prefill_one_of_them_serves_whole_requests() -> None:
     region = Region()
     region.home = report("home", instance("p9", "prefill"))
     scheduler = region.scheduler()
-    scheduler.live.ledger.direct_begun(DirectPrompt("p9", 2000, 2000, region.now_s))
+    scheduler.live.ledger.direct_begun(DirectPrompt("home/p9", 2000, 2000, region.now_s))
     engines = snapshot(scheduler, MODEL).engines
     assert engines is not None
     assert len(engines.free_s) == 1
@@ -283,8 +283,8 @@ def test_decode_slots_and_who_will_want_them() -> None:
     scheduler.knowledge(MODEL).decoded(11, 5.0, region.now_s)
     scheduler.live.ledger.leg_begun("old", leg(region.at_s - 1.0, kv_bytes=7.0))
     scheduler.live.ledger.leg_begun("new", leg(region.at_s + 0.5, kv_bytes=5.0))
-    scheduler.live.ledger.begun("d0", region.at_s - 1.0)
-    scheduler.live.ledger.begun("d0", region.at_s + 0.5)
+    scheduler.live.ledger.begun("home/d0", region.at_s - 1.0)
+    scheduler.live.ledger.begun("home/d0", region.at_s + 0.5)
     region.now_s += 0.5
     decode = snapshot(scheduler, MODEL).decode
     assert (decode.slots_total, decode.slots_used, decode.num_waiting) == (4, 4, 1)
@@ -298,17 +298,22 @@ def test_what_came_and_went_since_the_report_counts_too() -> None:
     region.home = report("home", instance("d0", "both", decode_slots=4, running=2))
     scheduler = taught(region)
     ledger = scheduler.live.ledger
-    for name, begun_s in (("d0", 99.0), ("d0", 100.1), ("d0", 100.2), ("gone", 100.2)):
+    for name, begun_s in (
+        ("home/d0", 99.0),
+        ("home/d0", 100.1),
+        ("home/d0", 100.2),
+        ("gone", 100.2),
+    ):
         ledger.begun(name, begun_s)
     region.now_s += 0.5
     assert snapshot(scheduler, MODEL).decode.slots_used == 4
     for ended_s in (100.3, 100.4, 100.5):
-        ledger.ended("d0", ended_s)
+        ledger.ended("home/d0", ended_s)
     assert snapshot(scheduler, MODEL).decode.slots_used == 1
-    assert ledger.change_since({"d0"}, 100.35) == -2
+    assert ledger.change_since({"home/d0"}, 100.35) == -2
     assert ledger.change_since({"gone"}, 100.0) == 1
     ledger.ended("gone", 200.0)
-    assert ledger.change_since({"d0"}, 0.0) == 0
+    assert ledger.change_since({"home/d0"}, 0.0) == 0
 
 
 def test_models_share_clusters_but_not_instances() -> None:
@@ -364,7 +369,9 @@ def test_more_under_way_never_shortens_a_prediction(more: list[tuple[str, float]
         # What began before the reports is in them, unless it has ended there.
         begun_s = max(region.now_s - age_s, region.at_s + 0.01)
         if place == ONE_ENGINE:
-            scheduler.live.ledger.direct_begun(DirectPrompt("d0", 900, 900, region.now_s - age_s))
+            scheduler.live.ledger.direct_begun(
+                DirectPrompt("home/d0", 900, 900, region.now_s - age_s)
+            )
         else:
             scheduler.live.ledger.leg_begun(str(number), leg(begun_s, 900, place))
         after = ttfts(snapshot(scheduler, MODEL))
