@@ -139,8 +139,8 @@ async def test_nothing_is_left_of_a_gateway_that_vanished(
         await until(lambda: live.ledger.requests == {"d0": 1})
         sharing = one.gateway.sharing
         assert sharing is not None
-        assert sharing._task is not None
-        sharing._task.cancel()  # it beats no more, as after a kill
+        for task in sharing._tasks:
+            task.cancel()  # it beats no more, as after a kill
         await until(lambda: not live.ledger.requests)
         await until(lambda: page(two).leads)
         assert page(two).peers == []
@@ -322,14 +322,15 @@ async def test_what_redis_lost_before_the_others_heard_it_is_told_again(
         async with gateways(open_region, server, prefill=()) as (one, two):
             deaf = two.gateway.sharing
             assert deaf is not None
-            assert deaf._task is not None
-            deaf._task.cancel()
+            for task in deaf._tasks:
+                task.cancel()
             await ask(one, 6)
             await until(lambda: page(one).pending == 0)
             server.__exit__()
             await until(lambda: page(one).state == "alone")
             server.__enter__()
-            deaf._task = asyncio.create_task(deaf._run())
+            deaf._tasks = [asyncio.create_task(deaf._beat_on())]
+            deaf._tasks += [asyncio.create_task(deaf._exchange_on())]
             await until(lambda: num_seen(one) == num_seen(two) == 5)
     finally:
         if server._process is not None and server._process.poll() is None:
