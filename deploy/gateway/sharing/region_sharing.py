@@ -63,6 +63,7 @@ from scheduler.live.sharing.learned_state import (
     StateRestored,
     learned_state,
     plan_state,
+    rehearse,
 )
 from scheduler.live.sharing.peer_work import NO_WORK
 from transport.tasks import start_task
@@ -383,6 +384,7 @@ class RegionSharing:
             return
         if not _POSITION.fullmatch(kept.position):
             raise ValueError(f"its position in the stream is {kept.position!r}")
+        rehearse(kept.state, self._scheduler.live.settings)
         age_s = max(0.0, (time_ms - kept.made_ms) / 1000)
         self._scheduler.tell(StateRestored(kept.state, age_s))
         self._position = kept.position

@@ -19,13 +19,9 @@ import msgspec
 
 from scheduler.live.core import Event, LiveScheduler
 from scheduler.live.feedback import ObservationEvent
-from scheduler.live.sharing.learned_state import PlanHeard, StateRestored
+from scheduler.live.sharing.learned_state import MAX_HEARD, PlanHeard, StateRestored
 from scheduler.live.sharing.peer_work import Work
 
-MAX_HEARD: Final = 1000
-"""The gateways whose numbers are remembered, those that were heard last. A gateway has another name
-after each start.
-"""
 MAX_AGE_S: Final = 86_400.0
 """Older observations teach nothing any more, seconds."""
 

@@ -110,10 +110,6 @@ def test_a_state_comes_back_as_it_was() -> None:
     found = ModelKnowledge.restored(msgspec.msgpack.decode(kept, type=KnowledgeState), 110.0)
     assert found.media.line("far") == known.media.line("far")
     assert found.media.service("far", 111.0) == known.media.service("far", 11.0)
-    # A state from before media has one field less.
-    old = msgspec.msgpack.decode(kept)[:-1]
-    read = msgspec.convert(old, KnowledgeState, strict=False)
-    assert ModelKnowledge.restored(read, 0.0).media.places == []
 
 
 class Taught(NamedTuple):
