@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from statistics import median
+from statistics import quantiles
 from time import monotonic
 from typing import Any
 
@@ -91,24 +91,25 @@ async def test_the_lead_and_all_beats_hold_while_much_is_learnt(
 async def test_a_tenant_does_not_wait_for_the_round_trips_of_others(
     open_region: Any, far_url: str
 ) -> None:
-    keys = tuple(ApiKey(key=f"k{number}", name=f"t{number}") for number in range(40))
+    keys = tuple(ApiKey(key=f"k{number}", name=f"t{number}") for number in range(60))
     config = limited(max_requests=2) | {"api_keys": keys}
     async with gateways(open_region, far_url, num=1, prefill=(), **config) as (region,):
 
         async def ask_as(key: str) -> list[float]:
             took_s = []
-            for _ in range(4):
+            for _ in range(6):
                 began_s = monotonic()
                 headers = {"Authorization": f"Bearer {key}"}
                 status, _, answer = await region.post(body(), headers=headers)
                 assert status == 200, answer
                 took_s.append(monotonic() - began_s)
+                await asyncio.sleep(0.04)  # so that its end is being told when it asks again
             return took_s
 
         took_s = await asyncio.gather(*(ask_as(key.key.get_secret_value()) for key in keys))
         # One round trip for its own question, and another one while an end is told. One after the
-        # other, the ends of 40 tenants alone would take 1.6 s.
-        assert median(each for own in took_s for each in own) < 0.8
+        # other, the ends of 60 tenants take 2.4 s.
+        assert quantiles((each for own in took_s for each in own), n=10)[-1] < 0.8
 
 
 async def test_limits_hold_over_both_gateways(open_region: Any, far_url: str) -> None:
