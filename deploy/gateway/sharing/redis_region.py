@@ -24,7 +24,7 @@ import asyncio
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 from redis.asyncio import Redis
@@ -56,6 +56,8 @@ MAX_BATCH_BYTES: Final = 1 << 18
 MAX_STATE_BYTES: Final = 16 << 20
 MAX_NUMBER: Final = 1e30
 """Larger numbers are refused: their squares and products must stay finite."""
+MAX_INTEGER: Final = 1 << 53
+"""What is added to a larger one might not fit into a message any more."""
 MAX_CALLS: Final = 500
 """How many calls go to Redis together."""
 
@@ -162,7 +164,7 @@ class Observations(msgspec.Struct, frozen=True, array_like=True):
     """A batch of the observations of a gateway, from number `first` on."""
 
     gateway: str
-    first: int
+    first: Annotated[int, msgspec.Meta(ge=0)]
     observed: list[Observed]
 
 
@@ -259,8 +261,10 @@ def decoded(data: bytes, kind: type[Message], max_bytes: int) -> Message:
             pending += item
         elif isinstance(item, dict):
             pending += item.values()
-        elif isinstance(item, float) and not abs(item) <= MAX_NUMBER:
-            raise ValueError(f"it has the number {item!r}")
+        elif isinstance(item, float | int):
+            most = MAX_NUMBER if isinstance(item, float) else MAX_INTEGER
+            if not abs(item) <= most:
+                raise ValueError(f"it has the number {item!r}")
     return message
 
 

@@ -24,6 +24,10 @@ from scheduler.live.sharing.peer_work import Work
 
 MAX_AGE_S: Final = 86_400.0
 """Older observations teach nothing any more, seconds."""
+MAX_AGAIN: Final = 100_000
+"""More observations than any gateway tells again. One with a lower number than that is new: the
+higher number that was heard was wrong, and must not silence its gateway.
+"""
 
 
 class Observed(msgspec.Struct, frozen=True, array_like=True):
@@ -44,6 +48,8 @@ class ObservationsHeard(Event[int], frozen=True):
         """Learn from those that were not heard before. Returns how many could not be used."""
         num_heard, num_left_out = live.heard.get(self.gateway, 0), 0
         places = live.all_places()
+        if num_heard - self.first > MAX_AGAIN:
+            num_heard = 0
         for item in self.observed[max(0, num_heard - self.first) :]:
             try:
                 # Of another model or place nothing is asked here, and what is known of it stays.
