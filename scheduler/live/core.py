@@ -194,6 +194,11 @@ class LiveScheduler:
             return target
         return f"{target} in {pd}"
 
+    def all_places(self) -> frozenset[str]:
+        """The places of all clusters that this gateway has been told of."""
+        found = {place for pd in self.settings.pd_clusters for place in self.pd_places(pd.name)}
+        return frozenset(found | {name for name, _ in self.settings.pairs})
+
     def link(self, source: str, target: str) -> LinkView:
         """The link between two clusters as it was last reported."""
         return self.links.get((source, target), NO_LINK_KNOWN)

@@ -14,6 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
+from typing import Annotated
 
 import msgspec
 
@@ -21,6 +22,9 @@ KEEP_ENDED_S = 30.0
 """How long ended legs are remembered, seconds. No report older than this is used."""
 KEEP_LAST_END_S = 3600.0
 """How long the end of an instance's last prefill is remembered, seconds. No prefill runs longer."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1_000_000_000)]
+"""A number of tokens or requests. The bounds hold for what another gateway tells."""
 
 
 class PrefillLeg(msgspec.Struct, frozen=True):
@@ -32,11 +36,11 @@ class PrefillLeg(msgspec.Struct, frozen=True):
     """
 
     place: str
-    num_tokens: int
-    uncached_tokens: int
+    num_tokens: Count
+    uncached_tokens: Count
     begun_s: float
     lands_at_s: float
-    kv_bytes: float = 0.0
+    kv_bytes: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     model: str = ""
     priority: int = 0
     instance: str = ""
@@ -47,8 +51,8 @@ class DirectPrompt(msgspec.Struct, frozen=True):
     """A prompt that was given to one engine, which has not begun to answer."""
 
     instance: str
-    num_tokens: int
-    uncached_tokens: int
+    num_tokens: Count
+    uncached_tokens: Count
     begun_s: float
 
 
@@ -94,11 +98,21 @@ class Ledger:
 
     def begun(self, instance: str, now_s: float) -> None:
         """An instance has one more request to decode, or a slot held for one."""
-        self._change(instance, 1, now_s)
+        self.changed(instance, 1, now_s)
 
     def ended(self, instance: str, now_s: float) -> None:
         """A request of an instance is over. To be called once for each `begun`."""
-        self._change(instance, -1, now_s)
+        self.changed(instance, -1, now_s)
+
+    def changed(self, instance: str, num_requests: int, now_s: float) -> None:
+        """An instance has so many more requests, or fewer."""
+        if instance in self._before and now_s < self._before[instance][0]:
+            del self._before[instance]
+        self._changes.setdefault(instance, deque()).append((now_s, num_requests))
+        self._changed.append((now_s, instance))
+        self.requests[instance] = self.requests.get(instance, 0) + num_requests
+        if not self.requests[instance]:
+            del self.requests[instance]
         # No report that is still used is older.
         while now_s - self._changed[0][0] > KEEP_ENDED_S:
             at_s, oldest = self._changed.popleft()
@@ -358,15 +372,6 @@ class Ledger:
                 break
             num_requests -= change
         return num_requests
-
-    def _change(self, instance: str, num_requests: int, now_s: float) -> None:
-        if instance in self._before and now_s < self._before[instance][0]:
-            del self._before[instance]
-        self._changes.setdefault(instance, deque()).append((now_s, num_requests))
-        self._changed.append((now_s, instance))
-        self.requests[instance] = self.requests.get(instance, 0) + num_requests
-        if not self.requests[instance]:
-            del self.requests[instance]
 
     def _forget(self, now_s: float) -> None:
         while self._all.ended:

@@ -9,16 +9,20 @@ from pathlib import Path
 
 
 class RedisServer:
-    """Listens on a unix socket for the length of a `with`. Keeps nothing on disk but its log."""
+    """Listens on a unix socket for the length of a `with`, and at `port` of loopback unless that is
+    0. Keeps nothing on disk but its log.
+    """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, port: int = 0) -> None:
+        self.port = port
         self.socket = directory / "redis.sock"
         self.url = f"unix://{self.socket}"
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> RedisServer:
         directory = self.socket.parent
-        command = [redis_binary(), "--port", "0", "--unixsocket", str(self.socket)]
+        command = [redis_binary(), "--port", str(self.port), "--bind", "127.0.0.1"]
+        command += ["--unixsocket", str(self.socket)]
         command += ["--save", "", "--appendonly", "no"]
         with self.socket.with_suffix(".log").open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=directory)

@@ -99,8 +99,11 @@ class Calibration:
         while (due := next(self._due(), None)) is not None:
             cluster, item, event = due
             order = TimingOrder(instance=item.name, lengths=LENGTHS, limit_s=self._config.limit_s)
+            now_s = self._clock()
+            # Instances come and go under new names.
+            self._retry_s = {key: at_s for key, at_s in self._retry_s.items() if at_s > now_s}
             # Set before the wait: whatever it raises, the next try is later.
-            self._retry_s[cluster, item.name] = self._clock() + AGAIN_S
+            self._retry_s[cluster, item.name] = now_s + AGAIN_S
             try:
                 timed = await self._fronts[cluster].time_prefills(order)
             except (RpcError, UnknownInstance, OSError) as error:

@@ -2,7 +2,8 @@
 
 A request of a tenant with limits asks Redis once before it is let in, and whoever asks first gets
 what is left. So all gateways together let in what one would, at the price of one round trip to
-Redis for each such request. The alternative, a part of each limit held by each gateway, costs no
+Redis for each such request, or two if the end of another one of the same tenant is being told. The
+alternative, a part of each limit held by each gateway, costs no
 round trip but refuses what another gateway has room for, above all where a limit is a few requests.
 Requests of tenants without limits do not ask. The end of a request is told in the background.
 
@@ -18,14 +19,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
 from redis.exceptions import RedisError
 
-from deploy.gateway.sharing.redis_region import GONE_S, RegionInRedis
+from deploy.gateway.sharing.redis_region import CLOCK, GONE_S, RegionInRedis
 from scheduler.live.tenants import TenantLimit, TenantReason, TenantRefusal
 from transport.tasks import start_task
 
@@ -38,26 +39,34 @@ GATHER_S: Final = 0.02
 
 # Every script begins with this. KEYS: account, beats. ARGV: gateway, gone ms, tokens/s or -1, the
 # burst. -> requests and tokens in flight of all gateways, those of this one, the level of the
-# bucket.
-_OPEN: Final = """
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+# bucket. A level or time that is no number is as if it was not there: the bucket is full. A
+# gateway's part that cannot be is dropped.
+_OPEN: Final = (
+    CLOCK
+    + """
+typed(KEYS[1], 'hash')
+typed(KEYS[2], 'hash')
+local function number(text, otherwise)
+  local found = tonumber(text)
+  if found and found > -1e15 and found < 1e15 then return found end
+  return otherwise
+end
 local requests, tokens, own_requests, own_tokens = 0, 0, 0, 0
 local rate, burst = tonumber(ARGV[3]), tonumber(ARGV[4])
 local level, at = burst, now
 local account = redis.call('HGETALL', KEYS[1])
 for i = 1, #account, 2 do
   local name, said = account[i], account[i + 1]
-  if name == 'level' then level = tonumber(said)
-  elseif name == 'at' then at = tonumber(said)
+  if name == 'level' then level = number(said, burst)
+  elseif name == 'at' then at = number(said, now)
   else
-    local beat = tonumber(redis.call('HGET', KEYS[2], name) or '0')
-    if name ~= ARGV[1] and beat + ARGV[2] < now then
+    local r, t = string.match(said, '^(%d+) (%d+)$')
+    r, t = number(r or ''), number(t or '')
+    if not r or not (name == ARGV[1] or live(redis.call('HGET', KEYS[2], name), ARGV[2])) then
       redis.call('HDEL', KEYS[1], name)
-    else
-      local r, t = string.match(said, '^(%d+) (%d+)$')
+    elseif t then
       requests, tokens = requests + r, tokens + t
-      if name == ARGV[1] then own_requests, own_tokens = tonumber(r), tonumber(t) end
+      if name == ARGV[1] then own_requests, own_tokens = r, t end
     end
   end
 end
@@ -75,6 +84,7 @@ local function close(new_requests, new_tokens)
   redis.call('EXPIRE', KEYS[1], ARGV[5])
 end
 """
+)
 
 # Further ARGV: how long it is kept, tokens, the most requests or -1, the most tokens or -1, and
 # what has changed of requests, tokens and the level since this gateway told it.
@@ -128,12 +138,15 @@ class SharedBudgets:
     def __init__(self, region: RegionInRedis, limit: Callable[[str], TenantLimit]) -> None:
         """`limit` gives the present limits of a tenant."""
         self._region = region
+        self._take = region.redis.register_script(_TAKE_SCRIPT)
         self._limit = limit
         self._is_joined = False
         self._held: defaultdict[str, _Change] = defaultdict(_Change)
-        """What this gateway has in flight, by tenant. The level is what was let in alone."""
-        self._told: set[str] = set()
-        """The tenants of whose requests Redis may know some of this gateway."""
+        """What this gateway has in flight, by tenant. The level is what was let in alone.
+
+        A tenant leaves it when Redis has been, or is being, told that nothing is left. Until then
+        `join` tells what is there.
+        """
         self._changes: defaultdict[str, _Change] = defaultdict(_Change)
         self._in_transit: frozenset[str] = frozenset()
         """The tenants of whom changes are being told."""
@@ -206,12 +219,11 @@ class SharedBudgets:
         """Redis answers: tell all that this gateway has, and ask from now on. Raises RedisError,
         OSError; it is still alone then.
         """
-        told: dict[str, _Change] = {}
-        for tenant in sorted(self._held.keys() | self._told):
-            held = self._held[tenant]
-            change = _Change(held.requests, held.tokens, held.level_tokens)
-            await self._settle(tenant, change, replaces=True)
-            told[tenant] = change
+        told = {
+            tenant: _Change(held.requests, held.tokens, held.level_tokens)
+            for tenant, held in self._held.items()
+        }
+        await self._settle(told, replaces=True)
         # Without an await: requests that began or ended meanwhile are told as changes.
         self._is_joined = True
         for tenant, change in told.items():
@@ -240,8 +252,8 @@ class SharedBudgets:
         change = self._changes.pop(tenant, _Change())
         since = change.requests, change.tokens, change.level_tokens
         try:
-            self._told.add(tenant)
-            broken, there = await self._run(_TAKE_SCRIPT, tenant, limit, num_tokens, *most, *since)
+            keys, arguments = self._call(tenant, num_tokens, *most, *since)
+            broken, there = await self._take(keys, arguments)
         except (RedisError, OSError) as error:
             logger.debug("%s: let in alone: %s", tenant, error)
             self._held[tenant].level_tokens += change.level_tokens
@@ -280,8 +292,7 @@ class SharedBudgets:
         self._in_transit = frozenset(changes)
         try:
             async with self._transit:
-                for tenant, change in changes.items():
-                    await self._settle(tenant, change)
+                await self._settle(changes)
         except (RedisError, OSError) as error:
             logger.debug("ends of requests are told later: %s", error)
             for tenant, change in changes.items():
@@ -290,16 +301,20 @@ class SharedBudgets:
         finally:
             self._in_transit = frozenset()
 
-    async def _settle(self, tenant: str, change: _Change, *, replaces: bool = False) -> None:
-        arguments = change.requests, change.tokens, change.level_tokens, int(replaces)
-        await self._run(_SETTLE_SCRIPT, tenant, self._limit(tenant), *arguments)
+    async def _settle(self, changes: Mapping[str, _Change], *, replaces: bool = False) -> None:
+        calls = [
+            self._call(tenant, item.requests, item.tokens, item.level_tokens, int(replaces))
+            for tenant, item in changes.items()
+        ]
+        await self._region.run(_SETTLE_SCRIPT, calls)
 
-    async def _run(self, script: str, tenant: str, limit: TenantLimit, *arguments: Any) -> Any:
-        region = self._region
+    def _call(self, tenant: str, *arguments: Any) -> tuple[list[str], list[Any]]:
+        """The keys and arguments of a script for a tenant."""
+        region, limit = self._region, self._limit(tenant)
         keys = [region.key(f"b:{tenant}"), region.key("beats")]
         rate = -1.0 if limit.tokens_per_s is None else limit.tokens_per_s
         first: list[Any] = [region.me, int(1000 * GONE_S), rate, limit.burst_tokens, ACCOUNT_KEPT_S]
-        return await region.redis.eval(script, len(keys), *keys, *first, *arguments)
+        return keys, [*first, *arguments]
 
 
 def _refusal(broken: str, there: float, num_tokens: int, limit: TenantLimit) -> TenantRefusal:

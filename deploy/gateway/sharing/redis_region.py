@@ -13,17 +13,23 @@ Keys, under `prfaas:gw1:REGION:`
 
 Everything expires or is bounded. Redis must be one server and not a cluster, because a script reads
 several keys. It holds counts, lengths and names of tenants and instances, never a prompt.
+
+Whoever may write there can send anything. So scripts drop keys and fields that are not what they
+should be, and `decoded` refuses what is too long or has a number that nobody can calculate with.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 from redis.asyncio import Redis
+from redis.commands.core import AsyncScript
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from kvmanager.directory.redis_client import connect
 from scheduler.live.sharing.events import Observed
@@ -44,17 +50,53 @@ MAX_BATCHES: Final = 20_000
 READ_BATCHES: Final = 200
 KEPT_S: Final = 7 * 24 * 3600
 """How long the plan and what was learnt are kept without any gateway, seconds."""
+MAX_BEAT_BYTES: Final = 1 << 20
+"""A gateway with `MAX_ITEMS` legs and prompts under way stays below it."""
+MAX_BATCH_BYTES: Final = 1 << 18
+MAX_STATE_BYTES: Final = 16 << 20
+MAX_NUMBER: Final = 1e30
+"""Larger numbers are refused: their squares and products must stay finite."""
+MAX_INTEGER: Final = 1 << 53
+"""What is added to a larger one might not fit into a message any more."""
+MAX_CALLS: Final = 500
+"""How many calls go to Redis together."""
 
-# KEYS: beats, works, leader, token, plan. ARGV: gateway, gone ms, beat, lease ms, whether it would
-# lead, the plan or "". -> time ms, [gateway, beat, ...] of the others, plan, who leads, its token.
-_BEAT_SCRIPT: Final = """
+Message = TypeVar("Message", bound=msgspec.Struct)
+
+# Scripts begin with it. `now` is the time in ms. `live(beat, gone)`: whether a gateway with this
+# beat is there. A beat from the future would never grow old, and comparisons with NaN are false.
+CLOCK: Final = """
 local time = redis.call('TIME')
-local now, me = time[1] * 1000 + math.floor(time[2] / 1000), ARGV[1]
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local function live(beat, gone)
+  beat = tonumber(beat or '')
+  return beat and beat + gone >= now and beat - gone <= now
+end
+local function typed(key, kind)
+  local found = redis.call('TYPE', key).ok
+  if found ~= kind and found ~= 'none' then redis.call('DEL', key) end
+end
+"""
+
+# KEYS: beats, works, leader, token, plan, learned, seen. ARGV: gateway, gone ms, beat, lease ms,
+# the plan or "", how long that is kept.
+# -> time ms, [gateway, beat, ...] of the others, plan, who leads, its token.
+_BEAT_SCRIPT: Final = (
+    CLOCK
+    + """
+local kinds = {'hash', 'hash', 'string', 'string', 'string', 'string', 'stream'}
+for i, kind in ipairs(kinds) do typed(KEYS[i], kind) end
+-- Tokens begin with the time in ms and go up by one; a day of clocks that differ is allowed.
+local function token_of(text)
+  local token = tonumber(text or '')
+  return token and token >= 0 and token <= now + 86400000 and token
+end
+local me = ARGV[1]
 redis.call('HSET', KEYS[1], me, string.format('%.0f', now))
 redis.call('HSET', KEYS[2], me, ARGV[3])
 local beats, others = redis.call('HGETALL', KEYS[1]), {}
 for i = 1, #beats, 2 do
-  if tonumber(beats[i + 1]) + ARGV[2] < now then
+  if not live(beats[i + 1], ARGV[2]) then
     redis.call('HDEL', KEYS[1], beats[i])
     redis.call('HDEL', KEYS[2], beats[i])
   elseif beats[i] ~= me then
@@ -62,25 +104,23 @@ for i = 1, #beats, 2 do
     others[#others + 1] = redis.call('HGET', KEYS[2], beats[i]) or ''
   end
 end
-local leader, token = '', '0'
-local held = redis.call('GET', KEYS[3])
-if held then leader, token = string.match(held, '^(%S+) (%d+)$') end
-if leader == me and ARGV[5] == '1' then
+local leader, token = string.match(redis.call('GET', KEYS[3]) or '', '^(%S+) (%d+)$')
+local left_ms = redis.call('PTTL', KEYS[3])
+-- A leader that nobody can be, or one without an end, would keep all others from leading.
+if leader == me and token_of(token) then
   redis.call('PEXPIRE', KEYS[3], ARGV[4])
-elseif leader == me then
-  redis.call('DEL', KEYS[3])
-  leader = ''
-elseif not held and ARGV[5] == '1' then
+elseif not token_of(token) or left_ms < 0 or left_ms > tonumber(ARGV[4]) then
   -- Not below the time in ms: a server that lost its data must not give out old numbers again.
-  local last = tonumber(redis.call('GET', KEYS[4]) or '0')
+  local last = token_of(redis.call('GET', KEYS[4])) or 0
   token = string.format('%.0f', math.max(last, now) + 1)
   redis.call('SET', KEYS[4], token)
   redis.call('SET', KEYS[3], me .. ' ' .. token, 'PX', ARGV[4])
   leader = me
 end
-if leader == me and ARGV[6] ~= '' then redis.call('SET', KEYS[5], ARGV[6], 'EX', ARGV[7]) end
+if leader == me and ARGV[5] ~= '' then redis.call('SET', KEYS[5], ARGV[5], 'EX', ARGV[6]) end
 return {string.format('%.0f', now), others, redis.call('GET', KEYS[5]) or '', leader, token}
 """
+)
 
 # KEYS: beats, works, leader. ARGV: gateway.
 _LEAVE_SCRIPT: Final = """
@@ -124,7 +164,7 @@ class Observations(msgspec.Struct, frozen=True, array_like=True):
     """A batch of the observations of a gateway, from number `first` on."""
 
     gateway: str
-    first: int
+    first: Annotated[int, msgspec.Meta(ge=0)]
     observed: list[Observed]
 
 
@@ -133,7 +173,7 @@ class Heard:
     """The answer to a beat: Redis's time, the others' beats, the leader's plan, and who leads."""
 
     time_ms: int
-    others: dict[str, bytes]
+    others: dict[bytes, bytes]
     plan: bytes
     leader: str
     token: int
@@ -146,32 +186,48 @@ class RegionInRedis:
         self.redis = redis
         self.me = me
         self._prefix = f"prfaas:gw{FORMAT}:{region}:"
+        self._beat: AsyncScript = redis.register_script(_BEAT_SCRIPT)
 
     def key(self, name: str) -> str:
         """The whole name of a key."""
         return self._prefix + name
 
-    async def beat(self, beat: bytes, *, would_lead: bool, plan: bytes) -> Heard:
-        """Say that this gateway lives, and hear of the others. Takes or renews the lease if it
-        would lead, and keeps its plan if it does.
+    async def beat(self, beat: bytes, *, plan: bytes) -> Heard:
+        """Say that this gateway lives, and hear of the others. Takes or renews the lease, and keeps
+        its plan if it leads.
         """
-        keys = [self.key(name) for name in ("beats", "works", "leader", "token", "plan")]
-        arguments: list[Any] = [self.me, int(1000 * GONE_S), beat, int(1000 * LEASE_S)]
-        arguments += [int(would_lead), plan, KEPT_S]
-        answer: Any = await self.redis.eval(_BEAT_SCRIPT, len(keys), *keys, *arguments)
+        names = ("beats", "works", "leader", "token", "plan", "learned", "seen")
+        arguments = [self.me, int(1000 * GONE_S), beat, int(1000 * LEASE_S), plan, KEPT_S]
+        answer: Any = await self._beat([self.key(name) for name in names], arguments)
         time_ms, others, kept, leader, token = answer
-        beats = {name.decode(): said for name, said in _pairs(others)}
-        return Heard(int(time_ms), beats, kept, leader.decode(), int(token))
+        return Heard(int(time_ms), dict(_pairs(others)), kept, _name(leader), int(token))
 
     async def leave(self) -> None:
         """Say that this gateway ends, so that nobody waits for it."""
         keys = [self.key(name) for name in ("beats", "works", "leader")]
         await self.redis.eval(_LEAVE_SCRIPT, len(keys), *keys, self.me)
 
-    async def tell(self, batch: Observations) -> None:
-        """Append a batch of own observations."""
-        fields: Any = {"b": _encoder.encode(batch)}
-        await self.redis.xadd(self.key("seen"), fields, maxlen=MAX_BATCHES, approximate=True)
+    async def tell(self, batches: Iterable[Observations]) -> None:
+        """Append batches of own observations, in one round trip."""
+        key = self.key("seen")
+        async with self.redis.pipeline(transaction=False) as calls:
+            for batch in batches:
+                fields: Any = {"b": _encoder.encode(batch)}
+                calls.xadd(key, fields, maxlen=MAX_BATCHES, approximate=True)
+            await _answers(calls)
+
+    async def run(self, script: str, calls: Sequence[tuple[list[str], list[Any]]]) -> None:
+        """Run a script with the keys and arguments of each of `calls`, `MAX_CALLS` of them in one
+        round trip. Raises the first error.
+        """
+        digest = AsyncScript(self.redis, script).sha
+        for start in range(0, len(calls), MAX_CALLS):
+            async with self.redis.pipeline(transaction=False) as together:
+                for number, (keys, arguments) in enumerate(calls[start : start + MAX_CALLS]):
+                    # The first call brings the text, so that the server has it for the others.
+                    run = together.evalsha if number else together.eval
+                    run(digest if number else script, len(keys), *keys, *arguments)
+                await _answers(together)
 
     async def hear(self, position: bytes) -> list[tuple[bytes, bytes]]:
         """The next batches after `position`, with theirs; empty at the end of the stream."""
@@ -179,7 +235,7 @@ class RegionInRedis:
         if not answer:
             return []
         ((_, batches),) = answer.items() if isinstance(answer, dict) else answer
-        return [(at, fields[b"b"]) for at, fields in batches]
+        return [(at, fields.get(b"b", b"")) for at, fields in batches]
 
     async def keep(self, state: SharedState) -> None:
         """Keep what was learnt."""
@@ -189,6 +245,42 @@ class RegionInRedis:
         """The encoded `SharedState` that was kept; None if there is none."""
         found: Any = await self.redis.get(self.key("learned"))
         return found if isinstance(found, bytes) else None
+
+
+def decoded(data: bytes, kind: type[Message], max_bytes: int) -> Message:
+    """A message of another gateway. ValueError: it is too long or of another kind, or one of its
+    numbers is no number that can be calculated with.
+    """
+    if len(data) > max_bytes:
+        raise ValueError(f"{len(data)} bytes; at most {max_bytes} are read")
+    message = msgspec.msgpack.decode(data, type=kind)
+    pending: list[Any] = [msgspec.msgpack.decode(data, strict=False)]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, list):
+            pending += item
+        elif isinstance(item, dict):
+            pending += item.values()
+        elif isinstance(item, float | int):
+            most = MAX_NUMBER if isinstance(item, float) else MAX_INTEGER
+            if not abs(item) <= most:
+                raise ValueError(f"it has the number {item!r}")
+    return message
+
+
+async def _answers(calls: Any) -> list[Any]:
+    """The answers of a pipeline within the time for one command. Raises the first error."""
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            answers: list[Any] = await calls.execute()
+            return answers
+    except TimeoutError as error:
+        raise RedisTimeoutError(f"no answer within {TIMEOUT_S:g} s") from error
+
+
+def _name(name: bytes) -> str:
+    """The name of a gateway, which may be anything in a message of a stranger."""
+    return name.decode(errors="replace")
 
 
 def region_at(url: str, region: str) -> RegionInRedis:

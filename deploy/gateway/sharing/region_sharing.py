@@ -1,9 +1,13 @@
 """Shares what a gateway learns and has under way with the other gateways of its region.
 
-A few times a second it says in Redis what it has under way and what it has observed, and hears the
-same of the others. The answer also says who leads. Nothing here is on the way of a request. While
-Redis does not answer, the gateway goes on alone: with what it knows, and with its share of the
-tenants' limits. What it observes meanwhile is told once Redis is back.
+Two tasks do so, a few times a second each. One beats: it says in Redis what this gateway has under
+way, and hears the same of the others and who leads. The other tells and hears observations, a
+bounded number in a turn. So observations never delay a beat, however far Redis is. Nothing here is
+on the way of a request.
+
+While beats are not answered, the gateway goes on alone: with what it knows, and with its share of
+the tenants' limits. What it observes meanwhile is told once Redis is back. An entry of another
+gateway that cannot be used is left out and counted, and nothing else changes.
 
 It does not know what is learnt from observations, nor how limits are shared (`budgets`).
 """
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -19,7 +24,9 @@ from typing import Any, Final
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from deploy.gateway.config import ModelConfig
 from deploy.gateway.links.region_links import RegionLinks
@@ -30,22 +37,33 @@ from deploy.gateway.sharing.overview import Peer, SharingOverview
 from deploy.gateway.sharing.redis_region import (
     GONE_S,
     LEASE_S,
+    MAX_BATCH_BYTES,
+    MAX_BEAT_BYTES,
+    MAX_STATE_BYTES,
+    READ_BATCHES,
     Beat,
     Heard,
     Observations,
     RegionInRedis,
     SharedPlan,
     SharedState,
+    decoded,
 )
 from deploy.gateway.sharing.state_file import about
 from scheduler.live.core import Event
 from scheduler.live.feedback import Observation
-from scheduler.live.sharing.events import ObservationsHeard, Observed, WorkHeard
+from scheduler.live.sharing.events import (
+    MAX_AGE_S,
+    ObservationsHeard,
+    Observed,
+    WorkHeard,
+)
 from scheduler.live.sharing.learned_state import (
     PlanHeard,
     StateRestored,
     learned_state,
     plan_state,
+    rehearse,
 )
 from scheduler.live.sharing.peer_work import NO_WORK
 from transport.tasks import start_task
@@ -58,12 +76,17 @@ KEEP_EVERY_S: Final = 10.0
 """The time between two writes of what was learnt, seconds."""
 MAX_BATCH: Final = 50
 """Observations in one batch: learning from them takes about 10 ms of the event loop."""
+TOLD_BATCHES: Final = 20
+"""The most batches that are told in one turn, in one round trip."""
 TOLD_AGAIN_S: Final = 5.0
 """Observations that were told within this time before Redis stopped answering are told again,
 seconds: the others may not have heard them, and Redis may have lost them.
 """
 MAX_PENDING: Final = 20_000
 """Observations that wait while Redis does not answer. Older ones are lost to the others."""
+MAX_PEERS: Final = 256
+"""The most other gateways that are heard."""
+_POSITION: Final = re.compile(rb"\d{1,13}-\d{1,19}")
 
 
 class SharingMetrics:
@@ -81,6 +104,12 @@ class SharingMetrics:
         self.lost = Counter(
             prefix + "lost_observations",
             "Own observations that waited too long for Redis.",
+            registry=registry,
+        )
+        self.left_out = Counter(
+            prefix + "left_out",
+            "Entries of others in Redis that could not be used, by what they are.",
+            ["entry"],
             registry=registry,
         )
 
@@ -120,6 +149,8 @@ class RegionSharing:
         self._num_told = 0
         """The number of the first pending observation."""
         self._position = b"0-0"
+        self._time_ms = 0
+        """Redis's clock at the last beat."""
         self._planned: object = None
         self._number = 0
         """The number of the present plan, if this gateway leads."""
@@ -127,7 +158,9 @@ class RegionSharing:
         """Token and number of the plan that was heard last."""
         self._kept_s = scheduler.clock()
         self._listeners: list[Callable[[int], None]] = []
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._bad: set[str] = set()
+        """The kinds of entries of which one was left out; the log names the first of each."""
         scheduler.on_taken(self._note)
 
     @property
@@ -144,19 +177,25 @@ class RegionSharing:
     async def start(self) -> None:
         """Join the others, if Redis answers, and go on in the background."""
         self._budgets.start()
-        await self._turn()
-        self._task = start_task(self._run(), "sharing with other gateways")
+        await self._beat_once()
+        await self._exchange()
+        self._tasks = [
+            start_task(self._beat_on(), "beats to other gateways"),
+            start_task(self._exchange_on(), "observations of other gateways"),
+        ]
 
     async def close(self) -> None:
         """Tell the rest, and leave. Idempotent."""
-        task, self._task = self._task, None
-        if task is None:
+        tasks, self._tasks = self._tasks, []
+        if not tasks:
             return
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         try:
             await self._budgets.close()
-            await self._tell()
+            for _ in range(MAX_PENDING // (MAX_BATCH * TOLD_BATCHES)):
+                await self._tell()
             if self._leadership.leads(self._scheduler.clock()):
                 await self._keep()
             await self.region.leave()
@@ -186,47 +225,78 @@ class RegionSharing:
         if not isinstance(event, Observation):
             return
         self._pending.append((now_s, event))
-        if len(self._pending) > MAX_PENDING:
-            self._pending.popleft()
-            self._num_told += 1
-            self._metrics.lost.inc()
+        self._drop_oldest()
         # Own observations are part of what was learnt, whoever restores it.
         self._scheduler.live.heard[self.region.me] = self._num_told + len(self._pending)
 
-    async def _run(self) -> None:
+    def _drop_oldest(self) -> None:
+        while len(self._pending) > MAX_PENDING:
+            self._pending.popleft()
+            self._num_told += 1
+            self._metrics.lost.inc()
+
+    def _leave_out(self, entry: str, why: object, num: int = 1) -> None:
+        """What another wrote cannot be used. It must end neither the sharing nor the gateway."""
+        self._metrics.left_out.labels(entry).inc(num)
+        if entry not in self._bad:
+            self._bad.add(entry)
+            logger.warning("%s in Redis cannot be used and is left out: %s", entry, why)
+
+    async def _beat_on(self) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            await self._turn()
+            await self._beat_once()
 
-    async def _turn(self) -> None:
-        """Say and hear everything once."""
+    async def _exchange_on(self) -> None:
+        while True:
+            has_more = await self._exchange()
+            await asyncio.sleep(0 if has_more else BEAT_S)
+
+    async def _beat_once(self) -> None:
+        """Beat, and join if Redis answers. Beats alone decide whether this gateway is alone."""
         try:
             heard = await self._beat()
             if not self._is_joined:
                 await self._join(heard.time_ms)
             elif not self._budgets.is_joined:
                 await self._budgets.join()
-            await self._tell()
-            await self._hear(heard.time_ms)
-            now_s = self._scheduler.clock()
-            if self._leadership.leads(now_s) and now_s - self._kept_s >= KEEP_EVERY_S:
-                await self._keep()
         except (RedisError, OSError) as error:
             self._went_alone(f"Redis: {error}")
-        except Exception as error:
-            # A message of another version must not end the sharing, nor the gateway.
+        except Exception as error:  # an answer of another version must not end the gateway
             if repr(error) != self._error:
                 logger.exception("sharing failed")
             self._went_alone(repr(error))
         self._show()
+
+    async def _exchange(self) -> bool:
+        """Tell and hear some observations, and keep what was learnt if that is due. Returns
+        whether there may be more. Joined only: a gateway that is alone tells everything later.
+        """
+        if not self._is_joined:
+            return False
+        try:
+            await self._tell()
+            num_heard = await self._hear()
+            now_s = self._scheduler.clock()
+            if self._leadership.leads(now_s) and now_s - self._kept_s >= KEEP_EVERY_S:
+                await self._keep()
+        except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+            # The next beat finds out what holds for all of the sharing.
+            logger.debug("observations are told and heard later: %s", error)
+            return False
+        except Exception as error:
+            self._leave_out("an answer about observations", error)
+            return False
+        return num_heard == READ_BATCHES or len(self._pending) >= MAX_BATCH
 
     async def _beat(self) -> Heard:
         scheduler, leadership = self._scheduler, self._leadership
         sent_s = scheduler.clock()
         beat = Beat(self._name, scheduler.live.peers.own(sent_s))
         heard = await self.region.beat(
-            msgspec.msgpack.encode(beat), would_lead=True, plan=self._plan_to_tell(sent_s)
+            msgspec.msgpack.encode(beat), plan=self._plan_to_tell(sent_s)
         )
+        self._time_ms = heard.time_ms
         self._hear_peers(heard.others)
         if heard.leader == self.region.me:
             # From when it was asked for: the lease began at the earliest then.
@@ -258,17 +328,32 @@ class RegionSharing:
     def _hear_plan(self, heard: Heard) -> None:
         if not heard.plan or self._leadership.leads(self._scheduler.clock()):
             return
-        said = msgspec.msgpack.decode(heard.plan, type=SharedPlan)
-        if (said.token, said.number) > self._heard_plan:
+        try:
+            said = decoded(heard.plan, SharedPlan, MAX_BEAT_BYTES)
+        except Exception as error:
+            self._leave_out("a plan", error)
+            return
+        # Only the leader writes it, so another plan is a later one.
+        if (said.token, said.number) != self._heard_plan:
             self._heard_plan = said.token, said.number
             self._scheduler.tell(PlanHeard(said.plan))
 
-    def _hear_peers(self, others: dict[str, bytes]) -> None:
-        for gateway in self._peers.keys() - others.keys():
+    def _hear_peers(self, others: dict[bytes, bytes]) -> None:
+        found: dict[str, Beat] = {}
+        for name, said in islice(others.items(), MAX_PEERS):
+            gateway = name.decode(errors="replace")
+            try:
+                found[gateway] = decoded(said, Beat, MAX_BEAT_BYTES)
+            except Exception as error:
+                # It lives, so it has its share of the limits when nobody can be asked.
+                found[gateway] = Beat(gateway, NO_WORK)
+                self._leave_out("a beat", error)
+        if len(others) > MAX_PEERS:
+            self._leave_out("a beat", f"there are {len(others)}", len(others) - MAX_PEERS)
+        for gateway in self._peers.keys() - found.keys():
             logger.info("gateway %s is gone", self._peers.pop(gateway).name)
             self._scheduler.tell(WorkHeard(gateway, None))
-        for gateway, said in others.items():
-            beat = msgspec.msgpack.decode(said, type=Beat)
+        for gateway, beat in found.items():
             known = self._peers.get(gateway)
             if known is None:
                 logger.info("gateway %s is there", beat.name)
@@ -281,8 +366,11 @@ class RegionSharing:
         """Go on from what the region has learnt, once, and say that Redis answers."""
         if not self._has_history:
             kept = await self.region.kept()
-            if kept is not None:
-                self._restore(msgspec.msgpack.decode(kept, type=SharedState), time_ms)
+            try:
+                if kept is not None:
+                    self._restore(decoded(kept, SharedState, MAX_STATE_BYTES), time_ms)
+            except Exception as error:
+                self._leave_out("what was learnt", error)
             self._has_history = True
         await self._budgets.join()
         self._is_joined, self._error = True, ""
@@ -294,45 +382,59 @@ class RegionSharing:
         if kept.about != self._about:
             logger.warning("what was learnt of other models is not used")
             return
-        self._position = kept.position
+        if not _POSITION.fullmatch(kept.position):
+            raise ValueError(f"its position in the stream is {kept.position!r}")
+        rehearse(kept.state, self._scheduler.live.settings)
         age_s = max(0.0, (time_ms - kept.made_ms) / 1000)
         self._scheduler.tell(StateRestored(kept.state, age_s))
+        self._position = kept.position
         if self._links is not None:
             self._links.remember(kept.state.links, age_s)
         # The restored state lacks what this gateway has observed before it joined.
         now_s, first = self._scheduler.clock(), self._num_told
-        observed = [Observed(now_s - at_s, event) for at_s, event in self._pending]
+        observed = [_observed(now_s - at_s, event) for at_s, event in self._pending]
         self._scheduler.tell(ObservationsHeard(self.region.me, first, observed))
 
     async def _tell(self) -> None:
-        while self._pending:
-            now_s, first = self._scheduler.clock(), self._num_told
-            batch = [
-                Observed(now_s - at_s, event) for at_s, event in islice(self._pending, MAX_BATCH)
-            ]
-            await self.region.tell(Observations(self.region.me, first, batch))
-            # Only now: what may not have arrived is told again, and counts once by its number.
-            while self._pending and self._num_told < first + len(batch):
-                self._told.append((now_s, self._pending.popleft()))
-                self._num_told += 1
+        """Tell the oldest observations, `TOLD_BATCHES` batches at most."""
+        now_s, first = self._scheduler.clock(), self._num_told
+        telling = [
+            _observed(now_s - at_s, event)
+            for at_s, event in islice(self._pending, MAX_BATCH * TOLD_BATCHES)
+        ]
+        if telling:
+            await self.region.tell(
+                Observations(self.region.me, first + at, telling[at : at + MAX_BATCH])
+                for at in range(0, len(telling), MAX_BATCH)
+            )
+        # Only now: what may not have arrived is told again, and counts once by its number. A beat
+        # that failed meanwhile wants all of it told again.
+        while self._is_joined and self._pending and self._num_told < first + len(telling):
+            self._told.append((now_s, self._pending.popleft()))
+            self._num_told += 1
         while self._told and self._told[0][0] < self._scheduler.clock() - TOLD_AGAIN_S:
             self._told.popleft()
 
-    async def _hear(self, time_ms: int) -> None:
-        while batches := await self.region.hear(self._position):
-            for at, said in batches:
-                self._position = at
-                batch = msgspec.msgpack.decode(said, type=Observations)
-                if batch.gateway == self.region.me:
-                    continue
-                late_s = max(0.0, (time_ms - int(at.partition(b"-")[0])) / 1000)
-                observed = [
-                    msgspec.structs.replace(item, age_s=item.age_s + late_s)
-                    for item in batch.observed
-                ]
-                self._scheduler.tell(ObservationsHeard(batch.gateway, batch.first, observed))
-                self._metrics.heard.inc(len(observed))
-                await asyncio.sleep(0)  # requests go first
+    async def _hear(self) -> int:
+        """Hear the next batches. Returns how many there were, `READ_BATCHES` at most."""
+        batches = await self.region.hear(self._position)
+        for at, said in batches:
+            self._position = at
+            try:
+                batch = decoded(said, Observations, MAX_BATCH_BYTES)
+            except Exception as error:
+                self._leave_out("a batch of observations", error)
+                continue
+            if batch.gateway == self.region.me:
+                continue
+            late_s = max(0.0, (self._time_ms - int(at.partition(b"-")[0])) / 1000)
+            observed = [_observed(item.age_s + late_s, item.event) for item in batch.observed]
+            heard = ObservationsHeard(batch.gateway, batch.first, observed)
+            if num_bad := self._scheduler.tell(heard):
+                self._leave_out("an observation", f"gateway {batch.gateway}", num_bad)
+            self._metrics.heard.inc(len(observed))
+            await asyncio.sleep(0)  # requests go first
+        return len(batches)
 
     async def _keep(self) -> None:
         scheduler = self._scheduler
@@ -353,6 +455,7 @@ class RegionSharing:
             self._pending.extendleft(item for _, item in reversed(self._told))
             self._num_told -= len(self._told)
             self._told.clear()
+            self._drop_oldest()
             logger.warning("%s; this gateway goes on alone", error)
             self._changed(self.num_gateways)
         elif error != self._error:
@@ -370,3 +473,7 @@ class RegionSharing:
     def _show(self) -> None:
         self._metrics.joined.set(self._is_joined)
         self._metrics.peers.set(len(self._peers) if self._is_joined else 0)
+
+
+def _observed(age_s: float, event: Any) -> Observed:
+    return Observed(min(max(0.0, age_s), MAX_AGE_S), event)

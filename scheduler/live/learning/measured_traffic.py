@@ -319,7 +319,8 @@ class _Channel:
         steps = current - self._newest
         if steps <= 0:
             return
-        opened = np.arange(self._newest + 1, current + 1)[-NUM_SLICES:] % NUM_SLICES
+        # A restored window may be as old as it likes: one turn of the ring empties it.
+        opened = (current - np.arange(min(steps, NUM_SLICES))) % NUM_SLICES
         self._counts[opened] = 0
         self._sums[opened] = 0
         self._newest = current

@@ -12,45 +12,57 @@ are passed over. This file does not know how gateways reach each other.
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from collections.abc import Set
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
 from scheduler.live.core import Event, LiveScheduler
 from scheduler.live.feedback import ObservationEvent
-from scheduler.live.sharing.learned_state import PlanHeard, StateRestored
+from scheduler.live.sharing.learned_state import MAX_HEARD, PlanHeard, StateRestored
 from scheduler.live.sharing.peer_work import Work
 
-MAX_HEARD: Final = 1000
-"""The gateways whose numbers are remembered, those that were heard last. A gateway has another name
-after each start.
+MAX_AGE_S: Final = 86_400.0
+"""Older observations teach nothing any more, seconds."""
+MAX_AGAIN: Final = 100_000
+"""More observations than any gateway tells again. One with a lower number than that is new: the
+higher number that was heard was wrong, and must not silence its gateway.
 """
 
 
 class Observed(msgspec.Struct, frozen=True, array_like=True):
     """An observation of another gateway, made `age_s` ago."""
 
-    age_s: float
+    age_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_AGE_S)]
     event: ObservationEvent
 
 
-class ObservationsHeard(Event[None], frozen=True):
+class ObservationsHeard(Event[int], frozen=True):
     """The observations of a gateway from number `first` on."""
 
     gateway: str
     first: int
     observed: list[Observed]
 
-    def apply(self, live: LiveScheduler, now_s: float) -> None:
-        """Learn from those that were not heard before."""
-        num_heard = live.heard.get(self.gateway, 0)
+    def apply(self, live: LiveScheduler, now_s: float) -> int:
+        """Learn from those that were not heard before. Returns how many could not be used."""
+        num_heard, num_left_out = live.heard.get(self.gateway, 0), 0
+        places = live.all_places()
+        if num_heard - self.first > MAX_AGAIN:
+            num_heard = 0
         for item in self.observed[max(0, num_heard - self.first) :]:
-            item.event.learn(live, now_s - item.age_s)
+            try:
+                # Of another model or place nothing is asked here, and what is known of it stays.
+                if _is_of(live, item.event, places):
+                    item.event.learn(live, now_s - item.age_s)
+            except Exception:  # whatever another gateway tells must not end this one
+                num_left_out += 1
         # Taken out, so that it comes last again: the first names were not heard for longest.
         live.heard.pop(self.gateway, None)
         live.heard[self.gateway] = max(num_heard, self.first + len(self.observed))
         while len(live.heard) > MAX_HEARD:
             del live.heard[next(iter(live.heard))]
+        return num_left_out
 
 
 class WorkHeard(Event[None], frozen=True):
@@ -61,7 +73,15 @@ class WorkHeard(Event[None], frozen=True):
 
     def apply(self, live: LiveScheduler, now_s: float) -> None:
         """Instances have its requests and prompts beside those of this gateway."""
-        live.peers.heard(self.gateway, self.work, now_s)
+        pds = {"", *(pd.name for pd in live.settings.pd_clusters)}
+        live.peers.heard(self.gateway, self.work, now_s, places=live.all_places(), pds=pds)
+
+
+def _is_of(live: LiveScheduler, event: ObservationEvent, places: Set[str]) -> bool:
+    if live.settings.models and event.model not in live.settings.models:
+        return False
+    place = getattr(event, "place", None)
+    return place is None or live.place(place, getattr(event, "pd", "")) in places
 
 
 SharingEvent: TypeAlias = StateRestored | PlanHeard | ObservationsHeard | WorkHeard

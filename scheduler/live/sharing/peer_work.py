@@ -9,14 +9,21 @@ each other.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import Annotated, Final
 
 import msgspec
 
-from scheduler.live.ledger import DirectPrompt, Ledger, PrefillLeg
+from scheduler.live.ledger import Count, DirectPrompt, Ledger, PrefillLeg
 
-LAST_ENDS_S = 30.0
+LAST_ENDS_S: Final = 30.0
 """How long the end of a prefill is told of, seconds: longer than any prefill that is under way."""
+MAX_ITEMS: Final = 2000
+"""The most legs, prompts, instances and ends each that a gateway tells, the oldest first."""
+
+Items = msgspec.Meta(max_length=MAX_ITEMS)
 
 
 class SharedLeg(msgspec.Struct, frozen=True, array_like=True):
@@ -42,16 +49,16 @@ class PrefillEnd(msgspec.Struct, frozen=True, array_like=True):
 
     place: str
     instance: str
-    age_s: float
+    age_s: Annotated[float, msgspec.Meta(ge=0, le=LAST_ENDS_S)]
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True):
     """All that one gateway has under way. `requests` counts those of each decode instance."""
 
-    legs: list[SharedLeg]
-    prompts: list[SharedPrompt]
-    requests: dict[str, int]
-    last_ends: list[PrefillEnd]
+    legs: Annotated[list[SharedLeg], Items]
+    prompts: Annotated[list[SharedPrompt], Items]
+    requests: Annotated[dict[str, Count], Items]
+    last_ends: Annotated[list[PrefillEnd], Items]
 
 
 NO_WORK = Work([], [], {}, [])
@@ -78,15 +85,23 @@ class PeerWork:
         """The other gateways that have work under way or were heard of."""
         return sorted(self._peers)
 
-    def heard(self, gateway: str, work: Work | None, now_s: float) -> None:
-        """A gateway has this under way now; None: it is gone, and all that it had is over."""
+    def heard(
+        self, gateway: str, work: Work | None, now_s: float, *, places: Set[str], pds: Set[str]
+    ) -> None:
+        """A gateway has this under way now; None: it is gone, and all that it had is over.
+
+        What is at other places than `places`, or for other PD clusters than `pds`, is left out: a
+        file with more of them reaches one gateway after another.
+        """
         peer = self._peers.setdefault(gateway, _Peer())
         said = work or NO_WORK
-        self._take_legs(peer, said, now_s)
+        legs = [item for item in said.legs if item.leg.place in places and item.leg.pd in pds]
+        self._take_legs(peer, legs, now_s)
         self._take_prompts(peer, said, now_s)
         self._take_requests(peer, said, now_s)
         for end in said.last_ends:
-            self._ledger.prefill_ended(end.place, end.instance, now_s - end.age_s)
+            if end.place in places:
+                self._ledger.prefill_ended(end.place, end.instance, now_s - end.age_s)
         if work is None:
             del self._peers[gateway]
 
@@ -99,27 +114,30 @@ class PeerWork:
         for peer in self._peers.values():
             for instance, num in peer.requests.items():
                 requests[instance] = requests.get(instance, 0) - num
+        legs = (
+            SharedLeg(transfer_id, _leg_at(leg, -now_s), is_over)
+            for transfer_id, leg, is_over in ledger.unanswered()
+            if transfer_id not in foreign
+        )
+        prompts = (
+            SharedPrompt(key, _prompt_at(prompt, -now_s))
+            for key, prompt in ledger.prompts()
+            if key not in theirs
+        )
+        ends = (
+            PrefillEnd(place, instance, now_s - at_s)
+            for (place, instance), at_s in ledger.last_ends()
+            if 0 <= now_s - at_s <= LAST_ENDS_S
+        )
         return Work(
-            [
-                SharedLeg(transfer_id, _leg_at(leg, -now_s), is_over)
-                for transfer_id, leg, is_over in ledger.unanswered()
-                if transfer_id not in foreign
-            ],
-            [
-                SharedPrompt(key, _prompt_at(prompt, -now_s))
-                for key, prompt in ledger.prompts()
-                if key not in theirs
-            ],
-            {instance: num for instance, num in requests.items() if num},
-            [
-                PrefillEnd(place, instance, now_s - at_s)
-                for (place, instance), at_s in ledger.last_ends()
-                if now_s - at_s <= LAST_ENDS_S
-            ],
+            list(islice(legs, MAX_ITEMS)),
+            list(islice(prompts, MAX_ITEMS)),
+            dict(islice(((name, num) for name, num in requests.items() if num > 0), MAX_ITEMS)),
+            list(islice(ends, MAX_ITEMS)),
         )
 
-    def _take_legs(self, peer: _Peer, said: Work, now_s: float) -> None:
-        legs = {item.transfer_id: item for item in said.legs}
+    def _take_legs(self, peer: _Peer, said: list[SharedLeg], now_s: float) -> None:
+        legs = {item.transfer_id: item for item in said}
         # One that is not told of any more is answered: nothing of it is under way.
         for transfer_id in peer.legs.keys() - legs.keys():
             self._ledger.leg_over(transfer_id, now_s)
@@ -127,7 +145,9 @@ class PeerWork:
         for transfer_id, item in legs.items():
             was_over = peer.legs.get(transfer_id)
             if was_over is None:
-                self._ledger.leg_begun(transfer_id, _leg_at(item.leg, now_s))
+                # It has begun, whatever is said.
+                leg = _leg_at(item.leg, min(now_s, now_s - item.leg.begun_s))
+                self._ledger.leg_begun(transfer_id, leg)
             if item.is_over and not was_over:
                 self._ledger.leg_over(transfer_id, now_s)
         peer.legs = {transfer_id: item.is_over for transfer_id, item in legs.items()}
@@ -138,15 +158,14 @@ class PeerWork:
             self._ledger.direct_over(peer.prompts.pop(key))
         for key, item in prompts.items():
             if key not in peer.prompts:
-                prompt = _prompt_at(item.prompt, now_s)
+                prompt = _prompt_at(item.prompt, min(now_s, now_s - item.prompt.begun_s))
                 peer.prompts[key] = self._ledger.direct_begun(prompt)
 
     def _take_requests(self, peer: _Peer, said: Work, now_s: float) -> None:
         for instance in peer.requests.keys() | said.requests.keys():
             change = said.requests.get(instance, 0) - peer.requests.get(instance, 0)
-            tell = self._ledger.begun if change > 0 else self._ledger.ended
-            for _ in range(abs(change)):
-                tell(instance, now_s)
+            if change:
+                self._ledger.changed(instance, change, now_s)
         peer.requests = dict(said.requests)
 
 

@@ -1,8 +1,7 @@
 """Two gateways of one region with a real Redis server between them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,13 @@ import pytest
 from gateway_region import Region
 from redis.exceptions import RedisError
 from redis_server import RedisServer
+from shared_gateways import MODEL, ask, body, gateways, limited, num_seen, page, served, until
 
 from deploy.gateway.config import SharedSection
-from deploy.gateway.sharing import redis_region, region_sharing
+from deploy.gateway.sharing import redis_region
 from deploy.gateway.sharing.redis_region import region_at
 from scheduler.live.events import ThresholdPlanned
 from scheduler.live.feedback import InstanceGiven
-
-MODEL = "tiny"
-LIMIT_S = 60
 
 
 @pytest.fixture
@@ -33,56 +30,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_region, "TIMEOUT_S", 20.0)
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not holds():
-            await asyncio.sleep(0.01)
-
-
-@asynccontextmanager
-async def gateways(
-    open_region: Any, server: RedisServer, num: int = 2, **config: Any
-) -> AsyncIterator[list[Region]]:
-    """Gateways called g0, g1, ... around the same engines."""
-    found: list[Region] = []
-    async with AsyncExitStack() as stack:
-        for number in range(num):
-            opened = open_region(
-                around=found[0] if found else None,
-                owned={"shared": region_at(server.url, "r")},
-                shared=SharedSection(redis=server.url, region="r", name=f"g{number}"),
-                **config,
-            )
-            found.append(await stack.enter_async_context(opened))
-        await until(lambda: all(page(item).state == "joined" for item in found))
-        await until(lambda: all(len(page(item).peers) == num - 1 for item in found))
-        yield found
-
-
-def page(region: Region) -> region_sharing.SharingOverview:
-    assert region.gateway.sharing is not None
-    return region.gateway.sharing.overview()
-
-
-def body(num_bytes: int = 60, **fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "prompt": "x" * num_bytes, "max_tokens": 4} | fields
-
-
-def num_seen(region: Region) -> int:
-    known = region.gateway.scheduler.knowledge(MODEL)
-    return sum(known.profile(place).num_seen for place in known.places)
-
-
-async def ask(region: Region, num: int, **fields: Any) -> None:
-    for number in range(num):
-        asked = body(100 + 300 * (number % 5), stream=True, **fields)
-        asked["stream_options"] = {"include_usage": True}  # it says how long the prompt was
-        status, _, answer = await region.post(asked)
-        assert status == 200, answer
-
-
 async def test_both_learn_from_the_requests_of_both(open_region: Any, server: RedisServer) -> None:
-    async with gateways(open_region, server, prefill=()) as (one, two):
+    async with gateways(open_region, server.url, prefill=()) as (one, two):
         await ask(one, 10)
         await ask(two, 7)
         # The first of all teaches no times, because its length was not known before its end.
@@ -100,11 +49,11 @@ async def test_both_learn_from_the_requests_of_both(open_region: Any, server: Re
 async def test_a_gateway_that_starts_goes_on_from_what_the_region_knows(
     open_region: Any, server: RedisServer
 ) -> None:
-    async with gateways(open_region, server, num=1, prefill=()) as (one,):
+    async with gateways(open_region, server.url, num=1, prefill=()) as (one,):
         await ask(one, 12)
         before = one.gateway.scheduler.knowledge(MODEL)
     # It has left, and with it everything that was not kept.
-    async with gateways(open_region, server, num=1, prefill=()) as (two,):
+    async with gateways(open_region, server.url, num=1, prefill=()) as (two,):
         after = two.gateway.scheduler.knowledge(MODEL)
         assert num_seen(two) >= 8
         for place in before.places:
@@ -112,14 +61,14 @@ async def test_a_gateway_that_starts_goes_on_from_what_the_region_knows(
             assert after.prefill(place).prefill_s(1000) == pytest.approx(expected_s, rel=0.05)
         # The next one counts nothing twice, though all of the stream is there still.
         expected = num_seen(two)
-    async with gateways(open_region, server, num=2, prefill=()) as (three, four):
+    async with gateways(open_region, server.url, num=2, prefill=()) as (three, four):
         assert num_seen(three) == num_seen(four) == expected
 
 
 async def test_each_sees_what_the_other_has_under_way(
     open_region: Any, server: RedisServer
 ) -> None:
-    async with gateways(open_region, server) as (one, two):
+    async with gateways(open_region, server.url) as (one, two):
         one.engine.next_token.clear()
         asking = asyncio.create_task(one.post(body(stream=True)))
         live = two.gateway.scheduler.live
@@ -133,28 +82,17 @@ async def test_each_sees_what_the_other_has_under_way(
 async def test_nothing_is_left_of_a_gateway_that_vanished(
     open_region: Any, server: RedisServer
 ) -> None:
-    async with gateways(open_region, server) as (one, two):
+    async with gateways(open_region, server.url) as (one, two):
         one.gateway.scheduler.tell(InstanceGiven("home/d0"))
         live = two.gateway.scheduler.live
         await until(lambda: live.ledger.requests == {"home/d0": 1})
         sharing = one.gateway.sharing
         assert sharing is not None
-        assert sharing._task is not None
-        sharing._task.cancel()  # it beats no more, as after a kill
+        for task in sharing._tasks:
+            task.cancel()  # it beats no more, as after a kill
         await until(lambda: not live.ledger.requests)
         await until(lambda: page(two).leads)
         assert page(two).peers == []
-
-
-async def served(region: Region) -> None:
-    """Wait until a request is let in: the end of one is told to the other gateway soon."""
-    async with asyncio.timeout(LIMIT_S):
-        while (await region.post(body()))[0] != 200:
-            await asyncio.sleep(0.05)
-
-
-def limited(**limit: Any) -> dict[str, Any]:
-    return {"scheduling": {"admission": {"policy": "off", "default_tenant": limit}}}
 
 
 async def statuses(asked: list[Any]) -> list[int]:
@@ -162,7 +100,7 @@ async def statuses(asked: list[Any]) -> list[int]:
 
 
 async def test_together_they_let_in_what_one_would(open_region: Any, server: RedisServer) -> None:
-    async with gateways(open_region, server, **limited(max_requests=10)) as (one, two):
+    async with gateways(open_region, server.url, **limited(max_requests=10)) as (one, two):
         for _ in range(3):
             one.engine.first_token.clear()
             asked = [
@@ -182,7 +120,7 @@ async def test_a_budget_of_tokens_per_second_is_one_for_both(
 ) -> None:
     # So slow that nothing comes back during the test: what one would let in is known.
     limit = limited(tokens_per_s=0.001, burst_tokens=10_000)
-    async with gateways(open_region, server, **limit) as (one, two):
+    async with gateways(open_region, server.url, **limit) as (one, two):
         admitted = 0
         for number in range(120):
             item = (one, two)[number % 2]
@@ -194,14 +132,14 @@ async def test_a_budget_of_tokens_per_second_is_one_for_both(
 
 
 async def test_one_after_the_other_is_one_at_a_time(open_region: Any, server: RedisServer) -> None:
-    async with gateways(open_region, server, num=1, **limited(max_requests=1)) as (one,):
+    async with gateways(open_region, server.url, num=1, **limited(max_requests=1)) as (one,):
         await ask(one, 60)
 
 
 async def test_a_request_that_is_given_up_gives_its_budget_back(
     open_region: Any, server: RedisServer
 ) -> None:
-    async with gateways(open_region, server, **limited(max_requests=1)) as (one, two):
+    async with gateways(open_region, server.url, **limited(max_requests=1)) as (one, two):
         one.engine.first_token.clear()
         asking = asyncio.create_task(one.post(body()))
         await until(lambda: one.engine.num_serving == 1)
@@ -213,7 +151,7 @@ async def test_a_request_that_is_given_up_gives_its_budget_back(
 
 
 async def test_one_leads_and_another_takes_over(open_region: Any, server: RedisServer) -> None:
-    async with gateways(open_region, server) as (one, two):
+    async with gateways(open_region, server.url) as (one, two):
         await until(lambda: page(one).leads != page(two).leads)
         leader, other = (one, two) if page(one).leads else (two, one)
         assert page(other).leader == page(leader).name
@@ -226,7 +164,7 @@ async def test_one_leads_and_another_takes_over(open_region: Any, server: RedisS
 
 
 async def test_the_plan_of_the_leader_holds_in_all(open_region: Any, server: RedisServer) -> None:
-    async with gateways(open_region, server) as (one, two):
+    async with gateways(open_region, server.url) as (one, two):
         await until(lambda: page(one).leads != page(two).leads)
         leader, other = (one, two) if page(one).leads else (two, one)
         leader.gateway.scheduler.tell(ThresholdPlanned("far", 4321.0, 5e8))
@@ -235,7 +173,7 @@ async def test_the_plan_of_the_leader_holds_in_all(open_region: Any, server: Red
 
 
 async def test_operators_are_sent_to_the_leader(open_region: Any, server: RedisServer) -> None:
-    async with gateways(open_region, server) as (one, two):
+    async with gateways(open_region, server.url) as (one, two):
         await until(lambda: page(one).leads != page(two).leads)
         other = two if page(one).leads else one
         one.pd.engine_numbers = {"role": "decode"}
@@ -271,7 +209,7 @@ async def test_without_redis_they_go_on_alone_and_join_again(
     server.__enter__()
     limit = limited(max_requests=6)
     try:
-        async with gateways(open_region, server, prefill=(), **limit) as regions:
+        async with gateways(open_region, server.url, prefill=(), **limit) as regions:
             one, two = regions
             load = Load(regions)
             tasks = [asyncio.create_task(load.run()) for _ in range(2)]
@@ -319,17 +257,18 @@ async def test_what_redis_lost_before_the_others_heard_it_is_told_again(
     server = RedisServer(tmp_path)
     server.__enter__()
     try:
-        async with gateways(open_region, server, prefill=()) as (one, two):
+        async with gateways(open_region, server.url, prefill=()) as (one, two):
             deaf = two.gateway.sharing
             assert deaf is not None
-            assert deaf._task is not None
-            deaf._task.cancel()
+            for task in deaf._tasks:
+                task.cancel()
             await ask(one, 6)
             await until(lambda: page(one).pending == 0)
             server.__exit__()
             await until(lambda: page(one).state == "alone")
             server.__enter__()
-            deaf._task = asyncio.create_task(deaf._run())
+            deaf._tasks = [asyncio.create_task(deaf._beat_on())]
+            deaf._tasks += [asyncio.create_task(deaf._exchange_on())]
             await until(lambda: num_seen(one) == num_seen(two) == 5)
     finally:
         if server._process is not None and server._process.poll() is None:

@@ -14,7 +14,7 @@ from deploy.gateway.sharing import state_file
 from deploy.gateway.sharing.state_file import StateFile, UnusableState, about, decoded, encoded
 from kvmanager.private_files import write_private
 from scheduler.live.feedback import RequestArrived
-from scheduler.live.sharing.learned_state import LearnedState, learned_state
+from scheduler.live.sharing.learned_state import VERSION, LearnedState, learned_state
 
 MODELS = (ModelConfig(name=MODEL, root="/weights/tiny"),)
 
@@ -103,7 +103,7 @@ async def test_what_was_learnt_last_follows_a_write_that_is_under_way(
     ("change", "why"),
     [
         (lambda data: b"", "another version"),
-        (lambda data: data.replace(b"state 3", b"state 0"), "another version"),
+        (lambda data: data.replace(b"state %d" % VERSION, b"state 0"), "another version"),
         (lambda data: data[:-3], "damaged"),
         (lambda data: data[:80] + bytes([data[80] ^ 1]) + data[81:], "damaged"),
         (lambda data: b"no state\n" * 100, "another version"),

@@ -23,8 +23,13 @@ from scheduler.live.feedback import (
     RequestArrived,
 )
 from scheduler.live.settings import LiveSettings, PdSettings
-from scheduler.live.sharing.events import MAX_HEARD, ObservationsHeard, Observed, WorkHeard
-from scheduler.live.sharing.learned_state import LearnedState, StateRestored, learned_state
+from scheduler.live.sharing.events import ObservationsHeard, Observed, WorkHeard
+from scheduler.live.sharing.learned_state import (
+    MAX_HEARD,
+    LearnedState,
+    StateRestored,
+    learned_state,
+)
 from scheduler.live.sharing.peer_work import Work
 from scheduler.routing.decision import ONE_ENGINE
 from scheduler.routing.prediction import Prediction

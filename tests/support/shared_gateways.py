@@ -1,0 +1,74 @@
+"""Several gateways of one region, around the same engines, that share through a Redis server."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from gateway_region import Region
+
+from deploy.gateway.config import SharedSection
+from deploy.gateway.sharing import region_sharing
+from deploy.gateway.sharing.redis_region import region_at
+
+MODEL = "tiny"
+LIMIT_S = 60
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def gateways(
+    open_region: Any, url: str, num: int = 2, **config: Any
+) -> AsyncIterator[list[Region]]:
+    """Gateways called g0, g1, ... around the same engines."""
+    found: list[Region] = []
+    async with AsyncExitStack() as stack:
+        for number in range(num):
+            opened = open_region(
+                around=found[0] if found else None,
+                owned={"shared": region_at(url, "r")},
+                shared=SharedSection(redis=url, region="r", name=f"g{number}"),
+                **config,
+            )
+            found.append(await stack.enter_async_context(opened))
+        await until(lambda: all(page(item).state == "joined" for item in found))
+        await until(lambda: all(len(page(item).peers) == num - 1 for item in found))
+        yield found
+
+
+def page(region: Region) -> region_sharing.SharingOverview:
+    assert region.gateway.sharing is not None
+    return region.gateway.sharing.overview()
+
+
+def body(num_bytes: int = 60, **fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": "x" * num_bytes, "max_tokens": 4} | fields
+
+
+def num_seen(region: Region) -> int:
+    known = region.gateway.scheduler.knowledge(MODEL)
+    return sum(known.profile(place).num_seen for place in known.places)
+
+
+async def ask(region: Region, num: int, **fields: Any) -> None:
+    for number in range(num):
+        asked = body(100 + 300 * (number % 5), stream=True, **fields)
+        asked["stream_options"] = {"include_usage": True}  # it says how long the prompt was
+        status, _, answer = await region.post(asked)
+        assert status == 200, answer
+
+
+async def served(region: Region) -> None:
+    """Wait until a request is let in: the end of one is told to the other gateway soon."""
+    async with asyncio.timeout(LIMIT_S):
+        while (await region.post(body()))[0] != 200:
+            await asyncio.sleep(0.05)
+
+
+def limited(**limit: Any) -> dict[str, Any]:
+    return {"scheduling": {"admission": {"policy": "off", "default_tenant": limit}}}
