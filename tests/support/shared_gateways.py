@@ -8,7 +8,7 @@ from typing import Any
 from gateway_region import Region
 
 from deploy.gateway.config import SharedSection
-from deploy.gateway.sharing import region_sharing
+from deploy.gateway.sharing.overview import SharingOverview
 from deploy.gateway.sharing.redis_region import region_at
 
 MODEL = "tiny"
@@ -41,7 +41,7 @@ async def gateways(
         yield found
 
 
-def page(region: Region) -> region_sharing.SharingOverview:
+def page(region: Region) -> SharingOverview:
     assert region.gateway.sharing is not None
     return region.gateway.sharing.overview()
 
