@@ -197,8 +197,14 @@ class RegionInRedis:
         its plan if it leads.
         """
         names = ("beats", "works", "leader", "token", "plan", "learned", "seen")
-        gone_ms, lease_ms = int(1000 * GONE_S), int(1000 * LEASE_S)
-        arguments: tuple[Any, ...] = (self.me, gone_ms, beat, lease_ms, plan, KEPT_S)
+        arguments: list[Any] = [
+            self.me,
+            int(1000 * GONE_S),
+            beat,
+            int(1000 * LEASE_S),
+            plan,
+            KEPT_S,
+        ]
         answer: Any = await self._beat([self.key(name) for name in names], arguments)
         time_ms, others, kept, leader, token = answer
         return Heard(int(time_ms), dict(_pairs(others)), kept, _name(leader), int(token))
