@@ -10,7 +10,9 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import aiohttp
 from same_answers import HttpRequest
+from schema_values import legal_values, resolved
 
 from deploy.lab.demo.byte_tokenizer import EOS_ID
 from deploy.lab.demo.scenario import text
@@ -32,6 +34,8 @@ _NOT_DRAWN: Mapping[str, str] = {
     **dict.fromkeys(("model", "messages", "prompt", "input", "stream"), "each request has its own"),
     **dict.fromkeys(_LIMITS.values(), "without a limit an answer fills the context"),
     "temperature": "answers must not depend on chance",
+    # vLLM 0.32 answers -9999 as the other requests' second best of `logprobs`.
+    "logprob_token_ids": "it spoils the answers that are computed together with it",
     "request_id": "a server answers with its own",
     **dict.fromkeys(
         ("kv_transfer_params", "ec_transfer_params", "previous_response_id", "background"),
@@ -49,8 +53,10 @@ REFUSED_HERE: tuple[tuple[str, dict[str, Any], str], ...] = (
 """What the gateway answers otherwise than an engine, and why. docs/api.md says it to clients."""
 
 
-def odd_requests(openapi: Mapping[str, Any], model: str, max_model_len: int) -> list[HttpRequest]:
-    """All of them, each with a name of its own."""
+async def odd_requests(url: str, model: str, max_model_len: int) -> list[HttpRequest]:
+    """All of them, each with a name of its own; `url` is an engine's."""
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/openapi.json") as response:
+        openapi = await response.json()
     found = [
         *_by_hand(model, max_model_len),
         *_illegal(model),
@@ -385,12 +391,12 @@ def _drawn(openapi: Mapping[str, Any], model: str) -> Iterator[HttpRequest]:
     schemas = openapi["components"]["schemas"]
     for path in _LIMITS:
         content = openapi["paths"][path]["post"]["requestBody"]["content"]["application/json"]
-        fields = _resolved(content["schema"], schemas)["properties"]
+        fields = resolved(content["schema"], schemas)["properties"]
         values = [
             (name, value)
             for name, schema in fields.items()
             if name not in _NOT_DRAWN
-            for value in _legal(schema, schemas)
+            for value in legal_values(schema, schemas)
         ]
         alone = [dict([one]) for one in values]
         pairs = [dict(draw.sample(values, 2)) for _ in range(NUM_PAIRS // len(_LIMITS))]
@@ -400,53 +406,3 @@ def _drawn(openapi: Mapping[str, Any], model: str) -> Iterator[HttpRequest]:
             body = _body(path, model, prompt) | odd
             name = f"drawn {odd}{' long' * is_long}{' stream' * is_stream}"
             yield HttpRequest(name, path, body | ({"stream": True} if is_stream else {}))
-
-
-def _resolved(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Mapping[str, Any]:
-    while "$ref" in schema:
-        schema = schemas[schema["$ref"].rpartition("/")[2]]
-    return schema
-
-
-def _legal(schema: Mapping[str, Any], schemas: Mapping[str, Any], depth: int = 0) -> Iterator[Any]:
-    """Values of each kind that `schema` allows, with its bounds among them."""
-    schema = _resolved(schema, schemas)
-    if either := schema.get("anyOf") or schema.get("oneOf"):
-        for one in either:
-            yield from itertools.islice(_legal(one, schemas, depth), 4 - depth)
-        return
-    if "const" in schema or "enum" in schema:
-        yield from schema.get("enum", [schema.get("const")])
-        return
-    kind = schema.get("type")
-    if kind == "boolean":
-        yield from (True, False)
-    elif kind == "integer":
-        low = int(schema.get("minimum", 0))
-        yield from dict.fromkeys((max(low, 0), max(low, 1), max(low, 0) + 2))
-    elif kind == "number":
-        yield from (0.5, 0, 1.5)
-    elif kind == "string":
-        yield from ("x", *([] if schema.get("minLength") else [""]), "\u00e9\u2028\U0001f600")
-    elif kind == "null":
-        yield None
-    elif kind == "array" and depth < 3:
-        items = list(itertools.islice(_legal(schema.get("items", {}), schemas, depth + 1), 2))
-        yield from ([], items[:1], items)
-    elif kind == "object" and depth < 3:
-        yield from _objects(schema, schemas, depth)
-
-
-def _objects(
-    schema: Mapping[str, Any], schemas: Mapping[str, Any], depth: int
-) -> Iterator[dict[str, Any]]:
-    """One with only what it must have, and one more for each other property."""
-    properties = schema.get("properties", {})
-    firsts = {name: next(_legal(one, schemas, depth + 1), None) for name, one in properties.items()}
-    needed = {name: firsts[name] for name in schema.get("required", ()) if name in firsts}
-    yield needed
-    for name, first in firsts.items():
-        if name not in needed:
-            yield needed | {name: first}
-    if not properties and isinstance(schema.get("additionalProperties"), dict):
-        yield {"1": next(_legal(schema["additionalProperties"], schemas, depth + 1), None)}

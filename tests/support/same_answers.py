@@ -17,13 +17,14 @@ LOGPROB_TOLERANCE_NATS = 1e-3
 """The window model computes in float32."""
 AT_A_TIME = 8
 TIMEOUT_S = 120.0
+APART = ("cache_read_input_tokens", "cache_creation_input_tokens")
 OF_A_PROCESS = frozenset(
     {
         *("id", "item_id", "call_id", "request_id", "response_id", "system_fingerprint"),
         *("created", "created_at", "completed_at", "metrics"),
         # Caches differ: the plain engine has none.
         *("prompt_tokens_details", "input_tokens_details", "cached_tokens"),
-        *("cache_read_input_tokens", "cache_creation_input_tokens"),
+        *APART,
         # It counts the events before.
         "sequence_number",
     }
@@ -166,10 +167,9 @@ def _read(body: bytes, media_type: str) -> Any:
 
 def _without_names(value: Any) -> Any:
     if isinstance(value, dict):
-        if "cache_read_input_tokens" in value:
-            # Anthropic's usage counts what a cache had apart from the rest.
-            cached = value["cache_read_input_tokens"] or 0
-            value = value | {"input_tokens": value["input_tokens"] + cached}
+        # Anthropic's usage counts what a cache had, or now has, apart from the rest.
+        if apart := sum(value.get(name) or 0 for name in APART):
+            value = value | {"input_tokens": value["input_tokens"] + apart}
         return {key: _without_names(item) for key, item in value.items() if key not in OF_A_PROCESS}
     if isinstance(value, str):
         return LOG_TIME.sub("[time]", value)
