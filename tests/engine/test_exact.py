@@ -12,6 +12,7 @@ region's key.
 
 import asyncio
 import statistics
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,8 +49,10 @@ from engine_region import (
 from handoff import Handoff
 from landed_items import items_of
 from load_tools import vllm_bench_serve
+from odd_requests import odd_requests
 from otlp_receiver import OtlpReceiver, ReceivedSpan, check_tree
 from prometheus_server import needs_prometheus
+from same_answers import HttpAnswer, HttpRequest, answers_of, unlike
 
 from deploy.lab.demo.answers import Answer
 from deploy.lab.demo.reference import plain_engine
@@ -146,10 +149,8 @@ class Served:
     prefix_caching: bool
     chunk_tokens: int
     region: RunningRegion
-    asked: list[DemoRequest]
-    expected: dict[str, Answer]
+    plain: "Plain"
     talk: Talk
-    by_clients: dict[str, list[str]]
     receiver: OtlpReceiver
     """Of the spans of all processes, engines included."""
 
@@ -163,6 +164,8 @@ class Plain:
     turns: list[DemoRequest]
     answers: list[Answer]
     by_clients: dict[str, list[str]]
+    odd: list[HttpRequest]
+    odd_answers: dict[str, HttpAnswer]
 
 
 async def plain_answers(path: Path, name: str, log_dir: Path) -> Plain:
@@ -171,8 +174,11 @@ async def plain_answers(path: Path, name: str, log_dir: Path) -> Plain:
         asked, expected = await reference_answers(url, name, requests())
         turns, answers = await expected_turns(url, name, TURNS, seed=9000)
         # Texts of the official clients are not drawn until the recurrent model is sure of them.
-        by_clients = await client_answers(url, name) if name == WINDOW else {}
-        return Plain(asked, expected, turns, answers, by_clients)
+        is_exact = name == WINDOW
+        by_clients = await client_answers(url, name) if is_exact else {}
+        odd = await odd_requests(url, name, model.max_model_len) if is_exact else []
+        odd_answers = await answers_of(url, odd)
+        return Plain(asked, expected, turns, answers, by_clients, odd, odd_answers)
 
 
 _expected: dict[str, asyncio.Task[Plain]] = {}
@@ -217,10 +223,8 @@ async def served(
                 prefix_caching,
                 chunk_tokens,
                 region,
-                plain.asked,
-                plain.expected,
+                plain,
                 Talk(name, region, plain.turns, plain.answers),
-                plain.by_clients,
                 receiver,
             )
 
@@ -234,12 +238,12 @@ async def served(
     more="with and without prefix caching, TLS",
 )
 async def test_tokens_equal_a_plain_engines(served: Served) -> None:
-    name, asked, region = served.model, served.asked, served.region
+    name, asked, region = served.model, served.plain.asked, served.region
     repeated = again(asked) if served.prefix_caching else []
     answers = await ask_region(region, name, [*asked, *repeated])
     for tried, answer in answers.items():
         assert not answer.error, (tried, answer.error)
-        assert answer.token_ids == served.expected[tried.removesuffix(AGAIN)].token_ids, tried
+        assert answer.token_ids == served.plain.expected[tried.removesuffix(AGAIN)].token_ids, tried
     listed = await records(region)
     for request in asked:
         record = listed[answers[request.name].request_id]
@@ -258,7 +262,7 @@ async def test_official_clients_get_a_plain_engines_answers(served: Served) -> N
     region = served.region
     before, computed = await records(region), await computed_tokens(region, "b1-decode")
     answers = await client_answers(region.gateway_url, served.model)
-    assert answers == served.by_clients
+    assert answers == served.plain.by_clients
     routes = [
         record["route"] for key, record in (await records(region)).items() if key not in before
     ]
@@ -267,6 +271,18 @@ async def test_official_clients_get_a_plain_engines_answers(served: Served) -> N
     # The last token of each prompt, for each choice.
     num_requests = len(answers) - len(LOCAL_CALLS) + NUM_CHOICES - 1
     assert await computed_tokens(region, "b1-decode") - computed == num_requests
+    await everything_is_given_back(region)
+
+
+@serving(WINDOW_CACHED_TLS)
+async def test_odd_requests_get_a_plain_engines_answers(served: Served) -> None:
+    """Legal and illegal ones, at each routed endpoint, on each way through the region."""
+    asked, region = served.plain.odd, served.region
+    assert len(asked) >= 500
+    answers = await answers_of(region.gateway_url, asked)
+    assert unlike(asked, served.plain.odd_answers, answers) == []
+    routes = Counter(answer.route for answer in answers.values())
+    assert min(routes[route] for route in ("local", "prefill_cluster", "direct")) > 100, routes
     await everything_is_given_back(region)
 
 
