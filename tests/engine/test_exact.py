@@ -69,6 +69,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 THRESHOLD_TOKENS = 100
 ALL_AT_ONCE_TOKENS = 16384
 LAYER_WISE_TRIES = 3
+NUM_QUESTIONS, QUESTION_TOKENS = 2, 20
+"""Calls of clients, of those at `/v1/responses`, with parameters that an engine is asked about."""
 MAX_UNEXPLAINED = 0.03
 """The share of a TTFT that no process may have measured."""
 TTFT_PARTS = {
@@ -268,9 +270,10 @@ async def test_official_clients_get_a_plain_engines_answers(served: Served) -> N
     ]
     expected = ["direct" if name in LOCAL_CALLS else "prefill_cluster" for name in answers]
     assert routes == expected
-    # The last token of each prompt, for each choice.
+    # The last token of each prompt, for each choice, and short questions about parameters.
     num_requests = len(answers) - len(LOCAL_CALLS) + NUM_CHOICES - 1
-    assert await computed_tokens(region, "b1-decode") - computed == num_requests
+    num_tokens = num_requests + NUM_QUESTIONS * QUESTION_TOKENS
+    assert await computed_tokens(region, "b1-decode") - computed == num_tokens
     await everything_is_given_back(region)
 
 

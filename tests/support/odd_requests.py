@@ -109,7 +109,6 @@ _OF_COMPLETIONS: tuple[dict[str, Any], ...] = (
     {"echo": True, "logprobs": 0, "max_tokens": 1},
     {"echo": True, "return_token_ids": True},
     {"echo": True, **_CHOICES},
-    {"logprobs": 0},
     {"logprobs": 5},
     {"logprobs": 1, "return_tokens_as_token_ids": True},
     {"logprobs": 2, "return_token_ids": True, **_CHOICES},
@@ -138,7 +137,6 @@ _OF_COMPLETIONS: tuple[dict[str, Any], ...] = (
     {"truncate_prompt_tokens": 120, "truncation_side": "left", "echo": True},
     {"logit_bias": {"65": 100}},
     {"logit_bias": {"65": -100, "66": 100.0}},
-    {"allowed_token_ids": [65]},
     {"bad_words": ["a", "the"]},
     {"structured_outputs": {"choice": ["yes", "no"]}, "max_tokens": 8},
     {"structured_outputs": {"regex": "[a-f]{3}"}, "max_tokens": 8},
@@ -331,35 +329,37 @@ def _by_hand(model: str, max_model_len: int) -> Iterator[HttpRequest]:
 
 # --- illegal --------------------------------------------------------------------------------------
 
-_WRONG: tuple[dict[str, Any], ...] = (
-    *({"model": wrong} for wrong in (None, "", "unknown", 5, ["a"])),
-    *({"temperature": wrong} for wrong in (-1, "x", "0", [])),
-    *({"top_p": wrong} for wrong in (0, 1.1, -1)),
-    *({"n": wrong} for wrong in (0, -1, "2", 1.5, 100_000, True)),
-    *({"stream": wrong} for wrong in ("yes", 1, None, "x", [])),
-    *({"stream_options": wrong} for wrong in ({"include_usage": True}, [], "x")),
-    *({"stop": wrong} for wrong in ("", [""], [1], {}, ["a"] * 20)),
-    *({"logit_bias": wrong} for wrong in ({"a": 1}, {"99999": 1}, [])),
-    *({"seed": wrong} for wrong in (1 << 63, 1.5, "x")),
-    *({"min_tokens": wrong} for wrong in (5, -1, "x")),
-    *({"logprobs": wrong} for wrong in (-1, 1000, "x", True)),
-    *({"response_format": wrong} for wrong in ({"type": "x"}, "json", {"type": "json_schema"})),
-    *({"structured_outputs": wrong} for wrong in ({"regex": "(("}, {}, {"json": "{"})),
-    *({"stop_token_ids": wrong} for wrong in ([-1], ["x"], [1 << 40])),
-    *({"cache_salt": wrong} for wrong in ("", 5, "x" * 2000)),
-    *({"priority": wrong} for wrong in (1, "x")),
-    *({"allowed_token_ids": wrong} for wrong in ([], [99999])),
-    *({"truncate_prompt_tokens": wrong} for wrong in (-2, 1 << 40)),
-    *({"vllm_xargs": wrong} for wrong in ([], {"a": None})),
-)
+_WRONG: Mapping[str, tuple[Any, ...]] = {
+    "model": (None, "", "unknown", 5, ["a"]),
+    "temperature": (-1, "x", "0", []),
+    "top_p": (0, 1.1, -1),
+    "n": (0, -1, "2", 1.5, 100_000, True),
+    "stream": ("yes", 1, None, "x", []),
+    "stream_options": ({"include_usage": True}, [], "x"),
+    "stop": ("", [""], [1], {}, ["a"] * 20),
+    "logit_bias": ({"a": 1}, {"99999": 1}, []),
+    "seed": (1 << 63, 1.5, "x"),
+    "min_tokens": (5, -1, "x"),
+    "logprobs": (-1, 1000, "x", True),
+    "response_format": ({"type": "x"}, "json", {"type": "json_schema"}),
+    "structured_outputs": ({"regex": "(("}, {}, {"json": "{"}),
+    "stop_token_ids": ([-1], ["x"], [1 << 40]),
+    "cache_salt": ("", 5, "x" * 2000),
+    "priority": (1, "x"),
+    "allowed_token_ids": ([], [99999]),
+    "truncate_prompt_tokens": (-2, 1 << 40),
+    "vllm_xargs": ([], {"a": None}),
+}
 _NO_PROMPTS: tuple[Any, ...] = (None, 5, [None], [{}], [-1], [1.5], ["a", 1], [[["a"]]], [True])
 _NO_BODIES = (b"", b"null", b"[]", b"{", b'"x"', b"{}", b'{"model": }', b"\xff", b'{"a": NaN}')
 
 
 def _illegal(model: str) -> Iterator[HttpRequest]:
     for path, limit in _LIMITS.items():
-        for fields in _WRONG:
-            yield HttpRequest(f"wrong {fields}", path, _body(path, model, "Hi") | fields)
+        for name, values in _WRONG.items():
+            for value in values:
+                body = _body(path, model, "Hi") | {name: value}
+                yield HttpRequest(f"{name}={value!r}", path, body)
         for prompt in _NO_PROMPTS:
             yield HttpRequest(f"no prompt {prompt}", path, _body(path, model, prompt))
         for value in (0, -1, "x", 1.5, 1 << 40, "3", True):

@@ -194,6 +194,27 @@ async def test_a_prompt_that_nobody_can_serve_is_not_prefilled(region: Any, by_i
     assert region.engine.sources == ["landing"] * 3
 
 
+@pytest.mark.parametrize(
+    ("path", "limit"),
+    [
+        ("/v1/chat/completions", "max_completion_tokens"),
+        ("/v1/messages", "max_tokens"),
+        ("/v1/responses", "max_output_tokens"),
+    ],
+)
+async def test_an_engine_that_answers_a_question_computes_one_token(
+    region: Any, path: str, limit: str
+) -> None:
+    """vLLM's `/v1/responses` has no data-parallel ranks to refuse."""
+    body = {"model": "tiny", limit: 500, "tools": [{"type": "function", "name": "f"}]}
+    if path == "/v1/responses":
+        body["input"] = "x" * 300
+    else:
+        body["messages"] = [{"role": "user", "content": "x" * 300}]
+    assert (await region.post(body, path))[1]["x-prfaas-route"] == "prefill_cluster"
+    assert [json.loads(asked)[limit] for asked in region.engine.bodies(path)] == [1, 500]
+
+
 async def test_a_prompt_too_long_for_the_model_is_not_prefilled(open_region: Any) -> None:
     async with open_region(models=[{"name": "tiny", "max_model_len": 300}]) as region:
 
