@@ -26,7 +26,9 @@ _PROMPT: Final = frozenset({"prompt", "messages", "input", "documents", "instruc
 _SMALL: Final[dict[Kind, dict[str, Any]]] = {
     "chat": {"messages": [{"role": "user", "content": "."}]},
     "messages": {"messages": [{"role": "user", "content": "."}]},
-    "responses": {"input": "."},
+    # vLLM looks at no rank for responses, so this one is computed. Its length was judged with the
+    # rendering of the prompt.
+    "responses": {"input": ".", "max_output_tokens": 1},
 }
 _TEXT: Final = re.compile(rb'"[^"\\]+"')
 _NUMBER: Final = re.compile(rb"\d{1,9}")
