@@ -239,7 +239,12 @@ async def assert_roles_were_those_of_the_time(
 def _spec(path: Path) -> RegionSpec:
     # Nothing but the orders of this test changes a role, one right after the other.
     # Admission keeps engines from filling up, and so from what is tested here.
-    scheduling = {"long_term": {"mode": "off", "dwell_s": 0}, "admission": {"policy": "off"}}
+    # However busy this machine is, long prompts are handed off.
+    scheduling = {
+        "routing": {"policy": "threshold"},
+        "long_term": {"mode": "off", "dwell_s": 0},
+        "admission": {"policy": "off"},
+    }
     few_blocks = ("--num-gpu-blocks-override", str(NUM_KV_BLOCKS))
     spec = region_spec(path, WINDOW, prefix_caching=False, scheduling=scheduling)
     model = spec.models[0]

@@ -5,6 +5,7 @@ of the other checkpoint runs beside the decode engine, too, and shares its node'
 """
 
 import ipaddress
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -60,12 +61,16 @@ async def region(
 ) -> AsyncIterator[RunningRegion]:
     model = MODELS[WINDOW]
     other = build_model(replace(model, seed=model.seed + 1), models_dir / "swapped")
-    spec = region_spec(model_dir(models_dir, WINDOW), WINDOW, threshold_tokens=100)
+    path = model_dir(models_dir, WINDOW)
+    spec = region_spec(path, WINDOW, threshold_tokens=100)
+    # As if the folder had something else in it on another host.
+    redirect = models_dir / "redirect.json"
+    redirect.write_text(json.dumps({str(path): str(other)}))
     document = spec.model_dump(mode="json")
     for cluster in document["clusters"]:
         for instance in cluster["nodes"][0]["instances"]:
             if instance["name"] != "b1-decode":
-                instance["args"] = ["--model", str(other)]
+                instance["env"] = {"VLLM_MODEL_REDIRECT_PATH": str(redirect)}
     swapped = type(spec).model_validate(document)
     async with running(swapped, tmp_path_factory.mktemp("swap")) as running_region:
         yield running_region

@@ -24,13 +24,12 @@ from kvmanager.token_ids import TokenIds
 _MOST_KNOWN: Final = 10_000
 _PROMPT: Final = frozenset({"prompt", "messages", "input", "documents", "instructions", "system"})
 _SMALL: Final[dict[Kind, dict[str, Any]]] = {
-    "chat": {"messages": [{"role": "user", "content": "."}], "max_completion_tokens": 1},
-    "messages": {"messages": [{"role": "user", "content": "."}], "max_tokens": 1},
+    "chat": {"messages": [{"role": "user", "content": "."}]},
+    "messages": {"messages": [{"role": "user", "content": "."}]},
+    # vLLM looks at no rank for responses, so this one is computed. Its length was judged with the
+    # rendering of the prompt.
     "responses": {"input": ".", "max_output_tokens": 1},
 }
-"""A prompt and a limit, which whoever rendered the request has judged. An engine that answers after
-all computes one token.
-"""
 _TEXT: Final = re.compile(rb'"[^"\\]+"')
 _NUMBER: Final = re.compile(rb"\d{1,9}")
 _LENGTH: Final = re.compile(rb"[1-9]\d{0,8}")
@@ -74,7 +73,7 @@ _USAGE: Final = re.compile(rb'\{("(include|continuous)_usage(_stats)?": ?(true|f
 """Options that every stream may have."""
 _NO_RANK: Final = {"X-Data-Parallel-Rank": "-1"}
 """vLLM looks at it after all parameters and the adapter, and refuses it, so nothing is computed.
-Its `/v1/responses` and other engines pass over it.
+Other engines pass over it.
 """
 _RANK_REFUSED: Final = b"data_parallel_rank -1"
 _ALL_TAKE: Final = {"output": 16, "id": 255}

@@ -194,25 +194,12 @@ async def test_a_prompt_that_nobody_can_serve_is_not_prefilled(region: Any, by_i
     assert region.engine.sources == ["landing"] * 3
 
 
-@pytest.mark.parametrize(
-    ("path", "limit"),
-    [
-        ("/v1/chat/completions", "max_completion_tokens"),
-        ("/v1/messages", "max_tokens"),
-        ("/v1/responses", "max_output_tokens"),
-    ],
-)
-async def test_an_engine_that_answers_a_question_computes_one_token(
-    region: Any, path: str, limit: str
-) -> None:
-    """vLLM's `/v1/responses` has no data-parallel ranks to refuse."""
-    body = {"model": "tiny", limit: 500, "tools": [{"type": "function", "name": "f"}]}
-    if path == "/v1/responses":
-        body["input"] = "x" * 300
-    else:
-        body["messages"] = [{"role": "user", "content": "x" * 300}]
-    assert (await region.post(body, path))[1]["x-prfaas-route"] == "prefill_cluster"
-    assert [json.loads(asked)[limit] for asked in region.engine.bodies(path)] == [1, 500]
+async def test_a_question_about_a_response_costs_one_token(region: Any) -> None:
+    """vLLM's `/v1/responses` has no data-parallel ranks to refuse, so it answers."""
+    body = {"model": "tiny", "input": "x" * 300, "max_output_tokens": 500, "tools": [{"a": 1}]}
+    assert (await region.post(body, "/v1/responses"))[1]["x-prfaas-route"] == "prefill_cluster"
+    asked = map(json.loads, region.engine.bodies("/v1/responses"))
+    assert [one["max_output_tokens"] for one in asked] == [1, 500]
 
 
 async def test_a_prompt_too_long_for_the_model_is_not_prefilled(open_region: Any) -> None:
