@@ -196,7 +196,8 @@ async def test_a_prompt_that_nobody_can_serve_is_not_prefilled(region: Any, by_i
 
 async def test_a_question_about_a_response_costs_one_token(region: Any) -> None:
     """vLLM's `/v1/responses` has no data-parallel ranks to refuse, so it answers."""
-    body = {"model": "tiny", "input": "x" * 300, "max_output_tokens": 500, "tools": [{"a": 1}]}
+    body = {"model": "tiny", "input": "x" * 300, "max_output_tokens": 500}
+    body["tools"] = [{"type": "function", "name": "f"}]
     assert (await region.post(body, "/v1/responses"))[1]["x-prfaas-route"] == "prefill_cluster"
     asked = map(json.loads, region.engine.bodies("/v1/responses"))
     assert [one["max_output_tokens"] for one in asked] == [1, 500]
