@@ -96,7 +96,7 @@ async def num_left_out(region: Region) -> float:
     return sum(
         float(line.split()[-1])
         for line in lines
-        if line.startswith("prfaas_gateway_shared_left_out_total")
+        if line.startswith("prfaas_gateway_shared_entry_failures_total")
     )
 
 

@@ -106,8 +106,8 @@ class SharingMetrics:
             "Own observations that waited too long for Redis.",
             registry=registry,
         )
-        self.left_out = Counter(
-            prefix + "left_out",
+        self.entry_failures = Counter(
+            prefix + "entry_failures",
             "Entries of others in Redis that could not be used, by what they are.",
             ["entry"],
             registry=registry,
@@ -237,7 +237,7 @@ class RegionSharing:
 
     def _leave_out(self, entry: str, why: object, num: int = 1) -> None:
         """What another wrote cannot be used. It must end neither the sharing nor the gateway."""
-        self._metrics.left_out.labels(entry).inc(num)
+        self._metrics.entry_failures.labels(entry).inc(num)
         if entry not in self._bad:
             self._bad.add(entry)
             logger.warning("%s in Redis cannot be used and is left out: %s", entry, why)
