@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import datetime
+import ipaddress
 from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from wan import FAR, NEAR
+
+ADDRESSES = ("127.0.0.1", NEAR, FAR)
+"""Of receivers: a sender looks whether the certificate names the one that it dials."""
 
 
 def make_certificates(folder: Path) -> dict[str, str]:
@@ -53,7 +58,10 @@ def _certificate(
         )
         .add_extension(
             x509.SubjectAlternativeName(
-                [x509.UniformResourceIdentifier(f"spiffe://bench/agent/{subject}")]
+                [
+                    x509.UniformResourceIdentifier(f"spiffe://bench/agent/{subject}"),
+                    *(x509.IPAddress(ipaddress.ip_address(item)) for item in ADDRESSES),
+                ]
             ),
             critical=False,
         )
