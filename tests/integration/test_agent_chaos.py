@@ -99,10 +99,12 @@ class Producer(DrivenEngine):
     ) -> bool:
         offset, size = piece
         data = content_of(transfer_id)[offset : offset + size]
+        # Before the lock, for which `on_failed` may hold up what the agent says next.
+        runs = self.place(outbox)
         with self._writing:
             if transfer_id in self._failed:
                 return False
-            put_bytes(arena, self.place(outbox), data, offset)
+            put_bytes(arena, runs, data, offset)
         self.client.ready(transfer_id, outbox.attempt, [(offset, min(size, NBYTES - offset))])
         return True
 
