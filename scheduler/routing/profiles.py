@@ -49,16 +49,23 @@ class PrefillProfile:
         """The same curve with another factor."""
         return replace(self, factor=factor)
 
+    def plain(self) -> PrefillProfile:
+        """The same times with the factor put into the coefficients."""
+        factor = self.factor
+        scaled = tuple((a * factor, b * factor, c * factor) for a, b, c in self.coefficients)
+        return PrefillProfile(self.starts, scaled)
+
     def extended(self, reach_tokens: float, other: PrefillProfile) -> PrefillProfile:
         """This curve up to `reach_tokens`. From there on it grows as `other`, but never slower than
         it did itself.
         """
-        own = dict(zip(self.starts, _scaled(self), strict=True))
+        own = dict(zip(self.starts, self.plain().coefficients, strict=True))
         pieces = {start: piece for start, piece in own.items() if start < reach_tokens}
         _, own_linear, own_square = pieces[max(pieces)]
         at_s = self.factor * self._at(reach_tokens)
         ends = (*other.starts[1:], math.inf)
-        for start, end, (_, linear, square) in zip(other.starts, ends, _scaled(other), strict=True):
+        others = other.plain().coefficients
+        for start, end, (_, linear, square) in zip(other.starts, ends, others, strict=True):
             if end > reach_tokens:
                 start, linear = max(start, reach_tokens), max(linear, own_linear)
                 square = max(square, own_square)
@@ -86,12 +93,6 @@ class PrefillProfile:
         piece = bisect_right(self.starts, num_tokens) - 1 if len(self.starts) > 1 else 0
         constant, linear, square = self.coefficients[piece]
         return constant + num_tokens * (linear + num_tokens * square)
-
-
-def _scaled(profile: PrefillProfile) -> list[tuple[float, float, float]]:
-    """The coefficients with the factor in them."""
-    factor = profile.factor
-    return [(factor * a, factor * b, factor * c) for a, b, c in profile.coefficients]
 
 
 class KvProfile(msgspec.Struct, frozen=True):

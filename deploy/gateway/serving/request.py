@@ -75,7 +75,8 @@ class Serving:
         self._end_admission: AdmittedRequest | None = None
         self._num_prompt_tokens = 0
         self._is_landed = False
-        """Whether the answer began with KVCache that landed: only later all of its waits are known.
+        """Whether the answer began on a route with a landing: all of its waits are known only when
+        that is given back.
         """
 
     async def answer(self, request: web.Request) -> web.StreamResponse:

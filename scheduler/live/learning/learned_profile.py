@@ -94,7 +94,7 @@ class LearnedProfile:
             raise ValueError(f"memory {memory} must be at least 1")
         self._prior = prior
         self._profile = prior or GUESS
-        self._shape = _plain(self._profile)
+        self._shape = self._profile.plain()
         self._memory = memory
         self._rows = np.empty((2 * memory, 4))
         self._seconds = np.empty(2 * memory)
@@ -301,17 +301,6 @@ def profile_through(prefills: Sequence[tuple[int, float]]) -> PrefillProfile | N
         # A line may neither fall nor begin below zero.
         slope = min(slope, max(0.0, (found[long] - found[short]) / (long - short)))
     return PrefillProfile((0.0,), ((found[long] - slope * long, slope, 0.0),))
-
-
-def _plain(profile: PrefillProfile) -> PrefillProfile:
-    """The same times with the factor put into the coefficients."""
-    return PrefillProfile(
-        profile.starts,
-        tuple(
-            (a * profile.factor, b * profile.factor, c * profile.factor)
-            for a, b, c in profile.coefficients
-        ),
-    )
 
 
 def _least(matrix: Floats, wanted: Floats) -> Floats:
