@@ -57,12 +57,20 @@ class EchoEngine(asyncio.Protocol):
         """Answer one request."""
         if head.startswith(b"GET"):
             self._transport.write(response(b"{}"))
+        elif b"/render HTTP/" in head:
+            self._transport.write(response(_rendered(body)))
         elif _PACED.search(body):
             self._pacing = asyncio.get_running_loop().create_task(self._paced())
         elif _STREAMED.search(body):
             self._transport.write(_STREAM)
         else:
             self._transport.write(response(ANSWER))
+
+
+def _rendered(body: bytes) -> bytes:
+    prompt = json.loads(body)["prompt"]
+    token_ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
+    return json.dumps([{"token_ids": token_ids}]).encode()
 
 
 def response(body: bytes) -> bytes:
