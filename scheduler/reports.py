@@ -94,6 +94,8 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether its engine refuses prompts with images or other media."""
     encodes: bool = False
     """Whether it encodes media for others: because of its role, or beside it."""
+    paced: bool = False
+    """Whether its engine computes on the CPU in the time of another device."""
     roles: tuple[Role, ...] = ()
     """The roles that it can be given; none: its front is of an older version."""
     encoder: str = ""

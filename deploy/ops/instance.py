@@ -216,7 +216,8 @@ def print_instances(console: Console, overview: InstancesOverview) -> None:
     """Print one line for each instance, then why some are not usable."""
     table = new_table("cluster", "instance", "node", "role", "phase", numbers=("requests",))
     for item in overview.instances:
-        words = (item.cluster, item.instance, item.node, item.role, item.phase)
+        phase = item.phase + (", paced" if item.paced else "")
+        words = (item.cluster, item.instance, item.node, item.role, phase)
         table.add_row(*words, f"{item.requests:,}")
     console.print(table)
     for item in overview.instances:

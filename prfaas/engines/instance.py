@@ -33,6 +33,8 @@ class InstanceSpec(BaseModel):
     vLLM batches them. `decode_slots` is how many requests its engine decodes at a time (vLLM's
     `max_num_seqs`). `node` names the agent's host in what people read.
 
+    With `paced` its engine takes the time of another device.
+
     `encoder_role` is the one that the engine was started with, ec_producer where it is left out and
     the role is encode. With `encodes` an instance that decodes encodes media for others, too.
     """
@@ -49,6 +51,7 @@ class InstanceSpec(BaseModel):
     decode_slots: int = Field(default=DEFAULT_DECODE_SLOTS, ge=1)
     encoder_role: EncoderRole | None = None
     encodes: bool = False
+    paced: bool = False
     engine: EngineSpec | None = None
 
     @model_validator(mode="after")
@@ -211,6 +214,7 @@ class Instance:
             adapters=self.adapters,
             text_only=self.text_only,
             encodes=self.encodes,
+            paced=self.spec.paced,
             roles=self.spec.roles,
             encoder=self.encoder,
         )

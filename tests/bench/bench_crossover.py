@@ -36,9 +36,9 @@ from peers import Kept, Site, ours
 from smoke import add_smoke
 
 from deploy.plan.model_config import config_file, read_config
-from deploy.plan.profile.file import EngineProfileFile
 from deploy.plan.solve.case_study import H20_PREFILL, H200_PREFILL, KV
 from deploy.plan.solve.served import kv_size_of
+from deploy.profile_file import EngineProfileFile
 from kvmanager.config_files.problems import FileError
 from kvmanager.config_files.units import format_tokens
 from kvmanager.hf_config import read_model_kv

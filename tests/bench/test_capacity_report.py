@@ -29,11 +29,11 @@ from capacity_files import (
     trace_of,
 )
 
-from deploy.plan.profile.file import EngineProfileFile
 from deploy.plan.simulate.building import load_simulation
 from deploy.plan.solve.building import load_plan
 from deploy.plan.solve.spec import PlanSpec
 from deploy.plan.trace import load_trace
+from deploy.profile_file import EngineProfileFile
 from scheduler.planning.plan import best_plan
 from scheduler.planning.prefix_reuse import cached_tokens
 from scheduler.planning.throughput import Mode

@@ -2,7 +2,7 @@
 
 from datetime import UTC, datetime
 
-from deploy.plan.profile.file import Provenance
+from deploy.profile_file import Provenance
 
 provenance = Provenance(
     url="http://engine:8000", model="m", date=datetime(2026, 11, 21, tzinfo=UTC), repeats=5

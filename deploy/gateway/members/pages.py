@@ -35,7 +35,7 @@ class InstanceNow(msgspec.Struct, frozen=True, kw_only=True):
 
     `phase` is "joining" (not usable yet, `reason` says why), "serving", "draining" or "leaving".
     `requests` counts what it does now. `copied` says what was copied away from its node when it
-    leaves.
+    leaves. `paced`: its engine takes the time of another device.
     """
 
     cluster: str
@@ -50,6 +50,7 @@ class InstanceNow(msgspec.Struct, frozen=True, kw_only=True):
     weights: str = ""
     layout: str = ""
     copied: str = ""
+    paced: bool = False
 
 
 class InstancesOverview(msgspec.Struct, frozen=True):
@@ -115,6 +116,7 @@ class MemberPages:
             reason=item.reason,
             weights=item.weights,
             layout=item.layout,
+            paced=item.paced,
             copied=self._keeper.copied.get((cluster, item.name), ""),
         )
 

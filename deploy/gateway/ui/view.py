@@ -23,7 +23,7 @@ _REQUEST: Final = (
 )  # fmt: skip
 _INSTANCE: Final = (
     "role", "model", "healthy", "draining", "running", "max_concurrent", "reason", "decode_slots",
-    "num_running", "num_waiting", "kv_usage", "node_name", "leaving", "role_ready",
+    "num_running", "num_waiting", "kv_usage", "node_name", "leaving", "role_ready", "paced",
 )  # fmt: skip
 _LINK: Final = (
     "source", "target", "name", "condition", "reason", "available_bytes_per_s", "is_floor",

@@ -21,10 +21,10 @@ from deploy.plan.profile.ends import Ends, kv_cache_size
 
 if TYPE_CHECKING:
     from deploy.plan.profile.engine import ServedModel
-    from deploy.plan.profile.file import EngineProfileFile, KvCacheSize
     from deploy.plan.profile.measuring import ProfilePlan, Wishes
     from deploy.plan.profile.stats import Measured
     from deploy.plan.profile.view import ProfilingView
+    from deploy.profile_file import EngineProfileFile, KvCacheSize
 
 
 def profile_command(
@@ -163,8 +163,8 @@ async def _measure(job: _Job, view: ProfilingView) -> None:
 
 def _file(job: _Job, kv_cache: KvCacheSize | None, *, complete: bool) -> EngineProfileFile:
     from deploy.plan.profile.engine import base_url
-    from deploy.plan.profile.file import EngineProfileFile, Provenance
     from deploy.plan.profile.stats import build_profile
+    from deploy.profile_file import EngineProfileFile, Provenance
 
     assert job.model is not None
     assert job.plan is not None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from deploy.plan.profile.file import EngineProfileFile, KvCacheSize
+    from deploy.profile_file import EngineProfileFile, KvCacheSize
 
 _LONG_TOKENS = 10**9
 """Longer than any window, tokens."""
@@ -71,7 +71,7 @@ def kv_cache_size(config: Path | None, ends: Ends) -> KvCacheSize | None:
     if config is None:
         return None
     from deploy.plan.model_config import config_file, read_config
-    from deploy.plan.profile.file import KvCacheSize
+    from deploy.profile_file import KvCacheSize
     from kvmanager.hf_config import read_model_kv
 
     path = config_file(config)

@@ -51,8 +51,8 @@ def profile_live_command(
     prfaas plan profile-live --instance a1-prefill --instance b1-decode --out loaded.yaml
     """
     from deploy.gateway.serving.records import RequestRecord
-    from deploy.plan.profile.file import EngineProfile, EngineProfileFile, Provenance
     from deploy.plan.profile.served import TooFewRequests, served_profile
+    from deploy.profile_file import EngineProfile, EngineProfileFile, Provenance
     from deploy.region import client
 
     ends = Ends(out, as_json)

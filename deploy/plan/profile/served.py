@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from deploy.plan.profile.file import DecodeStep, MeasuredDecode, MeasuredPrefill, PrefillPoint
+from deploy.profile_file import DecodeStep, MeasuredDecode, MeasuredPrefill, PrefillPoint
 
 if TYPE_CHECKING:
     from deploy.gateway.serving.records import RequestRecord

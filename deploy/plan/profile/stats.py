@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from deploy.plan.profile.file import (
+from deploy.profile_file import (
     DecodeStep,
     EncodePoint,
     EngineProfile,

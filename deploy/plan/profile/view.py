@@ -22,8 +22,8 @@ from rich.table import Table
 from deploy.table_style import new_table
 
 if TYPE_CHECKING:
-    from deploy.plan.profile.file import EngineProfile, MeasuredDecode, MeasuredEncode
     from deploy.plan.profile.measuring import ProfilingProgress
+    from deploy.profile_file import EngineProfile, MeasuredDecode, MeasuredEncode
 
 
 class ProfilingView:

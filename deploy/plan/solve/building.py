@@ -12,13 +12,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from deploy.plan.model_config import config_file, read_config
-from deploy.plan.profile.file import (
-    DecodeStep,
-    EngineProfileFile,
-    KvCacheSize,
-    MeasuredEncode,
-    PrefillPoint,
-)
 from deploy.plan.solve.image_building import (
     ImagePlanInput,
     encode_line,
@@ -40,6 +33,13 @@ from deploy.plan.solve.spec import (
     TrafficSpec,
 )
 from deploy.plan.trace import load_trace
+from deploy.profile_file import (
+    DecodeStep,
+    EngineProfileFile,
+    KvCacheSize,
+    MeasuredEncode,
+    PrefillPoint,
+)
 from kvmanager.config_files.problems import FileError, KeyPath, Problem, suggestion
 from kvmanager.config_files.yaml_files import parse_yaml, read_text
 from kvmanager.hf_config import embedding_token_bytes, read_model_kv

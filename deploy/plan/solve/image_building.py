@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from deploy.plan.profile.file import DecodeStep, MeasuredEncode
 from deploy.plan.solve.spec import EncodeSpec, ImagesSpec, PlanPdClusterSpec, SloSpec
+from deploy.profile_file import DecodeStep, MeasuredEncode
 from scheduler.encoding.line import EncodeLine
 from scheduler.encoding.times import line_through
 from scheduler.encoding.values import EncodeConfig

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from deploy.plan.profile.file import DecodeStep, EncodePoint, PrefillPoint
 from deploy.plan.trace import TimeUnit
+from deploy.profile_file import DecodeStep, EncodePoint, PrefillPoint
 from kvmanager.config_files.fields import NotNegative, Positive, Section, spelled
 from kvmanager.config_files.units import parse_duration, parse_rate, parse_size, parse_tokens
 

@@ -39,6 +39,7 @@ from deploy.region.launch.trust import (
     region_key_of,
 )
 from deploy.region.spec.encoding import encoder_role_of
+from deploy.region.spec.pace import paced_options
 from deploy.region.spec.region import (
     ClusterSpec,
     NodeSpec,
@@ -274,6 +275,7 @@ class Planner:
             kv_events=self._kv_events(node, instance),
             key_file=engine_key_file(region, self.directory),
             devices=self.devices.get(instance.name, {}),
+            pace_log=self.directory.pace,
         )
         process = ProcessSpec(
             name=instance.name,
@@ -333,22 +335,31 @@ def engine_spec(
     kv_events: str | None = None,
     key_file: Path | None = None,
     devices: Mapping[str, str] | None = None,
+    pace_log: Path = Path(),
 ) -> EngineSpec:
     """How the instance's engine is started. Without a socket it is a plain engine. The file's own
-    variables win over those of `devices`.
+    variables win over those of `devices`. A paced one logs its passes in the folder `pace_log`.
     """
     model = region.model_of(instance)
     options = {name: getattr(model, name) for name in EngineOptions.model_fields}
+    paced = paced_options(region, instance, pace_log)
     options |= {
+        "enforce_eager": model.enforce_eager or bool(paced),
         "tensor_parallel_size": region.tensor_parallel_size_of(instance),
         "pipeline_parallel_size": region.pipeline_parallel_size_of(instance),
         "block_size": instance.block_size or model.block_size,
-        "args": media_args(region.gateway.media) + model.args + instance.args,
+        "args": (
+            *media_args(region.gateway.media),
+            *model.args,
+            *instance.args,
+            *paced.get("args", ()),
+        ),
         # vLLM checks the hosts of first addresses only, and not where these redirect.
         "env": {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}
         | dict(devices or {})
         | model.env
-        | instance.env,
+        | instance.env
+        | paced.get("env", {}),
     }
     by_nixl = agent_socket is not None and instance.nixl_port and not instance.encodes_only
     return EngineSpec(

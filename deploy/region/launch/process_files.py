@@ -138,6 +138,7 @@ def _instances(region: RegionSpec, cluster: ClusterSpec) -> tuple[InstanceSpec, 
             decode_slots=region.decode_slots_of(item),
             encoder_role=encoder_role_of(region, cluster, item),
             encodes=item.encodes,
+            paced=region.pace_of(item) is not None,
         )
         for node in cluster.nodes
         for item in node.instances

@@ -118,6 +118,11 @@ class RunDirectory:
         return self.root / "logs"
 
     @property
+    def pace(self) -> Path:
+        """What paced engines log of their passes: a file of JSON lines for each."""
+        return self.logs / "pace"
+
+    @property
     def state_file(self) -> Path:
         return self.root / "state.json"
 

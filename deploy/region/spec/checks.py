@@ -12,6 +12,7 @@ from typing import Final
 from deploy.gateway.config import open_listeners
 from deploy.region.spec.encoding import check_encoding
 from deploy.region.spec.engine_flags import check_args
+from deploy.region.spec.pace import check_pace
 from deploy.region.spec.region import (
     ClusterSpec,
     ModelSpec,
@@ -39,6 +40,7 @@ def check_region(region: RegionSpec) -> list[Problem]:
         *_check_staging(region),
         *_check_clusters(region),
         *check_encoding(region),
+        *check_pace(region),
         *_check_gateway(region),
         *_check_links(region),
         *_check_uplinks(region),

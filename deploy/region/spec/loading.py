@@ -12,7 +12,9 @@ from typing import Final, get_args
 
 import msgspec
 
+from deploy.lab.pace.times import profile_path
 from deploy.region.spec.checks import check_region
+from deploy.region.spec.pace import check_profiles
 from deploy.region.spec.region import ClusterSpec, ModelSpec, RegionSpec
 from kvmanager.config_files.problems import KeyPath, Problem
 from kvmanager.config_files.yaml_files import parse_yaml, read_text
@@ -62,7 +64,11 @@ def _absolute(region: RegionSpec, directory: Path) -> RegionSpec:
 
     def full_model(model: ModelSpec) -> ModelSpec:
         adapters = {name: model_path(path) for name, path in model.adapters.items()}
-        return model.model_copy(update={"path": model_path(model.path), "adapters": adapters})
+        changes = {"path": model_path(model.path), "adapters": adapters}
+        if model.pace is not None:
+            profile = _full_profile(model.pace.profile, full)
+            changes["pace"] = model.pace.model_copy(update={"profile": profile})
+        return model.model_copy(update=changes)
 
     models = tuple(map(full_model, region.models))
     gateway, security = region.gateway, region.security
@@ -79,14 +85,25 @@ def _absolute(region: RegionSpec, directory: Path) -> RegionSpec:
     if security.tls is not None:
         files = {key: full(path) for key, path in security.tls}
         security = security.model_copy(update={"tls": security.tls.model_copy(update=files)})
-    clusters = tuple(_with_full_ssd_dirs(cluster, full) for cluster in region.clusters)
+    clusters = tuple(_with_full_paths(cluster, full) for cluster in region.clusters)
     changes = {"models": models, "gateway": gateway, "security": security, "clusters": clusters}
     return region.model_copy(update=changes)
 
 
-def _with_full_ssd_dirs(cluster: ClusterSpec, full: Callable[[Path], Path]) -> ClusterSpec:
+def _full_profile(text: str, full: Callable[[Path], Path]) -> str:
+    return text if profile_path(text) != Path(text) else str(full(Path(text)))
+
+
+def _with_full_paths(cluster: ClusterSpec, full: Callable[[Path], Path]) -> ClusterSpec:
     nodes = []
     for node in cluster.nodes:
+        instances = tuple(
+            item
+            if item.pace is None
+            else item.model_copy(update={"pace": _full_profile(item.pace, full)})
+            for item in node.instances
+        )
+        node = node.model_copy(update={"instances": instances})
         if node.agent.ssd_dir is not None:
             agent = node.agent.model_copy(update={"ssd_dir": full(node.agent.ssd_dir)})
             node = node.model_copy(update={"agent": agent})
@@ -111,8 +128,9 @@ def missing_packages(region: RegionSpec, nodes: Collection[str] | None = None) -
 
 
 def missing_models(region: RegionSpec, nodes: Collection[str] | None = None) -> list[Problem]:
-    """The models and LoRA adapters whose path is a directory that this machine does not have, and
-    adapters that their model's engines would refuse. With `nodes`, those that these nodes serve.
+    """The models and LoRA adapters whose path is a directory that this machine does not have,
+    adapters that their model's engines would refuse, and profiles of paced instances that cannot be
+    read. With `nodes`, those of these nodes.
     """
     served = {
         region.model_of(instance).name
@@ -120,7 +138,7 @@ def missing_models(region: RegionSpec, nodes: Collection[str] | None = None) -> 
         if nodes is None or node.name in nodes
         for instance in node.instances
     }
-    found: list[Problem] = []
+    found = list(check_profiles(region, nodes))
     for index, model in enumerate(region.models):
         if model.name not in served:
             continue

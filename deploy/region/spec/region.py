@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from deploy.gateway.api_keys import ApiKeysSection
 from deploy.gateway.config import GatewaySection, SharedUplink
+from deploy.lab.pace.times import PaceSpec
 from kvmanager.agent.config import AgentSection
 from kvmanager.config_files.fields import (
     Address,
@@ -66,6 +67,8 @@ class ModelSpec(EngineOptions):
     """The directory of the weights, or a name on the Hugging Face hub."""
     prefix_caching: bool = True
     """Whether prefixes are cached in the engines and in their nodes' arenas; false: in neither."""
+    pace: PaceSpec | None = None
+    """The device whose time all instances take, for a rehearsal on the CPU. Left out: their own."""
 
 
 class RegionInstance(Section):
@@ -103,6 +106,8 @@ class RegionInstance(Section):
     """Pipeline stages of this instance, where they are other than those of its model."""
     block_size: Tokens | None = None
     """Tokens of one of its KV blocks, where they are other than those of its model."""
+    pace: Annotated[str, Field(min_length=1)] | None = None
+    """The profile of its device, where that is another one than the `pace` of its model says."""
     args: tuple[str, ...] = ()
     """Further vLLM options of this instance. They win over those of the model."""
     env: SecretTexts = Field(default={})
@@ -385,6 +390,13 @@ class RegionSpec(Section):
     def pipeline_parallel_size_of(self, instance: RegionInstance) -> int:
         """How many stages divide the layers of the instance."""
         return instance.pipeline_parallel_size or self.model_of(instance).pipeline_parallel_size
+
+    def pace_of(self, instance: RegionInstance) -> PaceSpec | None:
+        """The device whose time the instance takes; None: its own."""
+        pace = self.model_of(instance).pace
+        if pace is None or instance.pace is None:
+            return pace
+        return pace.model_copy(update={"profile": instance.pace})
 
     def num_workers_of(self, instance: RegionInstance) -> int:
         """How many GPUs, or worker processes on the CPU, the instance has."""

@@ -13,11 +13,6 @@ from hypothesis import strategies as st
 from profiling_cases import provenance
 
 from deploy.plan.profile.engine import ProfilingError, base_url, parse_counters
-from deploy.plan.profile.file import (
-    EngineProfileFile,
-    MeasuredPrefill,
-    PrefillPoint,
-)
 from deploy.plan.profile.measuring import (
     Wishes,
     default_lengths,
@@ -33,6 +28,11 @@ from deploy.plan.profile.stats import (
     decode_step,
     doubts,
     prefill_profile,
+)
+from deploy.profile_file import (
+    EngineProfileFile,
+    MeasuredPrefill,
+    PrefillPoint,
 )
 from kvmanager.config_files.problems import FileError
 

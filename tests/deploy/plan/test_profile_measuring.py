@@ -27,10 +27,6 @@ from typer.testing import CliRunner
 
 from deploy.plan.profile.cli import profile_command
 from deploy.plan.profile.engine import ProfiledEngine, ProfilingError
-from deploy.plan.profile.file import (
-    EngineProfile,
-    EngineProfileFile,
-)
 from deploy.plan.profile.measuring import (
     EngineBusyError,
     ProfilePlan,
@@ -42,6 +38,10 @@ from deploy.plan.profile.stats import (
     DecodeSetup,
     Measured,
     build_profile,
+)
+from deploy.profile_file import (
+    EngineProfile,
+    EngineProfileFile,
 )
 from prfaas.engines.client import open_session
 

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from deploy.cli import app
 from deploy.gateway.serving.records import RequestRecord
 from deploy.gateway.serving.ttft_parts import TtftParts
-from deploy.plan.profile.file import EngineProfileFile
 from deploy.plan.profile.served import (
     MIN_PROMPTS,
     Span,
@@ -24,6 +23,7 @@ from deploy.plan.profile.served import (
     served_profile,
     shares_of,
 )
+from deploy.profile_file import EngineProfileFile
 from deploy.region import client
 
 spans = st.lists(

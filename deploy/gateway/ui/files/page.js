@@ -115,7 +115,7 @@ const tables = {
   instances: new Table(find(".instances"), [
     { title: "Instance", className: "name", text: (row) => row.name },
     { title: "Cluster", className: "name", text: (row) => row.cluster },
-    { title: "Role", className: "name", text: (row) => row.role + (row.role_ready === false ? " (changes)" : "") },
+    { title: "Role", className: "name", text: (row) => row.role + (row.role_ready === false ? " (changes)" : "") + (row.paced ? ", paced" : "") },
     { title: "State", className: "", draw: (cell, row) => badge(cell, row.healthy ? row.phase || "serving" : "not healthy", row.healthy ? PHASES[row.phase] || "good" : "bad") },
     { title: "Load", className: "load", draw: (cell, row) => meter(cell, ...load(row)) },
     { title: "KV memory", className: "load", draw: (cell, row) => meter(cell, row.kv_usage, percent(row.kv_usage)) },
