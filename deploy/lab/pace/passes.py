@@ -69,7 +69,7 @@ def judge(passes: Mapping[str, Collection[Pass]], busy: float) -> Verdict:
     late = sum(item.is_late for item in every) / len(every)
     reasons = []
     if late > MAX_LATE:
-        reasons.append(f"{late:.1%} of the passes were late (at most {MAX_LATE:.0%})")
+        reasons.append(f"{late:.2%} of the passes were late (at most {MAX_LATE:.0%})")
     if busy > MAX_BUSY:
         reasons.append(f"the machine was {busy:.0%} busy (at most {MAX_BUSY:.0%})")
     p50, p99 = np.quantile(off, [0.5, 0.99])
