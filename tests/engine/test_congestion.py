@@ -134,7 +134,7 @@ async def test_routes_follow_the_link(region: RunningRegion, recording: Path) ->
         try:
             await _until_remote(traffic, 0.0, BACK_S, NUM_TO_LEARN)
 
-            relay.configure(rate=SLOW)
+            await asyncio.to_thread(relay.configure, rate=SLOW)
             slow_s = traffic.now_s()
             await _until_asked(traffic, slow_s + NOTICED_S, NUM_SLOW, SLOW_LIMIT_S)
 
@@ -142,7 +142,7 @@ async def test_routes_follow_the_link(region: RunningRegion, recording: Path) ->
             cut_s = traffic.now_s()
             await _until_asked(traffic, cut_s + NOTICED_S, NUM_CUT, SLOW_LIMIT_S)
 
-            relay.configure(rate="1Gbit")
+            await asyncio.to_thread(relay.configure, rate="1Gbit")
             relay.heal()
             healed_s = traffic.now_s()
             back_s = await _until_remote(traffic, healed_s, BACK_S)

@@ -2,8 +2,8 @@
 
 Each pass has a deadline: the end of the pass before, or the moment when it was given to an idle
 engine, plus the time that the device takes. What the CPU computes is inside this time, and a late
-wake does not delay the passes after it. Layers end at equal shares, so that KVCache leaves layer
-by layer as from the device.
+wake does not delay the passes after it. Layers take equal shares, so that KVCache leaves layer by
+layer as from the device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from vllm.sampling_params import SamplingParams
@@ -23,6 +23,10 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from deploy.lab.pace.times import VARIABLE, PassTimes
+
+_REST_S: Final = 0.004
+_REST_S_PER_TOKEN: Final = 2e-5
+"""What the CPU is assumed to need after the last wait of a pass, until it is measured."""
 
 
 class PacedWorker(CPUWorker):  # type: ignore[misc]
@@ -35,14 +39,14 @@ class PacedWorker(CPUWorker):  # type: ignore[misc]
         log = Path(self._times.log)
         log.parent.mkdir(exist_ok=True)
         self._log = log.open("a", buffering=1)
-        self._start_s = self._due_s = 0.0
+        self._start_s = self._due_s = self._woken_s = 0.0
+        self._rest_s: dict[int, float] = {}
         self._asked: dict[str, float] | None = None
         layers = _decoder_layers(self.model_runner.model)
         for place, layer in enumerate(layers, start=1):
-            # Before the layer computes, since its KVCache leaves as soon as it has. What is after
-            # the last layer has a share, too.
-            share = place / (len(layers) + 1)
-            layer.register_forward_pre_hook(lambda *_, share=share: self._wait(share))
+            # Before the layer computes, since its KVCache leaves as soon as it has.
+            left = 1 - place / len(layers)
+            layer.register_forward_pre_hook(lambda *_, left=left: self._wait(left))
         return loaded
 
     def determine_available_memory(self) -> int:
@@ -85,14 +89,25 @@ class PacedWorker(CPUWorker):  # type: ignore[misc]
         self._due_s = self._start_s + asked_s
         tokens = sum(num for _, num, _ in prefills)
         self._asked = {"asked": asked_s, "prefill": tokens, "decode": batch}
+        self._size = (tokens + batch).bit_length()
 
-    def _wait(self, share: float) -> None:
+    def _wait(self, left: float) -> None:
+        """Wait for the end of a layer's share, after which this part of the pass is left."""
         if self._asked is not None:
-            self._sleep_until(self._start_s + share * (self._due_s - self._start_s))
+            # The CPU must compute the last layer and sample before the deadline.
+            left_s = max(left * self._asked["asked"], self._rest())
+            self._sleep_until(self._due_s - left_s)
+            self._woken_s = time.monotonic()
+
+    def _rest(self) -> float:
+        """Seconds that the CPU needs after the last wait, for passes of this size (log2)."""
+        return self._rest_s.get(self._size, _REST_S + _REST_S_PER_TOKEN * 2**self._size)
 
     def _end(self) -> None:
         asked, self._asked = self._asked, None
         if asked is not None:
+            rest_s = 1.5 * (time.monotonic() - self._woken_s)
+            self._rest_s[self._size] = max(rest_s, 0.95 * self._rest())
             self._sleep_until(self._due_s)
             took = {"at": time.time(), "took": time.monotonic() - self._start_s}
             self._log.write(json.dumps(took | asked) + "\n")
