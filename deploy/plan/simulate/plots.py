@@ -24,7 +24,7 @@ from scheduler.replay.results import Outcome
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_STYLES: tuple[dict[str, Any], ...] = (
+STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#1b1b1b", "linestyle": "-", "linewidth": 1.6},
     {"color": "#c25b12", "linestyle": "--", "linewidth": 1.4},
     {"color": "#1f6fb2", "linestyle": "-.", "linewidth": 1.4},
@@ -62,12 +62,12 @@ def draw(outcomes: Mapping[str, Outcome]) -> Figure:
     )
     for panel, part in zip(panels, axes, strict=True):
         for number, outcome in enumerate(outcomes.values()):
-            panel(part, outcome, _STYLES[number % len(_STYLES)])
+            panel(part, outcome, STYLES[number % len(STYLES)])
         part.set_ylim(bottom=0)
     for part in axes[-2:]:
         part.set_xlabel("time, s")
     handles = [
-        Line2D([], [], label=name, **_STYLES[number % len(_STYLES)])
+        Line2D([], [], label=name, **STYLES[number % len(STYLES)])
         for number, name in enumerate(outcomes)
     ]
     figure.legend(
