@@ -16,7 +16,7 @@ from deploy.command_line import ExitCode, JsonOption, check_plot, fail, print_js
 
 if TYPE_CHECKING:
     from deploy.lab.rehearse.report import Played
-    from deploy.lab.rehearse.traffic import Wanted
+    from deploy.lab.rehearse.traffic import Prompts, Wanted
 
 
 def _print_example(wanted: bool) -> None:
@@ -27,7 +27,9 @@ def _print_example(wanted: bool) -> None:
 
 
 def rehearse_command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="plan or simulation file, YAML")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="plan or simulation file, or region.yaml")
+    ],
     example: Annotated[
         bool,
         typer.Option(
@@ -56,6 +58,17 @@ def rehearse_command(
         str | None, typer.Option(help="how long requests arrive, in the plan's time: 5min")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="of arrivals, lengths and tokens")] = 1,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="for a region.yaml: a trace, as `simulate` takes it"),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(help="for a region.yaml: prompts, equally frequent, such as 2k,8k,60k"),
+    ] = None,
+    output_tokens: Annotated[
+        int, typer.Option(min=1, help="with --lengths: tokens of an answer")
+    ] = 1024,
     as_json: JsonOption = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="TTFT live and simulated; .png or .svg")
@@ -74,6 +87,7 @@ def rehearse_command(
     prfaas rehearse rehearsal.yaml --requests 100
     prfaas rehearse rehearsal.yaml --compare homogeneous --load 0.7 --report rehearsal.html
     prfaas rehearse rehearsal.yaml --clients 80 --duration 10min    # a backlog: the highest rate
+    prfaas rehearse region.yaml --lengths 2k,8k,60k --rate 0.8      # paced instances of your own
 
     The region has the planner's best division and threshold for exactly this plan, or those of the
     file's policy. Engines are vLLM on the CPU; KVCache of a tiny model really moves through
@@ -87,7 +101,7 @@ def rehearse_command(
     if plot is not None:
         check_plot(plot, ".png", ".svg")
     if report is not None and (report.suffix not in (".html", ".md") or report.is_dir()):
-        fail(f"--report {report}: the name must end in .html or .md", 2)
+        fail(f"--report {report}: the name must end in .html or .md", ExitCode.USAGE)
     from deploy.lab.rehearse.traffic import Wanted
 
     wanted = Wanted(
@@ -97,6 +111,7 @@ def rehearse_command(
         num_requests=requests,
         duration_s=_seconds(duration),
         seed=seed,
+        prompts=_prompts(trace, lengths, output_tokens),
     )
     _check(wanted)
     played = _played(file, compare or [], wanted, keep)
@@ -117,15 +132,35 @@ def _seconds(text: str | None) -> float | None:
     return found
 
 
+def _prompts(trace: Path | None, lengths: str | None, output_tokens: int) -> Prompts | None:
+    """What arrives in a region.yaml; None if it is not said."""
+    from deploy.lab.rehearse.traffic import Prompts
+    from deploy.plan.trace import load_trace
+    from kvmanager.config_files.problems import FileError
+    from kvmanager.config_files.units import parse_tokens
+
+    if trace is not None and lengths is not None:
+        fail("give --trace or --lengths", ExitCode.USAGE)
+    try:
+        if trace is not None:
+            return Prompts(traced=load_trace(trace))
+        if lengths is not None:
+            tokens = [parse_tokens(text) for text in lengths.split(",")]
+            return Prompts(lengths=tokens, output_tokens=output_tokens)
+    except (FileError, ValueError) as error:
+        fail(str(error), ExitCode.USAGE)
+    return None
+
+
 def _check(wanted: Wanted) -> None:
     """Exit with status 2 for options that contradict each other."""
     given = [wanted.load is not None, wanted.rate_rps is not None, wanted.num_clients is not None]
     if sum(given) > 1:
-        fail("give one of --load, --rate and --clients", 2)
+        fail("give one of --load, --rate and --clients", ExitCode.USAGE)
     if wanted.num_requests is not None and wanted.duration_s is not None:
-        fail("give --requests or --duration", 2)
+        fail("give --requests or --duration", ExitCode.USAGE)
     if wanted.num_requests is not None and wanted.num_clients is not None:
-        fail("--clients ask for a --duration, not for --requests", 2)
+        fail("--clients ask for a --duration, not for --requests", ExitCode.USAGE)
 
 
 def _played(file: Path, compare: list[str], wanted: Wanted, keep: Path | None) -> list[Played]:

@@ -31,7 +31,8 @@ class Served(msgspec.Struct, kw_only=True):
     """One request and what became of it, in real units. `at_s` counts from the first arrival on.
 
     `reason` is why it went where it did, or what failed. `num_refusals` counts the times that it
-    was refused before. `transfer_bytes` crossed the link for it. It is also a line of a kept run.
+    was refused before. `transfer_bytes` is the KVCache that went from the engine that prefilled to
+    the one that decoded. It is also a line of a kept run.
     """
 
     index: int
@@ -155,7 +156,9 @@ def column(
         for one in done
         if one.predicted_ttft_s and one.ttft_s
     ]
-    sent = sum(one.transfer_bytes for one in served) if link_bytes is None else link_bytes
+    # Bytes of a local hand-off cross no link.
+    by_request = sum(one.transfer_bytes for one in served if one.remote)
+    sent = by_request if link_bytes is None else link_bytes
     sent *= scale.link_bytes
     slow = scale.slowdown
     return Column(

@@ -24,6 +24,7 @@ from deploy.plan.profile.file import EngineProfileFile
 from deploy.plan.simulate.building import Simulation
 from deploy.plan.simulate.spec import PolicySpec
 from deploy.plan.solve.served import kv_size_of
+from deploy.region.spec.region import RegionSpec
 from kvmanager.hf_config import read_model_kv
 from scheduler.planning.division_search import thresholds_of
 from scheduler.planning.lengths import mean_tokens
@@ -46,6 +47,8 @@ class Rehearsal:
     policy: Policy
     region: Mapping[str, Any]
     """The region.yaml."""
+    loaded: RegionSpec | None = None
+    """It, where it was a file and need not be written."""
     max_model_len: int
     profiles: Mapping[str, EngineProfileFile]
     """The profile files that `region` names, by their names without `.yaml`."""
@@ -83,16 +86,14 @@ def rehearsal_of(simulation: Simulation, name: str, folders: Folders) -> Rehears
         plan=plan,
         scale=scale,
         model=model,
-        policy=policy_of(name, GatewaySection.model_validate(gateway), plan, scale, spec.routing),
+        policy=policy_of(name, GatewaySection.model_validate(gateway), plan, scale),
         region=region_document(file, plan, real, gateway, folders),
         max_model_len=tiny.max_model_len,
         profiles=profile_files(file, replayed.region, steps),
     )
 
 
-def policy_of(
-    name: str, gateway: GatewaySection, plan: Plan, scale: Scale, routing: str = "router"
-) -> Policy:
+def policy_of(name: str, gateway: GatewaySection, plan: Plan, scale: Scale) -> Policy:
     """The policy of a gateway with these settings, for the simulator."""
     settings = gateway.scheduling
     limits = settings.routing.routing()
@@ -103,7 +104,7 @@ def policy_of(
     num_prefill = round(plan.num_prefill[plan.region.pd_clusters[0].name])
     return Policy(
         name=name,
-        routing=Routing(routing),
+        routing=Routing.STATIC if limits.policy == "threshold" else Routing.ROUTER,
         thresholds=thresholds,
         num_prefill=num_prefill,
         order=settings.queue.order(),

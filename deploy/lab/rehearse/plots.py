@@ -10,36 +10,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
 from deploy.lab.rehearse.columns import Served
 from deploy.lab.rehearse.report import Played
 from deploy.lab.rehearse.scale import Scale
-from deploy.plan.simulate.plots import STYLES
+from deploy.plan.simulate.plots import STYLES, plot_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_SETTINGS: dict[str, Any] = {
-    "font.size": 9,
-    "svg.fonttype": "none",
-    "axes.grid": True,
-    "legend.framealpha": 1.0,
-}
-
 
 def write_plots(path: Path, played: Sequence[Played]) -> None:
     """Write the pictures as .png or .svg."""
-    with mpl.rc_context(_SETTINGS):
+    with plot_style():
         draw(played).savefig(path, dpi=130)
 
 
 def as_svg(played: Sequence[Played]) -> str:
     """The pictures as the text of an SVG file."""
     text = io.StringIO()
-    with mpl.rc_context(_SETTINGS):
+    with plot_style():
         draw(played).savefig(text, format="svg")
     return text.getvalue()
 

@@ -35,6 +35,8 @@ from scheduler.replay.workload import Workload
 SETTLE_S: Final = 6.0
 """From the start of a region until the first request: the gateway times a few prefills of each
 idle instance (`scheduling.calibration`)."""
+PASSES: Final = Path("run/logs/pace")
+"""Where engines log their passes (`RunDirectory.pace`)."""
 PROGRESS_S: Final = 15.0
 """Between two lines of progress where there is no terminal."""
 
@@ -80,7 +82,7 @@ async def play(rehearsal: Rehearsal, run: Run, directory: Path, console: Console
         live=column(live, span_s, rehearsal.scale),
         simulated_requests=simulated(outcome),
         live_requests=live,
-        verdict=judge(read_passes(directory / "pace"), busy),
+        verdict=judge(read_passes(directory / PASSES), busy),
         span_s=span_s,
     )
     if run.keep is not None:
@@ -107,9 +109,11 @@ async def _live(
     """The requests, and the share of the machine's time that was used while they ran."""
     for name, profile in rehearsal.profiles.items():
         profile.dump(directory / f"{name}.yaml")
-    file = directory / "region.yaml"
-    file.write_text(yaml.safe_dump(rehearsal.region, sort_keys=False))
-    region = load_region(file, os.environ)
+    region = rehearsal.loaded
+    if region is None:
+        file = directory / "region.yaml"
+        file.write_text(yaml.safe_dump(rehearsal.region, sort_keys=False))
+        region = load_region(file, os.environ)
     view = progress_view(console, as_json=False)
     running = RunningRegion(region, directory / "run", on_progress=view.show)
     timeout = aiohttp.ClientTimeout(total=3600 * rehearsal.scale.slowdown)
@@ -131,7 +135,6 @@ async def _live(
                         client, run.workload, run.backlog.num_clients, run.backlog.span_s
                     )
             busy = psutil.cpu_percent() / 100
-        _copy(directory / "run" / "pace", directory / "pace", "*.jsonl")
     finally:
         await running.stop()
     return live, busy
@@ -187,7 +190,7 @@ def _keep(folder: Path, played: Played, directory: Path) -> None:
     (folder / "live.jsonl").write_bytes(encode(played.live_requests))
     (folder / "simulated.jsonl").write_bytes(encode(played.simulated_requests))
     (folder / "region.yaml").write_text(yaml.safe_dump(played.rehearsal.region, sort_keys=False))
-    _copy(directory / "pace", folder / "pace", "*.jsonl")
+    _copy(directory / PASSES, folder / "pace", "*.jsonl")
     _copy(directory / "run" / "logs", folder / "logs", "*.log")
 
 

@@ -6,11 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from deploy.lab.rehearse.traffic import DEFAULT_LOAD
 from deploy.plan.simulate.spec import SimulationFile
 from kvmanager.config_files.fields import Positive, Section
-
-DEFAULT_LOAD = 0.7
-"""The share of the plan's capacity that arrives, where nothing else is said."""
 
 
 class RehearsalSpec(Section):
@@ -33,8 +31,8 @@ class RehearsalFile(SimulationFile):
     @classmethod
     def _with_load(cls, values: Any) -> Any:
         """A plan file need not say how much arrives, and the command line often does."""
-        simulation = values.get("simulation", {}) if isinstance(values, dict) else None
-        traffic = values.get("traffic") if isinstance(simulation, dict) else None
+        simulation: Any = values.get("simulation", {}) if isinstance(values, dict) else None
+        traffic: Any = values.get("traffic") if isinstance(simulation, dict) else None
         if isinstance(traffic, dict) and "rate_rps" not in traffic and "load" not in simulation:
             return values | {"simulation": simulation | {"load": DEFAULT_LOAD}}
         return values

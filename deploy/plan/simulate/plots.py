@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +41,15 @@ _BINS = 100
 
 def write_plots(path: Path, outcomes: Mapping[str, Outcome]) -> None:
     """Write the pictures as .png or .svg, with one line per policy in each panel."""
-    with mpl.rc_context(
-        {"font.size": 9, "svg.fonttype": "none", "axes.grid": True, "legend.framealpha": 1.0}
-    ):
+    with plot_style():
         draw(outcomes).savefig(path, dpi=130)
+
+
+def plot_style() -> AbstractContextManager[None]:
+    """The look of pictures that are drawn and saved within it."""
+    return mpl.rc_context(
+        {"font.size": 9, "svg.fonttype": "none", "axes.grid": True, "legend.framealpha": 1.0}
+    )
 
 
 def draw(outcomes: Mapping[str, Outcome]) -> Figure:
