@@ -93,10 +93,11 @@ def scheduling_settings(spec: PolicySpec, whole: SimulationSpec, scale: Scale) -
 def gateway_settings(plan: Plan, scale: Scale, scheduling: dict[str, Any]) -> dict[str, Any]:
     """The `gateway` of region.yaml, which follows the plan's threshold."""
     default = GatewaySection()
-    thresholds = thresholds_of(plan).values()
+    longest = plan.region.traffic.lengths.max_tokens
+    threshold = min(thresholds_of(plan).values(), default=longest)
     return {
         "port": 0,
-        "threshold_tokens": int(min(thresholds, default=0) / scale.tokens),
+        "threshold_tokens": int(threshold / scale.tokens),
         "hand_off_tokens": max(1, default.hand_off_tokens // scale.tokens),
         # Admission refuses what is too much, not this.
         "max_in_flight": 4096,

@@ -33,6 +33,10 @@ class RehearsalFile(SimulationFile):
         """A plan file need not say how much arrives, and the command line often does."""
         simulation: Any = values.get("simulation", {}) if isinstance(values, dict) else None
         traffic: Any = values.get("traffic") if isinstance(simulation, dict) else None
-        if isinstance(traffic, dict) and "rate_rps" not in traffic and "load" not in simulation:
-            return values | {"simulation": simulation | {"load": DEFAULT_LOAD}}
-        return values
+        if not isinstance(traffic, dict) or "rate_rps" in traffic or "load" in simulation:
+            return values
+        lengths = traffic.get("lengths")
+        # A trace has its own arrivals.
+        if isinstance(lengths, dict) and "trace" in lengths:
+            return values
+        return values | {"simulation": simulation | {"load": DEFAULT_LOAD}}
