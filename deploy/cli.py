@@ -110,6 +110,12 @@ _COMMANDS: dict[str, _Entry] = {
     "demo": _Entry(
         "deploy.lab.demo.cli", "demo_command", "Run and check two regions of tiny models."
     ),
+    "rehearse": _Entry(
+        "deploy.lab.rehearse.cli",
+        "rehearse_command",
+        "Play a plan on real engines at the pace of its profiles.",
+        "plan",
+    ),
     "version": _Entry("deploy.cli", "version_command", "Print the version."),
 }
 

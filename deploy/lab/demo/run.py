@@ -66,7 +66,7 @@ def run_demo(options: DemoOptions, console: Console) -> int:
     with tempfile.TemporaryDirectory(prefix="prfaas-demo-") as directory:
         run_dir = Path(directory)
         try:
-            rows = asyncio.run(_interruptible(_run(options, run_dir, console)))
+            rows = asyncio.run(interruptible(_run(options, run_dir, console)))
         except (KeyboardInterrupt, asyncio.CancelledError):
             rows = None
         except (EngineStartFailed, RegionStartFailed) as error:
@@ -74,7 +74,7 @@ def run_demo(options: DemoOptions, console: Console) -> int:
         left = leftovers(run_dir, arenas_before)
         failed = not rows or bool(left) or any(row.failed_checks for row in rows)
         if failed:
-            kept = _keep_logs(run_dir, options.work_dir / "logs")
+            kept = keep_logs(run_dir, options.work_dir / "logs")
             # The run directory is removed, so messages show where its logs are then.
             for source, target in kept.items():
                 failure = failure.replace(str(source), str(target))
@@ -105,7 +105,7 @@ def run_demo(options: DemoOptions, console: Console) -> int:
     return 1 if failed else 0
 
 
-async def _interruptible(work: Any) -> Any:
+async def interruptible(work: Any) -> Any:
     """`work`, cancelled by SIGINT and SIGTERM, so that its clean-up runs."""
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
@@ -202,7 +202,7 @@ async def status_line(console: Console, what: str) -> AsyncIterator[Any]:
         yield lambda line: status.update(f"{what}  [dim]{escape(shortened(line, room))}[/]")
 
 
-def _keep_logs(run_dir: Path, log_dir: Path) -> dict[Path, Path]:
+def keep_logs(run_dir: Path, log_dir: Path) -> dict[Path, Path]:
     """Copy all logs of a run that is over. Returns where each log is now."""
     log_dir.mkdir(parents=True, exist_ok=True)
     kept = {}

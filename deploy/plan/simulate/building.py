@@ -135,9 +135,9 @@ class Simulation:
         return self.file.traffic.rate_rps if joint is None else _demand_rps(joint)
 
 
-def load_simulation(path: Path) -> Simulation:
-    """Read a simulation file. `FileError` with every problem found."""
-    found = load_plan(path, SimulationFile, _problems)
+def load_simulation(path: Path, shape: type[SimulationFile] = SimulationFile) -> Simulation:
+    """Read a simulation file, which `shape` may extend. `FileError` with every problem found."""
+    found = load_plan(path, shape, _problems)
     file = found.spec
     assert isinstance(file, SimulationFile)
     try:

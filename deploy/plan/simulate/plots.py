@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from scheduler.replay.results import Outcome
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_STYLES: tuple[dict[str, Any], ...] = (
+STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#1b1b1b", "linestyle": "-", "linewidth": 1.6},
     {"color": "#c25b12", "linestyle": "--", "linewidth": 1.4},
     {"color": "#1f6fb2", "linestyle": "-.", "linewidth": 1.4},
@@ -40,10 +41,15 @@ _BINS = 100
 
 def write_plots(path: Path, outcomes: Mapping[str, Outcome]) -> None:
     """Write the pictures as .png or .svg, with one line per policy in each panel."""
-    with mpl.rc_context(
-        {"font.size": 9, "svg.fonttype": "none", "axes.grid": True, "legend.framealpha": 1.0}
-    ):
+    with plot_style():
         draw(outcomes).savefig(path, dpi=130)
+
+
+def plot_style() -> AbstractContextManager[None]:
+    """The look of pictures that are drawn and saved within it."""
+    return mpl.rc_context(
+        {"font.size": 9, "svg.fonttype": "none", "axes.grid": True, "legend.framealpha": 1.0}
+    )
 
 
 def draw(outcomes: Mapping[str, Outcome]) -> Figure:
@@ -62,12 +68,12 @@ def draw(outcomes: Mapping[str, Outcome]) -> Figure:
     )
     for panel, part in zip(panels, axes, strict=True):
         for number, outcome in enumerate(outcomes.values()):
-            panel(part, outcome, _STYLES[number % len(_STYLES)])
+            panel(part, outcome, STYLES[number % len(STYLES)])
         part.set_ylim(bottom=0)
     for part in axes[-2:]:
         part.set_xlabel("time, s")
     handles = [
-        Line2D([], [], label=name, **_STYLES[number % len(_STYLES)])
+        Line2D([], [], label=name, **STYLES[number % len(STYLES)])
         for number, name in enumerate(outcomes)
     ]
     figure.legend(

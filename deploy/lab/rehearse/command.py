@@ -1,0 +1,60 @@
+"""All regions of a rehearsal, one after the other, in a directory that is gone afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from deploy.lab.demo.leftovers import arenas, leftovers
+from deploy.lab.demo.run import interruptible, keep_logs
+from deploy.lab.rehearse.preparing import Prepared, prepare
+from deploy.lab.rehearse.report import Played
+from deploy.lab.rehearse.run import play
+from deploy.lab.rehearse.traffic import Wanted
+from deploy.region.launch.running import RegionStartFailed
+from prfaas.engines.errors import EngineStartFailed
+
+LOGS = Path("rehearsal-logs")
+"""Where logs of a failed start go, if nothing is kept."""
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM, after which nothing runs any more."""
+
+
+def play_all(
+    file: Path, compared: Sequence[str], wanted: Wanted, keep: Path | None, console: Console
+) -> list[Played]:
+    """Play `file` and then what it is compared with. Raises `FileError`, ValueError,
+    `RegionStartFailed`, `Interrupted`.
+    """
+    arenas_before = arenas()
+    # A short path, since paths of unix sockets are limited to about a hundred bytes.
+    with tempfile.TemporaryDirectory(prefix="prfaas-") as directory:
+        root = Path(directory)
+        prepared = prepare(file, compared, wanted, root, keep)
+        try:
+            return asyncio.run(interruptible(_play_each(prepared, root, console)))
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            raise Interrupted from None
+        except (EngineStartFailed, RegionStartFailed) as error:
+            target = keep or LOGS
+            text = str(error)
+            for source, kept in keep_logs(root, target).items():
+                text = text.replace(str(source), str(kept))
+            raise RegionStartFailed(f"{text}\nlogs are in {target}") from error
+        finally:
+            for item in leftovers(root, arenas_before):
+                console.print(f"left behind: {item}", style="red", soft_wrap=True)
+
+
+async def _play_each(prepared: Prepared, root: Path, console: Console) -> list[Played]:
+    played = []
+    for rehearsal in prepared.rehearsals:
+        console.rule(f"{rehearsal.name}: {rehearsal.num_instances} engines")
+        played.append(await play(rehearsal, prepared.run, root / rehearsal.name, console))
+    return played
