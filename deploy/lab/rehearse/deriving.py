@@ -20,10 +20,10 @@ from deploy.lab.rehearse.region_file import (
 )
 from deploy.lab.rehearse.scale import Scale
 from deploy.lab.rehearse.spec import RehearsalFile
-from deploy.plan.profile.file import EngineProfileFile
 from deploy.plan.simulate.building import Simulation
 from deploy.plan.simulate.spec import PolicySpec
 from deploy.plan.solve.served import kv_size_of
+from deploy.profile_file import EngineProfileFile
 from deploy.region.spec.region import RegionSpec
 from kvmanager.hf_config import read_model_kv
 from scheduler.planning.division_search import thresholds_of

@@ -8,13 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from deploy.lab.pace.times import profile_path
 from deploy.lab.rehearse.deriving import Rehearsal, policy_of
-from deploy.lab.rehearse.pace import profile_path
 from deploy.lab.rehearse.scale import Scale
 from deploy.lab.rehearse.traffic import Prompts
 from deploy.plan.model_config import config_file, read_config
-from deploy.plan.profile.file import EngineProfile, EngineProfileFile
 from deploy.plan.solve.served import kv_size_of
+from deploy.profile_file import EngineProfile, EngineProfileFile
 from deploy.region.spec.region import ClusterSpec, RegionSpec, role_of
 from kvmanager.config_files.units import parse_duration, parse_rate
 from kvmanager.hf_config import read_model_kv

@@ -12,7 +12,8 @@ from deploy.lab.demo.regions import rank_environment
 from deploy.lab.demo.tiny_specs import MODELS
 from deploy.lab.rehearse.scale import Scale
 from deploy.lab.rehearse.spec import RehearsalFile
-from deploy.plan.profile.file import (
+from deploy.plan.simulate.spec import PolicySpec, SimulationSpec
+from deploy.profile_file import (
     DecodeStep,
     EngineProfile,
     EngineProfileFile,
@@ -21,7 +22,6 @@ from deploy.plan.profile.file import (
     MeasuredPrefill,
     PrefillPoint,
 )
-from deploy.plan.simulate.spec import PolicySpec, SimulationSpec
 from kvmanager.config_files.units import format_rate
 from scheduler.planning.curves import Curve
 from scheduler.planning.division_search import thresholds_of

@@ -12,9 +12,9 @@ from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 
+from deploy.lab.pace.passes import Verdict
 from deploy.lab.rehearse.columns import Column, Served
 from deploy.lab.rehearse.deriving import Rehearsal
-from deploy.lab.rehearse.pace import Verdict
 from deploy.table_style import TABLE_STYLE
 
 _ROWS: Final = (

@@ -20,10 +20,10 @@ import psutil
 import yaml
 from rich.console import Console
 
+from deploy.lab.pace.passes import judge, read_passes
 from deploy.lab.rehearse.columns import Served, column, plan_column, simulated
 from deploy.lab.rehearse.deriving import Rehearsal
 from deploy.lab.rehearse.driving import Client, drive_closed, drive_open
-from deploy.lab.rehearse.pace import judge, read_passes
 from deploy.lab.rehearse.report import Played
 from deploy.region.launch.launcher import RunningRegion
 from deploy.region.launch.progress import progress_view
