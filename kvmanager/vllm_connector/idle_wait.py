@@ -1,4 +1,4 @@
-"""How long an engine that has nothing to compute waits for its agent. Pure."""
+"""How long an engine waits for its agent: with nothing to compute, or for a new request. Pure."""
 
 IDLE_WAIT_SHARE = 9.0
 MIN_IDLE_WAIT_S = 0.004
@@ -7,6 +7,11 @@ MAX_IDLE_WAIT_S = 0.025
 nothing to compute waits for the agent, for a time that grows with the duration of a pass: a waiting
 engine then takes about a tenth of a core from prefills beside it, on slow machines too. A new
 request may have to wait for the maximum.
+"""
+
+ANSWER_S = 0.002
+"""How long a pass waits for the agent's answer about a new request. What has landed by then is
+loaded during this pass instead of the next one, which makes the first token a decode step sooner.
 """
 
 

@@ -33,7 +33,7 @@ from kvmanager.vllm_connector.cache.keys import leave_out_last_token, media_of, 
 from kvmanager.vllm_connector.cache.plan import CachePages
 from kvmanager.vllm_connector.cache.scheduler import CacheScheduler, PrefixCacheOptions
 from kvmanager.vllm_connector.engine_layout import state_block_index
-from kvmanager.vllm_connector.idle_wait import idle_wait_s
+from kvmanager.vllm_connector.idle_wait import ANSWER_S, idle_wait_s
 from kvmanager.vllm_connector.landings import Landings, WantedLanding
 from kvmanager.vllm_connector.metadata import (
     EndedSend,
@@ -110,6 +110,7 @@ class SchedulerSide:
         self._present: set[str] = set()
         self._engine_is_idle = False
         self._pass_began_s = 0.0
+        self._answer_by_s = 0.0
         self._wait_until_s = 0.0
         self._producers: dict[str, Producer] = {}
         self._arena_epoch = ""
@@ -189,6 +190,7 @@ class SchedulerSide:
         if not self._present:
             self._engine_is_idle = True
             self._pass_began_s, self._wait_until_s = time.monotonic(), 0.0
+        self._answer_by_s = time.monotonic() + ANSWER_S
         self._present.add(request.request_id)
         # A connector beside this one brings the KVCache, with windows and states of the end alone:
         # blocks before it are not whole, and must not be cached. Nor need those be that nobody
@@ -290,22 +292,24 @@ class SchedulerSide:
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         num_new = self._landings.matched(
-            request.request_id, num_computed_tokens, self._wait_if_idle
+            request.request_id, num_computed_tokens, self._wait_briefly
         )
         if num_new == 0:
             num_new = self._cache.matched(request, num_computed_tokens)
-            while num_new is None and self._wait_if_idle():
+            while num_new is None and self._wait_briefly():
                 num_new = self._cache.matched(request, num_computed_tokens)
         return num_new, bool(num_new)
 
-    def _wait_if_idle(self) -> bool:
-        """If the last pass had no work, wait until the agent sends something.
+    def _wait_briefly(self) -> bool:
+        """If the last pass had no work, or a request is new, wait until the agent sends something.
 
         False: it sent nothing, or this pass may not wait any longer.
         """
-        if not self._engine_is_idle:
-            return False
         now_s = time.monotonic()
+        if not self._engine_is_idle:
+            said = now_s < self._answer_by_s and self._agent_said.wait(self._answer_by_s - now_s)
+            self._agent_said.clear()
+            return said
         if not self._wait_until_s:
             self._wait_until_s = now_s + idle_wait_s(now_s - self._pass_began_s)
         self._engine_is_idle = self._agent_said.wait(max(0.0, self._wait_until_s - now_s))

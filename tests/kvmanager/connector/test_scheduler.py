@@ -405,26 +405,30 @@ def test_a_request_without_a_landing_has_no_such_step() -> None:
     assert step(side, {"r1": (0, 71)}, "r1").first_steps == []
 
 
-def test_only_a_request_that_is_alone_waits_for_the_agent_in_its_first_pass(
+def test_a_busy_engine_waits_for_the_answer_about_a_new_request_only_briefly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     side = scheduler_side(AnsweringClient())
     waits: list[float] = []
+    clock_s = 5.0
 
-    def land_meanwhile(timeout_s: float) -> bool:
+    def wait(timeout_s: float) -> bool:
+        nonlocal clock_s
         waits.append(timeout_s)
-        side.on_landed(consumer.said)
-        return True
+        clock_s += timeout_s
+        return len(waits) > 1 and (side.on_landed(consumer.said) or True)
 
-    monkeypatch.setattr(side._agent_said, "wait", land_meanwhile)
+    monkeypatch.setattr("kvmanager.vllm_connector.scheduler.time.monotonic", lambda: clock_s)
+    monkeypatch.setattr(side._agent_said, "wait", wait)
     consumer, other = request("consumer", 71), request("producer", 71)
     other.request_id, other.kv_transfer_params = "r2", None
     arrive(side, other)
     arrive(side, consumer)
     side._engine_is_idle = False  # the other request is computed
-    assert side.get_num_new_matched_tokens(consumer, 0) == (None, False)
+    for _ in range(2):
+        assert side.get_num_new_matched_tokens(consumer, 0) == (None, False)
+    assert waits == [pytest.approx(0.002)]
     for over in (other, consumer):
         side.request_finished(over, aborted=True)
     arrive(side, consumer)
     assert side.get_num_new_matched_tokens(consumer, 0) == (70, True)
-    assert len(waits) == 1
