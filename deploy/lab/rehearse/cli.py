@@ -103,8 +103,8 @@ def rehearse_command(
         fail("give a FILE; `prfaas rehearse --example` prints one", ExitCode.USAGE)
     if plot is not None:
         check_plot(plot, ".png", ".svg")
-    if report is not None and (report.suffix not in (".html", ".md") or report.is_dir()):
-        fail(f"--report {report}: the name must end in .html or .md", ExitCode.USAGE)
+    if report is not None:
+        check_plot(report, ".html", ".md", option="--report")
     from deploy.lab.rehearse.traffic import Wanted
 
     wanted = Wanted(
