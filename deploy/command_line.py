@@ -80,16 +80,16 @@ def fail(message: str, status: int) -> NoReturn:
     raise typer.Exit(status)
 
 
-def check_plot(path: Path, *endings: str) -> None:
-    """Exit with status 2 if `--plot` names no file that can be written.
+def check_plot(path: Path, *endings: str, option: str = "--plot") -> None:
+    """Exit with status 2 if `--plot`, or another option, names no file that can be written.
 
-    It is for commands that run for a while before they write the plot.
+    It is for commands that run for a while before they write the file.
     """
     if path.suffix not in endings:
         *others, last = endings
-        fail(f"--plot {path}: the name must end in {', '.join(others)} or {last}", 2)
+        fail(f"{option} {path}: the name must end in {', '.join(others)} or {last}", 2)
     if not path.parent.is_dir():
-        fail(f"--plot {path}: there is no directory {path.parent}", 2)
+        fail(f"{option} {path}: there is no directory {path.parent}", 2)
 
 
 def print_json(value: object, *, indent: int = -1) -> None:

@@ -1,1 +1,1 @@
-"""What runs regions for study: the link emulator and the demo."""
+"""What runs regions for study: the link emulator, the demo and rehearsals."""

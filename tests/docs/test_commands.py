@@ -65,6 +65,7 @@ RUN_BY = {
     "prfaas simulate run": "tests/deploy/plan/test_simulate.py",
     "prfaas simulate recording": "tests/deploy/gateway/test_recorder.py",
     "prfaas simulate study": "tests/deploy/plan/test_simulate.py",
+    "prfaas rehearse": "tests/deploy/lab/rehearse/test_command.py",
     "make test": ".ci/run",
     "make lint": ".ci/run",
 }

@@ -28,8 +28,9 @@ def _print_example(wanted: bool) -> None:
 
 def rehearse_command(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="plan or simulation file, or region.yaml")
-    ],
+        Path | None,
+        typer.Argument(metavar="FILE", help="plan or simulation file, or region.yaml"),
+    ] = None,
     example: Annotated[
         bool,
         typer.Option(
@@ -98,10 +99,12 @@ def rehearse_command(
     Exit status 1: it is void (engines did not keep their pace, or the machine was too busy: raise
     rehearsal.slowdown), or a request failed. 130: Ctrl-C, after the region ended.
     """
+    if file is None:
+        fail("give a FILE; `prfaas rehearse --example` prints one", ExitCode.USAGE)
     if plot is not None:
         check_plot(plot, ".png", ".svg")
-    if report is not None and (report.suffix not in (".html", ".md") or report.is_dir()):
-        fail(f"--report {report}: the name must end in .html or .md", ExitCode.USAGE)
+    if report is not None:
+        check_plot(report, ".html", ".md", option="--report")
     from deploy.lab.rehearse.traffic import Wanted
 
     wanted = Wanted(

@@ -6,6 +6,7 @@ result in the units of the profiles. The plan has only what it can know.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class Column:
     """
 
     throughput_rps: float | None = None
-    """The plan: the most it can be. Else: answers ended per second while requests arrived."""
+    """The plan: the most it can be."""
     offered_rps: float | None = None
     completed: int | None = None
     refused: int | None = None
@@ -142,10 +143,15 @@ def _tpot_s(first_s: float, done_s: float, output_tokens: int) -> float | None:
 
 
 def column(
-    served: Sequence[Served], span_s: float, scale: Scale, link_bytes: float | None = None
+    served: Sequence[Served],
+    span_s: float,
+    scale: Scale,
+    *,
+    link_bytes: float | None = None,
+    until_s: float = math.inf,
 ) -> Column:
     """The sums over all requests, which arrived within `span_s` real seconds. `link_bytes`: real
-    bytes over all links, where the requests do not say.
+    bytes over all links, where the requests do not say. The throughput is that before `until_s`.
     """
     done = [one for one in served if one.fate == "ok"]
     refusals = sum(one.num_refusals + (one.fate == "refused") for one in served)
@@ -162,7 +168,7 @@ def column(
     sent *= scale.link_bytes
     slow = scale.slowdown
     return Column(
-        throughput_rps=throughput([one.end_s or 0.0 for one in done], span_s) * slow,
+        throughput_rps=throughput([one.end_s or 0.0 for one in done], until_s) * slow,
         offered_rps=len(served) / span_s * slow,
         completed=len(done),
         refused=refusals,
@@ -182,14 +188,12 @@ def column(
     )
 
 
-def throughput(ends_s: Sequence[float], span_s: float) -> float:
-    """Answers ended per second from the end of the first answer until arrivals stop. Before the
-    first one nothing can end, and after the last arrival the region runs empty.
-    """
-    ends = sorted(end for end in ends_s if end <= span_s)
-    if len(ends) < 2 or ends[0] >= span_s:
-        return len(ends) / span_s
-    return (len(ends) - 1) / (span_s - ends[0])
+def throughput(ends_s: Sequence[float], until_s: float = math.inf) -> float:
+    """Answers per second from the end of the first one to that of the last one by `until_s`."""
+    ends = sorted(end for end in ends_s if end <= until_s)
+    if len(ends) < 2 or ends[0] == ends[-1]:
+        return 0.0
+    return (len(ends) - 1) / (ends[-1] - ends[0])
 
 
 def _known(value: float) -> float | None:

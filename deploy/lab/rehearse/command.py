@@ -7,17 +7,20 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 
 from deploy.lab.demo.leftovers import arenas, leftovers
 from deploy.lab.demo.run import interruptible, keep_logs
-from deploy.lab.rehearse.preparing import Prepared, prepare
+from deploy.lab.rehearse.preparing import prepare
 from deploy.lab.rehearse.report import Played
-from deploy.lab.rehearse.run import play
+from deploy.lab.rehearse.run import Run, play
 from deploy.lab.rehearse.traffic import Wanted
 from deploy.region.launch.running import RegionStartFailed
 from prfaas.engines.errors import EngineStartFailed
 
+ENGINE_GIB = 2.5
+"""The memory of one engine with its share of agents and gateway, about."""
 LOGS = Path("rehearsal-logs")
 """Where logs of a failed start go, if nothing is kept."""
 
@@ -36,9 +39,9 @@ def play_all(
     # A short path, since paths of unix sockets are limited to about a hundred bytes.
     with tempfile.TemporaryDirectory(prefix="prfaas-") as directory:
         root = Path(directory)
-        prepared = prepare(file, compared, wanted, root, keep)
         try:
-            return asyncio.run(interruptible(_play_each(prepared, root, console)))
+            run = prepare(file, compared, wanted, root, keep)
+            return asyncio.run(interruptible(_play_each(run, root, console)))
         except (KeyboardInterrupt, asyncio.CancelledError):
             raise Interrupted from None
         except (EngineStartFailed, RegionStartFailed) as error:
@@ -52,9 +55,16 @@ def play_all(
                 console.print(f"left behind: {item}", style="red", soft_wrap=True)
 
 
-async def _play_each(prepared: Prepared, root: Path, console: Console) -> list[Played]:
+async def _play_each(run: Run, root: Path, console: Console) -> list[Played]:
     played = []
-    for rehearsal in prepared.rehearsals:
+    for rehearsal in run.rehearsals:
         console.rule(f"{rehearsal.name}: {rehearsal.num_instances} engines")
-        played.append(await play(rehearsal, prepared.run, root / rehearsal.name, console))
+        wanted, free = ENGINE_GIB * rehearsal.num_instances, psutil.virtual_memory().available
+        if free < wanted * 2**30:
+            console.print(
+                f"{rehearsal.num_instances} engines take about {wanted:.0f} GiB, and "
+                f"{free / 2**30:.0f} GiB are free",
+                style="yellow",
+            )
+        played.append(await play(rehearsal, run, root / rehearsal.name, console))
     return played

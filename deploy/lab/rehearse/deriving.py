@@ -64,8 +64,8 @@ def rehearsal_of(simulation: Simulation, name: str, folders: Folders) -> Rehears
     """
     file = simulation.file
     assert isinstance(file, RehearsalFile)
-    _refuse(simulation, name)
-    spec = file.simulation.policies.get(name, PolicySpec())
+    _refuse(simulation, file, name)
+    spec = _policy(file, name)
     replayed, chosen = simulation.policy(name)
     plan = starting_plan(replayed, chosen)
     tiny, pd = MODELS[file.rehearsal.model], replayed.pd
@@ -120,9 +120,15 @@ def policy_of(name: str, gateway: GatewaySection, plan: Plan, scale: Scale) -> P
     )
 
 
-def _refuse(simulation: Simulation, name: str) -> None:
+def _policy(file: RehearsalFile, name: str) -> PolicySpec:
+    """The file's policy. Those that are always there are a gateway's, `static` but for routing."""
+    usual = PolicySpec(routing="static") if name == "static" else PolicySpec()
+    return file.simulation.policies.get(name, usual)
+
+
+def _refuse(simulation: Simulation, file: RehearsalFile, name: str) -> None:
     """ValueError for what no region of paced engines here can play."""
-    file, region = simulation.file, simulation.model.region
+    region = simulation.model.region
     if simulation.images is not None or simulation.model.joint is not None or not is_pair(region):
         raise ValueError(
             "a rehearsal is for one PD cluster, at most one prefill cluster, and text: leave out "
@@ -131,7 +137,7 @@ def _refuse(simulation: Simulation, name: str) -> None:
     known = simulation.policy_names
     if name not in known:
         raise ValueError(f"no policy {name!r}; the file has {', '.join(known)}")
-    spec = file.simulation.policies.get(name, PolicySpec())
+    spec = _policy(file, name)
     if name == "oracle" or spec.routing == "oracle" or spec.order == "arrival":
         raise ValueError(f"policy {name}: a gateway knows no oracle and no order by arrival")
     own = ("links", "lost", "contention", "prefill_factors", "prefill_jitter")

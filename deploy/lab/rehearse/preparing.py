@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -33,19 +33,9 @@ from kvmanager.config_files.yaml_files import read_text
 from scheduler.planning.throughput import Mode
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """What is played, one region after the other. Each has the directory of its name below that
-    of the run.
-    """
-
-    rehearsals: Sequence[Rehearsal]
-    run: Run
-
-
 def prepare(
     file: Path, compared: Sequence[str], wanted: Wanted, directory: Path, keep: Path | None
-) -> Prepared:
+) -> Run:
     """Read the files and build tiny models in `directory`. `compared` are policies of `file`, or
     other files. Raises `FileError`, and ValueError for what cannot be rehearsed.
     """
@@ -79,7 +69,7 @@ def prepare(
             other = load_simulation(Path(text), RehearsalFile)
             rehearsals.append(_of_file(other, "", Path(text).stem, directory))
     _check(rehearsals)
-    return Prepared(rehearsals=rehearsals, run=_run(rehearsals, source, wanted, keep))
+    return _run(rehearsals, source, wanted, keep)
 
 
 def _run(rehearsals: Sequence[Rehearsal], source: Source, wanted: Wanted, keep: Path | None) -> Run:
@@ -90,7 +80,9 @@ def _run(rehearsals: Sequence[Rehearsal], source: Source, wanted: Wanted, keep: 
         backlog = Backlog(num_clients=wanted.num_clients, span_s=real_s)
     room = min(rehearsal.max_model_len for rehearsal in rehearsals)
     workload = scale.workload(requests_of(source, wanted), room)
-    return Run(workload=workload, backlog=backlog, seed=wanted.seed, keep=keep)
+    return Run(
+        rehearsals=rehearsals, workload=workload, backlog=backlog, seed=wanted.seed, keep=keep
+    )
 
 
 def _check(rehearsals: Sequence[Rehearsal]) -> None:

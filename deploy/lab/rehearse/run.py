@@ -6,11 +6,13 @@ It starts regions as `prfaas up` does. What is derived and added up is in `deriv
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,11 +29,13 @@ from deploy.lab.rehearse.driving import Client, drive_closed, drive_open
 from deploy.lab.rehearse.report import Played
 from deploy.region.launch.launcher import RunningRegion
 from deploy.region.launch.progress import progress_view
+from deploy.region.launch.running import RegionStartFailed
 from deploy.region.spec.loading import load_region
 from kvmanager.config_files.units import format_age
 from scheduler.replay.driver import replay
 from scheduler.replay.workload import Workload
 
+READY_S: Final = 120.0
 SETTLE_S: Final = 6.0
 """From the start of a region until the first request: the gateway times a few prefills of each
 idle instance (`scheduling.calibration`)."""
@@ -51,8 +55,11 @@ class Backlog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What all regions of a rehearsal have in common. `workload` is in real units."""
+    """Regions that are played one after the other, and what they have in common. `workload` is in
+    real units.
+    """
 
+    rehearsals: Sequence[Rehearsal]
     workload: Workload
     backlog: Backlog | None
     seed: int
@@ -70,6 +77,8 @@ async def play(rehearsal: Rehearsal, run: Run, directory: Path, console: Console
     live, busy = await _live(rehearsal, run, directory, console)
     # What clients sent when is what is simulated.
     span_s = workload.arrivals_s[-1] if run.backlog is None else run.backlog.span_s
+    # When clients stop asking, the region runs empty.
+    until_s = math.inf if run.backlog is None else span_s
     if outcome is None:
         workload = as_sent(workload, live)
         outcome = replay(rehearsal.model, workload, rehearsal.policy, seed=run.seed)
@@ -77,9 +86,13 @@ async def play(rehearsal: Rehearsal, run: Run, directory: Path, console: Console
         rehearsal=rehearsal,
         plan=plan_column(rehearsal, len(live), span_s),
         simulated=column(
-            simulated(outcome), span_s, rehearsal.scale, sum(outcome.egress_bytes.values())
+            simulated(outcome),
+            span_s,
+            rehearsal.scale,
+            link_bytes=sum(outcome.egress_bytes.values()),
+            until_s=until_s,
         ),
-        live=column(live, span_s, rehearsal.scale),
+        live=column(live, span_s, rehearsal.scale, until_s=until_s),
         simulated_requests=simulated(outcome),
         live_requests=live,
         verdict=judge(read_passes(directory / PASSES), busy),
@@ -141,11 +154,12 @@ async def _live(
 
 
 async def _ready(session: aiohttp.ClientSession, url: str) -> None:
-    while True:
+    for _ in range(int(READY_S / 0.5)):
         async with session.get(f"{url}/readyz") as response:
             if response.status == 200:
                 return
         await asyncio.sleep(0.5)
+    raise RegionStartFailed(f"{url}/readyz does not answer 200 after {READY_S:g} s")
 
 
 @asynccontextmanager
@@ -175,7 +189,7 @@ async def _progress(console: Console, client: Client, name: str, run: Run) -> As
             finally:
                 telling.cancel()
     else:
-        telling = asyncio.create_task(tell(PROGRESS_S, lambda line: console.print(line)))
+        telling = asyncio.create_task(tell(PROGRESS_S, partial(console.print, soft_wrap=True)))
         try:
             yield
         finally:

@@ -102,7 +102,7 @@ def test_a_comparison_becomes_a_page_a_picture_and_raw_results(
     kept = sorted(path.name for path in (tmp_path / "raw/rehearsal").iterdir())
     assert kept == ["live.jsonl", "pace", "region.yaml", "simulated.jsonl"]
     run(EXAMPLE, "--requests", "20", "--report", tmp_path / "r.md")
-    assert "| requests/s answered (plan: at most) | 1.562 |" in (tmp_path / "r.md").read_text()
+    assert "| requests/s answered (plan: at most) | 1.563 |" in (tmp_path / "r.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,9 @@ def test_what_does_not_count_fails(region: dict[str, Any], change: Any, said: st
 def test_a_backlog_is_simulated_as_it_was_sent(region: dict[str, Any], tmp_path: Path) -> None:
     run(EXAMPLE, "--clients", "10", "--duration", "1min", "--keep", tmp_path, status=0)
     rows = {
-        name: [json.loads(line) for line in (tmp_path / "rehearsal" / name).read_text().split()]
+        name: [
+            json.loads(line) for line in (tmp_path / "rehearsal" / name).read_text().splitlines()
+        ]
         for name in ("live.jsonl", "simulated.jsonl")
     }
     sent, played = ([row["at_s"] for row in some] for some in rows.values())
@@ -129,6 +131,7 @@ def test_a_backlog_is_simulated_as_it_was_sent(region: dict[str, Any], tmp_path:
 
 
 def test_wrong_words_and_files_cost_no_start(tmp_path: Path) -> None:
+    assert "`prfaas rehearse --example` prints one" in run(status=2)
     assert "give one of --load, --rate and --clients" in run(
         EXAMPLE, "--load", "0.5", "--rate", "1", status=2
     )

@@ -13,7 +13,8 @@ from fcfs_region import Prefiller, first_tokens_s
 
 from deploy.lab.rehearse.columns import column, simulated
 from deploy.lab.rehearse.deriving import Rehearsal
-from deploy.lab.rehearse.preparing import Prepared, prepare
+from deploy.lab.rehearse.preparing import prepare
+from deploy.lab.rehearse.run import Run
 from deploy.lab.rehearse.traffic import Wanted
 from deploy.region.spec.region import RegionSpec
 from kvmanager.config_files.units import parse_rate
@@ -30,7 +31,7 @@ def document() -> dict[str, Any]:
 
 def prepared(
     tmp_path: Path, whole: dict[str, Any], *compared: str, **wanted: Any
-) -> tuple[Prepared, Rehearsal]:
+) -> tuple[Run, Rehearsal]:
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(whole))
     found = prepare(file, compared, Wanted(**wanted), tmp_path, None)
@@ -98,10 +99,12 @@ def test_the_simulated_column_does_not_depend_on_the_units(tmp_path: Path) -> No
         whole = document()
         whole["rehearsal"] |= {"tokens_per_token": tokens, "slowdown": slowdown}
         both, mine = prepared(tmp_path, whole, load=0.6)
-        work = both.run.workload
+        work = both.workload
         outcome = replay(mine.model, work, mine.policy)
         sent = sum(outcome.egress_bytes.values())
-        found[tokens, slowdown] = column(simulated(outcome), work.arrivals_s[-1], mine.scale, sent)
+        found[tokens, slowdown] = column(
+            simulated(outcome), work.arrivals_s[-1], mine.scale, link_bytes=sent
+        )
     base, slow, coarse = found.values()
     # Reports of clusters come every half second, whatever the slowdown.
     for name in ("ttft_mean_s", "ttft_p90_s", "remote_share", "link_gbps", "throughput_rps"):
@@ -120,7 +123,7 @@ def test_other_regions_get_the_same_arrivals(tmp_path: Path) -> None:
     assert naive.region["gateway"]["threshold_tokens"] == 0
     assert [rehearsal.name for rehearsal in both.rehearsals] == ["mine", "homogeneous", "naive"]
     assert mine.num_instances == alone.num_instances == naive.num_instances == 6
-    assert len(both.run.workload) == 50
+    assert len(both.workload) == 50
 
 
 def test_a_policy_of_the_file_decides_what_the_gateway_is_told(tmp_path: Path) -> None:
@@ -164,7 +167,7 @@ def test_what_cannot_be_rehearsed_is_refused(
 @pytest.mark.parametrize("compared", [(), ("homogeneous",)])
 def test_at_low_load_the_simulation_is_a_queue(tmp_path: Path, compared: tuple[str, ...]) -> None:
     both, mine = prepared(tmp_path, document(), *compared, rate_rps=0.2, num_requests=300)
-    work, region = both.run.workload, mine.model.region
+    work, region = both.workload, mine.model.region
     outcome = replay(mine.model, work, mine.policy)
     threshold = next(iter((mine.policy.thresholds or {}).values()), 1 << 30)
     pd = region.pd_clusters[0]
