@@ -1,7 +1,7 @@
 """How long a pass of a paced engine takes: the prefill curve and the decode steps of a profile.
 
-Pure, apart from reading a profile file. A real token stands for `tokens_per_token` tokens of the
-profile, and all of the profile's times are multiplied by `slowdown`.
+Pure, apart from reading a profile file. A real token stands for several tokens of the profile, one
+of an answer perhaps for fewer, and all of the profile's times are multiplied by `slowdown`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ class PaceSpec(Section):
     profile` has written.
     """
     tokens_per_token: Annotated[int, Field(ge=1)] = 1
-    """How many tokens of the profile one real token stands for."""
+    """How many tokens of the profile one real token of a prompt stands for."""
+    output_tokens_per_token: Annotated[int, Field(ge=1)] | None = None
+    """How many tokens of the profile one real token of an answer stands for, so how many steps one
+    step. Left out: tokens_per_token.
+    """
     slowdown: Positive = 1.0
     """All times of the profile are multiplied by it, where this machine is too small for them."""
     memory_gib: Positive | None = None
@@ -54,6 +58,7 @@ class PassTimes(Struct, frozen=True, kw_only=True):
     curve: tuple[tuple[float, float, float, float], ...]
     steps: tuple[tuple[int, float], ...]
     tokens_per_token: int = 1
+    output_tokens_per_token: int = 1
     slowdown: float = 1.0
     kv_requests: float = 0.0
     log: str = ""
@@ -89,6 +94,7 @@ class PassTimes(Struct, frozen=True, kw_only=True):
             if decode is None
             else tuple((step.batch_size, step.step_seconds) for step in decode.steps),
             tokens_per_token=pace.tokens_per_token,
+            output_tokens_per_token=pace.output_tokens_per_token or pace.tokens_per_token,
             slowdown=pace.slowdown,
             kv_requests=num,
             log=str(log),
@@ -111,7 +117,7 @@ class PassTimes(Struct, frozen=True, kw_only=True):
         seconds = sum(self._chunk_s(*chunk) for chunk in chunks)
         if batch:
             sizes, steps = zip(*self.steps, strict=True)
-            seconds += float(np.interp(batch, sizes, steps)) * self.tokens_per_token
+            seconds += float(np.interp(batch, sizes, steps)) * self.output_tokens_per_token
         return seconds * self.slowdown
 
     def _chunk_s(self, done: int, num: int, begins: bool) -> float:

@@ -156,4 +156,4 @@ def _scale(file: RehearsalFile, plan: Plan, kv: KvSize) -> Scale:
     spec = file.rehearsal
     real = float(kv.size(tokens / spec.tokens_per_token))
     link_bytes = float(plan.region.kv.size(tokens)) / real
-    return Scale(spec.tokens_per_token, spec.slowdown, link_bytes)
+    return Scale(spec.tokens_per_token, spec.output_tokens_per_token, spec.slowdown, link_bytes)

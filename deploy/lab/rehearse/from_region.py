@@ -42,7 +42,11 @@ def rehearsal_of_region(
         raise ValueError(f"model {model.name} is not paced: write its `pace` (docs/rehearsal.md)")
     if model.max_model_len is None:
         raise ValueError(f"model {model.name}: write its max_model_len, the room for a prompt")
-    scale = Scale(pace.tokens_per_token, pace.slowdown)
+    scale = Scale(
+        pace.tokens_per_token,
+        pace.output_tokens_per_token or pace.tokens_per_token,
+        pace.slowdown,
+    )
     kv = kv_size_of(read_model_kv(read_config(config_file(Path(model.path)))))
     pd_spec = region.pd_clusters[0]
     roles = [role_of(instance, pd_spec) for instance in pd_spec.instances]

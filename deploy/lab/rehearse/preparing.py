@@ -90,9 +90,12 @@ def _check(rehearsals: Sequence[Rehearsal]) -> None:
     names = [rehearsal.name for rehearsal in rehearsals]
     if len(set(names)) < len(names):
         raise ValueError(f"two regions have one name: {', '.join(names)}")
-    units = {(rehearsal.scale.tokens, rehearsal.scale.slowdown) for rehearsal in rehearsals}
+    units = {(one.scale.tokens, one.scale.step, one.scale.slowdown) for one in rehearsals}
     if len(units) > 1:
-        raise ValueError("tokens_per_token and slowdown must be the same for the same arrivals")
+        raise ValueError(
+            "tokens_per_token, output_tokens_per_token and slowdown must be the same for the same "
+            "arrivals"
+        )
 
 
 def _of_file(simulation: Simulation, policy: str, name: str, directory: Path) -> Rehearsal:

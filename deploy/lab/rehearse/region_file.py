@@ -150,6 +150,7 @@ def region_document(
         "pace": {
             "profile": str(folders.profiles / f"{profiles[pd.name]}.yaml"),
             "tokens_per_token": file.rehearsal.tokens_per_token,
+            "output_tokens_per_token": file.rehearsal.output_tokens_per_token,
             "slowdown": file.rehearsal.slowdown,
         },
     }

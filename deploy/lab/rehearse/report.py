@@ -125,7 +125,7 @@ def heading(one: Played) -> str:
     told = f"{one.name}: instances {', '.join(parts)} (prefill + decode)"
     if plan.region.prefill_clusters:
         told += f"; threshold {plan.threshold_tokens or 0:,.0f} tokens"
-    told += f"; a real token is {scale.tokens}"
+    told += f"; a real token is {scale.tokens}, one of an answer {scale.output_tokens}"
     return told if scale.slowdown == 1 else f"{told}, times are {scale.slowdown:g} times as long"
 
 

@@ -17,18 +17,20 @@ from scheduler.replay.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """`tokens` of a profile are one real token, and one of its seconds takes `slowdown` real
-    seconds. One real byte on a link stands for `link_bytes`.
+    """`tokens` of a profile are one real token of a prompt, `output_tokens` one of an answer, and
+    one of its seconds takes `slowdown` real seconds. One real byte on a link stands for
+    `link_bytes`.
     """
 
     tokens: int = 1
+    output_tokens: int = 1
     slowdown: float = 1.0
     link_bytes: float = 1.0
 
     @property
     def step(self) -> float:
-        """Real seconds of a decode step over those of the profile: a real token is `tokens`."""
-        return self.tokens * self.slowdown
+        """Real seconds of a decode step, which stands for several, over those of the profile."""
+        return self.output_tokens * self.slowdown
 
     def curve(self, profile: Curve) -> Curve:
         """Real prefill seconds over real tokens."""
@@ -74,7 +76,7 @@ class Scale:
             kv=kv,
             traffic=Traffic(
                 traffic.lengths.scaled(1 / self.tokens),
-                max(1.0, traffic.output_tokens / self.tokens),
+                max(1.0, traffic.output_tokens / self.output_tokens),
                 traffic.input_tokens / self.tokens,
             ),
         )
@@ -83,7 +85,7 @@ class Scale:
         """The requests in real units. ValueError if one is too long for the real model, or if
         blocks of a trace are no whole number of real tokens.
         """
-        outputs = [max(1, round(tokens / self.tokens)) for tokens in profile.output_tokens]
+        outputs = [max(1, round(n / self.output_tokens)) for n in profile.output_tokens]
         prompts = [max(1, round(tokens / self.tokens)) for tokens in profile.prompt_tokens]
         longest = max(prompts)
         # The length at which a distribution ends is often exactly that of the model.

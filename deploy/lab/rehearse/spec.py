@@ -15,7 +15,11 @@ class RehearsalSpec(Section):
     """How the profiles' world is made small enough for one machine."""
 
     tokens_per_token: Annotated[int, Field(ge=1, le=1024)] = 16
-    """How many tokens of the plan one token of the tiny model stands for."""
+    """How many tokens of the plan one token of the tiny model stands for in a prompt."""
+    output_tokens_per_token: Annotated[int, Field(ge=1, le=1024)] = 4
+    """The same in an answer, so how many decode steps one step stands for. A first token waits for
+    two or three of them.
+    """
     slowdown: Positive = 1.0
     """All times of the rehearsal over those of the plan. Raise it where a rehearsal is void."""
     model: Literal["mimo-v2-tiny", "qwen3-next-tiny"] = "mimo-v2-tiny"
