@@ -1,8 +1,8 @@
 """The deciders of a replay: where a request is prefilled, and whether it is admitted.
 
 `Decider` drives the object that a gateway runs, `scheduler.live.core.LiveScheduler`: it tells it
-what happens to links and requests, asks it for routes and admission, and lets it see the stations
-as they are (`scheduler.replay.station_views`). `StaticDecider` routes by the paper's threshold
+what happens to links and requests, passes on the reports of clusters, and asks it for routes and
+admission. `StaticDecider` routes by the paper's threshold
 alone. `OracleDecider` shows links as they will be, and t follows their rates by the plan.
 
 Deciders know stations, pools and watched links, but not the events of a replay.
@@ -29,12 +29,19 @@ from scheduler.live.events import (
 )
 from scheduler.live.feedback import (
     AnswerDecoded,
+    DirectAnswered,
+    DirectBegun,
+    DirectOver,
+    DirectTook,
     FirstToken,
+    InstanceGiven,
+    InstanceOver,
     LegAnswered,
     LegBegun,
     LegOver,
     Prefilled,
     RequestArrived,
+    waited_s,
 )
 from scheduler.live.long_term.loop import LongTermConfig
 from scheduler.live.long_term.model_plan import ThresholdPlan
@@ -44,8 +51,8 @@ from scheduler.planning.plan import is_pair
 from scheduler.planning.throughput import Mode
 from scheduler.replay.jobs import Job, Way
 from scheduler.replay.model import MODEL, Policy, ReplayModel, Routing
-from scheduler.replay.station_views import Parts, ReportedStations, StationViews, reports
-from scheduler.routing.decision import HAND_OFF, PdCached, RequestShape
+from scheduler.replay.parts import Parts, reports
+from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, PdCached, RequestShape
 from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.prediction import PrefillTask, transfer_tail_s
 from scheduler.routing.short_term import RouteDecision
@@ -73,9 +80,9 @@ class Decider:
             name: tuple(s for p, s in enumerate(sources, 1) if (p, at) in parts.watches)
             for at, name in enumerate(self.pds)
         }
-        self.report_every_s = policy.report_every_s
-        views = StationViews(parts) if policy.report_every_s is None else ReportedStations()
-        self.live = LiveScheduler(_settings(policy, linked), views)
+        self.report_every_s: float | None = policy.report_every_s
+        """How often `report` must be called; None: never."""
+        self.live = LiveScheduler(_settings(policy, linked))
         self._parts = parts
         self._admission = policy.admission
         self._kv = model.region.kv
@@ -86,7 +93,8 @@ class Decider:
         known = self.live.knowledge(MODEL)
         # The profiles of the plan: a gateway that has been running for a while knows as much.
         for pd in parts.pds:
-            known.believe(self.live.place(HAND_OFF, pd.station.name), pd.station.profile)
+            for place in self.live.pd_places(pd.station.name):
+                known.believe(place, pd.station.profile)
         for station in parts.sources:
             known.believe(station.name, station.profile)
         for name, plan in planned.items():
@@ -96,8 +104,6 @@ class Decider:
 
     def place(self, job: Job, kv_bytes: float, now_s: float) -> bool:
         """Write into the job where it goes and what is cached there. False: refused."""
-        if self.report_every_s is None:
-            self.hear_links(now_s)
         decision, hits = self._routed(job, now_s)
         predicted = decision.predicted
         if self._admission is not None:
@@ -110,6 +116,7 @@ class Decider:
             job.move_tokens = decision.move.saved_tokens
             job.cached_tokens += job.move_tokens
         job.predicted = predicted
+        job.decode_instance = self._parts.pds[job.pd].pool.reserve(job)
         self._begun(job, hits[0], kv_bytes, now_s)
         return True
 
@@ -124,6 +131,7 @@ class Decider:
             question = RouteAsked(MODEL, shape, excluded=frozenset(excluded), home=home)
             decision = self.live.take(question, now_s)
             job.place = self._places.get(decision.target, 0)
+            job.is_whole = decision.target == ONE_ENGINE
             job.pd = self.pds.index(decision.pd) if decision.pd else job.home
             lost = self._parts.lost(job)
             if not lost or lost in excluded:
@@ -147,6 +155,13 @@ class Decider:
         encoding = self._parts.encoding
         media = encoding.left(job, home)[1] if encoding is not None and job.media else 0
         self.tell(RequestArrived(MODEL, job.num_tokens, home_tokens, home, media), now_s)
+        if job.decode_instance:
+            given = InstanceGiven(job.decode_instance, job.index)
+            job.was_full = self.live.take(given, now_s)
+        if job.is_whole:
+            direct = DirectBegun(job.decode_instance, job.num_tokens, job.uncached_tokens)
+            job.direct_key = self.live.take(direct, now_s)
+            return
         # What the PD cluster has cached is not sent. `size` includes the fixed bytes, which are
         # sent in any case.
         if home_tokens:
@@ -154,19 +169,23 @@ class Decider:
         leg = LegBegun(
             transfer_id=str(job.index),
             model=MODEL,
-            place=self._targets[job.place],
+            place=self._target(job),
             num_tokens=job.num_tokens,
-            uncached_tokens=job.num_tokens - job.cached_tokens,
+            uncached_tokens=job.uncached_tokens,
             landing_cached_tokens=home_tokens,
             nbytes=int(kv_bytes),
             lands_s=0.0 if job.predicted is None else job.predicted.landed_s,
+            instance=job.decode_instance,
             pd=self.pds[job.pd],
         )
         self.tell(leg, now_s)
 
+    def _target(self, job: Job) -> str:
+        return ONE_ENGINE if job.is_whole else self._targets[job.place]
+
     def believed_s(self, job: Job) -> float:
         """How long the job's prefill should take at its place."""
-        place = self.live.place(self._targets[job.place], self.pds[job.pd])
+        place = self.live.place(self._target(job), self.pds[job.pd])
         profile = self.live.knowledge(MODEL).prefill(place)
         return profile.prefill_s(job.num_tokens, job.cached_tokens)
 
@@ -180,14 +199,16 @@ class Decider:
 
     def landed(self, job: Job, now_s: float) -> bool:
         """The job's KVCache has landed. Returns whether it may decode; False: refused after all."""
+        seconds = job.prefill_end_s - job.turn_s
         prefilled = Prefilled(
             model=MODEL,
-            place=self._targets[job.place],
+            place=self._target(job),
             instance=job.instance,
             num_tokens=job.num_tokens,
             cached_tokens=job.cached_tokens,
             tail_s=now_s - job.prefill_end_s,
-            seconds=job.service_s,
+            # Prefills that end in one pass end at one time.
+            seconds=seconds or None,
             pd=self.pds[job.pd],
             encoded_tokens=job.encoded_tokens if job.media else None,
         )
@@ -207,27 +228,62 @@ class Decider:
         self.tell(LegOver(str(job.index)), now_s)
 
     def decoding(self, job: Job, now_s: float) -> None:
-        """The job has a decode slot, and its first token is one step away."""
+        """The job has a decode slot, and its first token is one step away. A job that is served
+        whole has that token.
+        """
+        pd, target = self.pds[job.pd], self._target(job)
+        if job.is_whole:
+            self._computed(job, pd, now_s)
+        predicted = job.predicted
         # The prediction was for the first route, which failed; another prefill replaced it.
-        if job.predicted is None or job.fell_back:
+        if predicted is None or job.fell_back:
             return
-        # Told a step early, as the step's time is known. A request that waited for a slot met full
-        # engines.
-        ttft_s, was_full = now_s + job.step_s - job.arrival_s, now_s > job.ready_s
-        target = self._targets[job.place]
-        pd = self.pds[job.pd]
-        has_media = bool(job.media)
-        self.tell(FirstToken(MODEL, target, job.predicted, ttft_s, was_full, pd, has_media), now_s)
+        # Told early, as the step's time is known.
+        ttft_s = job.slot_s + job.step_s - job.arrival_s
+        waits = (
+            job.turn_s - job.arrival_s,
+            job.landed_s - job.prefill_end_s,
+            job.slot_s - job.ready_s,
+        )
+        token = FirstToken(
+            MODEL,
+            target,
+            predicted,
+            ttft_s,
+            job.was_full,
+            pd,
+            bool(job.media),
+            waited_s(predicted, *waits),
+        )
+        self.tell(token, now_s)
+
+    def _computed(self, job: Job, pd: str, now_s: float) -> None:
+        """The engine that serves the job whole has computed its prompt."""
+        self.tell(DirectOver(job.direct_key), now_s)
+        seconds = self.live.take(DirectAnswered(job.decode_instance, job.arrival_s), now_s)
+        if seconds is not None and not job.was_full:
+            shape = RequestShape(
+                num_prompt_tokens=job.num_tokens, local_cached_tokens=job.cached_tokens
+            )
+            encoded_tokens = job.encoded_tokens if job.media else None
+            self.tell(DirectTook(MODEL, shape, seconds, pd, encoded_tokens), now_s)
 
     def done(self, job: Job, now_s: float) -> None:
         """The job has its last token."""
         seconds = max(0.0, now_s - job.slot_s - job.step_s)
-        self.tell(AnswerDecoded(MODEL, job.output_tokens, seconds), now_s)
+        answer = AnswerDecoded(MODEL, job.output_tokens, seconds, job.decode_instance)
+        self.tell(answer, now_s)
         self.over(job, now_s)
 
     def over(self, job: Job, now_s: float) -> None:
         """An admitted job is over: served, refused after all, or lost."""
         self.tell(LegAnswered(str(job.index)), now_s)
+        if job.direct_key:
+            self.tell(DirectOver(job.direct_key), now_s)
+        self._parts.pds[job.pd].pool.release(job)
+        if job.decode_instance:
+            self.tell(InstanceOver(job.decode_instance), now_s)
+            job.decode_instance = ""
         if self._admission is not None:
             self.tell(AdmissionOver(job.index), now_s)
 
@@ -290,6 +346,8 @@ class StaticDecider(Decider):
 
     def __init__(self, parts: Parts, model: ReplayModel, policy: Policy, planned: PdPlans) -> None:
         super().__init__(parts, model, replace(policy, admission=None), planned)
+        if not self.live.plans:
+            self.report_every_s = None
 
     def place(self, job: Job, kv_bytes: float, now_s: float) -> bool:
         hits, home = self._parts.hits(job), self.pds[job.home]
@@ -380,7 +438,7 @@ def _settings(policy: Policy, linked: Mapping[str, tuple[str, ...]]) -> LiveSett
         pd_clusters=tuple(PdSettings(pd, sources, policy.spill) for pd, sources in linked.items()),
         # The plan's t of each cluster is told at once.
         threshold_tokens=0.0,
-        hand_off_tokens=1,
+        hand_off_tokens=policy.hand_off_tokens,
         routing=RoutingPolicy(
             margin_s=policy.margin_s,
             margin_share=policy.margin_share,
