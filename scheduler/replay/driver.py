@@ -130,9 +130,9 @@ class _Driver:
         )
         planned = {
             plan.region.pd_clusters[0].name: ThresholdPlan(
-                policy.thresholds or thresholds_of(plan), sends_of(plan)
+                policy.thresholds or thresholds_of(plan), sends_of(plan, rate_rps)
             )
-            for plan in plans
+            for plan, rate_rps in zip(plans, self._rates(), strict=True)
         }
         self._decider = decider_of(self._parts, model, policy, planned)
         self._rebalancer: Rebalancer | None = None
@@ -151,6 +151,11 @@ class _Driver:
         self._jobs: list[Job] = []
         self._num_refused = self._num_refused_recorded = self._num_jobs_recorded = 0
         self._wasted_s = 0.0
+
+    def _rates(self) -> list[float]:
+        """The mean rate of the requests of each home."""
+        homes = self._workload.homes or [0] * len(self._workload)
+        return [homes.count(at) / max(1.0, self._span_s) for at in range(len(self._pds))]
 
     def _pool_of(self, at: int, pd: PdClusterModel, num_prefill: int) -> DecodePool:
         return starting_pool(
