@@ -167,7 +167,8 @@ class PrefillStation:
         ready.sort(key=lambda job: max(0.0, job.move_s - now_s))
         if self._pass_tokens is None or not ready:
             return ready[:1]
-        found, left = [], self._pass_tokens
+        found: list[Job] = []
+        left = self._pass_tokens
         for job in ready:
             if left <= 0 or (found and job.move_s > now_s):
                 break
