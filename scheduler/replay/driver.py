@@ -29,7 +29,7 @@ from scheduler.encoding.values import StartPass
 from scheduler.live.long_term.model_plan import ThresholdPlan, sends_of
 from scheduler.planning.division_search import thresholds_of
 from scheduler.planning.region_model import PdClusterModel
-from scheduler.replay.deciding import decider_of
+from scheduler.replay.baselines import decider_of
 from scheduler.replay.decode import DecodeInstance, DecodePool
 from scheduler.replay.encoding import EncodeStages
 from scheduler.replay.jobs import NEVER, Fate, Job
