@@ -433,7 +433,8 @@ class _Driver:
             return
         pd = self._pds[job.pd]
         lost_s = self._model.lost.get(pd.station.name, (math.inf, math.inf))[0]
-        if job.landed_s < lost_s <= now_s:
+        came_s = job.arrival_s if job.is_whole else job.landed_s
+        if came_s < lost_s <= now_s:
             self._lose(job, now_s)
         else:
             job.ready_s = now_s
