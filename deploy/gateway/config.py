@@ -32,6 +32,7 @@ from kvmanager.config_files.fields import (
 from kvmanager.config_files.security import is_loopback
 from kvmanager.config_files.units import format_bytes, parse_rate
 from scheduler.live.ledger import KEEP_ENDED_S
+from scheduler.live.settings import HAND_OFF_TOKENS, REPORT_EVERY_S
 from transport import Endpoint
 from transport.rpc import MAX_MESSAGE_BYTES
 
@@ -240,7 +241,7 @@ class GatewaySection(Section):
     """
     timeouts: TimeoutConfig = TimeoutConfig()
     """The limits on every wait."""
-    hand_off_tokens: Tokens = 256
+    hand_off_tokens: Tokens = HAND_OFF_TOKENS
     """Prompts with more uncached tokens prefill on another instance than they decode on."""
     template_tokens: TokensOrZero = 256
     """How many tokens a chat template may add to the text in the body. The estimate saves the
@@ -268,7 +269,7 @@ class GatewaySection(Section):
     """
     num_records: Annotated[int, Field(gt=0)] = 1000
     """How many ended requests are remembered for `prfaas explain`."""
-    report_interval_s: Seconds = 0.5
+    report_interval_s: Seconds = REPORT_EVERY_S
     """The time between two reports of a cluster, seconds or such as 500ms."""
     report_stale_s: Seconds = 5.0
     """An older report of a cluster is not used, seconds or such as 5s."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, TypeVar
 
 import msgspec
 
@@ -73,40 +73,13 @@ class Event(msgspec.Struct, Generic[R], frozen=True, tag=True, array_like=True):
         raise NotImplementedError
 
 
-class Views(Protocol):
-    """Shows a scheduler its region. A gateway uses `ReportedViews`. A replay knows its region
-    without reports (`scheduler.replay.station_views`).
-    """
-
-    def snapshot(
-        self,
-        live: LiveScheduler,
-        model: str,
-        now_s: float,
-        request: PendingRequest | None,
-        pd: PdSettings,
-    ) -> RegionSnapshot:
-        """The region for `model` now if `pd` decodes, as `request` finds it where one is given."""
-
-    def decode_side(
-        self, live: LiveScheduler, model: str, now_s: float, pd: PdSettings
-    ) -> DecodeView:
-        """The instances of `pd` that decode for `model`."""
-
-    def num_free_slots(self, live: LiveScheduler, model: str, pd: PdSettings) -> int | None:
-        """About how many more requests `pd` would decode at once for `model`; None if none of its
-        instances does. It is asked for many clusters at a request.
-        """
-
-
 class LiveScheduler:
     """Takes events and gives decisions. Single-threaded; `now_s` must not go back."""
 
-    def __init__(self, settings: LiveSettings, views: Views | None = None) -> None:
-        """Without `views`, the region is what reports say of it."""
+    def __init__(self, settings: LiveSettings) -> None:
         self.settings = settings
         self._pds = _by_name(settings)
-        self._views = views or ReportedViews()
+        self._views = ReportedViews()
         self.ledger = Ledger()
         self.peers = PeerWork(self.ledger)
         self.thresholds = _thresholds(settings)
@@ -218,6 +191,10 @@ class LiveScheduler:
         instances does.
         """
         return self._views.num_free_slots(self, model, pd)
+
+    def layouts(self, model: str, cluster: str) -> frozenset[str] | None:
+        """The layouts that `ReportDigest.layouts` finds in a cluster's last report."""
+        return self._views.layouts(self, model, cluster)
 
     def route(
         self,

@@ -19,6 +19,31 @@ SAME_PASS_S: Final = 5e-3
 """First tokens of one engine that come this close together are from one forward pass, seconds."""
 
 
+SMALL_WAIT_S: Final = 0.1
+
+
+def waited_s(
+    predicted: Prediction, queue_s: float | None, tail_s: float | None, slot_s: float | None
+) -> float:
+    """How much longer than predicted the waits were that end with the load of the moment, as far
+    as they were measured.
+
+    What is below `SMALL_WAIT_S`, or a decode step of the batch that the request joins, is there at
+    any load: it belongs to the place.
+    """
+    waits = (
+        (predicted.queue_s, queue_s, SMALL_WAIT_S),
+        (predicted.tail_s, tail_s, SMALL_WAIT_S),
+        (predicted.slot_s, slot_s, SMALL_WAIT_S + predicted.step_s),
+    )
+    late_s = 0.0
+    for expected_s, measured_s, small_s in waits:
+        if measured_s is not None:
+            error_s = measured_s - expected_s
+            late_s += error_s - max(-small_s, min(error_s, small_s))
+    return late_s
+
+
 class Observation(Event[None], frozen=True):
     """Something that teaches the same to every gateway of the region, whichever made it."""
 

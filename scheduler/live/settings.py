@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from scheduler.live.admission import AdmissionConfig
 from scheduler.live.long_term.loop import LongTermConfig
@@ -18,6 +18,11 @@ from scheduler.routing.candidates import RouteLimits
 from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.spill import Spill
 from scheduler.routing.threshold import ThresholdConfig
+
+HAND_OFF_TOKENS: Final = 256
+"""The default of `hand_off_tokens`."""
+REPORT_EVERY_S: Final = 0.5
+"""How often a gateway asks clusters for their reports by default, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

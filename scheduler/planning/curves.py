@@ -61,6 +61,19 @@ class Curve:
     def scaled(self, factor: float) -> Curve:
         return Curve(self.coefficients * factor, self.starts)
 
+    def behind(self, cached_tokens: float) -> Curve:
+        """The curve for prompts of which so much is cached, over the length of the rest: y(c + l) -
+        (y(c) - y(0)), as the router predicts a prefill.
+        """
+        if not cached_tokens:
+            return self
+        kept = np.append(self.starts[1:], np.inf) > cached_tokens
+        constant, linear, square = self.coefficients[kept].T
+        added = constant + cached_tokens * (linear + cached_tokens * square)
+        saved = float(self(cached_tokens) - self(0.0))
+        moved = np.stack([added - saved, linear + 2 * cached_tokens * square, square], axis=1)
+        return Curve(moved, np.maximum(0.0, self.starts[kept] - cached_tokens))
+
     def raised(self, constant: float) -> Curve:
         """The curve with so much more at every length."""
         return Curve(self.coefficients + np.array([constant, 0.0, 0.0]), self.starts)

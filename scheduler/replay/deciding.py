@@ -1,9 +1,8 @@
-"""The deciders of a replay: where a request is prefilled, and whether it is admitted.
+"""The decider of a replay: where a request is prefilled, and whether it is admitted.
 
 `Decider` drives the object that a gateway runs, `scheduler.live.core.LiveScheduler`: it tells it
-what happens to links and requests, asks it for routes and admission, and lets it see the stations
-as they are (`scheduler.replay.station_views`). `StaticDecider` routes by the paper's threshold
-alone. `OracleDecider` shows links as they will be, and t follows their rates by the plan.
+what happens to links and requests, passes on the reports of clusters, and asks it for routes and
+admission. `scheduler.replay.baselines` has what it is compared with.
 
 Deciders know stations, pools and watched links, but not the events of a replay.
 """
@@ -11,10 +10,7 @@ Deciders know stations, pools and watched links, but not the events of a replay.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Final
-
-import numpy as np
 
 from scheduler.live.admission import AdmissionConfig, AdmissionPolicy, admit_decode
 from scheduler.live.core import Event, LiveScheduler, R
@@ -29,31 +25,33 @@ from scheduler.live.events import (
 )
 from scheduler.live.feedback import (
     AnswerDecoded,
+    DirectAnswered,
+    DirectBegun,
+    DirectOver,
+    DirectTook,
     FirstToken,
+    InstanceGiven,
+    InstanceOver,
     LegAnswered,
     LegBegun,
     LegOver,
     Prefilled,
     RequestArrived,
+    waited_s,
 )
 from scheduler.live.long_term.loop import LongTermConfig
 from scheduler.live.long_term.model_plan import ThresholdPlan
 from scheduler.live.settings import LiveSettings, PdSettings, RoutingPolicy
-from scheduler.planning.pair_search import best_of_pair
-from scheduler.planning.plan import is_pair
-from scheduler.planning.throughput import Mode
 from scheduler.replay.jobs import Job, Way
-from scheduler.replay.model import MODEL, Policy, ReplayModel, Routing
-from scheduler.replay.station_views import Parts, ReportedStations, StationViews, reports
-from scheduler.routing.decision import HAND_OFF, PdCached, RequestShape
+from scheduler.replay.model import MODEL, Policy, ReplayModel
+from scheduler.replay.parts import Parts, reports
+from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, PdCached, RequestShape
 from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.prediction import PrefillTask, transfer_tail_s
 from scheduler.routing.short_term import RouteDecision
-from scheduler.routing.threshold import ThresholdConfig
 
 _LOOK_S: Final = 0.2
 """The least time between two looks at links while no request asks."""
-_FOLLOWS_NO_LINK: Final = ThresholdConfig(rising_factor=1.0, congested_factor=1.0, max_factor=1.0)
 
 
 PdPlans = Mapping[str, ThresholdPlan]
@@ -73,9 +71,9 @@ class Decider:
             name: tuple(s for p, s in enumerate(sources, 1) if (p, at) in parts.watches)
             for at, name in enumerate(self.pds)
         }
-        self.report_every_s = policy.report_every_s
-        views = StationViews(parts) if policy.report_every_s is None else ReportedStations()
-        self.live = LiveScheduler(_settings(policy, linked), views)
+        self.report_every_s: float | None = policy.report_every_s
+        """How often `report` must be called; None: never."""
+        self.live = LiveScheduler(_settings(policy, linked))
         self._parts = parts
         self._admission = policy.admission
         self._kv = model.region.kv
@@ -86,7 +84,8 @@ class Decider:
         known = self.live.knowledge(MODEL)
         # The profiles of the plan: a gateway that has been running for a while knows as much.
         for pd in parts.pds:
-            known.believe(self.live.place(HAND_OFF, pd.station.name), pd.station.profile)
+            for place in self.live.pd_places(pd.station.name):
+                known.believe(place, pd.station.profile)
         for station in parts.sources:
             known.believe(station.name, station.profile)
         for name, plan in planned.items():
@@ -96,8 +95,6 @@ class Decider:
 
     def place(self, job: Job, kv_bytes: float, now_s: float) -> bool:
         """Write into the job where it goes and what is cached there. False: refused."""
-        if self.report_every_s is None:
-            self.hear_links(now_s)
         decision, hits = self._routed(job, now_s)
         predicted = decision.predicted
         if self._admission is not None:
@@ -110,6 +107,7 @@ class Decider:
             job.move_tokens = decision.move.saved_tokens
             job.cached_tokens += job.move_tokens
         job.predicted = predicted
+        job.decode_instance = self._parts.pds[job.pd].pool.reserve(job)
         self._begun(job, hits[0], kv_bytes, now_s)
         return True
 
@@ -124,6 +122,7 @@ class Decider:
             question = RouteAsked(MODEL, shape, excluded=frozenset(excluded), home=home)
             decision = self.live.take(question, now_s)
             job.place = self._places.get(decision.target, 0)
+            job.is_whole = decision.target == ONE_ENGINE
             job.pd = self.pds.index(decision.pd) if decision.pd else job.home
             lost = self._parts.lost(job)
             if not lost or lost in excluded:
@@ -147,6 +146,13 @@ class Decider:
         encoding = self._parts.encoding
         media = encoding.left(job, home)[1] if encoding is not None and job.media else 0
         self.tell(RequestArrived(MODEL, job.num_tokens, home_tokens, home, media), now_s)
+        if job.decode_instance:
+            given = InstanceGiven(job.decode_instance, job.index)
+            job.was_full = self.live.take(given, now_s)
+        if job.is_whole:
+            direct = DirectBegun(job.decode_instance, job.num_tokens, job.uncached_tokens)
+            job.direct_key = self.live.take(direct, now_s)
+            return
         # What the PD cluster has cached is not sent. `size` includes the fixed bytes, which are
         # sent in any case.
         if home_tokens:
@@ -154,19 +160,23 @@ class Decider:
         leg = LegBegun(
             transfer_id=str(job.index),
             model=MODEL,
-            place=self._targets[job.place],
+            place=self._target(job),
             num_tokens=job.num_tokens,
-            uncached_tokens=job.num_tokens - job.cached_tokens,
+            uncached_tokens=job.uncached_tokens,
             landing_cached_tokens=home_tokens,
             nbytes=int(kv_bytes),
             lands_s=0.0 if job.predicted is None else job.predicted.landed_s,
+            instance=job.decode_instance,
             pd=self.pds[job.pd],
         )
         self.tell(leg, now_s)
 
+    def _target(self, job: Job) -> str:
+        return ONE_ENGINE if job.is_whole else self._targets[job.place]
+
     def believed_s(self, job: Job) -> float:
         """How long the job's prefill should take at its place."""
-        place = self.live.place(self._targets[job.place], self.pds[job.pd])
+        place = self.live.place(self._target(job), self.pds[job.pd])
         profile = self.live.knowledge(MODEL).prefill(place)
         return profile.prefill_s(job.num_tokens, job.cached_tokens)
 
@@ -180,14 +190,16 @@ class Decider:
 
     def landed(self, job: Job, now_s: float) -> bool:
         """The job's KVCache has landed. Returns whether it may decode; False: refused after all."""
+        seconds = job.prefill_end_s - job.turn_s
         prefilled = Prefilled(
             model=MODEL,
-            place=self._targets[job.place],
+            place=self._target(job),
             instance=job.instance,
             num_tokens=job.num_tokens,
             cached_tokens=job.cached_tokens,
             tail_s=now_s - job.prefill_end_s,
-            seconds=job.service_s,
+            # Prefills that end in one pass end at one time.
+            seconds=seconds or None,
             pd=self.pds[job.pd],
             encoded_tokens=job.encoded_tokens if job.media else None,
         )
@@ -207,27 +219,62 @@ class Decider:
         self.tell(LegOver(str(job.index)), now_s)
 
     def decoding(self, job: Job, now_s: float) -> None:
-        """The job has a decode slot, and its first token is one step away."""
+        """The job has a decode slot, and its first token is one step away. A job that is served
+        whole has that token.
+        """
+        pd, target = self.pds[job.pd], self._target(job)
+        if job.is_whole:
+            self._computed(job, pd, now_s)
+        predicted = job.predicted
         # The prediction was for the first route, which failed; another prefill replaced it.
-        if job.predicted is None or job.fell_back:
+        if predicted is None or job.fell_back:
             return
-        # Told a step early, as the step's time is known. A request that waited for a slot met full
-        # engines.
-        ttft_s, was_full = now_s + job.step_s - job.arrival_s, now_s > job.ready_s
-        target = self._targets[job.place]
-        pd = self.pds[job.pd]
-        has_media = bool(job.media)
-        self.tell(FirstToken(MODEL, target, job.predicted, ttft_s, was_full, pd, has_media), now_s)
+        # Told early, as the step's time is known.
+        ttft_s = job.slot_s + job.step_s - job.arrival_s
+        waits = (
+            job.turn_s - job.arrival_s,
+            job.landed_s - job.prefill_end_s,
+            job.slot_s - job.ready_s,
+        )
+        token = FirstToken(
+            MODEL,
+            target,
+            predicted,
+            ttft_s,
+            job.was_full,
+            pd,
+            bool(job.media),
+            waited_s(predicted, *waits),
+        )
+        self.tell(token, now_s)
+
+    def _computed(self, job: Job, pd: str, now_s: float) -> None:
+        """The engine that serves the job whole has computed its prompt."""
+        self.tell(DirectOver(job.direct_key), now_s)
+        seconds = self.live.take(DirectAnswered(job.decode_instance, job.arrival_s), now_s)
+        if seconds is not None and not job.was_full:
+            shape = RequestShape(
+                num_prompt_tokens=job.num_tokens, local_cached_tokens=job.cached_tokens
+            )
+            encoded_tokens = job.encoded_tokens if job.media else None
+            self.tell(DirectTook(MODEL, shape, seconds, pd, encoded_tokens), now_s)
 
     def done(self, job: Job, now_s: float) -> None:
         """The job has its last token."""
         seconds = max(0.0, now_s - job.slot_s - job.step_s)
-        self.tell(AnswerDecoded(MODEL, job.output_tokens, seconds), now_s)
+        answer = AnswerDecoded(MODEL, job.output_tokens, seconds, job.decode_instance)
+        self.tell(answer, now_s)
         self.over(job, now_s)
 
     def over(self, job: Job, now_s: float) -> None:
         """An admitted job is over: served, refused after all, or lost."""
         self.tell(LegAnswered(str(job.index)), now_s)
+        if job.direct_key:
+            self.tell(DirectOver(job.direct_key), now_s)
+        self._parts.pds[job.pd].pool.release(job)
+        if job.decode_instance:
+            self.tell(InstanceOver(job.decode_instance), now_s)
+            job.decode_instance = ""
         if self._admission is not None:
             self.tell(AdmissionOver(job.index), now_s)
 
@@ -282,105 +329,13 @@ class Decider:
         )
 
 
-class StaticDecider(Decider):
-    """The paper's rule: a prompt with more than t uncached tokens goes to a prefill cluster.
-
-    Of several, to the one with the fewest tokens to compute for it, then to the least busy.
-    """
-
-    def __init__(self, parts: Parts, model: ReplayModel, policy: Policy, planned: PdPlans) -> None:
-        super().__init__(parts, model, replace(policy, admission=None), planned)
-
-    def place(self, job: Job, kv_bytes: float, now_s: float) -> bool:
-        hits, home = self._parts.hits(job), self.pds[job.home]
-        uncached = job.num_tokens - hits[0]
-        best, least = 0, (0, 0.0)
-        for index, station in enumerate(self._parts.sources, 1):
-            if (index, job.home) not in self._parts.watches:
-                continue
-            if uncached > self.live.thresholds.plan_tokens(station.name, home):
-                busy = (station.num_queued + station.num_running) / max(1, station.num_usable)
-                cost = job.num_tokens - hits[index], busy
-                if best == 0 or cost < least:
-                    best, least = index, cost
-        job.place, job.cached_tokens = best, hits[best]
-        self._begun(job, hits[0], kv_bytes, now_s)
-        return True
-
-    def looked(self, now_s: float) -> None:
-        """t follows no link."""
-
-    def tell(self, event: Event[Any], now_s: float) -> None:
-        # Only plans use what is learnt here, and learning would take most of the run time.
-        if self.live.plans:
-            super().tell(event, now_s)
-
-
-class OracleDecider(Decider):
-    """Runs the live scheduler with links as they will be, and with the best t for them."""
-
-    def __init__(self, parts: Parts, model: ReplayModel, policy: Policy, planned: PdPlans) -> None:
-        super().__init__(parts, model, replace(policy, threshold=_FOLLOWS_NO_LINK), planned)
-        self._region = model.region
-        self._num_prefill = float(len(parts.pds[0].station.instances))
-        self._best: dict[float, float] = {}
-        self._planned = {name: dict(plan.tokens) for name, plan in planned.items()}
-
-    def looked(self, now_s: float) -> None:
-        self._set(self._foreseen(now_s), now_s)
-        super().looked(now_s)
-
-    def plan(self, event: Event[R], now_s: float) -> R:
-        # Plans do not know what is foreseen, so they must find the t that they set themselves.
-        self._set(self._planned, now_s)
-        answer = super().plan(event, now_s)
-        self._planned = {pd: dict(self.live.thresholds.base_tokens(pd)) for pd in self.pds}
-        self._set(self._foreseen(now_s), now_s)
-        return answer
-
-    def _set(self, thresholds: Mapping[str, Mapping[str, float]], now_s: float) -> None:
-        for pd, of_pd in thresholds.items():
-            for cluster, tokens in of_pd.items():
-                if tokens != self.live.thresholds.plan_tokens(cluster, pd):
-                    self.tell(ThresholdPlanned(cluster, tokens, 0.0, pd), now_s)
-
-    def _foreseen(self, now_s: float) -> Mapping[str, Mapping[str, float]]:
-        region, watch = self._region, self._parts.watches.get((1, 0))
-        # The search for the best t is for one prefill cluster and one PD cluster.
-        if not is_pair(region) or watch is None:
-            return self._planned
-        rate = watch.view(now_s).available_bytes_per_s or 0.0
-        # The plan was made for this rate, so its t is the best one already.
-        if rate >= region.links[0].bytes_per_s:
-            return self._planned
-        # A schedule has few rates, and a search takes long.
-        if rate not in self._best:
-            self._best[rate] = self._solve(rate)
-        return {self.pds[0]: {region.prefill_clusters[0].name: self._best[rate]}}
-
-    def _solve(self, rate: float) -> float:
-        region = self._region
-        if rate <= 0:
-            # Nothing crosses a link that is down, and no prompt is longer than this t.
-            return region.traffic.lengths.max_tokens
-        there = replace(region, links=(replace(region.links[0], bytes_per_s=rate),))
-        tokens, _, _ = best_of_pair(there, Mode.EXACT, num_prefill=np.array([self._num_prefill]))
-        return tokens
-
-
-def decider_of(parts: Parts, model: ReplayModel, policy: Policy, planned: PdPlans) -> Decider:
-    """The policy's decider."""
-    kinds = {Routing.STATIC: StaticDecider, Routing.ORACLE: OracleDecider, Routing.ROUTER: Decider}
-    return kinds[policy.routing](parts, model, policy, planned)
-
-
 def _settings(policy: Policy, linked: Mapping[str, tuple[str, ...]]) -> LiveSettings:
     """`linked` are the prefill clusters with a link to each PD cluster."""
     return LiveSettings(
         pd_clusters=tuple(PdSettings(pd, sources, policy.spill) for pd, sources in linked.items()),
         # The plan's t of each cluster is told at once.
         threshold_tokens=0.0,
-        hand_off_tokens=1,
+        hand_off_tokens=policy.hand_off_tokens,
         routing=RoutingPolicy(
             margin_s=policy.margin_s,
             margin_share=policy.margin_share,

@@ -29,11 +29,12 @@ from scheduler.encoding.values import StartPass
 from scheduler.live.long_term.model_plan import ThresholdPlan, sends_of
 from scheduler.planning.division_search import thresholds_of
 from scheduler.planning.region_model import PdClusterModel
-from scheduler.replay.deciding import decider_of
+from scheduler.replay.baselines import decider_of
 from scheduler.replay.decode import DecodeInstance, DecodePool
 from scheduler.replay.encoding import EncodeStages
 from scheduler.replay.jobs import NEVER, Fate, Job
 from scheduler.replay.model import Policy, ReplayModel
+from scheduler.replay.parts import Parts, PdParts
 from scheduler.replay.prefill import PrefillInstance, PrefillStation
 from scheduler.replay.rebalancing import Rebalancer
 from scheduler.replay.results import Outcome, Series
@@ -44,14 +45,13 @@ from scheduler.replay.starting import (
     starting_pool,
     starting_station,
 )
-from scheduler.replay.station_views import Parts, PdParts
 from scheduler.replay.transfers import Transfers
 from scheduler.replay.workload import Workload
 from scheduler.routing.service import ALONE
 
 (
     _DECODE_END,
-    _PREFILL_END,
+    _PASS_END,
     _ENCODED,
     _LANDED,
     _READY,
@@ -98,11 +98,11 @@ class _Driver:
         plans = starting_plans(model, policy)
         counts = [round(plan.num_prefill[plan.region.pd_clusters[0].name]) for plan in plans]
         self._pds = [
-            PdParts(starting_station(model, pd, num, policy), self._pool_of(at, pd, num))
+            PdParts(starting_station(model, pd, num), self._pool_of(at, pd, num))
             for at, (pd, num) in enumerate(zip(model.region.pd_clusters, counts, strict=True))
         ]
         self._sources = [
-            starting_station(model, cluster, int(cluster.num_instances), policy)
+            starting_station(model, cluster, int(cluster.num_instances), policy.order)
             for cluster in model.region.prefill_clusters
         ]
         self._transfers = Transfers(
@@ -130,9 +130,9 @@ class _Driver:
         )
         planned = {
             plan.region.pd_clusters[0].name: ThresholdPlan(
-                policy.thresholds or thresholds_of(plan), sends_of(plan)
+                policy.thresholds or thresholds_of(plan), sends_of(plan, rate_rps)
             )
-            for plan in plans
+            for plan, rate_rps in zip(plans, self._rates(), strict=True)
         }
         self._decider = decider_of(self._parts, model, policy, planned)
         self._rebalancer: Rebalancer | None = None
@@ -152,13 +152,18 @@ class _Driver:
         self._num_refused = self._num_refused_recorded = self._num_jobs_recorded = 0
         self._wasted_s = 0.0
 
+    def _rates(self) -> list[float]:
+        """The mean rate of the requests of each home."""
+        homes = self._workload.homes or [0] * len(self._workload)
+        return [homes.count(at) / max(1.0, self._span_s) for at in range(len(self._pds))]
+
     def _pool_of(self, at: int, pd: PdClusterModel, num_prefill: int) -> DecodePool:
         return starting_pool(
             self._model,
             pd,
             num_prefill,
             lambda at_s, instance, version: self._push(_DECODE_END, at_s, (at, instance), version),
-            begun=lambda job, now_s: self._decider.decoding(job, now_s),
+            begun=self._decoding,
         )
 
     # ---- the loop
@@ -166,7 +171,7 @@ class _Driver:
     def run(self) -> Outcome:
         handlers: tuple[Callable[[Any, Any, float], None], ...] = (
             self._decode_ended,
-            self._prefill_ended,
+            self._pass_ended,
             self._encoded,
             self._landed,
             self._ready,
@@ -241,44 +246,68 @@ class _Driver:
         job.service_s = station.real_s(job.num_tokens, job.cached_tokens)
         if self._jitter is not None:
             job.service_s *= self._jitter[job.index]
+        if job.is_whole:
+            self._serve_whole(station, job, now_s)
+            return
         if self._encoding is not None and job.media:
             job.media_apart = job.media_left = job.encoded_tokens = 0
-            self._encoding.submit(job, station.name, station.wait_s(job, now_s), now_s)
-        instance = station.start_at_once(job, now_s)
-        if instance is None:
-            station.push(job)
-        else:
-            self._began(instance, job, now_s)
+            self._encoding.submit(job, station.name, station.wait_s(), now_s)
+        station.push(job)
+        self._start(station, now_s)
 
-    def _began(self, instance: PrefillInstance, job: Job, now_s: float) -> None:
+    def _serve_whole(self, station: PrefillStation, job: Job, now_s: float) -> None:
+        """The instance that decodes the job computes its prompt, and its media before."""
         if self._encoding is not None and job.media:
-            job.held_s = now_s
-            if self._encoding.waits(job):
-                job.start_s = NEVER  # The instance waits for the encode stage.
-                return
-        self._run(instance, job, now_s)
+            job.media_left, job.encoded_tokens = self._encoding.left(job, station.name)
+            job.encode_s = self._encoding.line(station.name).seconds(job.encoded_tokens)
+            job.service_s += job.encode_s
+        service = self._model.services.get(station.name, ALONE)
+        ready_s = max(now_s + service.overhead_s, job.move_s)
+        self._push(_READY, ready_s, job, job.landing_version)
 
-    def _run(self, instance: PrefillInstance, job: Job, now_s: float) -> None:
-        """The instance computes the job's prefill from now on."""
-        station = self._parts.station(job)
+    def _decoding(self, job: Job, now_s: float) -> None:
+        """The job has a decode slot."""
+        if job.is_whole:
+            self._is_cached(self._pds[job.pd].station, job)
+        self._decider.decoding(job, now_s)
+
+    def _is_held(self, job: Job) -> bool:
+        """Whether the job's instance must wait for the encode stage."""
+        return self._encoding is not None and self._encoding.waits(job)
+
+    def _next_pass(self, station: PrefillStation, instance: PrefillInstance, now_s: float) -> None:
+        """Let an instance that computes nothing begin its next pass, if it has a job."""
+        jobs = [] if instance.chunks else station.next_pass(instance, self._is_held, now_s)
+        if not jobs:
+            return
+        # The instance waits for a cached prefix that is still being moved to it.
+        begin_s = max(now_s, jobs[0].move_s)
+        for job in jobs:
+            if math.isnan(job.start_s):
+                job.start_s = begin_s
+                self._run(station, job, now_s)
+        seconds = station.begin_pass(instance, jobs)
+        for chunk in instance.chunks:
+            if chunk.job.place:
+                self._transfers.emit(chunk.job, chunk.num_tokens, seconds, now_s)
+        self._push(_PASS_END, begin_s + seconds, (station, instance), instance.version)
+
+    def _run(self, station: PrefillStation, job: Job, now_s: float) -> None:
+        """An instance computes the job's prefill from now on."""
         if (service := self._model.services.get(station.name)) is not None:
-            alone_s = job.service_s
-            job.service_s += service.contention_s(alone_s, self._parts.load(job))
-            station.busy_s += job.service_s - alone_s
+            job.service_s += service.contention_s(job.service_s, self._parts.load(job))
         if job.media:
-            self._encode_left(station, instance, job, now_s)
+            self._encode_left(station, job, now_s)
+        station.busy_s += job.service_s
         if job.place:
             # Asked now and not at arrival: while it waited, others may have filled the cache.
             pd, transfers = self._pds[job.pd].station.name, self._transfers
             cached = self._parts.cached_tokens(job, pd)
-            transfers.begin(job, self._kv_bytes[job.index], cached, now_s)
+            transfers.begin(job, self._kv_bytes[job.index], cached)
             if transfers.is_tracked:
                 transfers.expect(job, self._decider.tail_s(job, now_s), now_s)
-        self._push(_PREFILL_END, job.start_s + job.service_s, instance, job)
 
-    def _encode_left(
-        self, station: PrefillStation, instance: PrefillInstance, job: Job, now_s: float
-    ) -> None:
+    def _encode_left(self, station: PrefillStation, job: Job, now_s: float) -> None:
         """The instance first encodes the media that have no embeddings in its cluster."""
         assert self._encoding is not None
         job.encode_s = now_s - job.held_s
@@ -288,15 +317,14 @@ class _Driver:
             job.encode_s += left_s
             job.service_s += left_s
             job.believed_s += left_s
-            station.busy_s += left_s
-        job.start_s = max(now_s, job.move_s)
-        instance.until_s = job.start_s + job.believed_s
 
     def _media_ended(self, job: Job, now_s: float) -> None:
         """The encode stage is done with the job. Its prefill begins if it has an instance."""
-        instance = self._parts.station(job).instance_of(job)
+        station = self._parts.station(job)
+        instance = station.instance_of(job)
         if instance is not None:
-            self._run(instance, job, now_s)
+            job.given_s = now_s
+            self._next_pass(station, instance, now_s)
 
     def _encoded(self, name: str, run: StartPass, now_s: float) -> None:
         assert self._encoding is not None
@@ -311,29 +339,43 @@ class _Driver:
         if self._encoding is not None:
             self._encoding.withdraw(job, now_s)
 
-    def _prefill_ended(self, instance: PrefillInstance, job: Job, now_s: float) -> None:
-        if instance.job is not job:
+    def _pass_ended(
+        self, where: tuple[PrefillStation, PrefillInstance], version: int, now_s: float
+    ) -> None:
+        station, instance = where
+        if version != instance.version:
             return  # Its cluster was lost.
-        station = self._parts.station(job)
-        station.finish(instance)
+        for job, is_over in list(station.end_pass(instance, now_s)):
+            if is_over:
+                self._prefilled(station, job, now_s)
+            elif job.place:
+                self._transfers.pause(job, now_s)
+        self._start(station, now_s)
+        if not (instance.is_usable or instance.jobs) and self._rebalancer is not None:
+            self._rebalancer.idle(instance, now_s)
+            self._refill(now_s)
+
+    def _prefilled(self, station: PrefillStation, job: Job, now_s: float) -> None:
         job.prefill_end_s = now_s
-        if self._encoding is not None:
-            self._encoding.prefilled(job, station.name)
-        if self._caches is not None:
-            self._caches[station.name].add(job.blocks)
+        self._is_cached(station, job)
         if job.place:
             self._transfers.emitted(job, now_s)
         else:
             self._landed(job, job.landing_version, now_s)
-        if instance.is_usable:
-            self._start(station, now_s)
-        elif self._rebalancer is not None:
-            self._rebalancer.idle(instance, now_s)
-            self._refill(now_s)
+
+    def _is_cached(self, station: PrefillStation, job: Job) -> None:
+        """What was computed for the job is there for others."""
+        if self._encoding is not None:
+            self._encoding.prefilled(job, station.name)
+        if self._caches is not None:
+            self._caches[station.name].add(job.blocks)
 
     def _start(self, station: PrefillStation, now_s: float) -> None:
+        """Give waiting jobs to instances with room, and let those compute that do not."""
         while (begun := station.start(now_s)) is not None:
-            self._began(*begun, now_s)
+            begun[1].held_s = now_s
+        for instance in station.instances:
+            self._next_pass(station, instance, now_s)
 
     def _given_up(self, job: Job, version: int, now_s: float) -> None:
         """The PD cluster prefills it itself, if it can. Its unsent bytes are never sent."""
@@ -354,7 +396,7 @@ class _Driver:
         if not station.num_usable:
             self._lose(job, now_s)
             return
-        job.place, job.move_s = 0, 0.0
+        job.place, job.move_s, job.computed_tokens, job.start_s = 0, 0.0, 0, NEVER
         job.cached_tokens = self._parts.cached_tokens(job, station.name)
         self._enter(job, now_s)
 
@@ -391,7 +433,8 @@ class _Driver:
             return
         pd = self._pds[job.pd]
         lost_s = self._model.lost.get(pd.station.name, (math.inf, math.inf))[0]
-        if job.landed_s < lost_s <= now_s:
+        came_s = job.arrival_s if job.is_whole else job.landed_s
+        if came_s < lost_s <= now_s:
             self._lose(job, now_s)
         else:
             job.ready_s = now_s
@@ -403,7 +446,7 @@ class _Driver:
             job.fate = Fate.DONE
             self._num_open -= 1
             self._decider.done(job, now_s)
-        if not instance.is_usable and not instance.running and self._rebalancer is not None:
+        if not (instance.is_usable or instance.num_requests) and self._rebalancer is not None:
             self._rebalancer.idle(instance, now_s)
             self._refill(now_s)
 
@@ -524,7 +567,7 @@ class _Driver:
 
     def _decode_row(self, of: str, pools: list[DecodePool]) -> Iterator[tuple[str, float]]:
         yield f"decode_used{of}", sum(pool.num_running for pool in pools)
-        yield f"decode_waiting{of}", sum(len(pool.waiting) for pool in pools)
+        yield f"decode_waiting{of}", sum(pool.num_waiting for pool in pools)
         yield f"decode_slots{of}", sum(pool.slots_total for pool in pools)
 
     def _outcome(self, end_s: float) -> Outcome:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from scheduler.encoding.values import Medium
 from scheduler.replay.links import Emitted
 from scheduler.routing.prediction import Prediction
+
+if TYPE_CHECKING:
+    from scheduler.replay.decode import DecodeInstance
 
 Way = tuple[int, int]
 """A link, by the places of its prefill cluster (from 1 on) and of its PD cluster."""
@@ -36,6 +40,10 @@ class Job:
         "believed_s",
         "blocks",
         "cached_tokens",
+        "computed_tokens",
+        "decode_instance",
+        "decoder",
+        "direct_key",
         "done_s",
         "emit_bytes_per_s",
         "emitted",
@@ -44,10 +52,12 @@ class Job:
         "fate",
         "fell_back",
         "fixed_bytes",
+        "given_s",
         "held_s",
         "home",
         "index",
         "instance",
+        "is_whole",
         "landed_s",
         "landing_version",
         "media",
@@ -68,6 +78,8 @@ class Job:
         "start_s",
         "step_s",
         "token_bytes",
+        "turn_s",
+        "was_full",
     )
 
     def __init__(
@@ -86,7 +98,19 @@ class Job:
         """The prefill cluster that prefills it, from 1 on; 0: the PD cluster that decodes it."""
         self.instance = ""
         """The instance that prefills it."""
+        self.is_whole = False
+        """Whether the instance that decodes it prefills it as well."""
+        self.decoder: DecodeInstance | None = None
+        """The instance that it was given to, until it is there; None: no such one."""
+        self.decode_instance = ""
+        """The name of that instance, until the request is over."""
+        self.was_full = False
+        """Whether that instance was full when it got the request."""
+        self.direct_key = 0
+        """The live scheduler's key of a prompt that is served whole."""
         self.cached_tokens = 0
+        self.computed_tokens = 0
+        """How many of the other tokens are computed."""
         self.media: tuple[Medium, ...] = ()
         self.media_apart = 0
         """How many of its media the encode stage had encoded for it."""
@@ -114,6 +138,10 @@ class Job:
         self.move_tokens = 0
         self.move_s = 0.0
         """The time at which the fetched prefix is there."""
+        self.given_s = NEVER
+        """When an instance got it to prefill."""
+        self.turn_s = NEVER
+        """When that instance had nothing else to compute before it."""
         self.start_s = NEVER
         self.prefill_end_s = NEVER
         self.landed_s = NEVER
@@ -126,6 +154,11 @@ class Job:
         self.predicted: Prediction | None = None
         self.fate = Fate.OPEN
         self.fell_back = False
+
+    @property
+    def uncached_tokens(self) -> int:
+        """The tokens that have to be computed."""
+        return self.num_tokens - self.cached_tokens
 
     @property
     def way(self) -> Way:

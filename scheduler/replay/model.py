@@ -17,6 +17,7 @@ from scheduler.encoding.values import EncodeConfig
 from scheduler.live.admission import AdmissionConfig
 from scheduler.live.long_term.conversion import ConversionConfig
 from scheduler.live.long_term.loop import LongTermConfig
+from scheduler.live.settings import HAND_OFF_TOKENS, REPORT_EVERY_S
 from scheduler.planning.curves import Curve
 from scheduler.planning.joint import JointRegion
 from scheduler.planning.region_model import Cluster, PdClusterModel, Region, Uplink
@@ -101,6 +102,15 @@ class ReplayModel:
     cluster prefills the request itself. Bytes that were not sent by then never are."""
     encoding: EncodingModel | None = None
     """Needed for a workload with media."""
+    max_concurrent: int = 1
+    """The most prompts that an instance is given at a time. It computes them in that order."""
+    pass_tokens: int | None = None
+    """The most tokens that one forward pass computes, so that two prompts may share a pass. None: a
+    pass is one prompt."""
+    load_steps: int | None = None
+    """The steps that an engine which decodes begins between the end of the step in which KVCache
+    lands and the first step of its request. None: a request joins the batch in the middle of a
+    step."""
     relabel_s: float = 1.0
     """The time from the end of an instance's drain until it has its new role."""
 
@@ -155,7 +165,11 @@ class Policy:
     num_prefill: int | None = None
     """Instances of the PD cluster that prefill at the start."""
     order: OrderConfig | None = field(default_factory=OrderConfig)
-    """The order of waiting prefills. None: first come, first served."""
+    """The order of prefills that wait in a prefill cluster. None: first come, first served, as
+    always inside of a PD cluster.
+    """
+    hand_off_tokens: int = HAND_OFF_TOKENS
+    """Prompts with at most so many uncached tokens are served whole by an instance that decodes."""
     margin_s: float = MARGIN_S
     margin_share: float = MARGIN_SHARE
     home_margin_s: float = HOME_MARGIN_S
@@ -166,9 +180,9 @@ class Policy:
     admission: AdmissionConfig | None = None
     long_term: LongTermConfig | None = None
     conversion: ConversionConfig = field(default_factory=ConversionConfig)
-    report_every_s: float | None = None
-    """Routing sees each cluster by its last report, as in a gateway, and a lost cluster until its
-    next report is missing. None: it sees all clusters as they are.
+    report_every_s: float = REPORT_EVERY_S
+    """Routing sees each cluster by its last report, and a lost cluster until its next report is
+    missing.
     """
     monitor: MonitorConfig | None = field(default_factory=MonitorConfig)
     """The monitor of links with a schedule. None: routing sees the true rate, late by a sample."""

@@ -1,16 +1,15 @@
 """The long-term loop in a replay: the shell of `scheduler.live.long_term.events`.
 
-It does what a gateway does: it tells the live scheduler reports and links, asks for the plans of
-every period, and performs the orders of a conversion on the replay's instances. A drain ends with
-the instance's last request, and the new role comes `relabel_s` later. It decides nothing, and does
-not know what becomes of requests.
+It does what a gateway does: it asks the live scheduler for the plans of every period, and performs
+the orders of a conversion on the replay's instances. A drain ends with the instance's last request,
+and the new role comes `relabel_s` later. It decides nothing, and does not know what becomes of
+requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from scheduler.live.events import ReportHeard
 from scheduler.live.long_term.conversion import (
     ConversionOutcome,
     ConversionPhase,
@@ -35,9 +34,9 @@ from scheduler.live.long_term.events import (
 from scheduler.replay.deciding import Decider
 from scheduler.replay.decode import DecodeInstance
 from scheduler.replay.model import Policy
+from scheduler.replay.parts import Parts
 from scheduler.replay.prefill import PrefillInstance
 from scheduler.replay.results import ReplayedRoleChange
-from scheduler.replay.station_views import Parts, reports
 
 
 class Rebalancer:
@@ -60,18 +59,14 @@ class Rebalancer:
         self.role_changes: list[ReplayedRoleChange] = []
         self.told: list[str] = []
         self._decider = decider
-        self._parts = parts
         self._home, self._pool = parts.pds[0].station, parts.pds[0].pool
         self._schedule = schedule
         self._period_s = self._next_s = period_s
         self._converter = Converter(policy.conversion)
 
     def look(self, now_s: float) -> None:
-        """Time passed: tell reports and links, and plan if a period is over."""
+        """Time passed: plan if a period is over."""
         self._perform(self._converter.tick(now_s), now_s)
-        for report in reports(self._parts, now_s):
-            self._decider.tell(ReportHeard(report.name, report, now_s), now_s)
-        self._decider.hear_links(now_s)
         if now_s < self._next_s:
             self._decider.plan(PeriodLook(), now_s)
             return

@@ -16,8 +16,9 @@ from scheduler.replay.caching import ReplayCache
 from scheduler.replay.decode import DecodeInstance, DecodePool, step_table
 from scheduler.replay.jobs import Job
 from scheduler.replay.model import Policy, ReplayModel
-from scheduler.replay.prefill import PrefillStation
+from scheduler.replay.prefill import BY_ARRIVAL, PrefillStation
 from scheduler.replay.workload import Workload
+from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.profiles import PrefillProfile
 
 
@@ -50,15 +51,19 @@ def starting_plan(model: ReplayModel, policy: Policy) -> Plan:
 
 
 def starting_station(
-    model: ReplayModel, cluster: Cluster, num_instances: int, policy: Policy
+    model: ReplayModel, cluster: Cluster, num_instances: int, order: OrderConfig | None = None
 ) -> PrefillStation:
-    """The instances of a cluster that prefill, all of them idle."""
+    """The instances of a cluster that prefill, all of them idle. Prompts wait in this order; None:
+    first come, first served.
+    """
     return PrefillStation(
         cluster.name,
         PrefillProfile.of(model.prefill(cluster)),
         num_instances,
-        policy.order,
+        order or BY_ARRIVAL,
         model.prefill_factors.get(cluster.name, 1.0),
+        max_concurrent=model.max_concurrent,
+        pass_tokens=model.pass_tokens,
     )
 
 
@@ -84,7 +89,15 @@ def starting_pool(
         # Measured steps may end below the batch of the plan, whose step time is the last point
         # then. A larger batch never takes less time, whatever the plan says.
         points = (*points, (pd.batch_size, max(pd.step_s, points[-1][1])))
-    return DecodePool(instances, pd.batch_size, step_table(points), schedule, begun=begun)
+    return DecodePool(
+        instances,
+        pd.batch_size,
+        step_table(points),
+        schedule,
+        begun=begun,
+        load_steps=model.load_steps,
+        pass_tokens=model.pass_tokens,
+    )
 
 
 def starting_caches(

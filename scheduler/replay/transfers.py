@@ -31,7 +31,7 @@ from scheduler.replay.watching import (
 )
 
 _INSTANT_S: Final = 1e-6
-"""A shorter prefill emits everything at its end."""
+"""A shorter pass emits everything at once."""
 _SLOW_SAMPLE_S: Final = 1.0
 """The time between samples of links without a monitor."""
 _STILL_SAMPLE_S: Final = 30.0
@@ -108,18 +108,26 @@ class Transfers:
         link.change(now_s, 0.0, float(self._kv.size(job.move_tokens)))
         job.move_s = link.landed_s(link.emitted_bytes)
 
-    def begin(self, job: Job, kv_bytes: float, cached_tokens: int, now_s: float) -> None:
-        """The job's prefill begins. What the PD cluster has cached is not sent."""
+    def begin(self, job: Job, kv_bytes: float, cached_tokens: int) -> None:
+        """The job's prefill is about to begin. What the PD cluster has cached is not sent."""
         job.fixed_bytes = min(self._kv.fixed_bytes, kv_bytes)
         job.token_bytes = kv_bytes - job.fixed_bytes
         if cached_tokens:
             # Both sizes include the fixed bytes, so the difference does not.
             job.token_bytes = max(0.0, kv_bytes - float(self._kv.size(cached_tokens)))
-        lasts = job.service_s >= _INSTANT_S
-        job.emit_bytes_per_s = job.token_bytes / job.service_s if lasts else 0.0
-        link = self._links[job.way]
-        link.change(now_s, job.emit_bytes_per_s)
-        link.expect(_mean_emission(job))
+        self._links[job.way].expect(_mean_emission(job))
+
+    def emit(self, job: Job, num_tokens: int, seconds: float, now_s: float) -> None:
+        """A pass begins that computes `num_tokens` of the job's prompt in `seconds`."""
+        nbytes = job.token_bytes * num_tokens / max(1, job.uncached_tokens)
+        lasts = seconds >= _INSTANT_S
+        job.emit_bytes_per_s = nbytes / seconds if lasts else 0.0
+        self._links[job.way].change(now_s, job.emit_bytes_per_s, 0.0 if lasts else nbytes)
+
+    def pause(self, job: Job, now_s: float) -> None:
+        """A pass is over, and the job's prefill is not."""
+        self._links[job.way].change(now_s, -job.emit_bytes_per_s)
+        job.emit_bytes_per_s = 0.0
 
     def expect(self, job: Job, tail_s: float | None, now_s: float) -> None:
         """Note the predicted end of a transfer: `tail_s` after its prefill; None: unknown."""
@@ -129,8 +137,7 @@ class Transfers:
     def emitted(self, job: Job, now_s: float) -> None:
         """The job's prefill is over, and all of its KVCache has been emitted."""
         link = self._links[job.way]
-        burst = job.fixed_bytes if job.emit_bytes_per_s else job.fixed_bytes + job.token_bytes
-        link.change(now_s, -job.emit_bytes_per_s, burst)
+        link.change(now_s, -job.emit_bytes_per_s, job.fixed_bytes)
         link.expect(-_mean_emission(job))
         job.emitted = link.emitted_bytes
         self._awaiting[job.way][job.index] = job

@@ -118,8 +118,8 @@ class ThresholdController:
     ) -> Threshold:
         """t for the present view of a link.
 
-        `base_tokens` is the plan's t. `planned_bytes_per_s` is what the plan sends over the link at
-        the load it is meant for; 0 means unknown, and then only the link's state counts.
+        `base_tokens` is the plan's t. `planned_bytes_per_s` is what the plan sends over the link
+        for the traffic it was made for; 0 means unknown, and then only the link's state counts.
         """
         elapsed_s = 0.0 if self._at_s is None else max(0.0, now_s - self._at_s)
         self._at_s = now_s if self._at_s is None else max(now_s, self._at_s)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import msgspec
 
@@ -35,13 +34,12 @@ from scheduler.live.feedback import (
     PromptCounted,
     RequestArrived,
     TtftMeasured,
+    waited_s,
 )
 from scheduler.live.learning.prompt_length import PromptContent
 from scheduler.routing.decision import HAND_OFF, RequestShape
 from scheduler.routing.media import MediaShape
 from scheduler.routing.prediction import Prediction
-
-SMALL_WAIT_S: Final = 0.1
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -255,8 +253,8 @@ class Feedback:
         `was_full` says whether the decode instance, which is in `pd`, was full when it got the
         request. `parts` are those of the TTFT that were measured.
         """
-        waited_s = 0.0 if parts is None else _waited_s(predicted, parts)
-        event = FirstToken(model, place, predicted, ttft_s, was_full, pd, has_media, waited_s)
+        late_s = 0.0 if parts is None else _waited_s(predicted, parts)
+        event = FirstToken(model, place, predicted, ttft_s, was_full, pd, has_media, late_s)
         self.scheduler.ask(event)
 
     def measured(self, model: str, record: RequestRecord) -> None:
@@ -291,23 +289,11 @@ class Feedback:
 
 
 def _waited_s(predicted: Prediction, parts: TtftParts) -> float:
-    """How much longer than predicted the waits were that end with the load of the moment, as far
-    as they were measured.
-
-    What is below `SMALL_WAIT_S`, or a decode step of the batch that the request joins, is there at
-    any load: it belongs to the place.
-    """
-    waits = (
-        (predicted.queue_s, (parts.queue_s, parts.engine_queue_s), SMALL_WAIT_S),
-        (predicted.tail_s, (parts.transfer_tail_s,), SMALL_WAIT_S),
-        (predicted.slot_s, (parts.load_wait_s,), SMALL_WAIT_S + predicted.step_s),
-    )
-    late_s = 0.0
-    for expected_s, measured, small_s in waits:
-        if measured[-1] is not None:
-            error_s = sum(seconds or 0.0 for seconds in measured) - expected_s
-            late_s += error_s - max(-small_s, min(error_s, small_s))
-    return late_s
+    """The answer of `waited_s` for the parts that were measured."""
+    queue_s = parts.engine_queue_s
+    if queue_s is not None:
+        queue_s += parts.queue_s or 0.0
+    return waited_s(predicted, queue_s, parts.transfer_tail_s, parts.load_wait_s)
 
 
 def _at_the_end(num_tokens: int, media_tokens: Sequence[int]) -> MediaShape:

@@ -15,7 +15,7 @@ import msgspec
 from deploy.gateway.config import GatewayConfig, SharedUplink
 from deploy.gateway.scheduling.recorder import Recorder
 from netmon.region_link import LinkView
-from scheduler.live.core import Event, LiveScheduler, ReportedViews
+from scheduler.live.core import Event, LiveScheduler
 from scheduler.live.events import (
     LinkHeard,
     ReportHeard,
@@ -59,8 +59,7 @@ class RegionScheduler:
         """`link` gives the present state of a link between two clusters. Without it, no link
         is known.
         """
-        self._views = ReportedViews()
-        self.live = LiveScheduler(settings, self._views)
+        self.live = LiveScheduler(settings)
         self.clock = clock
         self._reports = reports
         self._heard: dict[str, Reported] = {}
@@ -159,7 +158,7 @@ class RegionScheduler:
         """
         if cluster not in self.live.reports:
             return ()
-        return tuple(sorted(self._views.layouts(self.live, model, cluster) or ()))
+        return tuple(sorted(self.live.layouts(model, cluster) or ()))
 
     def knowledge(self, model: str) -> ModelKnowledge:
         """The profiles and traffic learnt of a served model, for reading only."""

@@ -194,8 +194,12 @@ def _policy(name: str, spec: PolicySpec, model: ReplayModel, whole: SimulationSp
     }
     admission = None
     if spec.admission != "off":
-        policy = AdmissionPolicy(spec.admission)
-        admission = AdmissionConfig(policy=policy, ttft_slo_s=whole.objective.ttft, **loads)
+        is_default = spec.admission == "slots"
+        admission = AdmissionConfig(
+            policy=AdmissionPolicy.PREDICTED if is_default else AdmissionPolicy(spec.admission),
+            ttft_slo_s=None if is_default else whole.objective.ttft,
+            **loads,
+        )
     period_s = spec.rebalance_every
     return Policy(
         name=name,
@@ -204,6 +208,7 @@ def _policy(name: str, spec: PolicySpec, model: ReplayModel, whole: SimulationSp
         num_prefill=spec.num_prefill,
         spill=spec.spill,
         report_every_s=spec.report_every,
+        hand_off_tokens=spec.hand_off_tokens,
         order=OrderConfig() if spec.order == "shortest" else None,
         margin_s=_or(spec.margin, default.margin_s),
         margin_share=_or(spec.margin_share, default.margin_share),
@@ -244,6 +249,9 @@ def _model(file: SimulationFile, found: PlanInput) -> ReplayModel:
         cache_blocks=blocks,
         prefill_factors=spec.prefill_factors,
         prefill_jitter=spec.prefill_jitter,
+        max_concurrent=spec.max_concurrent,
+        pass_tokens=spec.pass_tokens,
+        load_steps=spec.load_steps,
         services={
             name: ServiceModel(item.overhead, decode_s=item.decode, busy_s=item.busy)
             for name, item in spec.contention.items()

@@ -24,6 +24,8 @@ _ROWS: Final = (
     ("lost", "lost", "{:,}"),
     ("wasted_prefill_share", "prefill time wasted", "{:.2%}"),
     ("remote_share", "share prefilled remotely", "{:.1%}"),
+    ("one_engine_share", "share served by one engine", "{:.1%}"),
+    ("cached_tokens", "tokens found cached", "{:,}"),
     ("spilled_share", "share decoded away from home", "{:.1%}"),
     ("ttft_mean_s", "TTFT mean, s", "{:.2f}"),
     ("ttft_p50_s", "TTFT P50, s", "{:.2f}"),
@@ -59,6 +61,7 @@ def document_of(outcome: Outcome, from_s: float = 0.0) -> dict[str, Any]:
         "lost": found.num_lost,
         "wasted_prefill_share": outcome.wasted_share,
         "remote_share": found.num_remote / max(1, found.num_requests),
+        **_places(outcome, from_s),
         **_seconds("ttft", found.ttft),
         "tbt_p50_ms": _known(found.tbt.p50_s * 1000),
         "tbt_p90_ms": _known(found.tbt.p90_s * 1000),
@@ -80,6 +83,17 @@ def document_of(outcome: Outcome, from_s: float = 0.0) -> dict[str, Any]:
         "late_samples_share": late.num_late / late.num_seen if late.num_seen else None,
         **_homes(outcome, from_s),
         **_images(outcome, from_s),
+    }
+
+
+def _places(outcome: Outcome, from_s: float) -> dict[str, Any]:
+    """Which requests one engine served, and what was found cached where they were prefilled."""
+    served = [
+        job for job in outcome.jobs if job.arrival_s >= from_s and job.fate is not Fate.REFUSED
+    ]
+    return {
+        "one_engine_share": sum(job.is_whole for job in served) / max(1, len(served)),
+        "cached_tokens": sum(job.cached_tokens for job in served),
     }
 
 

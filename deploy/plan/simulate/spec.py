@@ -11,8 +11,11 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from deploy.plan.solve.spec import BytesPerS, CacheTokens, Name, PlanSpec, Seconds, Span
-from kvmanager.config_files.fields import Positive, Section
+from kvmanager.config_files.fields import Positive, Section, Tokens
+from prfaas.engines.instance import DEFAULT_MAX_CONCURRENT
+from scheduler.live.settings import HAND_OFF_TOKENS, REPORT_EVERY_S
 from scheduler.routing.spill import Spill
+from scheduler.stages.profile import MOST_TOKENS
 
 POLICY_NAMES: Final = ("static", "router", "oracle", "homogeneous")
 """Policies that are always there. The file may change them and add others."""
@@ -92,6 +95,7 @@ class PolicySpec(Section):
 
     routing: Literal["static", "router", "oracle"] = "router"
     order: Literal["shortest", "arrival"] = "shortest"
+    """The order of prefills that wait in a prefill cluster."""
     threshold_tokens: CacheTokens | None = None
     num_prefill: Annotated[int, Field(ge=0)] | None = None
     spill: Spill = "overflow"
@@ -100,13 +104,18 @@ class PolicySpec(Section):
     margin_share: Annotated[float, Field(ge=0)] | None = None
     home_margin: Span | None = None
     home_margin_share: Annotated[float, Field(ge=0)] | None = None
-    admission: Literal["off", "predicted", "present", "at_decode"] = "off"
+    admission: Literal["off", "slots", "predicted", "present", "at_decode"] = "slots"
+    """Which requests are refused. slots: those for which no decode slot is predicted to be free, as
+    in a gateway without `ttft_slo_s`. The others refuse for `objective.ttft` as well.
+    """
     max_prefill_load: Positive | None = None
     max_decode_load: Positive | None = None
     rebalance_every: Span | None = None
     """The period of the long timescale. Left out: the threshold and roles stay."""
-    report_every: Span | None = None
-    """How old reports of clusters may be. Left out: routing sees clusters as they are."""
+    report_every: Span = REPORT_EVERY_S
+    """How often clusters report to the gateway."""
+    hand_off_tokens: Tokens = HAND_OFF_TOKENS
+    """Prompts with at most so many uncached tokens are served whole by an instance that decodes."""
     watch: Literal["monitor", "direct"] = "monitor"
     """How changes of links are seen: by the link monitor, or as they are."""
 
@@ -146,6 +155,14 @@ class SimulationSpec(Section):
     """The time that is beyond the parts of a TTFT, by cluster. Left out, there is none."""
     encode_instances: dict[Name, Annotated[int, Field(ge=1)]] = Field(default={})
     """Instances that only encode, by cluster, beside its other instances; needs `images`."""
+    max_concurrent: Annotated[int, Field(ge=1)] = DEFAULT_MAX_CONCURRENT
+    """The most prefills that an instance is given at a time. It computes them one by one."""
+    pass_tokens: Tokens = MOST_TOKENS
+    """The most prompt tokens of a forward pass: vLLM's `max_num_batched_tokens`. The end of one
+    prompt and the begin of the next share a pass."""
+    load_steps: Annotated[int, Field(ge=0)] = 1
+    """The decode steps that an engine begins between the end of the step in which KVCache lands and
+    the first step of its request. vLLM loads KVCache during one."""
     prefill_jitter: Annotated[float, Field(ge=0, le=2)] = 0.0
     transfer_timeout: Span = 30.0
     policy: str = "router"

@@ -77,6 +77,9 @@ class MeasuredTraffic:
     """Arrivals per second over the window of `uncached`."""
     media: MediaDemand | None = None
     """The media in that window; None without any."""
+    cached_before: float = 0.0
+    """The mean number of cached tokens before an uncached one: (E[n^2 - c^2] - E[l^2]) / 2 E[l]
+    for prompts of n tokens with c cached and l uncached ones."""
 
     @property
     def num_requests(self) -> float:
@@ -122,7 +125,7 @@ class TrafficMeter:
     """Counts requests as they come and go."""
 
     def __init__(self) -> None:
-        self._uncached = _Channel(num_extra=1)
+        self._uncached = _Channel(num_extra=2)
         self._output = _Channel(num_extra=0)
         self._media = MediaWindow()
 
@@ -166,7 +169,9 @@ class TrafficMeter:
             raise ValueError(
                 f"{cached_tokens} of {prompt_tokens} tokens cached; give 0 <= cached <= prompt"
             )
-        self._uncached.add(max(1, prompt_tokens - cached_tokens), now_s, max(1, prompt_tokens))
+        uncached_tokens = max(1, prompt_tokens - cached_tokens)
+        pairs = uncached_tokens * min(cached_tokens, prompt_tokens - 1)
+        self._uncached.add(uncached_tokens, now_s, max(1, prompt_tokens), max(0, pairs))
         if media_tokens > 0:
             self._media.add(media_tokens, now_s)
 
@@ -180,7 +185,7 @@ class TrafficMeter:
         prompts, outputs = self._uncached.seen(now_s), self._output.seen(now_s)
         if prompts is None or outputs is None:
             return None
-        uncached, (input_tokens,) = prompts.sample, prompts.extra
+        uncached, (input_tokens, pairs) = prompts.sample, prompts.extra
         return MeasuredTraffic(
             uncached=uncached,
             output=outputs.sample,
@@ -188,6 +193,7 @@ class TrafficMeter:
             hit_ratio=max(0.0, 1 - uncached.mean_tokens / input_tokens),
             rate_rps=prompts.num / uncached.window_s,
             media=self._media.since(now_s - uncached.window_s, prompts.num),
+            cached_before=pairs / uncached.mean_tokens,
         )
 
     def forget_before_change(self, now_s: float) -> None:
@@ -225,7 +231,7 @@ class _Channel:
         """The number of the newest slice, counted from time 0."""
         self._began_s = 0.0
 
-    def add(self, value: int, now_s: float, extra: int = 0) -> None:
+    def add(self, value: int, now_s: float, *extra: int) -> None:
         self._advance(now_s)
         newest = self._newest or 0
         # Another gateway may tell late. What is older than the window counts for its oldest slice.
@@ -237,8 +243,7 @@ class _Channel:
         sums = self._sums[row]
         sums[0] += value
         sums[1] += value * value
-        if len(sums) > 2:
-            sums[2] += extra
+        sums[2:] += extra
 
     def state(self, now_s: float) -> ChannelState | None:
         """The argument of `restore`; None if nothing was counted."""

@@ -247,6 +247,7 @@ def _facts(
         other_models={other for other, _ in live.plans} - {model},
         pd_places=live.pd_places(pd),
         media=None if measured is None else measured.media,
+        cached_before=0.0 if measured is None else measured.cached_before,
     )
 
 

@@ -8,6 +8,7 @@ instances.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -64,17 +65,19 @@ def plan_goal(plan: Plan, rate_rps: float, encode: EncodeGoal | None = None) -> 
 
 @dataclass(frozen=True, slots=True)
 class ThresholdPlan:
-    """The threshold of each prefill cluster, and the bytes/s that the best plan sends over its
-    link.
+    """The threshold of each prefill cluster, and the bytes/s that the best plan sends over its link
+    for the present traffic.
     """
 
     tokens: Mapping[str, float]
     sends: Mapping[str, float]
 
 
-def sends_of(plan: Plan) -> dict[str, float]:
-    """The bytes/s that the plan sends from each prefill cluster at the region's highest rate."""
-    by_link = plan.link_bytes_per_s(Mode.EXACT, plan.system_rps(Mode.EXACT))
+def sends_of(plan: Plan, rate_rps: float) -> dict[str, float]:
+    """The bytes/s that the plan sends from each prefill cluster at this rate of requests, or at the
+    highest one that the region bears.
+    """
+    by_link = plan.link_bytes_per_s(Mode.EXACT, min(rate_rps, plan.system_rps(Mode.EXACT)))
     return {link.source: by_link.get(link.name, 0.0) for link in plan.region.links}
 
 
@@ -106,6 +109,8 @@ class ModelPlan:
         self.changed_encode: dict[str, tuple[float, int]] = {}
         """The same of its encode stage."""
         self._adopted: Plan | None = None
+        self._rate_rps = math.inf
+        """The measured rate of the traffic that was last planned for."""
 
     def ask(
         self,
@@ -121,6 +126,8 @@ class ModelPlan:
             self.region, self.unknown, self.notes, self.encode = None, modelled.reason, (), None
             return
         self.region, self.unknown, self.notes = modelled.region, "", modelled.notes
+        if measured is not None:
+            self._rate_rps = measured.rate_rps
         self.encode = modelled.encode
         self.question = LongTermQuestion(
             model=self.model,
@@ -159,7 +166,7 @@ class ModelPlan:
         decision = self.answer
         if decision is None or decision.plan is None or decision.conversions:
             return None
-        planned = ThresholdPlan(decision.thresholds, sends_of(decision.plan))
+        planned = ThresholdPlan(decision.thresholds, sends_of(decision.plan, self._rate_rps))
         if not self.converts:
             return planned
         # The decision is for the division after the conversion under way.
@@ -173,7 +180,7 @@ class ModelPlan:
         decision = self.answer
         if decision is None or decision.plan is None or wish not in decision.conversions:
             return None
-        sends = sends_of(decision.plan)
+        sends = sends_of(decision.plan, self._rate_rps)
         if instance:
             self.converts = instance
             self._after = ThresholdPlan(decision.thresholds_after, sends)

@@ -181,6 +181,8 @@ class RegionFacts:
     pd_places: tuple[str, str] = (HAND_OFF, ONE_ENGINE)
     media: MediaDemand | None = None
     """The media of that traffic; None without any."""
+    cached_before: float = 0.0
+    """`MeasuredTraffic.cached_before` of that traffic: attention reads what is cached, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +356,7 @@ def _pd_cluster(facts: RegionFacts, missing: list[str], notes: list[str]) -> PdC
     batch_size = round(sum(slots) / len(slots))
     # Equation 5 wants the step of a full batch. Small batches of quiet hours have short steps.
     step_s = known.full_step_s(batch_size) or known.step_s
-    curve = learned.profile.curve()
+    curve = learned.profile.curve().behind(facts.cached_before)
     return PdClusterModel(name, num_prefill + num_decode, curve, batch_size, step_s)
 
 
@@ -383,7 +385,8 @@ def _prefill_clusters(
         learned = facts.knowledge.profile(source.name)
         if not learned.is_known:
             missing.append(_unknown_profile(source.name, learned))
-        yield PrefillClusterModel(source.name, len(lasting), learned.profile.curve())
+        curve = learned.profile.curve().behind(facts.cached_before)
+        yield PrefillClusterModel(source.name, len(lasting), curve)
 
 
 def _others(facts: RegionFacts, cluster: str) -> list[str]:

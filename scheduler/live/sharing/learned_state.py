@@ -23,7 +23,7 @@ from scheduler.live.learning.prompt_length import Media, PromptContent
 from scheduler.live.settings import LiveSettings
 from scheduler.routing.prediction import Prediction
 
-VERSION: Final = 3
+VERSION: Final = 4
 """A state of another version is not read: its fields may mean something else."""
 MAX_HEARD: Final = 1000
 """The gateways whose numbers are remembered, those that were heard last. A gateway has another name

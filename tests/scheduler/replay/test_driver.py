@@ -296,3 +296,20 @@ def test_one_fixed_length_without_queues_gives_the_time_by_hand() -> None:
     np.testing.assert_allclose(found.tbt_s, 0.025)
     sent = sum(found.egress_bytes.values())
     assert sent == pytest.approx(len(work) * float(region().kv.size(40_000)))
+
+
+def test_one_engine_that_serves_a_prompt_whole_makes_its_first_token_with_its_last_pass() -> None:
+    lengths = EmpiricalLengths.of([10_000.0])
+    work = drawn([Phase(duration_s=2000, rate_rps=0.01, lengths=lengths, output_tokens=100)], 1)
+    found = replay(model(pass_tokens=4096, load_steps=1), work, Policy(hand_off_tokens=10_000))
+    assert all(job.is_whole for job in found.jobs)
+    prefill_s = float(region().pd_clusters[0].prefill(10_000))
+    np.testing.assert_allclose(found.ttft_s, prefill_s, rtol=1e-9)
+    done_s = np.array([job.done_s - job.slot_s for job in found.jobs])
+    np.testing.assert_allclose(done_s, 99 * 0.025)
+    assert sum(found.egress_bytes.values()) == 0
+    # One that its engine has not begun is lost with the cluster.
+    late = {"h20": ServiceModel(overhead_s=30.0)}
+    lost = model(lost={"h20": (100.0, 200.0)}, services=late)
+    two = Workload(arrivals_s=[80.0, 250.0], prompt_tokens=[200, 200], output_tokens=[5, 5])
+    assert [job.fate for job in replay(lost, two, Policy()).jobs] == [Fate.LOST, Fate.DONE]

@@ -85,11 +85,15 @@ def test_what_decides_sees_reports_with_the_stage() -> None:
     assert all(job.fate is Fate.DONE for job in outcome.jobs)
 
 
+HANDED_OFF = Policy(hand_off_tokens=1)
+"""Prompts of these tests are short."""
+
+
 def test_encoding_takes_its_time_once() -> None:
     medium = Medium("a", 100)
     work = one((0.0, (medium,)), (20.0, (medium,)), (40.0, ()))
     for num in (0, 1):
-        first, again, plain = replay(model(num), work, Policy()).jobs
+        first, again, plain = replay(model(num), work, HANDED_OFF).jobs
         assert first.encode_s == pytest.approx(LINE.seconds(100))
         assert (first.media_apart, first.media_left) == ((1, 0) if num else (0, 1))
         assert (again.media_apart, again.media_left, again.encode_s) == (0, 0, 0.0)
@@ -100,18 +104,18 @@ def test_encoding_takes_its_time_once() -> None:
 
 def test_the_prefill_encodes_what_comes_too_late() -> None:
     work = one((0.0, (Medium("a", 100),)))
-    (job,) = replay(model(1, timeout_s=1.0), work, Policy()).jobs
+    (job,) = replay(model(1, timeout_s=1.0), work, HANDED_OFF).jobs
     assert (job.media_apart, job.media_left) == (0, 1)
     assert job.encode_s == pytest.approx(1.0 + LINE.seconds(100))
     # More at once than the stage takes: the queue refuses, and nothing waits for it.
     crowd = one(*((0.001 * at, (Medium(f"m{at}", 100),)) for at in range(9)))
-    left = [job.media_left for job in replay(model(1, max_waiting=0), crowd, Policy()).jobs]
+    left = [job.media_left for job in replay(model(1, max_waiting=0), crowd, HANDED_OFF).jobs]
     assert left == [1] * 9
 
 
 def test_equal_media_are_encoded_once() -> None:
     work = one((0.0, (Medium("a", 100),)), (0.5, (Medium("a", 100),)))
-    first, second = replay(model(1), work, Policy()).jobs
+    first, second = replay(model(1), work, HANDED_OFF).jobs
     assert (first.media_apart, second.media_apart) == (1, 1)
     assert second.encode_s == pytest.approx(LINE.seconds(100) - 0.5)
 
@@ -124,10 +128,10 @@ def test_a_lost_cluster(cluster: str) -> None:
     assert (cluster == HOME) == any(job.fate is Fate.LOST for job in outcome.jobs)
     # Embeddings are lost with their cluster.
     work = one((0.0, (Medium("a", 100),)), (90.0, (Medium("a", 100),)))
-    again = replay(lost, work, Policy()).jobs[1]
+    again = replay(lost, work, HANDED_OFF).jobs[1]
     assert again.media_apart == (cluster == HOME)
 
 
 def test_media_need_encode_times() -> None:
     with pytest.raises(ValueError, match="no encode times"):
-        replay(ReplayModel(region=REGION), images(), Policy())
+        replay(ReplayModel(region=REGION), images(), HANDED_OFF)

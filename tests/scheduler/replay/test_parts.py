@@ -17,7 +17,7 @@ from scheduler.replay.caching import ReplayCache
 from scheduler.replay.decode import DecodeInstance, DecodePool, step_table
 from scheduler.replay.jobs import Job
 from scheduler.replay.links import LinkChange, OtherTraffic, RateSchedule, ReplayLink
-from scheduler.replay.prefill import PrefillStation
+from scheduler.replay.prefill import BY_ARRIVAL, PrefillStation
 from scheduler.replay.watching import DirectLink, ForeseenLink, MonitoredLink
 from scheduler.replay.workload import Phase, Workload, drawn, traced
 from scheduler.routing.order_config import OrderConfig
@@ -252,26 +252,49 @@ def test_steps_between_measured_batches_lie_on_straight_lines() -> None:
 
 def test_a_station_serves_by_arrival_or_by_length() -> None:
     profile = PrefillProfile((0.0,), ((0.0, 1e-3, 0.0),))
-    for order, expected in ((None, [1, 2]), (OrderConfig(), [2, 1])):
+    for order, expected in ((BY_ARRIVAL, [0, 1, 2]), (OrderConfig(), [0, 2, 1])):
         station = PrefillStation("s", profile, 1, order)
         jobs = [Job(0, 0.0, 100, 1), Job(1, 0.0, 50_000, 1), Job(2, 0.1, 10, 1)]
         for job in jobs:
             job.believed_s = job.service_s = profile.prefill_s(job.num_tokens)
-        instance = station.start_at_once(jobs[0], 0.0)
-        assert instance is not None
-        assert station.start_at_once(jobs[1], 0.0) is None
-        station.push(jobs[1])
-        station.push(jobs[2])
-        assert station.free_s(0.05) == pytest.approx((0.05,))
-        assert station.queued_s(10**9, 0.2) == pytest.approx(50.01)
-        begun = []
-        while station.num_queued:
-            station.finish(instance)
-            found = station.start(1.0)
-            assert found is not None
-            begun.append(found[1].index)
-        assert begun == expected
-        assert station.busy_s == pytest.approx(50.11)
+            station.push(job)
+            if job.index == 0:
+                assert station.start(0.0) is not None
+        assert station.queued_s() == pytest.approx(50.01)
+        assert station.start(0.1) is None
+        assert [found for found, _ in served(station)] == expected
+
+
+def served(station: PrefillStation) -> list[tuple[int, float]]:
+    """The jobs of a station with one instance in the order of their ends, and these."""
+    found, now_s, (instance,) = [], 0.0, station.instances
+    while True:
+        while station.start(now_s) is not None:
+            pass
+        jobs = station.next_pass(instance, lambda job: False, now_s)
+        if not jobs:
+            return found
+        now_s += station.begin_pass(instance, jobs)
+        for job, is_over in list(station.end_pass(instance, now_s)):
+            if is_over:
+                found.append((job.index, now_s))
+
+
+def test_the_end_of_a_prompt_and_the_begin_of_the_next_share_a_pass() -> None:
+    """As vLLM's chunked prefill. The fixed part of a prompt's time is in its first chunk."""
+    profile = PrefillProfile((0.0,), ((0.5, 1e-3, 0.0),))
+    station = PrefillStation("s", profile, 1, max_concurrent=3, pass_tokens=1000)
+    for index, num_tokens in enumerate((1500, 700, 300, 100)):
+        job = Job(index, float(index), num_tokens, 1)
+        job.service_s = profile.prefill_s(num_tokens)
+        station.push(job)
+    # 1000 of the first; 500 of it and 500 of the second; the rest of that and both others.
+    assert served(station) == [
+        (0, pytest.approx(3.0)),
+        (1, pytest.approx(4.6)),
+        (2, pytest.approx(4.6)),
+        (3, pytest.approx(4.6)),
+    ]
 
 
 # ---- caches and workloads
@@ -324,12 +347,6 @@ def test_a_station_starts_the_jobs_of_pd_clusters_in_turn() -> None:
     station = PrefillStation("far", profile, 1, OrderConfig())
     jobs = [Job(index, 0.0, 1000, 1, home) for index, home in enumerate((0, 0, 0, 0, 1))]
     for job in jobs:
-        job.believed_s = 1.0
+        job.service_s = 1.0
         station.push(job)
-    assert [station.queued_s(10**6, 0.0, pd) for pd in (0, 1)] == [5.0, 3.0]
-    started = []
-    while (found := station.start(0.0)) is not None:
-        instance, job = found
-        started.append(job.index)
-        station.finish(instance)
-    assert started == [0, 4, 1, 2, 3]
+    assert [found for found, _ in served(station)] == [0, 4, 1, 2, 3]

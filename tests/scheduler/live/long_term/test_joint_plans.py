@@ -37,10 +37,14 @@ NOW_S = 1000.0
 
 
 def region(
-    rates: dict[str, int], uplinks: tuple[Uplink, ...] = (), **links: float
+    rates: dict[str, int],
+    uplinks: tuple[Uplink, ...] = (),
+    cached_tokens: int = 0,
+    **links: float,
 ) -> LiveScheduler:
     """Two PD clusters, `a` and `b`, that share the prefill cluster `far`, after so many requests at
-    each home. `links` are the rates of the links to them, bytes/s.
+    each home, each behind so many cached tokens. `links` are the rates of the links to them,
+    bytes/s.
     """
     pds = tuple(PdSettings(name, ("far",)) for name in "ab")
     live = LiveScheduler(
@@ -58,7 +62,7 @@ def region(
     for index, home in enumerate(homes):
         at_s = NOW_S - 300.0 + 300.0 * index / len(homes)
         tokens = min(131_072, max(128, round(math.exp(rng.gauss(9.9, 1.0)))))
-        live.take(RequestArrived(MODEL, tokens, 0, home), at_s)
+        live.take(RequestArrived(MODEL, cached_tokens + tokens, cached_tokens, home), at_s)
         known.decoded(1024, STEP_S * 1023, at_s)
         known.reserved(tokens, 0, round(KV_FIXED_BYTES + KV_TOKEN_BYTES * tokens))
         for place, truth in (("hand_off", SLOW), ("hand_off in b", SLOW), ("far", FAST)):
@@ -179,3 +183,34 @@ def test_the_traffic_of_each_home_outlives_a_restart() -> None:
         assert after is not None
         assert after.rate_rps == pytest.approx(before.rate_rps, rel=0.05)
         assert after.output.mean_tokens == pytest.approx(1024)
+
+
+def test_what_is_cached_before_a_prompt_makes_its_prefill_longer_in_a_plan_too() -> None:
+    """As the router predicts it: attention reads the cached tokens."""
+    cached_tokens = 95_000
+    live = region({"a": 900, "b": 300}, cached_tokens=cached_tokens)
+    live.take(PeriodOver(None, False), NOW_S)
+    question = live.plans[MODEL, "a"].question
+    assert question is not None
+    (far,), (pd,) = question.region.prefill_clusters, question.region.pd_clusters
+    known = live.knowledge(MODEL)
+    for place, curve in (("far", far.prefill), ("hand_off", pd.prefill)):
+        profile = known.profile(place).profile
+        for tokens in (1000, 5000, 30_000):
+            expected_s = profile.prefill_s(cached_tokens + tokens, cached_tokens)
+            assert float(curve(tokens)) == pytest.approx(expected_s, rel=1e-3)
+            assert expected_s > 1.02 * profile.prefill_s(tokens)
+
+
+def test_a_plan_sends_over_a_link_what_the_present_traffic_needs() -> None:
+    """At little load, a link that is too slow for all of it changes no threshold."""
+    sends = []
+    for num in (300, 600):
+        live = region({"a": num, "b": num})
+        for step in planned(live).values():
+            for wish in step.conversions:
+                live.take(ConversionAnswered(wish, ""), NOW_S)
+        sends.append({pd: nbytes for _, pd, _, nbytes in live.thresholds.planned()})
+    little, more = sends
+    for pd in "ab":
+        assert 0 < little[pd] == pytest.approx(more[pd] / 2, rel=0.15)
