@@ -61,7 +61,7 @@ from engine_cores import cores_of
 from load_client import Traffic
 from load_systems import HOST, two_clusters
 from own_command import prfaas
-from paced import add_pace, is_void
+from paced import add_pace, is_void, parsed
 from running_region import served_model
 from smoke import add_smoke
 
@@ -403,7 +403,7 @@ def main() -> None:
     add_smoke(parser, **smallest, **profiling, slo_ms=(1000.0, 5000.0))
     add_pace(parser, tokens=(250, 2500), output=32)
     parser.add_argument("--json", type=Path, help="write the raw numbers here")
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     if arguments.gateway and not (arguments.engine and arguments.recording):
         parser.error("--gateway needs --engine and --recording")
     with tempfile.TemporaryDirectory(prefix="prfaas-capacity-") as folder:

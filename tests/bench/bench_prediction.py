@@ -45,7 +45,7 @@ import aiohttp
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from paced import LINK as PACED_LINK
-from paced import Watch, add_pace, is_void, paced_region
+from paced import Watch, add_pace, is_void, paced_region, parsed
 from running_region import served_model
 from smoke import add_smoke
 
@@ -66,6 +66,7 @@ LOOSE_GOALS, GOALS = (0.15, 0.40), (0.10, 0.30)
 """Largest median and P90 error: of engines that share cores, of paced ones."""
 SCHEDULING = {"long_term": {"mode": "advise"}}
 LINK, SLOWER_LINK = {"rate": "1Gbit", "rtt": "20ms"}, {"rate": "100Mbit", "rtt": "60ms"}
+PACED_SLOWER_LINK = {"rate": "80Mbit", "rtt": "60ms"}
 PACED_LENGTHS = (250, 400, 600, 900, 1500, 2500)
 PACED_THRESHOLD_TOKENS, PACED_CAPACITY_RPS = 950, 1.25
 """What `prfaas plan solve` says of these lengths, a prefill instance of each profile and a decode
@@ -257,7 +258,7 @@ async def _measure(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
 
         def begins(phase: Phase) -> None:
             if phase.name == "link":
-                region.relay().configure(**SLOWER_LINK)
+                region.relay().configure(**(PACED_SLOWER_LINK if pace else SLOWER_LINK))
 
         traffic = [
             replace(phase, seconds=scale * phase.seconds, settle_s=scale * phase.settle_s)
@@ -266,7 +267,7 @@ async def _measure(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
         watch = Watch()
         records = await drive(region.gateway_url, model, traffic, begins)
         found = result(model, records, pace=pace) | {"capacity_per_s": capacity}
-        return found | ({"pace": watch.verdict(region.directory.pace)} if pace else {})
+        return found | ({"pace": watch.verdict(region.directory.logs)} if pace else {})
 
 
 async def _measure_running(url: str, traffic: Sequence[Phase]) -> dict[str, Any]:
@@ -305,7 +306,7 @@ def main() -> int:
     parser.add_argument("--gateway", metavar="URL", help="of a region that runs: ask that one")
     add_smoke(parser)
     add_pace(parser, capacity=PACED_CAPACITY_RPS, scale=2.0)
-    args = parser.parse_args()
+    args = parsed(parser)
     if args.gateway:
         traffic = SMOKE if args.smoke else phases(args.capacity or 1.0)
         results = [asyncio.run(_measure_running(args.gateway, traffic))]

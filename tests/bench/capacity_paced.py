@@ -160,7 +160,7 @@ async def measure(
         async with RunningRegion(spec, folder / f"region-{number}") as region:
             watch = Watch()
             found = await backlog(region.gateway_url, model.name, lengths, arguments)
-            verdicts[shape.name] = watch.verdict(region.directory.pace)
+            verdicts[shape.name] = watch.verdict(region.directory.logs)
         by = "the profiles that pace the engines"
         row = capacity_row(shape.name, by, plan, found["measured_rps"], GOAL)
         rows.append(row | found)

@@ -36,6 +36,14 @@ def add_pace(parser: argparse.ArgumentParser, **sizes: Any) -> None:
     add_sizes(parser, "--pace", HELP, sizes)
 
 
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments of a bench with `--pace` and `--gateway`, which do not go together."""
+    arguments = parser.parse_args()
+    if arguments.pace and arguments.gateway:
+        parser.error("--pace starts paced engines; leave out --gateway, whose region has its own")
+    return arguments
+
+
 def paced_region(spec: RegionSpec, *, fast: Collection[str] = ()) -> RegionSpec:
     """The same region of paced engines; the instances `fast` are as those of prefill clusters."""
     raw = spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
@@ -51,8 +59,9 @@ def paced_region(spec: RegionSpec, *, fast: Collection[str] = ()) -> RegionSpec:
     return RegionSpec.model_validate(raw)
 
 
-def paced_engine(spec: EngineSpec, profile: str, logs: Path) -> EngineSpec:
-    """The same engine, which belongs to no region, at the pace of a profile."""
+def paced_engine(spec: EngineSpec, logs: Path) -> EngineSpec:
+    """The same engine of no region, at the pace of its role."""
+    profile = FAST if spec.instance == "prefill" else SLOW
     pace = PaceSpec(profile=profile, tokens_per_token=TOKENS_PER_TOKEN)
     log = logs / "pace" / f"{spec.instance}.jsonl"
     options = engine_options(PassTimes.of(pace, spec.max_model_len, log))
@@ -71,11 +80,12 @@ class Watch:
         self._since = time.time()
         psutil.cpu_percent()  # The next call tells of the time since this one.
 
-    def verdict(self, folder: Path) -> dict[str, Any]:
-        """`deploy.lab.pace.passes.Verdict` on the passes in the logs of this folder."""
+    def verdict(self, logs: Path) -> dict[str, Any]:
+        """`deploy.lab.pace.passes.Verdict` on what the engines with these logs have done."""
         busy = psutil.cpu_percent() / 100
         passes = {
             name: [one for one in of if one.at >= self._since]
+            for folder in logs.rglob("pace")
             for name, of in read_passes(folder).items()
         }
         found: dict[str, Any] = msgspec.to_builtins(judge(passes, busy))
