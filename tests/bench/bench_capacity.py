@@ -391,7 +391,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, nargs=2, default=(500, 1000), help="tokens")
     parser.add_argument("--new", type=int, nargs=2, default=(200, 400), help="tokens of a turn")
     parser.add_argument("--pause", type=float, default=10.0, help="mean seconds before a turn")
-    parser.add_argument("--seconds", type=float, default=120.0, help="of a backlog, with --pace")
+    parser.add_argument("--seconds", type=float, default=110.0, help="of a backlog, with --pace")
     parser.add_argument("--warm", type=float, default=45.0, help="seconds before those")
     parser.add_argument("--gateway", metavar="URL", help="of a region that runs")
     parser.add_argument("--engine", metavar="URL", help="one of its engines, to profile")

@@ -37,6 +37,8 @@ SEED: Final = 1
 DECODE_TOKENS_PER_S: Final = 40.0
 """Of a stream, in tokens of the profiles: their only decode step."""
 SCHEDULING: Final = {"long_term": {"mode": "advise"}}
+ALL_REMOTE: Final = SCHEDULING | {"routing": {"policy": "threshold"}}
+"""By default a decode instance prefills too when that is sooner, which no plan counts on."""
 
 
 SHAPES: Final = (
@@ -79,13 +81,14 @@ def plan_of(shape: Shape, lengths: Sequence[int], output_tokens: int) -> dict[st
 def region_of(shape: Shape, model: TinyModel, path: Path, plan: Mapping[str, Any]) -> RegionSpec:
     """The region of a shape as it was planned."""
     # Without a prefill cluster there is no threshold.
+    scheduling = ALL_REMOTE if shape.num_pd_instances == 1 else SCHEDULING
     threshold = round((plan["threshold_tokens"] or 0) / TOKENS_PER_TOKEN) or 1
     spec = demo_region(
         model,
         path,
         threshold_tokens=threshold,
         link=LINK,
-        scheduling=SCHEDULING,
+        scheduling=scheduling,
         local_prefill=shape.num_pd_instances > 1,
         prefix_caching=False,
     )
