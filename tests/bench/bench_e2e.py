@@ -274,7 +274,7 @@ def main() -> None:
     )
     parser.add_argument("--engine-key", type=Path, metavar="FILE", help="the key of its engines")
     add_smoke(parser, gbps=[1.0], tokens=[600], repeats=1, warm_ups=1)
-    add_pace(parser, gbps=[1.0])
+    add_pace(parser, gbps=[1.0], tokens=[2000, 4000, 6000])
     parser.add_argument("--json", type=Path, help="write the result and the raw numbers here")
     arguments = parsed(parser)
     missing: dict[str, str] = {}

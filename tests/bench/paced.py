@@ -7,6 +7,7 @@ Engines of prefill clusters have the profile `h200`, all others `h20`. A real to
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Collection, Mapping
@@ -28,6 +29,11 @@ TOKENS_PER_TOKEN: Final = 16
 DECODE_SLOTS: Final = 20
 LINK: Final = {"rate": "800Mbit", "rtt": "20ms"}
 """As fast for the KVCache of a tiny model as 100 Gbit/s for that of the profiles."""
+_TESTS: Final = Path(__file__).resolve().parents[1]
+_PATH: Final = os.pathsep.join([str(_TESTS / "support" / "nixl_plugin"), str(_TESTS.parent)])
+"""With a vLLM plugin for NIXL's progress thread: it polls, and would keep a core busy beside each
+engine. With it, it waits for messages.
+"""
 HELP: Final = "engines take the time of GPUs; other sizes, options that follow win over them"
 
 
@@ -68,7 +74,7 @@ def paced_engine(spec: EngineSpec, logs: Path) -> EngineSpec:
     changes = {
         "max_num_seqs": DECODE_SLOTS,
         "args": (*spec.args, *options["args"]),
-        "env": {**spec.env, **options["env"]},
+        "env": {**spec.env, **options["env"], "PYTHONPATH": _PATH},
     }
     return spec.model_copy(update=changes)
 
