@@ -39,8 +39,6 @@ DECODE_TOKENS_PER_S: Final = 40.0
 SCHEDULING: Final = {"long_term": {"mode": "advise"}}
 ALL_REMOTE: Final = SCHEDULING | {"routing": {"policy": "threshold"}}
 """By default a decode instance prefills too when that is sooner, which no plan counts on."""
-
-
 SHAPES: Final = (
     Shape("PD alone", 0, 3),
     Shape("prefill cluster + PD that only decodes", 1, 1),
@@ -80,15 +78,12 @@ def plan_of(shape: Shape, lengths: Sequence[int], output_tokens: int) -> dict[st
 
 def region_of(shape: Shape, model: TinyModel, path: Path, plan: Mapping[str, Any]) -> RegionSpec:
     """The region of a shape as it was planned."""
-    # Without a prefill cluster there is no threshold.
-    scheduling = ALL_REMOTE if shape.num_pd_instances == 1 else SCHEDULING
-    threshold = round((plan["threshold_tokens"] or 0) / TOKENS_PER_TOKEN) or 1
     spec = demo_region(
         model,
         path,
-        threshold_tokens=threshold,
+        threshold_tokens=max(1, round(plan["threshold_tokens"] / TOKENS_PER_TOKEN)),
         link=LINK,
-        scheduling=scheduling,
+        scheduling=ALL_REMOTE if shape.num_pd_instances == 1 else SCHEDULING,
         local_prefill=shape.num_pd_instances > 1,
         prefix_caching=False,
     )
@@ -114,11 +109,10 @@ async def backlog(
         nonlocal refused
         for number in numbers:
             prompt = text(lengths[number % len(lengths)], number)
-            body = {"model": model, "prompt": prompt, "max_tokens": arguments.output}
+            body = {"model": model, "prompt": prompt, "ignore_eos": True}
+            body["max_tokens"] = arguments.output
             while True:
-                async with session.post(
-                    f"{url}/v1/completions", json=body | {"ignore_eos": True}
-                ) as response:
+                async with session.post(f"{url}/v1/completions", json=body) as response:
                     answer = await response.read()
                 if response.status != 429:
                     break
@@ -129,8 +123,8 @@ async def backlog(
             ends.append(time.monotonic() - begun_s)
 
     warm_s, seconds = arguments.warm, arguments.seconds
-    options = {"timeout": aiohttp.ClientTimeout(), "connector": aiohttp.TCPConnector(limit=0)}
-    async with aiohttp.ClientSession(**options) as session, asyncio.TaskGroup() as group:
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as group:
         tasks = [group.create_task(client(session)) for _ in range(CLIENTS)]
         await asyncio.sleep(warm_s + seconds)
         for task in tasks:
