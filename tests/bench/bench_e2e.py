@@ -278,7 +278,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the result and the raw numbers here")
     arguments = parsed(parser)
     missing: dict[str, str] = {}
-    model, verdicts = MODEL, {}
+    verdicts: dict[str, dict[str, Any]] = {}
+    model = MODEL
     if arguments.gateway:
         missing["nixl"] = "left out: it needs namespaces and engines of its own"
         _say(f"nixl {missing['nixl']}")

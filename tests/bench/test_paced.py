@@ -9,6 +9,7 @@ from typing import Any
 import capacity_paced
 import pytest
 import yaml
+from capacity_files import Shape
 from e2e_systems import engine, region_spec
 from load_systems import pd_alone
 from own_command import prfaas
@@ -84,9 +85,7 @@ def test_a_run_is_void_by_what_it_did_since_the_watch_began(
 
 
 @pytest.mark.parametrize("shape", capacity_paced.SHAPES, ids=lambda shape: shape.name)
-def test_a_region_under_a_backlog_is_as_it_was_planned(
-    shape: capacity_paced.Shape, tmp_path: Path
-) -> None:
+def test_a_region_under_a_backlog_is_as_it_was_planned(shape: Shape, tmp_path: Path) -> None:
     lengths = capacity_paced.sample(argparse.Namespace(tokens=(250, 2500)))
     assert sum(lengths) / len(lengths) == pytest.approx(1375, rel=0.001)
     file = tmp_path / "plan.yaml"
