@@ -1,6 +1,7 @@
 """What the planner and the simulator promise, against the region that they describe.
 
     python tests/bench/bench_capacity.py [--load FILE] [--json FILE]
+    python tests/bench/bench_capacity.py --pace [--json FILE]
     python tests/bench/bench_capacity.py --smoke --gateway URL --engine URL --engine-key FILE
         --recording DIR
 
@@ -15,6 +16,9 @@ one shape, `LOADED`, predicts the others. Goal: within 10%.
 Conversations are held with a region whose flight recorder is on, once to let its gateway learn how
 the engines serve, and once to measure. `prfaas simulate` plays what was recorded, with what was
 learnt before. Goal: P50 and P90 TTFT within 15%.
+
+With --pace see `capacity_paced.py`: shapes of paced engines under a backlog. Goal: within 5%. What
+the simulator says of paced engines, `prfaas rehearse` compares.
 """
 
 from __future__ import annotations
@@ -41,11 +45,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
+import capacity_paced
 from bench_load import traffic_of
 from capacity_files import (
     SHAPES,
-    Shape,
     Turn,
+    capacity_row,
     plan_file,
     recorded_arrivals,
     simulation_file,
@@ -56,6 +61,7 @@ from engine_cores import cores_of
 from load_client import Traffic
 from load_systems import HOST, two_clusters
 from own_command import prfaas
+from paced import add_pace, is_void, parsed
 from running_region import served_model
 from smoke import add_smoke
 
@@ -69,7 +75,7 @@ from scheduler.routing.service import ServiceModel
 
 MODEL: Final = "mimo-v2-tiny"
 BLOCK_TOKENS: Final = 32
-CAPACITY_GOAL, TTFT_GOAL = 0.10, 0.15
+TTFT_GOAL: Final = 0.15
 TALK_OUTPUT_TOKENS: Final = 32
 RECORD_LIMIT_S: Final = 10.0
 BESIDE: Final = 4
@@ -124,26 +130,8 @@ def compared_shapes(
         plan = plan_file(shape, profile, lengths, traffic.output_tokens, 1e3 / traffic.slo_tpot_ms)
         file.write_text(yaml.safe_dump(plan))
         answer = prfaas("plan", "solve", str(file))
-        rows.append(capacity_row(shape, by, answer, measured.get(shape.measured_as)))
+        rows.append(capacity_row(shape.name, by, answer, measured.get(shape.measured_as)))
     return rows
-
-
-def capacity_row(
-    shape: Shape, by: str, answer: Mapping[str, Any], measured_rps: float | None
-) -> dict[str, Any]:
-    """Predicted against measured, requests/s; without a measurement, nothing is met or missed."""
-    row = {
-        "part": "capacity",
-        "name": shape.name,
-        "by": by,
-        "predicted_rps": round(answer["throughput_rps"], 3),
-        "binding": answer["binding"],
-        "measured_rps": measured_rps,
-    }
-    if not measured_rps:
-        return row
-    error = answer["throughput_rps"] / measured_rps - 1
-    return {**row, "error": round(error, 3), "met": abs(error) <= CAPACITY_GOAL}
 
 
 def capacities_of(load: Path | None) -> list[dict[str, Any]]:
@@ -322,6 +310,8 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     )
     model = MODELS[arguments.model]
     path = build_model(model, folder)
+    if arguments.pace:
+        return await capacity_paced.measure(arguments, model, path, folder)
     profile, recording = folder / "profile.yaml", arguments.recording or folder / "recording"
     if arguments.gateway:
         key = arguments.engine_key.read_text().strip() if arguments.engine_key else ""
@@ -401,6 +391,8 @@ def main() -> None:
     parser.add_argument("--first", type=int, nargs=2, default=(500, 1000), help="tokens")
     parser.add_argument("--new", type=int, nargs=2, default=(200, 400), help="tokens of a turn")
     parser.add_argument("--pause", type=float, default=10.0, help="mean seconds before a turn")
+    parser.add_argument("--seconds", type=float, default=110.0, help="of a backlog, with --pace")
+    parser.add_argument("--warm", type=float, default=45.0, help="seconds before those")
     parser.add_argument("--gateway", metavar="URL", help="of a region that runs")
     parser.add_argument("--engine", metavar="URL", help="one of its engines, to profile")
     parser.add_argument("--engine-key", type=Path, metavar="FILE", help="the key of its engines")
@@ -409,8 +401,9 @@ def main() -> None:
     profiling = {"lengths": "128,256", "batch_sizes": "1", "repeats": 1, "output": 32}
     # Any speed will do: a busy machine decodes slowly.
     add_smoke(parser, **smallest, **profiling, slo_ms=(1000.0, 5000.0))
+    add_pace(parser, tokens=(250, 2500), output=32)
     parser.add_argument("--json", type=Path, help="write the raw numbers here")
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     if arguments.gateway and not (arguments.engine and arguments.recording):
         parser.error("--gateway needs --engine and --recording")
     with tempfile.TemporaryDirectory(prefix="prfaas-capacity-") as folder:
@@ -418,6 +411,8 @@ def main() -> None:
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(kept, indent=1) + "\n")
     show(kept)
+    if is_void(kept.get("pace", {})):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ Each prompt is followed by another one of its length that the prefill engine ans
 asked at its own site: no link and no hand-off. The ratio of the two, less one round trip, is what a
 system adds. Goal: at most 1.15 for ours at 1 Gbit/s.
 
+With --pace engines take the time of GPUs, and no core is set apart. A step of the decode engine
+stands for 16 and takes 0.4 s then, one of which is in each TTFT of a system and in no own one.
+
 With --gateway URL (and --engine URL, of its prefill engine) ours is measured alone, over a region
 that runs already and the link that it has: no root, no engines of NIXL's, no choice of rates.
 """
@@ -44,6 +47,7 @@ from e2e_systems import (
     engine_access,
     url_of,
 )
+from paced import Watch, add_pace, is_void, parsed
 from running_region import served_model
 from smoke import add_smoke
 from wan import Wan, wan
@@ -110,10 +114,15 @@ async def measure_running(
         return await _measure_one(FixedLink(), "prfaas", todo, ask, ask_own)
 
 
-async def measure(arguments: argparse.Namespace, link: Wan) -> list[Measured]:
-    """Every system, rate and length; progress on stderr. A system that fails is started anew."""
+async def measure(
+    arguments: argparse.Namespace, link: Wan
+) -> tuple[list[Measured], dict[str, dict[str, Any]]]:
+    """Every system, rate and length, and how paced engines kept their pace, by start; progress on
+    stderr. A system that fails is started anew.
+    """
     model = MODELS[MODEL]
     measured: list[Measured] = []
+    verdicts = {}
     with tempfile.TemporaryDirectory(prefix="prfaas-bench-") as folder:
         path = build_model(model, Path(folder))
         for round_number in range(arguments.rounds):
@@ -128,13 +137,16 @@ async def measure(arguments: argparse.Namespace, link: Wan) -> list[Measured]:
                     link.set_rate(10.0)
                     logs = Path(arguments.logs or folder) / f"{name}-{round_number}-{starts}"
                     logs.mkdir(parents=True, exist_ok=True)
-                    async with SYSTEMS[name](link, model, path, logs) as ask:
+                    async with SYSTEMS[name](link, model, path, logs, pace=arguments.pace) as ask:
                         headers = engine_access(name, logs).headers
                         url = url_of("prefill")
                         ask_own = partial(ask_engine, url, MODEL, headers=headers, site=link.far)
                         if await _warm_up(name, ask, ask_own, arguments.warm_ups):
+                            watch = Watch()
                             measured += await _measure_one(link, name, todo, ask, ask_own)
-    return measured
+                            if arguments.pace:
+                                verdicts[logs.name] = watch.verdict(logs)
+    return measured, verdicts
 
 
 async def _warm_up(name: str, ask: Ask, ask_own: AskOwn, num: int) -> bool:
@@ -262,9 +274,11 @@ def main() -> None:
     )
     parser.add_argument("--engine-key", type=Path, metavar="FILE", help="the key of its engines")
     add_smoke(parser, gbps=[1.0], tokens=[600], repeats=1, warm_ups=1)
+    add_pace(parser, gbps=[1.0], tokens=[2000, 4000, 6000])
     parser.add_argument("--json", type=Path, help="write the result and the raw numbers here")
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     missing: dict[str, str] = {}
+    verdicts: dict[str, dict[str, Any]] = {}
     model = MODEL
     if arguments.gateway:
         missing["nixl"] = "left out: it needs namespaces and engines of its own"
@@ -275,7 +289,7 @@ def main() -> None:
         )
     else:
         with wan(rtt_s=arguments.rtt_ms / 1e3) as link:
-            measured = asyncio.run(measure(arguments, link))
+            measured, verdicts = asyncio.run(measure(arguments, link))
     # Nobody knows here how long the link of a region is that runs already.
     rtt_ms = 0.0 if arguments.gateway else arguments.rtt_ms
     result = summarise(measured, rtt_ms / 1e3) | {
@@ -285,6 +299,7 @@ def main() -> None:
         "model": model,
         "cpus": os.cpu_count(),
         "raw": [{**asdict(item), "prompt": len(item.prompt)} for item in measured],
+        **({"pace": verdicts} if arguments.pace else {}),
     }
     columns = (
         *("gbps", "num_tokens", "prfaas_ttft_ms", "own_prfaas_ms", "own_prfaas_ratio"),
@@ -298,6 +313,8 @@ def main() -> None:
         print(f"{gbps:g} Gbit/s: median ratio {ratio} (goal at 1 Gbit/s: at most 0.75)")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    if is_void(verdicts):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,9 @@ profile-live`), then at rates that are shares of the reference capacity. That is
 `prfaas`, so that every system gets the same rates. Measured in parts, `--add` keeps the rows of
 earlier parts, and takes the reference from them. With --gateway a region that runs already is
 driven alone. nixl needs root (see `e2e_systems.py`).
+
+With --pace each system has the same two engines at the pace of GPUs: a fast one, which prefills,
+and a slow one.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from engine_cores import CannotRunError
 from load_client import Client, Run, Traffic, client, rate_runs, settings
 from load_systems import SYSTEMS, Serving
 from own_command import prfaas
+from paced import Watch, add_pace, is_void, parsed
 from running_region import served_model
 from smoke import add_smoke
 
@@ -154,8 +158,11 @@ async def measure(arguments: argparse.Namespace, kept: Kept) -> None:
                 logs.mkdir(parents=True, exist_ok=True)
                 _say(f"{name}: starting")
                 try:
-                    async with SYSTEMS[name](model, path, logs) as serving:
+                    async with SYSTEMS[name](model, path, logs, pace=arguments.pace) as serving:
+                        watch = Watch()
                         await drive(arguments, kept, name, serving, by)
+                        if arguments.pace:
+                            kept.setdefault("pace", {})[name] = watch.verdict(logs)
                 except (CannotRunError, EngineStartFailed) as error:
                     kept["missing"][name] = str(error)
                     _say(f"{name} left out: {error}")
@@ -273,8 +280,15 @@ def main() -> None:
     add_smoke(
         parser, seconds=1.0, loads=[0.5], tokens=(100, 300), output=8, prompts=4, many=2, least=3
     )
+    add_pace(
+        parser,
+        loads=[0.3, 0.6, 0.9],
+        tokens=(250, 2500),
+        output=16,
+        slo_ms=(5000.0, 600.0),
+    )
     parser.add_argument("--json", type=Path, help="write the raw numbers here")
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     try:
         kept = begun(arguments)
     except ValueError as error:
@@ -283,6 +297,8 @@ def main() -> None:
     asyncio.run(measuring(arguments, kept))
     save(arguments.json, kept)
     show(kept)
+    if is_void(kept.get("pace", {})):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from deploy.gateway.scheduling.recorder import SUFFIX
 from scheduler.live.events import AdmitAsked
 from scheduler.replay.recording import Entry, frames_in
 
+CAPACITY_GOAL: Final = 0.10
 PROFILE: Final = "engine"
 LOOPBACK_LINK: Final = {"rate": "5Gbit", "rtt": "1ms"}
 """What an agent carries at least between two engines of this machine: no plan's limit here."""
@@ -110,6 +111,28 @@ def simulation_file(
             "policies": {"remote": {"routing": "static", "threshold_tokens": 1}},
         },
     }
+
+
+def capacity_row(
+    name: str,
+    by: str,
+    answer: Mapping[str, Any],
+    measured_rps: float | None,
+    goal: float = CAPACITY_GOAL,
+) -> dict[str, Any]:
+    """Predicted against measured, requests/s; without a measurement, nothing is met or missed."""
+    row = {
+        "part": "capacity",
+        "name": name,
+        "by": by,
+        "predicted_rps": round(answer["throughput_rps"], 3),
+        "binding": answer["binding"],
+        "measured_rps": measured_rps,
+    }
+    if not measured_rps:
+        return row
+    error = answer["throughput_rps"] / measured_rps - 1
+    return {**row, "error": round(error, 3), "met": abs(error) <= goal}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +25,7 @@ from typing import Any, Final
 
 import aiohttp
 from engine_cores import cores_of, left_alone
+from paced import paced_engine, paced_region
 from wan import DEVICE, FAR, NEAR, Inside, Wan
 
 from deploy.lab.demo.tiny_specs import TinyModel
@@ -178,7 +179,9 @@ async def running_engines(
 
 
 @asynccontextmanager
-async def nixl(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIterator[Any]:
+async def nixl(
+    link: Wan, model: TinyModel, path: Path, logs: Path, *, pace: bool
+) -> AsyncIterator[Any]:
     """Two engines with vLLM's NixlConnector, one at each site."""
 
     def at_its_site(role: str, argv: Sequence[str]) -> list[str]:
@@ -190,6 +193,8 @@ async def nixl(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIter
         nixl_engine(role, model, path, host=host, device=DEVICE, env={CORE_VARIABLE: cores})
         for role, host, cores in zip(ROLES, (FAR, NEAR), shares, strict=True)
     ]
+    if pace:
+        specs = [paced_engine(spec, logs) for spec in specs]
     async with (
         aiohttp.ClientSession() as session,
         running_engines(specs, logs, session, at_its_site),
@@ -210,7 +215,7 @@ async def nixl(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIter
             first_s, words, _ = await stream(session, url_of("decode"), second_leg)
             return Answer(prefill_s + first_s, words, 0, {"prefill_s": prefill_s})
 
-        with left_alone(shares[0]):
+        with nullcontext() if pace else left_alone(shares[0]):
             yield ask
 
 
@@ -223,12 +228,16 @@ async def ask_region(session: aiohttp.ClientSession, url: str, model: str, promp
 
 
 @asynccontextmanager
-async def prfaas(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIterator[Any]:
+async def prfaas(
+    link: Wan, model: TinyModel, path: Path, logs: Path, *, pace: bool
+) -> AsyncIterator[Any]:
     """A region of a prefill cluster at the far site and a PD cluster and the gateway here."""
 
     key = logs / ENGINE_KEY
     write_private(key, f"{new_key()}\n".encode())
     spec = region_spec(model, path, engine_key=key)
+    if pace:
+        spec = paced_region(spec)
     # As on two hosts, where each starts its own site: a front is beside its engines.
     part = part_with(spec, "sites", tuple(node.name for node in spec.nodes))
 
@@ -247,7 +256,7 @@ async def prfaas(link: Wan, model: TinyModel, path: Path, logs: Path) -> AsyncIt
         async def ask(prompt: str) -> Answer:
             return await ask_region(session, region.gateway_url, MODEL, prompt)
 
-        with left_alone(cores):
+        with nullcontext() if pace else left_alone(cores):
             yield ask
 
 

@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanag
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import aiohttp
 from e2e_systems import (
@@ -31,6 +31,7 @@ from e2e_systems import (
 from engine_cores import CannotRunError, cores_of
 from free_ports import free_port
 from gateway_process import answers, child
+from paced import paced_engine, paced_region
 from router_wheel import ROUTER, router_path
 
 from deploy.lab.demo.regions import pd_cluster_alone
@@ -55,10 +56,14 @@ class Serving:
     has_records: bool = False
 
 
-System = Callable[[TinyModel, Path, Path], AbstractAsyncContextManager[Serving]]
-"""Starts a system from a model, the folder of its weights and a folder for logs. Raises
-`CannotRunError`.
-"""
+class System(Protocol):
+    """Starts a system from a model, the folder of its weights and a folder for logs. With `pace`
+    its engines are paced. Raises `CannotRunError`.
+    """
+
+    def __call__(
+        self, model: TinyModel, path: Path, logs: Path, *, pace: bool
+    ) -> AbstractAsyncContextManager[Serving]: ...
 
 
 def two_clusters(model: TinyModel, path: Path, gateway: Mapping[str, Any]) -> RegionSpec:
@@ -76,17 +81,25 @@ def pd_alone(model: TinyModel, path: Path) -> RegionSpec:
 
 @asynccontextmanager
 async def region(
-    spec_of: Callable[[TinyModel, Path], RegionSpec], model: TinyModel, path: Path, logs: Path
+    spec_of: Callable[[TinyModel, Path], RegionSpec],
+    model: TinyModel,
+    path: Path,
+    logs: Path,
+    *,
+    pace: bool,
 ) -> AsyncIterator[Serving]:
     """A region, whose engines get their cores as `prfaas up` divides them."""
     spec = spec_of(model, path)
+    if pace:
+        # The same two engines in each system, wherever the prefill engine is.
+        spec = paced_region(spec, fast=["prefill"])
     cores_of(sum(len(node.instances) for node in spec.nodes), cores_here())
     async with RunningRegion(spec, logs / "region") as running:
         yield Serving(running.gateway_url, model.name, has_records=True)
 
 
 @asynccontextmanager
-async def nixl(model: TinyModel, path: Path, logs: Path) -> AsyncIterator[Serving]:
+async def nixl(model: TinyModel, path: Path, logs: Path, *, pace: bool) -> AsyncIterator[Serving]:
     """Two engines with vLLM's NixlConnector, over TCP on loopback, behind vllm-router."""
     if os.geteuid() != 0:
         raise CannotRunError("only root can hide the NUMA nodes, which its engines need")
@@ -94,6 +107,8 @@ async def nixl(model: TinyModel, path: Path, logs: Path) -> AsyncIterator[Servin
         nixl_engine(role, model, path, host=HOST, device="lo", env={CORE_VARIABLE: cores})
         for role, cores in zip(ROLES, cores_of(len(ROLES), cores_here()), strict=True)
     ]
+    if pace:
+        specs = [paced_engine(spec, logs) for spec in specs]
 
     def without_numa(_: str, argv: Sequence[str]) -> list[str]:
         # In a mount namespace of its own, so that the rest of the machine keeps its nodes.
@@ -121,8 +136,10 @@ async def nixl(model: TinyModel, path: Path, logs: Path) -> AsyncIterator[Servin
 
 
 @asynccontextmanager
-async def plain(model: TinyModel, path: Path, logs: Path) -> AsyncIterator[Serving]:
+async def plain(model: TinyModel, path: Path, logs: Path, *, pace: bool) -> AsyncIterator[Serving]:
     """One engine with all cores and without any connector."""
+    if pace:
+        raise CannotRunError("one paced engine is half of the hardware of the others")
     env = {CORE_VARIABLE: cores_of(1, cores_here())[0]}
     spec = engine("plain", model, path, host=HOST, args=model.engine_args, env=env)
     async with (

@@ -13,7 +13,6 @@ from bench_capacity import (
     LOADED,
     Talks,
     capacities_of,
-    capacity_row,
     converse,
     loaded_profile,
     ttft_row,
@@ -23,6 +22,7 @@ from capacity_files import (
     SHAPES,
     Shape,
     Turn,
+    capacity_row,
     plan_file,
     recorded_arrivals,
     simulation_file,
@@ -125,10 +125,10 @@ def test_a_recorder_that_has_written_nothing_has_no_arrivals(tmp_path: Path) -> 
 
 def test_predictions_are_held_against_what_was_measured() -> None:
     answer = {"throughput_rps": 2.2, "binding": "prefill"}
-    row = capacity_row(SHAPES[0], "traffic", answer, 2.0)
+    row = capacity_row(SHAPES[0].name, "traffic", answer, 2.0)
     assert (row["by"], row["error"], row["met"]) == ("traffic", 0.1, False)
-    assert capacity_row(SHAPES[0], "traffic", answer, 2.1)["met"]
-    assert "met" not in capacity_row(SHAPES[0], "traffic", answer, None)
+    assert capacity_row(SHAPES[0].name, "traffic", answer, 2.1)["met"]
+    assert "met" not in capacity_row(SHAPES[0].name, "traffic", answer, None)
     turns = [Turn(0, 100, seconds) for seconds in (0.1, 0.4, 0.2)]
     assert ttft_row(turns, 50, 0.23)["met"]
     assert (ttft_row(turns, 90, 0.3)["error"], ttft_row(turns, 90, 0.3)["met"]) == (-0.25, False)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from report_figures import Section, number, table
+from report_figures import Section, number, paced, table
 from report_raw import Raw, RawError
 
 OURS: Final = "prfaas"
@@ -21,7 +21,9 @@ _INTRODUCTION: Final = """\
 One prompt at a time over an emulated link with a round trip of {rtt_ms:g} ms, and after each one
 another of its length that the prefill engine answers by itself, asked at its own site. *Ratio* is
 the TTFT less one round trip over that own TTFT, the median of the pairs. Goal at {gbps:g} Gbit/s:
-at most {goal:g}. The prefill engine's worker has a core to itself; the decode engine, gateway,
+at most {goal:g}.{cores}"""
+_CORES: Final = """\
+ The prefill engine's worker has a core to itself; the decode engine, gateway,
 front, agents, link and client share the other."""
 
 
@@ -32,12 +34,16 @@ def section(raws: Sequence[Raw]) -> Section:
         raise RawError(f"{', '.join(raw.name for raw in raws)} were measured over other links")
     goal = raws[-1].results["own_ratio_goal"]
     cells = _cells(raws)
+    verdicts = {name: one for raw in raws for name, one in raw.results.get("pace", {}).items()}
+    # Paced engines share the cores.
+    cores = "" if verdicts else _CORES
     parts = [
-        _INTRODUCTION.format(rtt_ms=rtts_ms.pop(), gbps=GOAL_GBPS, goal=goal),
+        _INTRODUCTION.format(rtt_ms=rtts_ms.pop(), gbps=GOAL_GBPS, goal=goal, cores=cores),
         _ratios(cells, goal),
     ]
     if measured := _parts(cells):
         parts += ["Where the time of PrfaaS goes, medians in ms:", measured]
+    parts += paced(verdicts)
     return Section("e2e", "\n\n".join(parts))
 
 

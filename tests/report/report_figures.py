@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Final, Literal
 
 Look = Literal["ours", "first", "second", "third", "fourth", "limit"]
 """Colour, marker and line of a series, so that a system looks the same in every figure."""
 
 Kind = Literal["line", "bare", "points", "level"]
 """`bare`: a line without markers. `level`: one y over the whole width."""
+
+
+_PACED: Final = """\
+The engines took the time of the paper's H200 (those of a prefill cluster) and H20, a token stood
+for 16. *Off* is how far a pass was from the time that it should take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,21 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int = 1
     """A Markdown table; the first columns are texts, the others are numbers."""
     rule = ["---"] * num_texts + ["---:"] * (len(head) - num_texts)
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
+
+
+def paced(verdicts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A paragraph and a table on how engines of a bench with `--pace` kept their pace; nothing
+    without any.
+    """
+    if not verdicts:
+        return []
+    keys = ("off_p50", "off_p99", "late", "busy")
+    rows = [
+        [name, number(one["num_passes"]), *(f"{one[key]:.2%}" for key in keys)]
+        for name, one in verdicts.items()
+    ]
+    head = ["paced engines of", "passes", "off, P50", "off, P99", "late", "machine busy"]
+    return [_PACED, table(head, rows)]
 
 
 def number(value: float | None, digits: int = 3) -> str:

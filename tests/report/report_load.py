@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from report_figures import Axis, Figure, Look, Panel, Section, Series, number, table
+from report_figures import Axis, Figure, Look, Panel, Section, Series, number, paced, table
 from report_raw import Raw, RawError
 
 SYSTEMS: Final[Mapping[str, tuple[str, Look]]] = {
@@ -51,6 +51,8 @@ def section(raws: Sequence[Raw]) -> Section:
         parts.append(_goals(raws))
     missing = {name: why for raw in raws for name, why in raw.results.get("missing", {}).items()}
     lines = [f"Not measured: {name} ({why})." for name, why in missing.items()]
+    verdicts = {name: one for raw in raws for name, one in raw.results.get("pace", {}).items()}
+    parts += paced({SYSTEMS[name][0]: one for name, one in verdicts.items()})
     return Section("load", "\n\n".join([*parts, *lines]), (figure,))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from report_figures import Section, number, table
+from report_figures import Section, number, paced, table
 from report_raw import Raw
 
 _UNITS: Final = {"capacity": ("rps", "requests/s"), "conversation": ("s", "s")}
@@ -22,12 +22,20 @@ complete; the load bench measured it. Goal: within 10%. Conversations with a reg
 and `prfaas simulate` played them. Goal: P50 and P90 of TTFT within 15%."""
 
 
+_PACED: Final = """\
+## Planner
+
+`prfaas plan solve` predicted what shapes of a region complete, from the profiles that pace their
+engines; each shape was measured with two clients for each decode slot. Goal: within 5%."""
+
+
 def section(raws: Sequence[Raw]) -> Section:
     """Of the last run: one profile stands behind all its rows."""
     kept = raws[-1].results
     rows = [_cells(row) for row in kept["rows"]]
     head = ["what", "profile of", "limited by", "goal", "predicted", "measured", "error"]
-    parts = [_INTRODUCTION, table(head, rows, 4)]
+    verdicts = kept.get("pace", {})
+    parts = [_PACED if verdicts else _INTRODUCTION, table(head, rows, 4), *paced(verdicts)]
     parts += [f"Not measured: {name} ({why})." for name, why in kept["missing"].items()]
     return Section("capacity", "\n\n".join(parts))
 

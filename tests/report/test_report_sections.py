@@ -165,6 +165,17 @@ def test_predictions_leave_out_what_went_another_way() -> None:
     ]
 
 
+def test_a_page_says_how_paced_engines_kept_their_pace() -> None:
+    verdict = {"num_passes": 650, "off_p50": 0.0003, "off_p99": 0.012, "late": 0.004, "busy": 0.6}
+    (kept,) = prediction()
+    section = report_prediction.section([raw("prediction", [kept | {"pace": verdict}])])
+    assert "10% in the median and 30% at P90" in section.text
+    assert rows(section, "tiny")[-1] == ["tiny", "650", "0.03%", "1.20%", "0.40%", "60.00%"]
+    section = report_planner.section([raw("capacity", capacity() | {"pace": {"PD": verdict}})])
+    assert "within 5%" in section.text
+    assert rows(section, "PD")[-1][1] == "650"
+
+
 def test_predictions_have_the_phases_of_the_bench() -> None:
     (kept,) = prediction()
     kept["rows"] = [row | {"phase": "60%"} for row in kept["rows"]]

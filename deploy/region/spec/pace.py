@@ -78,7 +78,11 @@ def paced_options(region: RegionSpec, item: RegionInstance, folder: Path) -> dic
     """
     if region.pace_of(item) is None:
         return {}
-    times = _times(region, item, folder / f"{item.name}.jsonl")
+    return engine_options(_times(region, item, folder / f"{item.name}.jsonl"))
+
+
+def engine_options(times: PassTimes) -> dict[str, Any]:
+    """What is added to `args` and `env` of an engine that takes these times."""
     worker = _WORKER.replace(":", ".")
     return {
         "args": ("--worker-cls", worker, "--logits-processors", _REFUSALS),
