@@ -74,7 +74,7 @@ def test_three_columns_for_the_same_arrivals(region: dict[str, Any]) -> None:
     assert mine["plan"]["throughput_rps"] == pytest.approx(1.5625)
     assert mine["plan"]["offered_rps"] == mine["live"]["offered_rps"]
     assert mine["simulated"]["completed"] == mine["live"]["completed"] == 40
-    assert mine["simulated"]["tpot_mean_s"] == pytest.approx(mine["live"]["tpot_mean_s"])
+    assert mine["simulated"]["tpot_mean_s"] == pytest.approx(mine["live"]["tpot_mean_s"], rel=0.02)
     assert mine["live"]["prediction_p50"] == pytest.approx(1 / 9, abs=0.01)
     # Of local hand-offs nothing crosses the link, and real bytes stand for those of the plan.
     assert 0 < mine["live"]["link_gib"] < 1.2 * mine["simulated"]["link_gib"]

@@ -110,7 +110,7 @@ def test_the_simulated_column_does_not_depend_on_the_units(tmp_path: Path) -> No
     # Reports of clusters come every half second, whatever the slowdown.
     for name in ("ttft_mean_s", "ttft_p90_s", "remote_share", "link_gbps", "throughput_rps"):
         assert getattr(slow, name) == pytest.approx(getattr(base, name), rel=0.05), name
-    assert slow.tpot_mean_s == pytest.approx(0.025)
+    assert slow.tpot_mean_s == pytest.approx(0.025, rel=0.02)
     # A step of 8 tokens is 0.1 s longer.
     assert (coarse.ttft_mean_s or 0) - (base.ttft_mean_s or 0) == pytest.approx(0.1, abs=0.05)
 
@@ -191,5 +191,10 @@ def test_at_low_load_the_simulation_is_a_queue(tmp_path: Path, compared: tuple[s
         pd.step_s,
         work.output_tokens[0],
     )
-    assert outcome.summary().ttft.mean_s == pytest.approx(np.mean(expected), rel=0.05)
-    assert outcome.summary().ttft.p90_s == pytest.approx(np.quantile(expected, 0.9), rel=0.05)
+    ttft = outcome.summary().ttft
+    # The queue knows no steps that run already, nor the one during which KVCache is loaded.
+    for found_s, queue_s in (
+        (ttft.mean_s, np.mean(expected)),
+        (ttft.p90_s, np.quantile(expected, 0.9)),
+    ):
+        assert 0.98 * queue_s <= found_s <= 1.02 * queue_s + 2 * pd.step_s
