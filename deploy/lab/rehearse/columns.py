@@ -21,7 +21,7 @@ from kvmanager.config_files.units import GBIT_PER_S
 from scheduler.planning.throughput import Mode
 from scheduler.replay.jobs import Fate
 from scheduler.replay.results import Outcome, Percentiles
-from scheduler.routing.decision import HAND_OFF
+from scheduler.routing.decision import HAND_OFF, ONE_ENGINE
 
 REMOTE: Final = "prefill_cluster"
 """The route to a prefill cluster, as the gateway names it."""
@@ -117,7 +117,7 @@ def simulated(outcome: Outcome) -> list[Served]:
             output_tokens=job.output_tokens,
             fate=_FATES[job.fate],
             remote=job.place > 0,
-            route=REMOTE if job.place else f"local {HAND_OFF}",
+            route=REMOTE if job.place else f"local {ONE_ENGINE if job.is_whole else HAND_OFF}",
             ttft_s=job.slot_s + job.step_s - job.arrival_s if job.fate is Fate.DONE else None,
             tpot_s=_tpot_s(job.slot_s + job.step_s, job.done_s, job.output_tokens),
             end_s=job.done_s if job.fate is Fate.DONE else None,

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from deploy.gateway.config import GatewaySection
 from deploy.lab.demo.tiny_specs import MODELS
 from deploy.lab.rehearse.region_file import (
+    CHUNK_TOKENS,
     Folders,
     gateway_settings,
     profile_files,
@@ -26,12 +27,21 @@ from deploy.plan.solve.served import kv_size_of
 from deploy.profile_file import EngineProfileFile
 from deploy.region.spec.region import RegionSpec
 from kvmanager.hf_config import read_model_kv
+from prfaas.engines.instance import DEFAULT_MAX_CONCURRENT
 from scheduler.planning.division_search import thresholds_of
 from scheduler.planning.lengths import mean_tokens
 from scheduler.planning.plan import Plan, is_pair
 from scheduler.planning.region_model import KvSize
 from scheduler.replay.model import Policy, ReplayModel, Routing, Slo
 from scheduler.replay.starting import starting_plan
+
+AS_ENGINES_HERE: Final[dict[str, Any]] = {
+    "max_concurrent": DEFAULT_MAX_CONCURRENT,
+    "pass_tokens": CHUNK_TOKENS,
+    # vLLM on the CPU schedules a pass when the one before has ended.
+    "load_steps": 1,
+}
+"""How engines of a rehearsal take prompts and KVCache, for `ReplayModel`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +90,7 @@ def rehearsal_of(simulation: Simulation, name: str, folders: Folders) -> Rehears
         slo=Slo(ttft_s=slo.ttft_s * scale.slowdown, tbt_s=slo.tbt_s * scale.step),
         decode_steps=tuple((batch, step_s * scale.step) for batch, step_s in steps),
         transfer_timeout_s=replayed.transfer_timeout_s * scale.slowdown,
+        **AS_ENGINES_HERE,
     )
     return Rehearsal(
         name=name,
@@ -116,6 +127,7 @@ def policy_of(name: str, gateway: GatewaySection, plan: Plan, scale: Scale) -> P
         admission=None if settings.admission.policy == "off" else settings.admission.admission(),
         long_term=settings.long_term.loop() if settings.long_term.mode == "act" else None,
         conversion=settings.long_term.conversion(),
+        hand_off_tokens=gateway.hand_off_tokens,
         report_every_s=gateway.report_interval_s,
     )
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from deploy.lab.pace.times import profile_path
-from deploy.lab.rehearse.deriving import Rehearsal, policy_of
+from deploy.lab.rehearse.deriving import AS_ENGINES_HERE, Rehearsal, policy_of
 from deploy.lab.rehearse.scale import Scale
 from deploy.lab.rehearse.traffic import Prompts
 from deploy.plan.model_config import config_file, read_config
 from deploy.plan.solve.served import kv_size_of
 from deploy.profile_file import EngineProfile, EngineProfileFile
-from deploy.region.spec.region import ClusterSpec, RegionSpec, role_of
+from deploy.region.spec.region import ClusterSpec, ModelSpec, RegionSpec, role_of
 from kvmanager.config_files.units import parse_duration, parse_rate
 from kvmanager.hf_config import read_model_kv
 from scheduler.planning.curves import Curve, CurveError, fit_quadratic, interpolate
@@ -78,6 +78,7 @@ def rehearsal_of_region(
         model=ReplayModel(
             region=scale.region(plan_region, kv),
             decode_steps=tuple((n, s * scale.step) for n, s in steps if n <= slots),
+            **AS_ENGINES_HERE | _chunks(model),
         ),
         policy=policy_of(region.name, region.gateway, plan, scale),
         region=document,
@@ -85,6 +86,11 @@ def rehearsal_of_region(
         max_model_len=model.max_model_len,
         profiles={},
     )
+
+
+def _chunks(model: ModelSpec) -> dict[str, int]:
+    tokens = model.max_num_batched_tokens
+    return {} if tokens is None else {"pass_tokens": tokens}
 
 
 def _profile(cluster: ClusterSpec, of_model: str) -> EngineProfile:
