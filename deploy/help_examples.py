@@ -242,13 +242,15 @@ requests    hours  changes  p90_s
    22092      2.4        0  4.956
 met    role changes: 0 (0)""",
     "rehearse": """\
-$ prfaas rehearse rehearsal.yaml --requests 24
-rehearsal: instances 2 in compute-site, 2 + 2 in home-site (prefill + decode); threshold 24,933 ...
+$ prfaas rehearse small.yaml --clients 30 --duration 2min
+small: instances 1 in compute-site, 1 + 1 in home-site (prefill + decode); threshold 24,933 ...
                                         plan  simulated    live
  ──────────────────────────────────────────────────────────────
- requests/s answered (plan: at most)   1.562      0.409   0.405
+ requests/s answered (plan: at most)   0.781      0.723   0.739
 ...
-pace kept: 363 passes, off by 0.03% (P50) and 0.12% (P99), 0.00% late; machine 10% busy""",
+ share prefilled remotely              39.3%      50.0%   47.5%
+...
+pace kept: 582 passes, off by 0.02% (P50) and 0.53% (P99), 0.17% late; machine 42% busy""",
     "emulate fault": """\
 $ prfaas emulate fault /tmp/link.sock set --rate 200Mbit
           in  out  on its way  swallowed  flipped  state
