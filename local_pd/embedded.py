@@ -429,7 +429,7 @@ class EmbeddedPdCluster:
                 num_requests=self._num_requests(item),
                 num_prefills=given(item.name).num_jobs,
                 prefill_tokens=given(item.name).num_tokens,
-                max_concurrent=item.spec.max_concurrent,
+                room=item.spec.room,
                 layout_fingerprint=item.layout_fingerprint,
                 layout=item.layout,
                 text_only=item.text_only,

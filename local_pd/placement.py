@@ -30,7 +30,7 @@ from typing import Final
 import msgspec
 
 from scheduler.reports import Role, decodes, same_layout, same_model
-from scheduler.routing.front_placement import TokenLoad, place_prefill
+from scheduler.routing.front_placement import DEFAULT_ROOM, Room, TokenLoad, place_prefill
 
 DEFAULT_AFFINITY_SLACK: Final = 4
 
@@ -54,7 +54,7 @@ class PdInstance(msgspec.Struct, frozen=True):
     num_requests: int = 0
     num_prefills: int = 0
     prefill_tokens: int = 0
-    max_concurrent: int = 4
+    room: Room = DEFAULT_ROOM
     layout_fingerprint: str = ""
     layout: str = ""
     text_only: bool = False
@@ -221,7 +221,7 @@ def _fits(view: PdInstance, layouts: Collection[str]) -> bool:
 
 
 def _has_room(view: PdInstance) -> bool:
-    return view.num_prefills < view.max_concurrent
+    return view.room.has_place(view.num_prefills, view.prefill_tokens)
 
 
 def _affinity_said(best: PdInstance, least_requests: int, affinity: Affinity) -> str:

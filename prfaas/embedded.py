@@ -381,7 +381,7 @@ def _view(spec: InstanceSpec) -> QueueInstance:
         name=spec.name,
         model=spec.served_name,
         healthy=False,
-        max_concurrent=spec.max_concurrent,
+        room=spec.room,
         node=spec.agent,
     )
 

@@ -11,7 +11,7 @@ instance and there is another one. Rules:
 - PD clusters share the cluster fairly. Among the jobs of one PD cluster, more urgent classes of
   priority go first, until a job of another class is due. A job is due before it is given up.
   `queue_order` makes the classes from priorities.
-- An instance takes at most `max_concurrent` jobs. Among instances with room
+- An instance takes at most as many jobs as its `room` says. Among instances with room
   `scheduler.routing.front_placement` chooses, by the tokens cached there and the uncached tokens
   under way; among equal ones it takes the one that was used longest ago. A job never waits for an
   instance while another has room.
@@ -94,7 +94,8 @@ class _Instance:
 
     @property
     def has_room(self) -> bool:
-        return self.usable and len(self.running) < self.view.max_concurrent
+        room = self.view.room
+        return self.usable and room.has_place(len(self.running), self.running_tokens)
 
     @property
     def load(self) -> TokenLoad:

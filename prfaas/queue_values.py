@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from prfaas.engines.errors import PrefillCode
+from scheduler.routing.front_placement import DEFAULT_ROOM, Room
 from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.queue_order import NUM_CLASSES
 
@@ -51,7 +52,7 @@ class QueueInstance:
     model: str
     healthy: bool
     draining: bool = False
-    max_concurrent: int = 4
+    room: Room = DEFAULT_ROOM
     node: str = ""
     layout_fingerprint: str = ""
     layout: str = ""

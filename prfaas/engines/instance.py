@@ -19,6 +19,7 @@ from prfaas.engines.load import LoadEstimate
 from prfaas.engines.prefill_run import PrefillPlace
 from prfaas.engines.supervision.supervisor import Supervisor
 from scheduler.reports import CONVERTIBLE, InstanceReport, Role, decodes
+from scheduler.routing.front_placement import DEFAULT_PASS_TOKENS, Room
 
 DEFAULT_MAX_CONCURRENT: Final = 4
 DEFAULT_DECODE_SLOTS: Final = 256
@@ -29,11 +30,10 @@ class InstanceSpec(BaseModel):
 
     `name` is the one that the engine's connector is configured with (`EngineSpec.instance`).
     With `engine` the front starts and supervises the engine itself; without it the engine is
-    started elsewhere. `max_concurrent` bounds the prefill jobs given to the instance at a time;
-    vLLM batches them. `decode_slots` is how many requests its engine decodes at a time (vLLM's
-    `max_num_seqs`). `node` names the agent's host in what people read.
-
-    With `paced` its engine takes the time of another device.
+    started elsewhere. `max_concurrent` and `pass_tokens` (vLLM's `max_num_batched_tokens`) bound
+    the prefill jobs given to the instance at a time (`Room`). `decode_slots` is how many requests
+    its engine decodes at a time (vLLM's `max_num_seqs`). `node` names the agent's host in what
+    people read. With `paced` its engine takes the time of another device.
 
     `encoder_role` is the one that the engine was started with, ec_producer where it is left out and
     the role is encode. With `encodes` an instance that decodes encodes media for others, too.
@@ -48,6 +48,7 @@ class InstanceSpec(BaseModel):
     model: str = ""
     role: Role = "both"
     max_concurrent: int = Field(default=DEFAULT_MAX_CONCURRENT, ge=1)
+    pass_tokens: int = Field(default=DEFAULT_PASS_TOKENS, ge=1)
     decode_slots: int = Field(default=DEFAULT_DECODE_SLOTS, ge=1)
     encoder_role: EncoderRole | None = None
     encodes: bool = False
@@ -88,6 +89,11 @@ class InstanceSpec(BaseModel):
     def served_name(self) -> str:
         """The model's served name; "" when the front need not tell models apart."""
         return self.model or (self.engine.served_name if self.engine is not None else "")
+
+    @property
+    def room(self) -> Room:
+        """How many prefills it is given at a time."""
+        return Room(self.max_concurrent, self.pass_tokens)
 
 
 def check_names(specs: Sequence[InstanceSpec]) -> tuple[InstanceSpec, ...]:

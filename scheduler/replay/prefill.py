@@ -14,6 +14,7 @@ from typing import ClassVar, Final, NamedTuple
 
 from scheduler.live.long_term.conversion import PdRole
 from scheduler.replay.jobs import Job
+from scheduler.routing.front_placement import DEFAULT_PASS_TOKENS, Room
 from scheduler.routing.order_config import LengthBucket, OrderConfig
 from scheduler.routing.profiles import PrefillProfile
 from scheduler.routing.queue_order import QueueOrder, WaitingJob
@@ -144,8 +145,12 @@ class PrefillStation:
         """Give the next job to an instance, if one waits and an instance has room for it."""
         if not self._waiting:
             return None
-        most = self.max_concurrent
-        free = [one for one in self.instances if one.is_usable and len(one.jobs) < most]
+        room = Room(self.max_concurrent, self._pass_tokens or DEFAULT_PASS_TOKENS)
+        free = [
+            one
+            for one in self.instances
+            if one.is_usable and room.has_place(len(one.jobs), one.num_tokens)
+        ]
         chosen = self._order.next(now_s) if free else None
         if chosen is None:
             return None

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from scheduler.routing.instance_choice import InstanceView, choose_instance
+
+DEFAULT_PASS_TOKENS: Final = 8192
+"""vLLM's max_num_batched_tokens for a server, unless it is told another number."""
 
 _SAID: Final = {
     "cached_tokens": "cached_tokens",
@@ -25,6 +28,25 @@ _SAID: Final = {
     "instances": "instances",
 }
 """Names for a choice's numbers in a reason. What the choice calls seconds are tokens here."""
+
+
+class Room(NamedTuple):
+    """How many prefills an instance is given at a time: at most `max_jobs`, and a further one only
+    while the others do not fill a forward pass of its engine, which has `pass_tokens`.
+
+    An engine computes prompts in the order in which it got them. One that is given early waits
+    there, behind prompts whose end nobody knows, while another instance might take it sooner.
+    """
+
+    max_jobs: int = 4
+    pass_tokens: int = DEFAULT_PASS_TOKENS
+
+    def has_place(self, num_jobs: int, uncached_tokens: int) -> bool:
+        """Whether one more is given to an instance that has these."""
+        return not num_jobs or (num_jobs < self.max_jobs and uncached_tokens < self.pass_tokens)
+
+
+DEFAULT_ROOM: Final = Room()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from local_pd.placement import (
     choose_prefill,
     decode_order,
 )
+from scheduler.routing.front_placement import Room
 
 
 def view(name: str, role: str = "both", **changes: object) -> PdInstance:
@@ -127,7 +128,7 @@ def test_a_local_prefill_goes_to_the_least_busy_prefill_instance() -> None:
 
 
 def test_full_prefill_instances_are_a_reason_to_decode_without_them() -> None:
-    choice = choose_prefill([view("p0", "prefill", num_prefills=4, max_concurrent=4)], wish())
+    choice = choose_prefill([view("p0", "prefill", num_prefills=4, room=Room(4))], wish())
     assert choice.name is None
     assert "full (jobs: p0 4)" in choice.reason
 
@@ -238,7 +239,7 @@ def test_a_prompt_with_media_goes_to_engines_with_an_encoder() -> None:
         view("d0", "decode", text_only=True),
         view("d1", "decode", num_requests=9),
         view("p0", "prefill", text_only=True),
-        view("p1", "prefill", num_prefills=3, prefill_tokens=9000),
+        view("p1", "prefill", num_prefills=3, prefill_tokens=900),
     ]
     assert decode_order(views, "m", has_media=True).names == ("d1",)
     assert choose_direct(views, "m", has_media=True).name == "d1"

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from prfaas.queue import PrefillQueue
 from prfaas.queue_values import Effect, FailJob, QueueConfig, QueuedJob, QueueInstance, StartJob
 from scheduler.reports import JobReport
+from scheduler.routing.front_placement import Room
 from scheduler.routing.order_config import OrderConfig
 from scheduler.routing.queue_order import QueueOrder, WaitingJob, priority_class
 
 
 def view(name: str, **changes: object) -> QueueInstance:
-    fields: dict[str, object] = {"model": "m", "healthy": True, "max_concurrent": 1}
+    fields: dict[str, object] = {"model": "m", "healthy": True, "room": Room(1)}
     return QueueInstance(name, **(fields | changes))  # type: ignore[arg-type]
 
 
@@ -121,10 +122,19 @@ def test_a_job_whose_landing_no_instance_can_fill_fails_at_once() -> None:
 
 
 def test_the_instance_with_fewest_tokens_under_way_wins() -> None:
-    q = queue(view("p0", max_concurrent=4), view("p1", max_concurrent=4))
+    q = queue(view("p0", room=Room(4)), view("p1", room=Room(4)))
     assert q.submit(job("long", num_tokens=9000), 0.0) == [StartJob("long", "p0", 0.0, 1)]
     assert q.submit(job("b", num_tokens=100), 0.0) == [StartJob("b", "p1", 0.0, 1)]
     assert q.submit(job("c", num_tokens=100), 0.0) == [StartJob("c", "p1", 0.0, 1)]
+
+
+def test_short_jobs_share_an_instance_until_they_fill_a_pass_and_a_long_one_has_it_alone() -> None:
+    q = queue(view("p0", room=Room(4, pass_tokens=250)))
+    assert q.submit(job("long", num_tokens=9000), 0.0) == [StartJob("long", "p0", 0.0, 1)]
+    for key in "abcde":
+        assert q.submit(job(key, num_tokens=100), 0.0) == []
+    started = q.finished("long", 1.0)
+    assert [item.key for item in started if isinstance(item, StartJob)] == ["a", "b", "c"]
 
 
 def test_a_job_goes_where_part_of_its_prompt_is_cached_if_there_is_room() -> None:
@@ -412,7 +422,7 @@ def test_random_operations_lose_no_job_and_break_no_bound(seed: int) -> None:
                 model=rng.choice(["m", "n", ""]),
                 healthy=rng.random() < 0.7,
                 draining=rng.random() < 0.2,
-                max_concurrent=rng.randrange(1, 4),
+                room=Room(rng.randrange(1, 4)),
             )
             effects = q.instance_changed(views[name], now_s)
         elif kind == "tick":

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from prfaas.queue import PrefillQueue, _Instance, _takes
 from prfaas.queue_values import FailJob, QueueConfig, QueuedJob, QueueInstance, StartJob
+from scheduler.routing.front_placement import Room
 from scheduler.routing.order_config import OrderConfig
 
 TOKENS_PER_S = 30_000.0
@@ -18,7 +19,7 @@ BUCKETS = OrderConfig().buckets
 def busy_queue(**config: int) -> PrefillQueue:
     """A cluster of one instance, which has something to do."""
     q = PrefillQueue("prefill-a", QueueConfig(**config))
-    q.instance_changed(QueueInstance("p0", "m", healthy=True, max_concurrent=1), 0.0)
+    q.instance_changed(QueueInstance("p0", "m", healthy=True, room=Room(1)), 0.0)
     q.submit(QueuedJob("running", "m", 0, 10), 0.0)
     return q
 
@@ -98,7 +99,7 @@ def test_hundreds_of_waiting_jobs_cost_little(monkeypatch: pytest.MonkeyPatch) -
     """Half of them wait for an instance that is full, and are passed over each time."""
     q = PrefillQueue("prefill-a", QueueConfig(max_queued=500))
     for name in ("m", "n"):
-        q.instance_changed(QueueInstance(name, name, healthy=True, max_concurrent=1), 0.0)
+        q.instance_changed(QueueInstance(name, name, healthy=True, room=Room(1)), 0.0)
     num_asked = 0
 
     def takes(instance: _Instance, model: str, tried: tuple[str, ...]) -> bool:

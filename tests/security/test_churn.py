@@ -25,6 +25,7 @@ from prfaas.queue import PrefillQueue
 from prfaas.queue_values import QueueConfig, QueuedJob, QueueInstance, StartJob
 from scheduler.live.ledger import DirectPrompt, Ledger, PrefillLeg
 from scheduler.live.tenants import TenantLedger, TenantLimit
+from scheduler.routing.front_placement import Room
 from scheduler.routing.prefix_demand import CachedPrefix, DemandTracker
 from transport.interfaces import Priority
 from transport.sending.fair_queue import FairQueue
@@ -155,7 +156,7 @@ def demand(draw: random.Random) -> Steps:
 
 def prefills(draw: random.Random) -> Steps:
     core = PrefillQueue("a", QueueConfig())
-    core.instance_changed(QueueInstance("p0", model="m", healthy=True, max_concurrent=4), 0.0)
+    core.instance_changed(QueueInstance("p0", model="m", healthy=True, room=Room(4)), 0.0)
     for step in count():
         now_s = step * STEP_S
         running: list[str] = []

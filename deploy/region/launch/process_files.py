@@ -20,6 +20,7 @@ from deploy.region.spec.region import (
 from local_pd.front_config import PdFrontConfig
 from prfaas.engines.instance import InstanceSpec
 from prfaas.front_config import PrefillFrontConfig
+from scheduler.routing.front_placement import DEFAULT_PASS_TOKENS
 from transport import Endpoint
 
 
@@ -135,6 +136,7 @@ def _instances(region: RegionSpec, cluster: ClusterSpec) -> tuple[InstanceSpec, 
             model=region.model_of(item).name,
             role=role_of(item, cluster),
             max_concurrent=item.max_concurrent,
+            pass_tokens=region.model_of(item).max_num_batched_tokens or DEFAULT_PASS_TOKENS,
             decode_slots=region.decode_slots_of(item),
             encoder_role=encoder_role_of(region, cluster, item),
             encodes=item.encodes,

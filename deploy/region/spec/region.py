@@ -95,7 +95,9 @@ class RegionInstance(Section):
     `hand_off: nixl`; 0: any free one.
     """
     max_concurrent: Annotated[int, Field(ge=1)] = DEFAULT_MAX_CONCURRENT
-    """How many prefill jobs it gets at a time. vLLM batches them."""
+    """How many prefill jobs it gets at a time at most. It gets a further one only while those that
+    it has do not fill a step of its engine (max_num_batched_tokens, or 8,192).
+    """
     decode_slots: Annotated[int, Field(ge=1)] | None = None
     """How many requests its engine decodes at a time, vLLM's max_num_seqs. Left out: 256, or
     max_num_batched_tokens if that is less.
