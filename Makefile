@@ -6,6 +6,7 @@
 # make test-long    all tests without engines, with many more examples for property tests
 # make system as root, with apt: the programs of the system that tests use, which leave out what lacks one
 # make lint   ruff, mypy (also of test doubles and benches), import rule
+# make rehearse the paper's case study on real engines at the pace of GPUs, 15 minutes (docs/rehearsal.md)
 # make bench  measurements against peers (see tests/bench/README.md)
 # make bench BENCH_ARGS=--smoke   the same at their smallest size, to see that they run
 # make report write docs/performance.md and its curves from stored results of benches
@@ -41,11 +42,13 @@ PYTEST := $(BIN)/python -m pytest
 WORKERS ?= 3
 PARALLEL := -n $(WORKERS) --dist worksteal
 
+REHEARSE_ARGS ?= --rate 0.74 --requests 130 --compare homogeneous --compare naive --again
+
 # The release before this one, which `make test-upgrade` runs.
 PREVIOUS := $(shell cat tests/upgrade/PREVIOUS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo test test-fast test-engine test-kinds test-upgrade test-long messages lint format docs bench report soak soak-region sites drill fuzz mutants pins dist release-notes release-tag stats clean
+.PHONY: help setup system demo test test-fast test-engine test-kinds test-upgrade test-long messages lint format docs rehearse bench report soak soak-region sites drill fuzz mutants pins dist release-notes release-tag stats clean
 
 help:
 	@sed -n 's/^# make/  make/p' Makefile
@@ -73,6 +76,9 @@ system:
 
 demo: setup
 	@$(BIN)/prfaas demo $(DEMO_ARGS)
+
+rehearse: setup
+	@$(BIN)/prfaas rehearse deploy/lab/rehearse/examples/rehearsal.yaml $(REHEARSE_ARGS)
 
 # Engines take every core and are timed, as are faults of the transport: they have the machine for
 # themselves, after the others. What PYTEST_ARGS selects may be in one of the halves only; pytest

@@ -58,6 +58,9 @@ def rehearse_command(
     duration: Annotated[
         str | None, typer.Option(help="how long requests arrive, in the plan's time: 5min")
     ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="play a region once more if it was void")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="of arrivals, lengths and tokens")] = 1,
     trace: Annotated[
         Path | None,
@@ -117,7 +120,7 @@ def rehearse_command(
         prompts=_prompts(trace, lengths, output_tokens),
     )
     _check(wanted)
-    played = _played(file, compare or [], wanted, keep)
+    played = _played(file, compare or [], wanted, keep, again)
     _write(played, seed, as_json, plot, report)
     if not all(one.is_good for one in played):
         raise typer.Exit(ExitCode.FAILED)
@@ -166,7 +169,9 @@ def _check(wanted: Wanted) -> None:
         fail("--clients ask for a --duration, not for --requests", ExitCode.USAGE)
 
 
-def _played(file: Path, compare: list[str], wanted: Wanted, keep: Path | None) -> list[Played]:
+def _played(
+    file: Path, compare: list[str], wanted: Wanted, keep: Path | None, again: bool
+) -> list[Played]:
     from rich.console import Console
 
     from deploy.lab.rehearse.command import Interrupted, play_all
@@ -176,7 +181,7 @@ def _played(file: Path, compare: list[str], wanted: Wanted, keep: Path | None) -
 
     set_up_logging("warning")
     try:
-        return play_all(file, compare, wanted, keep, Console(stderr=True))
+        return play_all(file, compare, wanted, keep, Console(stderr=True), again=again)
     except FileError as error:
         fail(str(error), ExitCode.USAGE)
     except ValueError as error:

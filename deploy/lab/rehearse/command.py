@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 from rich.console import Console
 
 from deploy.lab.demo.leftovers import arenas, leftovers
@@ -30,10 +29,16 @@ class Interrupted(Exception):
 
 
 def play_all(
-    file: Path, compared: Sequence[str], wanted: Wanted, keep: Path | None, console: Console
+    file: Path,
+    compared: Sequence[str],
+    wanted: Wanted,
+    keep: Path | None,
+    console: Console,
+    *,
+    again: bool,
 ) -> list[Played]:
-    """Play `file` and then what it is compared with. Raises `FileError`, ValueError,
-    `RegionStartFailed`, `Interrupted`.
+    """Play `file` and then what it is compared with; with `again`, what was void once more. Raises
+    `FileError`, ValueError, `RegionStartFailed`, `Interrupted`.
     """
     arenas_before = arenas()
     # A short path, since paths of unix sockets are limited to about a hundred bytes.
@@ -41,7 +46,7 @@ def play_all(
         root = Path(directory)
         try:
             run = prepare(file, compared, wanted, root, keep)
-            return asyncio.run(interruptible(_play_each(run, root, console)))
+            return asyncio.run(interruptible(_play_each(run, root, console, again)))
         except (KeyboardInterrupt, asyncio.CancelledError):
             raise Interrupted from None
         except (EngineStartFailed, RegionStartFailed) as error:
@@ -55,7 +60,7 @@ def play_all(
                 console.print(f"left behind: {item}", style="red", soft_wrap=True)
 
 
-async def _play_each(run: Run, root: Path, console: Console) -> list[Played]:
+async def _play_each(run: Run, root: Path, console: Console, again: bool) -> list[Played]:
     played = []
     for rehearsal in run.rehearsals:
         console.rule(f"{rehearsal.name}: {rehearsal.num_instances} engines")
@@ -66,5 +71,11 @@ async def _play_each(run: Run, root: Path, console: Console) -> list[Played]:
                 f"{free / 2**30:.0f} GiB are free",
                 style="yellow",
             )
-        played.append(await play(rehearsal, run, root / rehearsal.name, console))
+        one = await play(rehearsal, run, root / rehearsal.name, console)
+        if again and one.verdict.reasons:
+            console.print(f"void: {'; '.join(one.verdict.reasons)}; once more")
+            folder = root / f"{rehearsal.name}-again"
+            folder.mkdir()
+            one = await play(rehearsal, run, folder, console)
+        played.append(one)
     return played
