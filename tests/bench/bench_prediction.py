@@ -67,8 +67,11 @@ LOOSE_GOALS, GOALS = (0.15, 0.40), (0.10, 0.30)
 SCHEDULING = {"long_term": {"mode": "advise"}}
 LINK, SLOWER_LINK = {"rate": "1Gbit", "rtt": "20ms"}, {"rate": "100Mbit", "rtt": "60ms"}
 PACED_SLOWER_LINK = {"rate": "80Mbit", "rtt": "60ms"}
-PACED_LENGTHS = (250, 400, 600, 900, 1500, 2500)
-PACED_THRESHOLD_TOKENS, PACED_CAPACITY_RPS = 950, 1.25
+PACED_LENGTHS = (250, 400, 620, 900, 1400, 2450)
+"""At most 7,500 tokens where they are longer. No last chunk is so short that this CPU takes longer
+for it than a GPU.
+"""
+PACED_THRESHOLD_TOKENS, PACED_CAPACITY_RPS = 950, 1.29
 """What `prfaas plan solve` says of these lengths, a prefill instance of each profile and a decode
 instance.
 """
