@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 
 from deploy.lab.demo.leftovers import arenas, leftovers
