@@ -133,7 +133,7 @@ def predict(
         prefill_s,
         tail_s,
         slot_s,
-        decode.step_s,
+        decode.first_token_s,
         service.overhead_s,
         service.contention_s(prefill_s, load),
         load,

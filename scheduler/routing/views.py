@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Set
 from types import MappingProxyType
+from typing import Final
 
 import msgspec
 
@@ -16,6 +17,8 @@ from netmon.region_link import LinkView
 from scheduler.routing.media import MediaView
 from scheduler.routing.profiles import PrefillProfile
 from scheduler.routing.service import Load
+
+_BUSY_STEPS: Final = 2.5
 
 
 class DecodeView(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +63,14 @@ class DecodeView(msgspec.Struct, frozen=True, kw_only=True):
         _check("decode_s", self.decode_s or 0.0)
         for name in ("kv_bytes", "landing_kv_bytes"):
             _check(name, getattr(self, name))
+
+    @property
+    def first_token_s(self) -> float:
+        """From a free slot to the first token of KVCache that has landed. An engine that decodes
+        ends its step, of which half is left on average, and loads the KVCache during the next one.
+        """
+        num_requests = self.slots_used + len(self.landing_s)
+        return self.step_s * (1.0 if num_requests < self.num_instances else _BUSY_STEPS)
 
     @property
     def is_empty(self) -> bool:

@@ -284,16 +284,17 @@ def test_the_end_of_a_prompt_and_the_begin_of_the_next_share_a_pass() -> None:
     """As vLLM's chunked prefill. The fixed part of a prompt's time is in its first chunk."""
     profile = PrefillProfile((0.0,), ((0.5, 1e-3, 0.0),))
     station = PrefillStation("s", profile, 1, max_concurrent=3, pass_tokens=1000)
-    for index, num_tokens in enumerate((1500, 700, 300, 100)):
+    for index, num_tokens in enumerate((900, 700, 300, 100)):
         job = Job(index, float(index), num_tokens, 1)
         job.service_s = profile.prefill_s(num_tokens)
         station.push(job)
-    # 1000 of the first; 500 of it and 500 of the second; the rest of that and both others.
+    # The first and 100 of the second; the rest of that and the third; the last, which is given to
+    # the instance when those that it has fill no pass.
     assert served(station) == [
-        (0, pytest.approx(3.0)),
-        (1, pytest.approx(4.6)),
-        (2, pytest.approx(4.6)),
-        (3, pytest.approx(4.6)),
+        (0, pytest.approx(2.0)),
+        (1, pytest.approx(3.4)),
+        (2, pytest.approx(3.4)),
+        (3, pytest.approx(4.0)),
     ]
 
 
