@@ -52,8 +52,8 @@ MIN_MOVE_SAVING_S: Final = 0.1
 ABUNDANCE: Final = 1.25
 """Bandwidth is abundant from this ratio of link rate to the cluster's KVCache emission on."""
 
-MARGIN_S: Final = 1.0
-MARGIN_SHARE: Final = 0.45
+MARGIN_S: Final = 0.5
+MARGIN_SHARE: Final = 0.25
 HOME_MARGIN_S: Final = 0.1
 HOME_MARGIN_SHARE: Final = 0.3
 STREAM_WEIGHT: Final = 0.25

@@ -35,7 +35,7 @@ def rehearsal_of_region(
     """The rehearsal of a region, whose file is `document`. ValueError for what cannot be
     rehearsed, `FileError` for a profile.
     """
-    model, pace = region.models[0], getattr(region.models[0], "pace", None)
+    model, pace = region.models[0], region.models[0].pace
     if len(region.models) > 1 or len(region.pd_clusters) > 1 or len(region.prefill_clusters) > 1:
         raise ValueError("a rehearsal is for one model, one PD cluster and one prefill cluster")
     if pace is None:
@@ -95,7 +95,7 @@ def _chunks(model: ModelSpec) -> dict[str, int]:
 
 def _profile(cluster: ClusterSpec, of_model: str) -> EngineProfile:
     """The profile that all instances of a cluster have."""
-    names = {getattr(instance, "pace", None) or of_model for instance in cluster.instances}
+    names = {instance.pace or of_model for instance in cluster.instances}
     if len(names) > 1:
         raise ValueError(
             f"instances of {cluster.name} have the profiles {', '.join(sorted(names))}: those of "
