@@ -401,7 +401,7 @@ def main() -> None:
     profiling = {"lengths": "128,256", "batch_sizes": "1", "repeats": 1, "output": 32}
     # Any speed will do: a busy machine decodes slowly.
     add_smoke(parser, **smallest, **profiling, slo_ms=(1000.0, 5000.0))
-    add_pace(parser, tokens=(250, 2500), output=32)
+    add_pace(parser, tokens=(250, 2500), output=128)
     parser.add_argument("--json", type=Path, help="write the raw numbers here")
     arguments = parsed(parser)
     if arguments.gateway and not (arguments.engine and arguments.recording):

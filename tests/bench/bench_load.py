@@ -284,8 +284,8 @@ def main() -> None:
         parser,
         loads=[0.3, 0.6, 0.9],
         tokens=(250, 2500),
-        output=16,
-        slo_ms=(5000.0, 600.0),
+        output=64,
+        slo_ms=(5000.0, 150.0),
     )
     parser.add_argument("--json", type=Path, help="write the raw numbers here")
     arguments = parsed(parser)

@@ -21,7 +21,16 @@ import aiohttp
 import yaml
 from capacity_files import Shape, capacity_row
 from own_command import prfaas
-from paced import DECODE_SLOTS, FAST, LINK, SLOW, TOKENS_PER_TOKEN, Watch, paced_region
+from paced import (
+    DECODE_SLOTS,
+    FAST,
+    LINK,
+    OUTPUT_TOKENS_PER_TOKEN,
+    SLOW,
+    TOKENS_PER_TOKEN,
+    Watch,
+    paced_region,
+)
 
 from deploy.lab.demo.regions import demo_region, pd_cluster_alone
 from deploy.lab.demo.scenario import text
@@ -65,7 +74,7 @@ def plan_of(shape: Shape, lengths: Sequence[int], output_tokens: int) -> dict[st
     return {
         "traffic": {
             "lengths": {"histogram": [{"tokens": size, "weight": 1} for size in sizes]},
-            "output_tokens": TOKENS_PER_TOKEN * output_tokens,
+            "output_tokens": OUTPUT_TOKENS_PER_TOKEN * output_tokens,
         },
         "profiles": {name: {"file": str(profile_path(name))} for name in (FAST, SLOW)},
         "slo": {"tokens_per_s": DECODE_TOKENS_PER_S},

@@ -1,7 +1,8 @@
 """`--pace` of a bench: its engines take the time of the paper's GPUs (`deploy.lab.pace`), so that
 systems are compared and not the threads that this machine has for each engine.
 
-Engines of prefill clusters have the profile `h200`, all others `h20`. A real token stands for 16.
+Engines of prefill clusters have the profile `h200`, all others `h20`. A real token of a prompt
+stands for 16, one of an answer for 4.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ from prfaas.engines.command import EngineSpec
 
 FAST, SLOW = "h200", "h20"
 TOKENS_PER_TOKEN: Final = 16
+OUTPUT_TOKENS_PER_TOKEN: Final = 4
+_SCALE: Final = {
+    "tokens_per_token": TOKENS_PER_TOKEN,
+    "output_tokens_per_token": OUTPUT_TOKENS_PER_TOKEN,
+}
 DECODE_SLOTS: Final = 20
 LINK: Final = {"rate": "800Mbit", "rtt": "20ms"}
 """As fast for the KVCache of a tiny model as 100 Gbit/s for that of the profiles."""
@@ -54,7 +60,7 @@ def paced_region(spec: RegionSpec, *, fast: Collection[str] = ()) -> RegionSpec:
     """The same region of paced engines; the instances `fast` are as those of prefill clusters."""
     raw = spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
     for model in raw["models"]:
-        model["pace"] = {"profile": SLOW, "tokens_per_token": TOKENS_PER_TOKEN}
+        model["pace"] = {"profile": SLOW, **_SCALE}
     for cluster in raw["clusters"]:
         for node in cluster["nodes"]:
             for item in node["instances"]:
@@ -68,7 +74,7 @@ def paced_region(spec: RegionSpec, *, fast: Collection[str] = ()) -> RegionSpec:
 def paced_engine(spec: EngineSpec, logs: Path) -> EngineSpec:
     """The same engine of no region, at the pace of its role."""
     profile = FAST if spec.instance == "prefill" else SLOW
-    pace = PaceSpec(profile=profile, tokens_per_token=TOKENS_PER_TOKEN)
+    pace = PaceSpec(profile=profile, **_SCALE)
     log = logs / "pace" / f"{spec.instance}.jsonl"
     options = engine_options(PassTimes.of(pace, spec.max_model_len, log))
     changes = {

@@ -172,7 +172,8 @@ def test_at_low_load_the_simulation_is_a_queue(tmp_path: Path, compared: tuple[s
     work, region = both.workload, mine.model.region
     # A queue knows neither prompts that share an instance nor steps.
     ideal = replace(mine.model, max_concurrent=1, pass_tokens=None, load_steps=None)
-    outcome = replay(ideal, work, mine.policy)
+    # Nor prompts below the threshold in the prefill cluster.
+    outcome = replay(ideal, work, replace(mine.policy, margin_s=1e9))
     threshold = next(iter((mine.policy.thresholds or {}).values()), 1 << 30)
     pd = region.pd_clusters[0]
     num_prefill = mine.policy.num_prefill or 0
