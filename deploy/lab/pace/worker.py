@@ -94,8 +94,10 @@ class PacedWorker(CPUWorker):  # type: ignore[misc]
     def _wait(self, left: float) -> None:
         """Wait for the end of a layer's share, after which this part of the pass is left."""
         if self._asked is not None:
-            # The CPU must compute the last layer and sample before the deadline.
-            left_s = max(left * self._asked["asked"], self._rest())
+            # The CPU must compute the last layer and sample before the deadline. Nobody waits for
+            # the KVCache of a decode step, which may have more time for it.
+            asked_s, spare = self._asked["asked"], 0.01 if self._asked["prefill"] else 0.1
+            left_s = max(left * asked_s, self._rest() + spare * asked_s)
             self._sleep_until(self._due_s - left_s)
             self._woken_s = time.monotonic()
 
