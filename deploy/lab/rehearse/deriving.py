@@ -87,6 +87,7 @@ def rehearsal_of(simulation: Simulation, name: str, folders: Folders) -> Rehears
     model = replace(
         replayed,
         region=real,
+        schedules={link: scale.schedule(one) for link, one in replayed.schedules.items()},
         slo=Slo(ttft_s=slo.ttft_s * scale.slowdown, tbt_s=slo.tbt_s * scale.step),
         decode_steps=tuple((batch, step_s * scale.step) for batch, step_s in steps),
         transfer_timeout_s=replayed.transfer_timeout_s * scale.slowdown,
@@ -152,12 +153,15 @@ def _refuse(simulation: Simulation, file: RehearsalFile, name: str) -> None:
     spec = _policy(file, name)
     if name == "oracle" or spec.routing == "oracle" or spec.order == "arrival":
         raise ValueError(f"policy {name}: a gateway knows no oracle and no order by arrival")
-    own = ("links", "lost", "contention", "prefill_factors", "prefill_jitter")
+    own = ("lost", "contention", "prefill_factors", "prefill_jitter")
     for key in own:
         if getattr(file.simulation, key):
             raise ValueError(
                 f"simulation.{key}: a rehearsal has nothing that would do this live; leave it out"
             )
+    for link in file.simulation.links:
+        if link.outages or link.other_traffic or any(change.loss for change in link.changes):
+            raise ValueError("simulation.links: a rehearsal changes rates of links only")
 
 
 def _scale(file: RehearsalFile, plan: Plan, kv: KvSize) -> Scale:

@@ -31,8 +31,10 @@ from deploy.region.launch.launcher import RunningRegion
 from deploy.region.launch.progress import progress_view
 from deploy.region.launch.running import RegionStartFailed
 from deploy.region.spec.loading import load_region
-from kvmanager.config_files.units import format_age
+from kvmanager.config_files.units import format_age, format_rate
+from scheduler.planning.region_model import Link
 from scheduler.replay.driver import replay
+from scheduler.replay.links import RateSchedule
 from scheduler.replay.workload import Workload
 
 READY_S: Final = 120.0
@@ -140,7 +142,10 @@ async def _live(
             model = region.models[0].name
             client = Client(session, running.gateway_url, model, run.workload, run.seed)
             psutil.cpu_percent()
-            async with _progress(console, client, rehearsal.name, run):
+            async with (
+                _progress(console, client, rehearsal.name, run),
+                _changing_links(running, rehearsal, client),
+            ):
                 if run.backlog is None:
                     live = await drive_open(client, run.workload)
                 else:
@@ -160,6 +165,30 @@ async def _ready(session: aiohttp.ClientSession, url: str) -> None:
                 return
         await asyncio.sleep(0.5)
     raise RegionStartFailed(f"{url}/readyz does not answer 200 after {READY_S:g} s")
+
+
+@asynccontextmanager
+async def _changing_links(
+    running: RunningRegion, rehearsal: Rehearsal, client: Client
+) -> AsyncIterator[None]:
+    """Give emulated links the rates of their schedules while requests run."""
+
+    async def follow(link: Link, schedule: RateSchedule) -> None:
+        relay = running.relay(f"{link.source}-to-{link.target}")
+        for at_s, rate in zip(schedule.times_s[1:], schedule.rates[1:], strict=True):
+            await asyncio.sleep(max(0.0, at_s - client.now_s))
+            await asyncio.to_thread(relay.configure, rate=format_rate(rate))
+
+    model = rehearsal.model
+    async with asyncio.TaskGroup() as tasks:
+        following = [
+            tasks.create_task(follow(link, model.schedules[link.name]))
+            for link in model.region.links
+            if link.name in model.schedules
+        ]
+        yield
+        for task in following:
+            task.cancel()
 
 
 @asynccontextmanager

@@ -12,6 +12,7 @@ import numpy as np
 
 from scheduler.planning.curves import Curve
 from scheduler.planning.region_model import KvSize, Region, Traffic
+from scheduler.replay.links import RateSchedule
 from scheduler.replay.workload import Workload
 
 
@@ -46,6 +47,14 @@ class Scale:
     def link_bytes_per_s(self, profile_bytes_per_s: float) -> float:
         """The rate at which real KVCache takes as long as the plan's, times the slowdown."""
         return profile_bytes_per_s / self.link_bytes / self.slowdown
+
+    def schedule(self, profile: RateSchedule) -> RateSchedule:
+        """What a link carries over time, in real seconds and bytes."""
+        return RateSchedule(
+            tuple(at_s * self.slowdown for at_s in profile.times_s),
+            tuple(map(self.link_bytes_per_s, profile.rates)),
+            profile.losses,
+        )
 
     def region(self, profile: Region, kv: KvSize) -> Region:
         """The region in real units. `kv` is that of the real model, over real tokens."""

@@ -95,6 +95,23 @@ def test_a_transfer_takes_as_long_as_in_the_plan(tmp_path: Path, slowdown: float
     assert mine.region["links"][0]["emulate"]["rtt"] == f"{20 * slowdown:g}ms"
 
 
+def test_a_link_changes_live_as_in_the_simulation(tmp_path: Path) -> None:
+    whole = document()
+    whole["rehearsal"]["slowdown"] = 2.0
+    change = {"at": "1min", "rate": "25Gbit"}
+    link = {"from": "compute-site", "to": "home-site", "changes": [change]}
+    whole["simulation"]["links"] = [link]
+    _, mine = prepared(tmp_path, whole)
+    (schedule,) = mine.model.schedules.values()
+    first, second = schedule.rates
+    assert schedule.times_s == (0.0, 120.0)
+    assert first == pytest.approx(mine.model.region.links[0].bytes_per_s)
+    assert second == pytest.approx(first / 2)
+    link["outages"] = [{"at": "1min", "until": "2min"}]
+    with pytest.raises(ValueError, match="changes rates of links only"):
+        prepared(tmp_path, whole)
+
+
 def test_the_simulated_column_does_not_depend_on_the_units(tmp_path: Path) -> None:
     found = {}
     for tokens, slowdown in ((4, 1.0), (4, 5.0), (8, 1.0)):
