@@ -39,9 +39,11 @@ BENCHES = (
     "load",
     "capacity",
     "images",
+    "rehearsal",
 )
-NEED_ENGINES = ("prediction", "region", "e2e", "load", "capacity", "images")
-"""Start regions of real engines. Their smoke runs ask one that the engine tests have running."""
+NEED_ENGINES = ("prediction", "region", "e2e", "load", "capacity", "images", "rehearsal")
+"""Start regions of real engines. Their smoke runs ask one that the engine tests have running, but
+for the last, which starts a paced one."""
 SMOKE = "--smoke"
 RESULTS = Path("bench-results")
 

@@ -189,3 +189,13 @@ def prediction() -> list[dict[str, Any]]:
         {"target": "prefill", "requests": 1, "median_error": 0.4, "p90_error": 0.4},
     ]
     return [{"model": "tiny", "rows": rows, "records": records}]
+
+
+def rehearsal() -> Any:
+    """One region at one rate, and one point of its curve."""
+    column = {"offered_rps": 0.74, "throughput_rps": 0.73, "link_gbps": 2.5, "remote_share": 0.5}
+    column |= {f"ttft_{name}_s": 2.0 for name in ("mean", "p50", "p90", "p99")}
+    pace = {"num_passes": 900, "off_p50": 1e-3, "off_p99": 0.01, "late": 0.001, "busy": 0.3}
+    row = {"region": "PrfaaS-PD", "plan": {"remote_share": 0.4, "link_gbps": 2.4}, "pace": pace}
+    curve = {"region": "PrfaaS-PD", "rate": 0.5, "throughput_rps": 0.5, "ttft_p90_s": 3.0}
+    return {"rows": [row | {"simulated": column, "live": column}], "curve": [curve]}

@@ -20,6 +20,7 @@ import report_load
 import report_peers
 import report_planner
 import report_prediction
+import report_rehearsal
 import report_wan
 from report_figures import Section
 from report_raw import Raw
@@ -30,6 +31,7 @@ OF_ONE_BENCH: Final[Mapping[str, Callable[[Sequence[Raw]], Section]]] = {
     "e2e": report_e2e.section,
     "load": report_load.section,
     "prediction": report_prediction.section,
+    "rehearsal": report_rehearsal.section,
     "capacity": report_planner.section,
     "images": report_images.section,
 }

@@ -12,6 +12,7 @@ from raw_cases import (
     lone,
     prediction,
     raw,
+    rehearsal,
     transport,
 )
 from report_figures import Section
@@ -60,6 +61,7 @@ def test_what_has_no_raw_results_is_named_and_left_out() -> None:
         "without e2e",
         "without load",
         "without prediction",
+        "without rehearsal",
         "without capacity",
         "without images",
         "without peers",
@@ -78,6 +80,7 @@ def test_every_section_says_where_its_numbers_come_from() -> None:
         "e2e": [raw("e2e", e2e(lone("prfaas", 2000, 1120.0, 1.1)))],
         "load": [raw("load", load(load_row("prfaas", 1.0, 0.3)))],
         "prediction": [raw("prediction", prediction())],
+        "rehearsal": [raw("rehearsal", rehearsal())],
         "capacity": [raw("capacity", capacity())],
         "images": [raw("images", images())],
     }

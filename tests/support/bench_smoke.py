@@ -15,14 +15,14 @@ TIMEOUT_S: Final = 280.0
 LINK = "1g/10ms"
 
 
-def run_smoke(name: str, folder: Path, *more: str) -> None:
+def run_smoke(name: str, folder: Path, *more: str, timeout_s: float = TIMEOUT_S) -> None:
     """`bench_NAME.py --smoke`, with `more` options. AssertionError with its output if it fails or
     keeps other rows than `CHECKS` wants.
     """
     kept = folder / f"{name}.json"
     command = [sys.executable, str(BENCHES / f"bench_{name}.py"), "--smoke", "--json", str(kept)]
     done = subprocess.run(
-        [*command, *more], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        [*command, *more], capture_output=True, text=True, timeout=timeout_s, check=False
     )
     told = f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     assert done.returncode == 0, told
@@ -268,6 +268,13 @@ def check_load(kept: Any) -> None:
     assert row["goodput_rps"] >= 0, row
 
 
+def check_rehearsal(kept: Any) -> None:
+    (row,) = kept["rows"]
+    for way in ("simulated", "live"):
+        assert is_positive(row[way]["ttft_p50_s"], row[way]["throughput_rps"]), row
+    assert is_positive(*(one["ttft_p90_s"] for one in kept["curve"])), kept["curve"]
+
+
 def check_capacity(kept: Any) -> None:
     """Every shape is planned, none was measured; the conversations were played."""
     shapes = [row for row in kept["rows"] if row["part"] == "capacity"]
@@ -324,6 +331,7 @@ CHECKS: Final[dict[str, Callable[[Any], None]]] = {
     "e2e": check_e2e,
     "load": check_load,
     "capacity": check_capacity,
+    "rehearsal": check_rehearsal,
     "images": check_images,
 }
 """By bench, what must be in its JSON after a smoke run. AssertionError names what is not."""
