@@ -317,7 +317,8 @@ class FirstToken(Observation, frozen=True):
 
     `was_full` says whether the decode instance was full when it got the request. It is in `pd`.
     `has_media` says whether the prompt has images or other media. Its waits (queue, transfer tail
-    and decode slot) took `waited_s` longer than predicted, as far as they were measured.
+    and decode slot) took `waited_s` longer than predicted, as far as they were measured. The prompt
+    has `num_tokens`, of which the place was to have `cached_tokens`; 0: nobody counted them.
     """
 
     model: str
@@ -328,6 +329,8 @@ class FirstToken(Observation, frozen=True):
     pd: str = ""
     has_media: bool = False
     waited_s: float = 0.0
+    num_tokens: int = 0
+    cached_tokens: int = 0
 
     def learn(self, live: LiveScheduler, now_s: float) -> None:
         """The prediction's error, and under normal conditions how the place serves, are learnt.
@@ -345,6 +348,7 @@ class FirstToken(Observation, frozen=True):
             teaches_service=live.is_link_clear(self.place, self.pd) and not self.was_full,
             has_media=self.has_media,
             waited_s=self.waited_s,
+            prompt=(self.num_tokens, self.cached_tokens),
         )
 
 

@@ -245,6 +245,8 @@ class Decider:
             pd,
             bool(job.media),
             waited_s(predicted, *waits),
+            job.num_tokens,
+            job.cached_tokens,
         )
         self.tell(token, now_s)
 

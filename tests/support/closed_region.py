@@ -257,7 +257,7 @@ class ClosedRegion:
             waited_s = asked.queue_s - asked.predicted.queue_s
             waited_s += began_s - asked.landed_s - asked.predicted.slot_s
         ttft_s = self.now_s - asked.arrived_s
-        fields = (asked.was_full, HOME, False, waited_s)
+        fields = (asked.was_full, HOME, False, waited_s, asked.num_tokens)
         self._tell(FirstToken(MODEL, asked.target, asked.predicted, ttft_s, *fields))
 
     def _over(self, asked: Asked) -> None:

@@ -247,14 +247,18 @@ class Feedback:
         pd: str = "",
         has_media: bool = False,
         parts: TtftParts | None = None,
+        prompt: tuple[int, int] = (0, 0),
     ) -> None:
         """The first byte of a stream came, by the route that was predicted.
 
         `was_full` says whether the decode instance, which is in `pd`, was full when it got the
-        request. `parts` are those of the TTFT that were measured.
+        request. `parts` are those of the TTFT that were measured. `prompt` has its tokens and those
+        that were cached at the place.
         """
         late_s = 0.0 if parts is None else _waited_s(predicted, parts)
-        event = FirstToken(model, place, predicted, ttft_s, was_full, pd, has_media, late_s)
+        event = FirstToken(
+            model, place, predicted, ttft_s, was_full, pd, has_media, late_s, *prompt
+        )
         self.scheduler.ask(event)
 
     def measured(self, model: str, record: RequestRecord) -> None:

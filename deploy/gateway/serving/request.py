@@ -335,6 +335,7 @@ class Serving:
             pd=record.cluster,
             has_media=self._inbound.content.has_media,
             parts=record.parts,
+            prompt=(record.num_prompt_tokens or 0, int(record.numbers.get("cached_tokens", 0))),
         )
         exchange.metrics.predicted(record.model, record.route, predicted.ttft_s, ttft_s)
 

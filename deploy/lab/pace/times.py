@@ -6,13 +6,12 @@ of an answer perhaps for fewer, and all of the profile's times are multiplied by
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Final, Self
 
+import msgspec
 import numpy as np
-from msgspec import Struct, structs
 from pydantic import Field
 
 from deploy.profile_file import EngineProfileFile
@@ -47,7 +46,7 @@ class PaceSpec(Section):
     """
 
 
-class PassTimes(Struct, frozen=True, kw_only=True):
+class PassTimes(msgspec.Struct, frozen=True, kw_only=True):
     """The speed of a paced engine.
 
     `curve` is the prefill time in seconds over tokens of the profile: pieces of (start, c0, c1,
@@ -87,8 +86,8 @@ class PassTimes(Struct, frozen=True, kw_only=True):
         decode = profile.decode
         return cls(
             curve=tuple(
-                (float(start), *map(float, row))
-                for start, row in zip(curve.starts, curve.coefficients, strict=True)
+                (float(start), float(c0), float(c1), float(c2))
+                for start, (c0, c1, c2) in zip(curve.starts, curve.coefficients, strict=True)
             ),
             steps=()
             if decode is None
@@ -103,12 +102,11 @@ class PassTimes(Struct, frozen=True, kw_only=True):
     @classmethod
     def decode(cls, text: str) -> Self:
         """Read what `encode` has written."""
-        fields = json.loads(text)
-        return cls(**{name: _tuples(value) for name, value in fields.items()})
+        return msgspec.json.decode(text, type=cls)
 
     def encode(self) -> str:
         """The value of `VARIABLE`."""
-        return json.dumps(structs.asdict(self))
+        return msgspec.json.encode(self).decode()
 
     def pass_s(self, chunks: Iterable[tuple[int, int, bool]], batch: int) -> float:
         """Seconds of a pass that decodes for `batch` requests and prefills `chunks`: real tokens
@@ -132,7 +130,3 @@ def profile_path(text: str) -> Path:
     """The file of a shipped profile's name, or the path that it is."""
     shipped = _SHIPPED / f"{text}.yaml"
     return shipped if "/" not in text and shipped.is_file() else Path(text)
-
-
-def _tuples(value: object) -> object:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -103,7 +103,8 @@ class PacedWorker(CPUWorker):  # type: ignore[misc]
 
     def _rest(self) -> float:
         """Seconds that the CPU needs after the last wait, for passes of this size (log2)."""
-        return self._rest_s.get(self._size, _REST_S + _REST_S_PER_TOKEN * 2**self._size)
+        assumed_s = _REST_S + _REST_S_PER_TOKEN * 2**self._size
+        return float(self._rest_s.get(self._size, assumed_s))
 
     def _end(self) -> None:
         asked, self._asked = self._asked, None
@@ -155,5 +156,5 @@ def _chunks(scheduled: SchedulerOutput) -> Iterator[tuple[int, int, bool]]:
 
 
 def _decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    lists = [item for item in model.modules() if isinstance(item, torch.nn.ModuleList)]
+    lists: list[Any] = [item for item in model.modules() if isinstance(item, torch.nn.ModuleList)]
     return list(max(lists, key=len))

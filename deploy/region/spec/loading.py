@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
 import msgspec
 
@@ -64,7 +64,7 @@ def _absolute(region: RegionSpec, directory: Path) -> RegionSpec:
 
     def full_model(model: ModelSpec) -> ModelSpec:
         adapters = {name: model_path(path) for name, path in model.adapters.items()}
-        changes = {"path": model_path(model.path), "adapters": adapters}
+        changes: dict[str, Any] = {"path": model_path(model.path), "adapters": adapters}
         if model.pace is not None:
             profile = _full_profile(model.pace.profile, full)
             changes["pace"] = model.pace.model_copy(update={"profile": profile})

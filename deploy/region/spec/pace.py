@@ -10,7 +10,7 @@ from typing import Any, Final
 from deploy.lab.pace.times import VARIABLE, PassTimes
 from deploy.region.spec.region import RegionInstance, RegionSpec, role_of
 from kvmanager.config_files.problems import FileError, KeyPath, Problem
-from scheduler.reports import decodes
+from scheduler.reports import Role, decodes
 
 _WORKER: Final = "deploy.lab.pace.worker:PacedWorker"
 _REFUSALS: Final = "deploy.lab.pace.worker:UnpacedRequests"
@@ -35,7 +35,7 @@ def check_pace(region: RegionSpec) -> Iterator[Problem]:
                 )
 
 
-def _faults(region: RegionSpec, item: RegionInstance, role: str) -> dict[str, str]:
+def _faults(region: RegionSpec, item: RegionInstance, role: Role) -> dict[str, str]:
     if region.pace_of(item) is None:
         lacks = item.pace is not None
         return {"pace": "write pace of its model too, which says the rest"} if lacks else {}

@@ -348,12 +348,14 @@ class ModelKnowledge:
         teaches_service: bool = True,
         has_media: bool = False,
         waited_s: float = 0.0,
+        prompt: tuple[int, int] = (0, 0),
     ) -> None:
         """A first token came, predicted when the request was routed and measured from its arrival.
 
         It teaches nothing about how the place serves if the profile of another place predicted it,
         or if `teaches_service` is False. With `has_media` it teaches nothing about text. Its waits
-        took `waited_s` longer than predicted, which is no matter of the place.
+        took `waited_s` longer than predicted, which is no matter of the place. `prompt` has its
+        tokens, and those that were cached; (0, 0): nobody counted them.
         """
         predicted_s = predicted.ttft_s
         if not (0 < measured_s < math.inf and 0 <= predicted_s < math.inf):
@@ -365,6 +367,9 @@ class ModelKnowledge:
         is_borrowed = not own.has_prior and own.num_seen <= MIN_SEEN and not has_media
         if is_borrowed or not teaches_service:
             return
+        if prompt[0]:
+            # What its prefill time was wrong by is known by now, and no matter of how it is served.
+            predicted = predicted._replace(prefill_s=self.prefill(place).prefill_s(*prompt))
         services = self.media if has_media else self._services
         services.observe(place, predicted, measured_s - waited_s, now_s)
 

@@ -21,6 +21,7 @@ from netmon.estimate import LinkCondition
 from netmon.region_link import LinkView
 from prfaas.jobs import PrefillResult
 from scheduler.live.events import AdmitAsked
+from scheduler.live.feedback import Calibrated
 from scheduler.live.learning.prompt_length import PromptContent
 from scheduler.routing.decision import ONE_ENGINE, RequestShape
 from scheduler.routing.media import MediaShape
@@ -123,6 +124,23 @@ def test_a_prefill_teaches_what_it_took_by_itself() -> None:
     assert case.known.prefill("far").prefill_s(1000) == pytest.approx(1.0, rel=0.01)
     # The instance was free again when the prefill ended, before the tail was sent.
     assert case.scheduler.live.ledger.alone_s("far", "far/p0", 0.0, 100.0) == pytest.approx(0.5)
+
+
+def test_a_wrong_first_profile_is_not_learnt_as_how_the_place_serves() -> None:
+    """Until long prompts were seen, their prefills are predicted far too slow."""
+    case = Case()
+    short = [(num_tokens, 0.5 + num_tokens * 1e-3) for num_tokens in (64, 128, 256)]
+    case.scheduler.tell(Calibrated(MODEL, "far", "weights", tuple(short)))
+    for number in range(24):
+        num_tokens, case.region.now_s = 1000 * (number % 8 + 1), case.region.now_s + 5.0
+        predicted = Prediction(prefill_s=case.known.prefill("far").prefill_s(num_tokens))
+        took_s = 0.5 + num_tokens * 3e-4
+        case.prefilled(num_tokens, prefill_s=took_s, service_s=took_s)
+        prompt = (num_tokens, 0)
+        case.feedback.first_token(MODEL, "far", predicted, took_s + 0.1, prompt=prompt)
+    service = case.known.service("far", case.region.now_s)
+    assert service.prefill == pytest.approx(1.0, abs=0.05)
+    assert service.overhead_s == pytest.approx(0.1, abs=0.05)
 
 
 def test_a_prefill_that_ended_together_with_another_teaches_no_time() -> None:
