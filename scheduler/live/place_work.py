@@ -114,9 +114,12 @@ class PlaceWork:
         return min(len(self._usable), len(self._busy) + len(self._waiting))
 
     @property
-    def queued_s(self) -> float:
-        """What the jobs take together that wait for the instances of the model."""
-        return math.fsum([self._prefill_s[name] for name in self._waiting])
+    def waiting_s(self) -> tuple[float, ...]:
+        """What the jobs take that wait for the instances of the model, as they came."""
+        waiting = self._waiting
+        if not waiting:
+            return ()
+        return tuple(s for name, s in self._prefill_s.items() if name in waiting)
 
     def follow(self, ledger: Ledger, profile: PrefillProfile, since_s: float) -> None:
         """Take over what the ledger knows now. Unreported legs count if begun at `since_s` or
@@ -149,13 +152,14 @@ class PlaceWork:
         found.sort()
         return tuple(found)
 
-    def ahead_s(self, priority: int, uncached_tokens: int, pd: str, now_s: float) -> float:
+    def ahead_s(
+        self, priority: int, uncached_tokens: int, pd: str, now_s: float
+    ) -> tuple[float, ...]:
         """What the jobs take that start before a request that comes now, if `pd` decodes it."""
         if not self._waiting:
-            return 0.0
+            return ()
         new = WaitingJob("", priority_class(priority), uncached_tokens, now_s, pd)
-        # The exact sum does not depend on the order in which jobs came and went.
-        return math.fsum([self._prefill_s[job.key] for job in self._queue.ahead_of(new, now_s)])
+        return tuple([self._prefill_s[job.key] for job in self._queue.ahead_of(new, now_s)])
 
     def emitted_bytes_per_s(self, pd: str, kv: KvProfile) -> float:
         """How fast running prefills emit the KVCache that `pd` decodes. What leaves at the end of a

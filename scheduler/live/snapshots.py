@@ -277,7 +277,7 @@ class SnapshotMaker(msgspec.Struct, frozen=True):
             is_healthy=report.healthy and work.is_usable,
             num_queued=work.num_queued,
             max_queued=report.max_queued or None,
-            queued_s=self._queued_s(work, name, pd, now_s),
+            ahead_s=self._ahead_s(work, name, pd, now_s),
             link=self._filled(link, work, pd),
             links_in=self._links_in(name, report.instances, now_s),
             threshold_tokens=threshold.tokens,
@@ -285,10 +285,10 @@ class SnapshotMaker(msgspec.Struct, frozen=True):
             can_feed=_can_feed(digest.layouts, home.decoding_layouts),
         )
 
-    def _queued_s(self, work: PlaceWork, cluster: str, pd: str, now_s: float) -> float:
-        """The work in the queue of a prefill cluster that starts before the request."""
+    def _ahead_s(self, work: PlaceWork, cluster: str, pd: str, now_s: float) -> tuple[float, ...]:
+        """The prefills in the queue of a prefill cluster that start before the request."""
         if self.request is None:
-            return work.queued_s
+            return work.waiting_s
         uncached_tokens = self.request.shape.prefill_uncached_tokens(cluster)
         return work.ahead_s(self.request.priority, uncached_tokens, pd, now_s)
 
@@ -323,7 +323,7 @@ class SnapshotMaker(msgspec.Struct, frozen=True):
             is_healthy=report.healthy and work.is_usable,
             num_queued=work.num_queued,
             links_in=self._links_in(name, pd.handing_off, now_s),
-            queued_s=work.queued_s,
+            ahead_s=work.waiting_s,
             can_feed=pd.can_hand_off,
         )
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from heapq import heapreplace
 from typing import Final, NamedTuple
 
 from netmon.estimate import LinkCondition
@@ -108,7 +109,7 @@ def predict(
     load: Load = NO_LOAD,
 ) -> Prediction:
     """TTFT of a request that is prefilled in `cluster` and decodes in `decode`."""
-    queue_s = queue_wait_s(cluster.queued_s, cluster.free_s)
+    queue_s = queue_wait_s(cluster.ahead_s, cluster.free_s)
     prefill_s = cluster.prefill.prefill_s(task.num_tokens, task.cached_tokens)
     begin_s = max(queue_s, task.move_s)
     # No instance is usable. The lines below would subtract infinities and give nan.
@@ -141,19 +142,16 @@ def predict(
     )
 
 
-def queue_wait_s(queued_s: float, free_s: Sequence[float]) -> float:
-    """When a prefill behind `queued_s` of work begins, on whichever instance is free first.
-
-    `free_s` are the times until each usable instance is free, ascending. The result is the least w
-    for which the instances together are free for `queued_s` before w.
+def queue_wait_s(ahead_s: Sequence[float], free_s: Sequence[float]) -> float:
+    """When a prefill begins behind those that take `ahead_s`, seconds, in this order. Each takes
+    the instance that is free first; `free_s` are the times until each usable one is, ascending.
     """
-    below_s = 0.0
-    for num_below, wait_s in enumerate(free_s):
-        # The first `num_below` instances take all of the queue before the next one is free.
-        if num_below and wait_s * num_below - below_s >= queued_s:
-            return (queued_s + below_s) / num_below
-        below_s += wait_s
-    return (queued_s + below_s) / len(free_s) if free_s else math.inf
+    if not free_s:
+        return math.inf
+    instances = list(free_s)
+    for prefill_s in ahead_s:
+        heapreplace(instances, instances[0] + prefill_s)
+    return instances[0]
 
 
 def transfer_tail_s(

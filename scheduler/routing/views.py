@@ -82,12 +82,13 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     """A prefill cluster, or the prefill side of the PD cluster.
 
     `free_s` are the times until each usable instance has finished what it has, ascending.
-    `queued_s` is the work in the common queue ahead of a new request. `link` leads to the PD
-    cluster; it is None inside of it. `links_in` lead here from the clusters whose cached prefixes
-    can be received, by their names. Prompts with more than `threshold_tokens` uncached tokens are
-    meant for this cluster. `plan_threshold_tokens` is the threshold while the link is well, None
-    where the two are not told apart. `can_feed` is False where no instance that decodes can use the
-    KVCache of any instance here. `num_busy` instances prefill, also those that should be done.
+    `ahead_s` are the prefills in the common queue that start before a new request, in their order.
+    `link` leads to the PD cluster; it is None inside of it. `links_in` lead here from the clusters
+    whose cached prefixes can be received, by their names. Prompts with more than `threshold_tokens`
+    uncached tokens are meant for this cluster. `plan_threshold_tokens` is the threshold while the
+    link is well, None where the two are not told apart. `can_feed` is False where no instance that
+    decodes can use the KVCache of any instance here. `num_busy` instances prefill, also those that
+    should be done.
     `media` is None for a request of text alone.
     """
 
@@ -97,7 +98,7 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     is_healthy: bool = True
     num_queued: int = 0
     max_queued: int | None = None
-    queued_s: float = 0.0
+    ahead_s: tuple[float, ...] = ()
     link: LinkView | None = None
     links_in: Mapping[str, LinkView] = MappingProxyType({})
     threshold_tokens: float = 0.0
@@ -111,6 +112,7 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
         if (
             self.num_queued >= 0
             and 0 <= self.queued_s < math.inf
+            and (not self.ahead_s or min(self.ahead_s) >= 0)
             and 0 <= self.threshold_tokens < math.inf
             and (not free_s or 0 <= free_s[0] <= free_s[-1] < math.inf)
         ):
@@ -119,6 +121,13 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
             _check(name, getattr(self, name))
         for item_s in free_s:
             _check("free_s", item_s)
+        for item_s in self.ahead_s:
+            _check("ahead_s", item_s)
+
+    @property
+    def queued_s(self) -> float:
+        """The work in the queue ahead of a new request."""
+        return math.fsum(self.ahead_s)
 
     @property
     def takes_jobs(self) -> bool:

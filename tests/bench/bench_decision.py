@@ -66,7 +66,7 @@ def cluster(name: str, num_instances: int, draw: random.Random, *, is_local: boo
         prefill=PrefillProfile.of(H20_PREFILL if is_local else H200_PREFILL),
         free_s=tuple(sorted(draw.uniform(0, 5) for _ in range(num_instances))),
         num_queued=8,
-        queued_s=draw.uniform(10, 40),
+        ahead_s=tuple(draw.uniform(1, 4) for _ in range(10)),
         link=None if is_local else LinkView(available_bytes_per_s=12.5e9, backlog_bytes=1e8),
         threshold_tokens=19_400,
     )

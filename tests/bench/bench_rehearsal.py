@@ -95,7 +95,7 @@ def smaller(folder: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.74, 1.09], help="requests/s")
+    parser.add_argument("--rates", type=float, nargs="*", default=[0.74, 1.09], help="requests/s")
     parser.add_argument("--requests", type=int, default=300, help="of each run")
     parser.add_argument("--curve", type=int, default=1500, help="requests of a simulated point")
     parser.add_argument("--regions", type=int, default=3, help="the first 1, 2 or 3 of them")

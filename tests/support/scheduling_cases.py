@@ -110,7 +110,7 @@ def clusters(draw: st.DrawFn, name: str, *, is_far: bool) -> ClusterView:
         is_healthy=draw(st.booleans()),
         num_queued=draw(st.integers(0, 5)),
         max_queued=draw(st.one_of(st.none(), st.integers(0, 5))),
-        queued_s=draw(seconds),
+        ahead_s=tuple(draw(st.lists(seconds, max_size=6))),
         link=draw(link) if is_far else None,
         links_in=draw(st.dictionaries(st.sampled_from(["pd", "x", "y"]), links)),
         threshold_tokens=draw(st.floats(0, 1e6)),

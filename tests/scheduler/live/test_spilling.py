@@ -170,8 +170,8 @@ def test_a_prompt_that_may_move_from_the_other_cluster_is_counted_first() -> Non
 def test_each_pd_cluster_counts_what_it_has_cached() -> None:
     sites = Sites(refuses_load=False)
     cached = {"b": PdCached(local_tokens=900, landing_tokens=900)}
-    fields: dict[str, Any] = {"local_cached_tokens": 100, "cached_in_pds": cached}
-    assert sites.route(950, **fields).numbers["local_uncached_tokens"] == 850
+    fields: dict[str, Any] = {"local_cached_tokens": 300, "cached_in_pds": cached}
+    assert sites.route(950, **fields).numbers["local_uncached_tokens"] == 650
     sites.report("a")
     assert sites.route(950, **fields).numbers["local_uncached_tokens"] == 50
 

@@ -71,21 +71,23 @@ def test_kv_bytes_follow_the_planners_curve() -> None:
 
 
 @pytest.mark.parametrize(
-    ("queued_s", "free_s", "expected_s"),
+    ("ahead_s", "free_s", "expected_s"),
     [
-        (0.0, (), math.inf),
-        (0.0, (0.0, 5.0), 0.0),
-        (0.0, (2.0, 5.0), 2.0),
-        (3.0, (2.0, 5.0), 5.0),
-        (5.0, (2.0, 5.0), 6.0),
-        (6.0, (0.0, 0.0, 100.0), 3.0),
-        (4.0, (1.0,), 5.0),
+        ((), (), math.inf),
+        ((), (0.0, 5.0), 0.0),
+        ((), (2.0, 5.0), 2.0),
+        # One that waits takes the first instance, and the second one is next.
+        ((9.0,), (0.0, 0.0), 0.0),
+        ((3.0,), (2.0, 5.0), 5.0),
+        ((3.0, 1.0), (2.0, 4.0), 5.0),
+        ((1.0, 2.0, 3.0), (0.0, 0.0, 100.0), 2.0),
+        ((4.0,), (1.0,), 5.0),
     ],
 )
-def test_queued_work_is_poured_over_the_instances(
-    queued_s: float, free_s: tuple[float, ...], expected_s: float
+def test_each_queued_prefill_takes_the_instance_that_is_free_first(
+    ahead_s: tuple[float, ...], free_s: tuple[float, ...], expected_s: float
 ) -> None:
-    assert queue_wait_s(queued_s, free_s) == pytest.approx(expected_s)
+    assert queue_wait_s(ahead_s, free_s) == pytest.approx(expected_s)
 
 
 def test_a_fast_link_leaves_the_fixed_bytes_and_a_slow_one_most() -> None:
@@ -157,7 +159,7 @@ def test_decodes_of_unknown_age_are_spread_evenly() -> None:
 
 
 def test_the_parts_add_up() -> None:
-    cluster = far(queued_s=3.0, free_s=(1.0, 1.0), link=GOOD_LINK)
+    cluster = far(ahead_s=(3.0 / 2,) * 2, free_s=(1.0, 1.0), link=GOOD_LINK)
     task = PrefillTask(10_000, 2000, token_bytes=1e7, fixed_bytes=1e6, move_s=4.0)
     found = predict(task, cluster, IDLE_DECODE, ServiceModel(overhead_s=0.25))
     assert found == Prediction(2.5, 1.5, pytest.approx(1.3), 0.001, 0.0, 0.025, 0.25)
@@ -199,7 +201,7 @@ def test_more_work_ahead_never_shortens_a_prediction(
     task: PrefillTask, cluster: ClusterView, decode: DecodeView, more_s: float, which: int
 ) -> None:
     before_s = ttft_s(task, cluster, decode)
-    queued = replace(cluster, queued_s=cluster.queued_s + more_s)
+    queued = replace(cluster, ahead_s=(*cluster.ahead_s, more_s))
     assert ttft_s(task, queued, decode) * CLOSE >= before_s
     busier = list(cluster.free_s)
     if busier:
@@ -229,7 +231,7 @@ def test_a_fuller_decode_pool_never_shortens_a_prediction(
 def test_contention_is_what_others_cost() -> None:
     task, load = PrefillTask(10_000), Load(decodes=3.0, busy=0.5)
     service = ServiceModel(0.2, prefill=0.5, decode_s=0.1, busy_s=0.4)
-    cluster = far(queued_s=3.0, free_s=(1.0, 1.0), link=GOOD_LINK)
+    cluster = far(ahead_s=(3.0 / 2,) * 2, free_s=(1.0, 1.0), link=GOOD_LINK)
     alone = predict(task, cluster, IDLE_DECODE)
     found = predict(task, cluster, IDLE_DECODE, service, load)
     assert found.landed_s == alone.landed_s

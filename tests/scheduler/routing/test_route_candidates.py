@@ -291,7 +291,7 @@ def test_a_cache_may_move_between_prefill_clusters_with_abundant_links() -> None
 def test_equal_prefixes_stay_where_they_are() -> None:
     shape = prompt(256, local_cached_tokens=64, prefill_cached_tokens={"far": 64})
     for queued_s in (0.0, 9.0):  # behind a queue the move would take no time of its own
-        cluster = wide(links_in={"pd": WIDE}, queued_s=queued_s)
+        cluster = wide(links_in={"pd": WIDE}, ahead_s=(queued_s / 2,) * 2)
         found = away(shape, cluster)
         assert (source(found), found.cached_tokens) == (None, 64)
 

@@ -166,7 +166,7 @@ def test_a_cluster_that_failed_the_request_is_passed_over() -> None:
 
 
 def test_the_cluster_that_is_predicted_first_takes_it() -> None:
-    view = region(far("a", queued_s=3.0), far("b"), far("c", free_s=BUSY))
+    view = region(far("a", ahead_s=(3.0 / 2,) * 2), far("b"), far("c", free_s=BUSY))
     assert routed(20_000, view).target == "b"
     warm = region(*(replace(c, link=SCARCE) for c in view.prefill_clusters))
     hits = {"c": 19_000, "a": 18_000}
@@ -185,7 +185,7 @@ def test_a_short_prompt_leaves_when_home_is_clearly_later() -> None:
     busy = near(free_s=BUSY)
     found = routed(9000, region(far(), local=busy))
     assert (found.route, found.reason) == ("prefill_cluster", Reason.REMOTE_SOONER)
-    slightly = routed(9000, region(far(), local=near(free_s=(0.5, 0.5))))
+    slightly = routed(9000, region(far(), local=near(free_s=(0.1, 0.1))))
     assert slightly.reason is Reason.BELOW_THRESHOLD
 
 
@@ -327,8 +327,8 @@ def test_more_waiting_at_a_prefill_cluster_never_draws_a_request_there(
     num_tokens: int, home_s: float, there_s: float, more_s: float, threshold: float
 ) -> None:
     def is_sent(queued_s: float) -> bool:
-        cluster = far(queued_s=queued_s, threshold_tokens=threshold)
-        view = region(cluster, local=near(queued_s=home_s))
+        cluster = far(ahead_s=(queued_s / 2,) * 2, threshold_tokens=threshold)
+        view = region(cluster, local=near(ahead_s=(home_s / 2,) * 2))
         return routed(num_tokens, view).route == "prefill_cluster"
 
     assert is_sent(there_s) or not is_sent(there_s + more_s)
@@ -341,7 +341,7 @@ def test_a_slower_link_never_draws_a_request(
 ) -> None:
     def is_sent(bytes_per_s: float) -> bool:
         cluster = far(link=LinkView(available_bytes_per_s=bytes_per_s))
-        view = region(cluster, local=near(queued_s=home_s))
+        view = region(cluster, local=near(ahead_s=(home_s / 2,) * 2))
         return routed(num_tokens, view).route == "prefill_cluster"
 
     assert is_sent(rate) or not is_sent(rate * share)

@@ -97,7 +97,7 @@ def test_where_t_is_the_plans_a_sent_prompt_is_simply_above_it() -> None:
 
 def test_a_cluster_without_a_plan_of_its_own_keeps_nothing_back() -> None:
     view = region(far(threshold_tokens=1e6))
-    assert routed(20_000, view).reason is Reason.BELOW_THRESHOLD
+    assert routed(11_000, view).reason is Reason.BELOW_THRESHOLD
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_cluster_without_a_plan_of_its_own_keeps_nothing_back() -> None:
 def test_an_obstacle_counts_before_the_congestion_when_it_is_every_clusters(
     clusters: tuple[ClusterView, ...], reason: Reason
 ) -> None:
-    assert routed(20_000, region(*map(raised, clusters))).reason is reason
+    assert routed(11_000, region(*map(raised, clusters))).reason is reason
 
 
 def timed(remote_s: float, local_s: float, threshold_tokens: float) -> RegionSnapshot:
@@ -218,18 +218,18 @@ def test_kvcache_may_land_exactly_as_late_as_is_allowed() -> None:
 
 def test_equal_clusters_are_taken_by_name() -> None:
     assert routed(20_000, region(far("b"), far("a"))).target == "a"
-    assert routed(20_000, region(far("b"), far("a", queued_s=1.0))).target == "b"
+    assert routed(20_000, region(far("b"), far("a", ahead_s=(1.0 / 2,) * 2))).target == "b"
 
 
 def test_a_decision_tells_every_part_of_its_prediction_to_a_tenth_of_a_millisecond() -> None:
     link = replace(GOOD_LINK, available_bytes_per_s=3e8, backlog_bytes=2e8, rtt_s=0.0123456)
     back = replace(link, backlog_bytes=3e8)
     odd = PrefillProfile((0.0,), ((0.5, 1.23456789e-4, 0.0),))
-    cluster = far(prefill=odd, queued_s=1.2345678, link=link, links_in={"pd": back})
+    cluster = far(prefill=odd, ahead_s=(1.2345678 / 2,) * 2, link=link, links_in={"pd": back})
     full = DecodeView(
         slots_total=3, slots_used=3, num_waiting=2, decode_s=7.6543219, step_s=0.0254321
     )
-    home = near(queued_s=98.7654321)
+    home = near(ahead_s=(98.7654321 / 2,) * 2)
     found = routed(
         70_000,
         region(replace(cluster, threshold_tokens=10_000.6), local=home, decode=full),
