@@ -75,7 +75,7 @@ class AdmissionConfig:
     """A request is refused if its first token is predicted later than this, seconds. Left out: no
     request is refused because of a long queue.
     """
-    max_prefill_load: float = 0.85
+    max_prefill_load: float = 0.75
     """The share of `ttft_slo_s` within which the first token must be predicted. The rest is for
     shorter prompts that come later and overtake.
     """

@@ -139,7 +139,7 @@ def test_asking_changes_nothing_and_taking_counts_until_the_request_is_over() ->
         assert region.comes(request, 0.0)
     # A cached prefix may take seconds to come: the requests wait on, whatever reports say.
     region.hear(9.0)
-    assert region.ask(9.0).numbers["queue_s"] == pytest.approx(5 / 4 * PREFILL_S, rel=0.01)
+    assert region.ask(9.0).numbers["queue_s"] == pytest.approx(PREFILL_S, rel=0.01)
     # Another way of the same request replaces the first one: its landing found no room.
     region.live.take(RequestTaken(1, MODEL, ONE_ENGINE, NUM_TOKENS, NUM_TOKENS, 22.0), 9.0)
     assert region.ask(9.0).numbers["queue_s"] == pytest.approx(PREFILL_S, rel=0.01)
