@@ -35,7 +35,7 @@ from scheduler.replay.driver import replay
 EXAMPLE: Final = Path(__file__).resolve().parents[2] / "deploy/lab/rehearse/examples/rehearsal.yaml"
 COMPARED: Final = ("homogeneous", "naive")
 MOST_LOAD: Final = 0.95
-CURVE: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
+CURVE: Final = (0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
 """Loads of the simulated curves, shares of each region's planned capacity."""
 
 
