@@ -117,7 +117,7 @@ def test_a_queue_that_makes_the_first_token_late_is_a_reason_if_asked() -> None:
     slow = Prediction(queue_s=9.0, prefill_s=4.0)
     Door().admit(prediction=slow)
     error = Door(ttft_slo_s=10).refused(prediction=slow)
-    assert (error.code, error.retry_after_s) == ("prefill_load", 5)
+    assert (error.code, error.retry_after_s) == ("prefill_load", 6)
     assert "predicted in 13.0 s, of which 9.0 s are a queue; the objective is 10 s" in error.message
     never = Door(ttft_slo_s=10).refused(prediction=Prediction(queue_s=math.inf))
     assert never.retry_after_s == 60

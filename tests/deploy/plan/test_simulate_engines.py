@@ -57,8 +57,11 @@ def test_prompts_that_share_passes_end_together(tmp_path: Path) -> None:
 
 
 def test_prompts_on_engines_that_decode_hold_up_answers(tmp_path: Path) -> None:
+    # Short prompts stay at home unless that is much later.
+    at_home = {"margin": "1s", "margin_share": 0.45}
     handed, whole = (
-        played(tmp_path, load=0.5, policy={"hand_off_tokens": tokens}) for tokens in ("256", "8k")
+        played(tmp_path, load=0.5, policy={"hand_off_tokens": tokens} | at_home)
+        for tokens in ("256", "8k")
     )
     assert handed["one_engine_share"] < 0.01
     # 18% of the lengths are below 8k. Some of them go where they hold up nobody.

@@ -176,7 +176,7 @@ def test_what_holds_unless_somebody_says_otherwise() -> None:
     assert AdmissionConfig() == AdmissionConfig(
         policy=AdmissionPolicy.PREDICTED,
         ttft_slo_s=None,
-        max_prefill_load=0.85,
+        max_prefill_load=0.75,
         max_decode_load=0.97,
         min_retry_s=1.0,
         max_retry_s=60.0,

@@ -301,7 +301,9 @@ def test_one_fixed_length_without_queues_gives_the_time_by_hand() -> None:
 def test_one_engine_that_serves_a_prompt_whole_makes_its_first_token_with_its_last_pass() -> None:
     lengths = EmpiricalLengths.of([10_000.0])
     work = drawn([Phase(duration_s=2000, rate_rps=0.01, lengths=lengths, output_tokens=100)], 1)
-    found = replay(model(pass_tokens=4096, load_steps=1), work, Policy(hand_off_tokens=10_000, margin_s=9.0))
+    found = replay(
+        model(pass_tokens=4096, load_steps=1), work, Policy(hand_off_tokens=10_000, margin_s=9.0)
+    )
     assert all(job.is_whole for job in found.jobs)
     prefill_s = float(region().pd_clusters[0].prefill(10_000))
     np.testing.assert_allclose(found.ttft_s, prefill_s, rtol=1e-9)
