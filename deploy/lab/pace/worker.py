@@ -156,5 +156,5 @@ def _chunks(scheduled: SchedulerOutput) -> Iterator[tuple[int, int, bool]]:
 
 
 def _decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    lists: list[Any] = [item for item in model.modules() if isinstance(item, torch.nn.ModuleList)]
-    return list(max(lists, key=lambda item: len(item)))
+    lists = [list(item) for item in model.modules() if isinstance(item, torch.nn.ModuleList)]
+    return max(lists, key=len)
