@@ -111,13 +111,12 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
         free_s = self.free_s
         if (
             self.num_queued >= 0
-            and 0 <= self.queued_s < math.inf
-            and (not self.ahead_s or min(self.ahead_s) >= 0)
+            and (not self.ahead_s or 0 <= min(self.ahead_s) <= max(self.ahead_s) < math.inf)
             and 0 <= self.threshold_tokens < math.inf
             and (not free_s or 0 <= free_s[0] <= free_s[-1] < math.inf)
         ):
             return
-        for name in ("num_queued", "queued_s", "threshold_tokens"):
+        for name in ("num_queued", "threshold_tokens"):
             _check(name, getattr(self, name))
         for item_s in free_s:
             _check("free_s", item_s)

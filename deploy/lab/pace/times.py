@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from pydantic import Field
 
-from deploy.profile_file import EngineProfileFile
+from deploy.profile_file import EngineProfile, EngineProfileFile
 from kvmanager.config_files.fields import Positive, Section
 from scheduler.planning.curves import Curve, CurveError, fit_quadratic, interpolate
 
@@ -45,6 +45,11 @@ class PaceSpec(Section):
     kv_space_gib.
     """
 
+    @property
+    def output_tokens(self) -> int:
+        """How many tokens of the profile one real token of an answer stands for."""
+        return self.output_tokens_per_token or self.tokens_per_token
+
 
 class PassTimes(msgspec.Struct, frozen=True, kw_only=True):
     """The speed of a paced engine.
@@ -69,11 +74,7 @@ class PassTimes(msgspec.Struct, frozen=True, kw_only=True):
         what the profile lacks.
         """
         profile = EngineProfileFile.load(profile_path(pace.profile)).profile
-        points = [(point.tokens, point.seconds) for point in profile.prefill.points]
-        try:
-            curve = fit_quadratic(points).curve
-        except CurveError:
-            curve = interpolate(points).curve
+        curve = prefill_curve(profile)
         num = 0.0
         if pace.memory_gib is not None:
             size = profile.kv_cache
@@ -93,7 +94,7 @@ class PassTimes(msgspec.Struct, frozen=True, kw_only=True):
             if decode is None
             else tuple((step.batch_size, step.step_seconds) for step in decode.steps),
             tokens_per_token=pace.tokens_per_token,
-            output_tokens_per_token=pace.output_tokens_per_token or pace.tokens_per_token,
+            output_tokens_per_token=pace.output_tokens,
             slowdown=pace.slowdown,
             kv_requests=num,
             log=str(log),
@@ -124,6 +125,15 @@ class PassTimes(msgspec.Struct, frozen=True, kw_only=True):
         at = np.array([0, done, done + num]) * self.tokens_per_token
         fixed, before, after = curve(at)
         return float(after - before + (fixed if begins else 0.0))
+
+
+def prefill_curve(profile: EngineProfile) -> Curve:
+    """The prefill time over tokens of the profile, as a paced engine takes it."""
+    points = [(float(point.tokens), point.seconds) for point in profile.prefill.points]
+    try:
+        return fit_quadratic(points).curve
+    except CurveError:
+        return interpolate(points).curve
 
 
 def profile_path(text: str) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from deploy.lab.pace.times import profile_path
+from deploy.lab.pace.times import prefill_curve, profile_path
 from deploy.lab.rehearse.deriving import AS_ENGINES_HERE, Rehearsal, policy_of
 from deploy.lab.rehearse.scale import Scale
 from deploy.lab.rehearse.traffic import Prompts
@@ -18,7 +18,6 @@ from deploy.profile_file import EngineProfile, EngineProfileFile
 from deploy.region.spec.region import ClusterSpec, ModelSpec, RegionSpec, role_of
 from kvmanager.config_files.units import parse_duration, parse_rate
 from kvmanager.hf_config import read_model_kv
-from scheduler.planning.curves import Curve, CurveError, fit_quadratic, interpolate
 from scheduler.planning.plan import threshold_plan
 from scheduler.planning.region_model import (
     Link,
@@ -42,11 +41,7 @@ def rehearsal_of_region(
         raise ValueError(f"model {model.name} is not paced: write its `pace` (docs/rehearsal.md)")
     if model.max_model_len is None:
         raise ValueError(f"model {model.name}: write its max_model_len, the room for a prompt")
-    scale = Scale(
-        pace.tokens_per_token,
-        pace.output_tokens_per_token or pace.tokens_per_token,
-        pace.slowdown,
-    )
+    scale = Scale(pace.tokens_per_token, pace.output_tokens, pace.slowdown)
     kv = kv_size_of(read_model_kv(read_config(config_file(Path(model.path)))))
     pd_spec = region.pd_clusters[0]
     roles = [role_of(instance, pd_spec) for instance in pd_spec.instances]
@@ -58,10 +53,10 @@ def rehearsal_of_region(
     slots = region.decode_slots_of(pd_spec.instances[0])
     steps = tuple((step.batch_size, step.step_seconds) for step in profile.decode.steps)
     step_s = next((s for n, s in steps if n >= slots), steps[-1][1])
-    pd = PdClusterModel(pd_spec.name, len(roles), _curve(profile), slots, step_s)
+    pd = PdClusterModel(pd_spec.name, len(roles), prefill_curve(profile), slots, step_s)
     plan_region = Region(
         tuple(
-            PrefillClusterModel(c.name, len(c.instances), _curve(_profile(c, pace.profile)))
+            PrefillClusterModel(c.name, len(c.instances), prefill_curve(_profile(c, pace.profile)))
             for c in region.prefill_clusters
         ),
         (pd,),
@@ -102,15 +97,6 @@ def _profile(cluster: ClusterSpec, of_model: str) -> EngineProfile:
             "one cluster must be alike"
         )
     return EngineProfileFile.load(profile_path(names.pop())).profile
-
-
-def _curve(profile: EngineProfile) -> Curve:
-    """The prefill time as a paced engine makes it of the profile's points."""
-    points = [(float(point.tokens), point.seconds) for point in profile.prefill.points]
-    try:
-        return fit_quadratic(points).curve
-    except CurveError:
-        return interpolate(points).curve
 
 
 def _link(region: RegionSpec, scale: Scale) -> list[Link]:

@@ -84,18 +84,19 @@ async def play(rehearsal: Rehearsal, run: Run, directory: Path, console: Console
     if outcome is None:
         workload = as_sent(workload, live)
         outcome = replay(rehearsal.model, workload, rehearsal.policy, seed=run.seed)
+    in_virtual_time = simulated(outcome)
     played = Played(
         rehearsal=rehearsal,
         plan=plan_column(rehearsal, len(live), span_s),
         simulated=column(
-            simulated(outcome),
+            in_virtual_time,
             span_s,
             rehearsal.scale,
             link_bytes=sum(outcome.egress_bytes.values()),
             until_s=until_s,
         ),
         live=column(live, span_s, rehearsal.scale, until_s=until_s),
-        simulated_requests=simulated(outcome),
+        simulated_requests=in_virtual_time,
         live_requests=live,
         verdict=judge(read_passes(directory / PASSES), busy),
         span_s=span_s,

@@ -12,7 +12,7 @@ from deploy.region.spec.region import RegionInstance, RegionSpec, role_of
 from kvmanager.config_files.problems import FileError, KeyPath, Problem
 from scheduler.reports import Role, decodes
 
-_WORKER: Final = "deploy.lab.pace.worker:PacedWorker"
+_WORKER: Final = "deploy.lab.pace.worker.PacedWorker"
 _REFUSALS: Final = "deploy.lab.pace.worker:UnpacedRequests"
 _UNPACED: Final = re.compile(r"^(-sc|--spec(ulative)?[-_].*|--worker[-_]cls)(=|$)")
 
@@ -83,9 +83,8 @@ def paced_options(region: RegionSpec, item: RegionInstance, folder: Path) -> dic
 
 def engine_options(times: PassTimes) -> dict[str, Any]:
     """What is added to `args` and `env` of an engine that takes these times."""
-    worker = _WORKER.replace(":", ".")
     return {
-        "args": ("--worker-cls", worker, "--logits-processors", _REFUSALS),
+        "args": ("--worker-cls", _WORKER, "--logits-processors", _REFUSALS),
         # One worker computes in the engine core's process, with one thread: others would spin.
         "env": {
             VARIABLE: times.encode(),
