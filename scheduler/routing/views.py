@@ -124,11 +124,6 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
             _check("ahead_s", item_s)
 
     @property
-    def queued_s(self) -> float:
-        """The work in the queue ahead of a new request."""
-        return math.fsum(self.ahead_s)
-
-    @property
     def takes_jobs(self) -> bool:
         """Whether its queue has room for one more job."""
         return self.max_queued is None or self.num_queued < self.max_queued

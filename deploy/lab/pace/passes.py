@@ -1,4 +1,4 @@
-"""What paced engines have logged of their passes, and whether they kept the pace."""
+"""Reads what paced engines have logged of their passes, and judges whether they kept the pace."""
 
 from __future__ import annotations
 

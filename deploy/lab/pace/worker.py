@@ -142,11 +142,11 @@ class UnpacedRequests(LogitsProcessor):  # type: ignore[misc]
         return True
 
     def update_state(self, batch_update: Any) -> None:
-        """Nothing is kept."""
+        """Ignore the batch: nothing depends on it."""
 
 
 def _chunks(scheduled: SchedulerOutput) -> Iterator[tuple[int, int, bool]]:
-    """Of each request: tokens computed before, tokens of this pass, whether it begins."""
+    """Yield, for each request, its tokens computed before, those of this pass, whether it begins."""
     num = scheduled.num_scheduled_tokens
     for new in scheduled.scheduled_new_reqs:
         yield new.num_computed_tokens, num[new.req_id], True

@@ -56,14 +56,14 @@ def test_reported_jobs_are_work_by_the_learnt_profile() -> None:
     )
     far = far_of(taught(region))
     assert far.free_s == (pytest.approx(2.0, rel=0.01),)
-    assert (far.queued_s, far.num_queued) == (pytest.approx(0.5, rel=0.01), 1)
+    assert (sum(far.ahead_s), far.num_queued) == (pytest.approx(0.5, rel=0.01), 1)
 
 
 def test_only_uncached_tokens_are_work() -> None:
     region = Region()
     region.far = report("far", instance("p0"), jobs=(job("a", 3000, uncached_tokens=1000),))
     far = far_of(taught(region))
-    assert far.queued_s == seconds(1.0)
+    assert sum(far.ahead_s) == seconds(1.0)
 
 
 def test_jobs_grow_older_than_their_report() -> None:
@@ -94,10 +94,10 @@ def test_legs_count_once_whether_they_are_reported_or_not() -> None:
     scheduler = taught(region)
     scheduler.live.ledger.leg_begun("a", leg(region.at_s + 0.1))
     region.now_s += 0.2
-    assert far_of(scheduler).queued_s == seconds(1.0)
+    assert sum(far_of(scheduler).ahead_s) == seconds(1.0)
     region.far = report("far", instance("p0"), jobs=(job("a", instance="p0"),), max_queued=8)
     far = far_of(scheduler)
-    assert (far.queued_s, far.free_s[0]) == (0, seconds(1.0 - 0.2))
+    assert (sum(far.ahead_s), far.free_s[0]) == (0, seconds(1.0 - 0.2))
 
 
 def test_a_leg_that_a_later_report_does_not_have_any_more_is_over_there() -> None:
@@ -109,7 +109,7 @@ def test_a_leg_that_a_later_report_does_not_have_any_more_is_over_there() -> Non
     region.far = report("far", instance("p0"))
     region.at_s = region.now_s = region.now_s + 0.5
     far = far_of(scheduler)
-    assert (far.queued_s, far.free_s[0]) == (0, 0)
+    assert (sum(far.ahead_s), far.free_s[0]) == (0, 0)
 
 
 @pytest.mark.parametrize("sent_ago_s", [0.2, 1.0, 1.02])
@@ -120,16 +120,16 @@ def test_a_burst_that_is_still_on_the_wire_waits_at_its_cluster(sent_ago_s: floa
     for number in range(6):
         scheduler.live.ledger.leg_begun(str(number), leg(region.at_s - sent_ago_s, 100_000))
     far = far_of(scheduler)
-    assert (far.num_queued, far.queued_s) == (4, pytest.approx(600, rel=0.01))
+    assert (far.num_queued, sum(far.ahead_s)) == (4, pytest.approx(600, rel=0.01))
 
 
 def test_a_leg_that_no_report_ever_had_was_quick() -> None:
     region = Region()
     scheduler = taught(region)
     scheduler.live.ledger.leg_begun("a", leg(region.at_s - 1.03))
-    assert far_of(scheduler).queued_s == 0
+    assert sum(far_of(scheduler).ahead_s) == 0
     region.links["far", "home"] = LinkView(available_bytes_per_s=1e9, rtt_s=0.04)
-    assert far_of(scheduler).queued_s == seconds(1.0)
+    assert sum(far_of(scheduler).ahead_s) == seconds(1.0)
 
 
 def test_a_hand_off_that_no_report_has_had_counts_without_a_link() -> None:
@@ -139,7 +139,7 @@ def test_a_hand_off_that_no_report_has_had_counts_without_a_link() -> None:
     teach(scheduler, HAND_OFF, S_PER_TOKEN)
     scheduler.live.ledger.leg_begun("a", leg(region.at_s - 1.0, place=HAND_OFF))
     scheduler.live.ledger.leg_begun("b", leg(region.at_s - 1.01, place=HAND_OFF))
-    assert snapshot(scheduler, MODEL).local.queued_s == seconds(1.0)
+    assert sum(snapshot(scheduler, MODEL).local.ahead_s) == seconds(1.0)
 
 
 def test_a_leg_that_ended_since_the_report_is_no_work() -> None:
@@ -155,7 +155,7 @@ def test_legs_of_another_place_are_not_ours() -> None:
     region = Region()
     scheduler = taught(region)
     scheduler.live.ledger.leg_begun("a", leg(region.at_s, place=HAND_OFF))
-    assert far_of(scheduler).queued_s == 0
+    assert sum(far_of(scheduler).ahead_s) == 0
 
 
 def test_only_jobs_without_a_free_place_are_queued() -> None:
@@ -235,7 +235,7 @@ def test_the_hand_off_is_those_instances_that_prefill_for_others() -> None:
     scheduler.live.ledger.leg_begun("b", leg(region.at_s, 500, HAND_OFF))
     local = snapshot(scheduler, MODEL).local
     assert local.free_s == (seconds(3.0),)
-    assert (local.num_queued, local.queued_s) == (0, seconds(0.5))
+    assert (local.num_queued, sum(local.ahead_s)) == (0, seconds(0.5))
     assert local.takes_jobs
 
 
@@ -328,7 +328,7 @@ def test_models_share_clusters_but_not_instances() -> None:
     scheduler = taught(region)
     scheduler.live.ledger.leg_begun("a", leg(region.at_s - 1.0, model="other"))
     seen = snapshot(scheduler, MODEL)
-    assert seen.prefill_clusters[0].queued_s == seconds(3 * 0.5)
+    assert sum(seen.prefill_clusters[0].ahead_s) == seconds(3 * 0.5)
     assert (seen.decode.slots_used, seen.decode.landing_s) == (2, ())
 
 
@@ -398,14 +398,14 @@ def test_what_a_newcomer_will_overtake_is_not_ahead_of_it() -> None:
     def queued_s(num_tokens: int, priority: int = 0) -> float:
         request = PendingRequest(RequestShape(num_prompt_tokens=num_tokens), priority)
         (far,) = snapshot(scheduler, MODEL, request).prefill_clusters
-        return far.queued_s
+        return sum(far.ahead_s)
 
     assert queued_s(2000) == seconds(61)
     assert queued_s(55_000) == seconds(111)
     assert queued_s(2000, priority=-5) == 0
     assert queued_s(500, priority=3) == seconds(111)
     (far,) = snapshot(scheduler, MODEL).prefill_clusters
-    assert far.queued_s == seconds(111)
+    assert sum(far.ahead_s) == seconds(111)
 
 
 @pytest.mark.parametrize(
