@@ -146,7 +146,7 @@ class UnpacedRequests(LogitsProcessor):  # type: ignore[misc]
 
 
 def _chunks(scheduled: SchedulerOutput) -> Iterator[tuple[int, int, bool]]:
-    """Yield, for each request, its tokens computed before, those of this pass, whether it begins."""
+    """Yield of each request its tokens computed before, those of this pass, whether it begins."""
     num = scheduled.num_scheduled_tokens
     for new in scheduled.scheduled_new_reqs:
         yield new.num_computed_tokens, num[new.req_id], True
