@@ -54,6 +54,7 @@ from deploy.lab.demo.run import DEFAULT_MODELS
 from deploy.lab.demo.scenario import text
 from deploy.lab.demo.tiny_models import build_model
 from deploy.lab.demo.tiny_specs import MODELS
+from deploy.lab.rehearse.run import calibrated
 from deploy.region.launch.launcher import RunningRegion
 from deploy.region.launch.plan import PlannedProcess
 from deploy.region.spec.region import RegionSpec
@@ -267,6 +268,9 @@ async def _measure(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
             replace(phase, seconds=scale * phase.seconds, settle_s=scale * phase.settle_s)
             for phase in phases(capacity, PACED_LENGTHS if pace else LENGTHS)
         ]
+        if pace:
+            async with _session() as session:
+                await calibrated(session, region.gateway_url, region.region)
         watch = Watch()
         records = await drive(region.gateway_url, model, traffic, begins)
         found = result(model, records, pace=pace) | {"capacity_per_s": capacity}

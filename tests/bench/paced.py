@@ -32,6 +32,8 @@ _SCALE: Final = {
     "tokens_per_token": TOKENS_PER_TOKEN,
     "output_tokens_per_token": OUTPUT_TOKENS_PER_TOKEN,
 }
+CALIBRATION_S: Final = 60.0
+"""The gateway's longest prompt for timing an instance takes an H20 10 s, with 16 tokens a token."""
 DECODE_SLOTS: Final = 20
 LINK: Final = {"rate": "800Mbit", "rtt": "20ms"}
 """As fast for the KVCache of a tiny model as 100 Gbit/s for that of the profiles."""
@@ -61,6 +63,8 @@ def paced_region(spec: RegionSpec, *, fast: Collection[str] = ()) -> RegionSpec:
     raw = spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
     for model in raw["models"]:
         model["pace"] = {"profile": SLOW, **_SCALE}
+    scheduling = raw.setdefault("gateway", {}).setdefault("scheduling", {})
+    scheduling["calibration"] = {"limit_s": CALIBRATION_S}
     for cluster in raw["clusters"]:
         for node in cluster["nodes"]:
             for item in node["instances"]:

@@ -60,6 +60,8 @@ def scheduling_settings(spec: PolicySpec, whole: SimulationSpec, scale: Scale) -
     queue = default.queue
     found: dict[str, Any] = {
         "routing": routing,
+        # The gateway times prompts of some real tokens, which are more in the profiles' world.
+        "calibration": {"limit_s": default.calibration.limit_s * scale.tokens * slow},
         "queue": {
             "ageing_tokens_per_s": queue.ageing_tokens_per_s / scale.step,
             "patience_s": queue.patience_s * slow,

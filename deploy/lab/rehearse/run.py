@@ -31,6 +31,7 @@ from deploy.region.launch.launcher import RunningRegion
 from deploy.region.launch.progress import progress_view
 from deploy.region.launch.running import RegionStartFailed
 from deploy.region.spec.loading import load_region
+from deploy.region.spec.region import RegionSpec
 from kvmanager.config_files.units import format_age, format_rate
 from scheduler.planning.region_model import Link
 from scheduler.replay.driver import replay
@@ -38,9 +39,8 @@ from scheduler.replay.links import RateSchedule
 from scheduler.replay.workload import Workload
 
 READY_S: Final = 120.0
-SETTLE_S: Final = 6.0
-"""From the start of a region until the first request: the gateway times a few prefills of each
-idle instance (`scheduling.calibration`)."""
+CALIBRATED_S: Final = 60.0
+"""The longest wait for the gateway's timing of idle instances, in the plan's time."""
 PASSES: Final = Path("run/logs/pace")
 """Where engines log their passes (`RunDirectory.pace`)."""
 PROGRESS_S: Final = 15.0
@@ -139,7 +139,7 @@ async def _live(
             await running.start()
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             await _ready(session, running.gateway_url)
-            await asyncio.sleep(SETTLE_S)
+            await calibrated(session, running.gateway_url, region, rehearsal.scale.slowdown)
             model = region.models[0].name
             client = Client(session, running.gateway_url, model, run.workload, run.seed)
             psutil.cpu_percent()
@@ -166,6 +166,23 @@ async def _ready(session: aiohttp.ClientSession, url: str) -> None:
                 return
         await asyncio.sleep(0.5)
     raise RegionStartFailed(f"{url}/readyz does not answer 200 after {READY_S:g} s")
+
+
+async def calibrated(
+    session: aiohttp.ClientSession, url: str, region: RegionSpec, slowdown: float = 1.0
+) -> None:
+    """Wait until the gateway has timed prefills wherever it does (`scheduling.calibration`). They
+    take `tokens_per_token` times as long as on the GPUs, and requests would wait for them.
+    """
+    if region.gateway.scheduling.calibration.mode != "on":
+        return
+    places = {(c.name, i.role) for c in region.clusters for n in c.nodes for i in n.instances}
+    for _ in range(int(CALIBRATED_S * slowdown / 0.5)):
+        async with session.get(f"{url}/prfaas/scheduling") as response:
+            models = (await response.json())["models"]
+        if sum(place["calibrated"] for model in models for place in model["places"]) >= len(places):
+            return
+        await asyncio.sleep(0.5)
 
 
 @asynccontextmanager
