@@ -88,6 +88,7 @@ def smaller(folder: Path) -> Path:
     whole["prefill_clusters"][0]["instances"] = 1
     whole["pd_clusters"][0]["instances"] = 2
     whole["links"][0]["rate"] = "25Gbit"
+    whole["rehearsal"]["slowdown"] = 1.0
     file = folder / "smaller.yaml"
     file.write_text(yaml.safe_dump(whole))
     return file

@@ -51,8 +51,8 @@ def region(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
                 remote=bool(rehearsal.model.region.prefill_clusters) and tokens > limit,
                 route=REMOTE if tokens > limit else "local hand_off",
                 ttft_s=tokens / 1000,
-                tpot_s=0.1,
-                end_s=at_s + tokens / 1000 + 255 * 0.1,
+                tpot_s=0.15,
+                end_s=at_s + tokens / 1000 + 255 * 0.15,
                 predicted_ttft_s=tokens / 900,
                 transfer_bytes=4096 * tokens,
             )

@@ -72,7 +72,7 @@ def test_the_region_of_the_case_study_has_the_planners_division(tmp_path: Path) 
         "profile": str(tmp_path / "mine" / "h20.yaml"),
         "tokens_per_token": 16,
         "output_tokens_per_token": 4,
-        "slowdown": 1.0,
+        "slowdown": 1.5,
     }
     paces = {item.get("pace") for item in mine.region["clusters"][0]["nodes"][0]["instances"]}
     assert paces == {str(tmp_path / "mine" / "h200.yaml")}
