@@ -12,7 +12,7 @@ asked at its own site: no link and no hand-off. The ratio of the two, less one r
 system adds. Goal: at most 1.15 for ours at 1 Gbit/s.
 
 With --pace engines take the time of GPUs, and no core is set apart. A step of the decode engine
-stands for 16 and takes 0.4 s then, one of which is in each TTFT of a system and in no own one.
+stands for 4 and takes 0.1 s then, one of which is in each TTFT of a system and in no own one.
 
 With --gateway URL (and --engine URL, of its prefill engine) ours is measured alone, over a region
 that runs already and the link that it has: no root, no engines of NIXL's, no choice of rates.
