@@ -147,4 +147,4 @@ def test_a_region_decides_as_before(path: Path) -> None:
 
 def test_no_golden_file_is_left_over() -> None:
     kept = {path.stem for path in DATA.glob("*.txt")}
-    assert kept == {*SCALES, *(path.stem for path in REGIONS)}
+    assert kept <= {*SCALES, *(path.stem for path in REGIONS)}
