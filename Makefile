@@ -5,6 +5,7 @@
 # make test-kinds   before a release: engines with adapters, drafters, pipeline stages, states over other ranks
 # make test-long    all tests without engines, with many more examples for property tests
 # make system as root, with apt: the programs of the system that tests use, which leave out what lacks one
+# make golden  write what commands print into the golden files of tests/golden, whose difference a review reads
 # make lint   ruff, mypy (also of test doubles and benches), import rule
 # make rehearse the paper's case study on real engines at the pace of GPUs, 15 minutes (docs/rehearsal.md)
 # make bench  measurements against peers (see tests/bench/README.md)
@@ -48,7 +49,7 @@ REHEARSE_ARGS ?= --rate 0.74 --requests 130 --compare homogeneous --compare naiv
 PREVIOUS := $(shell cat tests/upgrade/PREVIOUS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo test test-fast test-engine test-kinds test-upgrade test-long messages lint format docs rehearse bench report soak soak-region sites drill fuzz mutants pins dist release-notes release-tag stats clean
+.PHONY: help setup system demo test test-fast test-engine test-kinds test-upgrade test-long golden messages lint format docs rehearse bench report soak soak-region sites drill fuzz mutants pins dist release-notes release-tag stats clean
 
 help:
 	@sed -n 's/^# make/  make/p' Makefile
@@ -105,6 +106,9 @@ test-upgrade: setup
 
 test-long: setup
 	@$(PYTEST) -m "not engine and not upgrade" $(PARALLEL) --hypothesis-profile long --timeout 1800 $(PYTEST_ARGS)
+
+golden: setup
+	@PRFAAS_GOLDEN=rewrite $(PYTEST) tests/golden $(PARALLEL) $(PYTEST_ARGS)
 
 lint: setup
 	@$(BIN)/ruff check .

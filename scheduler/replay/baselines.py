@@ -18,7 +18,7 @@ from scheduler.planning.pair_search import best_of_pair
 from scheduler.planning.plan import is_pair
 from scheduler.planning.throughput import Mode
 from scheduler.replay.deciding import Decider, PdPlans
-from scheduler.replay.jobs import Job
+from scheduler.replay.jobs import Decided, Job
 from scheduler.replay.model import Policy, ReplayModel, Routing
 from scheduler.replay.parts import Parts
 from scheduler.routing.threshold import ThresholdConfig
@@ -50,6 +50,7 @@ class StaticDecider(Decider):
                 if best == 0 or cost < least:
                     best, least = index, cost
         job.place, job.cached_tokens = best, hits[best]
+        job.decided = Decided(self._target(job), pd=home)
         self._begun(job, hits[0], kv_bytes, now_s)
         return True
 

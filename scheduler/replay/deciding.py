@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from scheduler.live.admission import AdmissionConfig, AdmissionPolicy, admit_decode
+from scheduler.live.admission import AdmissionConfig, AdmissionPolicy, Verdict, admit_decode
 from scheduler.live.core import Event, LiveScheduler, R
 from scheduler.live.events import (
     AdmissionOver,
@@ -42,7 +42,7 @@ from scheduler.live.feedback import (
 from scheduler.live.long_term.loop import LongTermConfig
 from scheduler.live.long_term.model_plan import ThresholdPlan
 from scheduler.live.settings import LiveSettings, PdSettings, RoutingPolicy
-from scheduler.replay.jobs import Job, Way
+from scheduler.replay.jobs import Decided, Job, Way
 from scheduler.replay.model import MODEL, Policy, ReplayModel
 from scheduler.replay.parts import Parts, reports
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, PdCached, RequestShape
@@ -97,10 +97,20 @@ class Decider:
         """Write into the job where it goes and what is cached there. False: refused."""
         decision, hits = self._routed(job, now_s)
         predicted = decision.predicted
+        verdict: Verdict | None = None
         if self._admission is not None:
             asked = AdmitAsked(job.index, "", MODEL, job.num_tokens, predicted, pd=decision.pd)
-            if not self.live.take(asked, now_s).verdict.admitted:
-                return False
+            verdict = self.live.take(asked, now_s).verdict
+        job.decided = Decided(
+            decision.target,
+            decision.reason,
+            self.pds[job.pd],
+            decision.pd_reason,
+            decision.move.reason,
+            "" if verdict is None else verdict.reason,
+        )
+        if verdict is not None and not verdict.admitted:
+            return False
         job.cached_tokens = hits[job.place]
         if decision.move.pays:
             job.move_from = self._places[decision.move.source]

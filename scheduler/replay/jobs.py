@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from scheduler.encoding.values import Medium
 from scheduler.replay.links import Emitted
@@ -31,6 +31,23 @@ class Fate(IntEnum):
     """Its KVCache never landed, and no other instance could prefill it."""
 
 
+class Decided(NamedTuple):
+    """Where a request was to be prefilled and decoded, and why, in the words of the live scheduler;
+    "" where it was not asked.
+    """
+
+    target: str = ""
+    reason: str = ""
+    pd: str = ""
+    pd_reason: str = ""
+    move: str = ""
+    """Why a cached prefix was to move there first, or why none was."""
+    admission: str = ""
+
+
+_UNDECIDED = Decided()
+
+
 class Job:
     """A request. Times are on the replay's clock, `NEVER` until they are known."""
 
@@ -41,6 +58,7 @@ class Job:
         "blocks",
         "cached_tokens",
         "computed_tokens",
+        "decided",
         "decode_instance",
         "decoder",
         "direct_key",
@@ -93,6 +111,8 @@ class Job:
         """The PD cluster that it belongs to."""
         self.pd = home
         """The PD cluster that decodes it."""
+        self.decided = _UNDECIDED
+        """Its first route, also if another one replaced it."""
         self.blocks: Sequence[int] = ()
         self.place = 0
         """The prefill cluster that prefills it, from 1 on; 0: the PD cluster that decodes it."""

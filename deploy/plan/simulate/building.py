@@ -169,8 +169,9 @@ def homogeneous(model: ReplayModel) -> ReplayModel:
         encoders = {pd.name: sum(encoding.num_instances.values())}
         encoding = replace(encoding, num_instances=encoders)
         alone = planned_apart(alone, encoding)
-    # Without links there is nothing that a schedule could be for.
-    return replace(model, region=alone, schedules={}, encoding=encoding)
+    # What is not there has no schedule and is not lost.
+    lost = {name: span for name, span in model.lost.items() if name == pd.name}
+    return replace(model, region=alone, schedules={}, lost=lost, encoding=encoding)
 
 
 _PRESETS: Final = {

@@ -17,6 +17,7 @@ from deploy.command_line import JsonOption, check_plot, fail
 if TYPE_CHECKING:
     from deploy.plan.simulate.building import Simulation
     from deploy.plan.simulate.study import Study
+    from scheduler.replay.results import Outcome
 
 _HELP = """Play traffic through a region in virtual time: goodput, first tokens, egress, roles.
 
@@ -50,6 +51,12 @@ simulate_app = typer.Typer(
 )
 
 SeedOption = Annotated[int, typer.Option(min=0, help="of drawn traffic and of jitter")]
+SeriesOption = Annotated[
+    bool, typer.Option("--series", help="with --json: the state over time, too")
+]
+RequestsOption = Annotated[
+    bool, typer.Option("--requests", help="with --json: what was decided of each request, and why")
+]
 PlotOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="pictures over time; .png or .svg")
 ]
@@ -78,9 +85,8 @@ def run_command(
         float, typer.Option(min=0, max=0.9, help="first share of the time that is not counted")
     ] = 0.0,
     as_json: JsonOption = False,
-    with_series: Annotated[
-        bool, typer.Option("--series", help="with --json: the state over time, too")
-    ] = False,
+    with_series: SeriesOption = False,
+    with_requests: RequestsOption = False,
     plot: PlotOption = None,
 ) -> None:
     """Play a simulation file.
@@ -97,7 +103,7 @@ def run_command(
         check_plot(plot, ".png", ".svg")
     simulation = _load(file)
     names = _names(simulation, policy, compare)
-    from deploy.plan.simulate.report import document_of, print_outcomes, series_of
+    from deploy.plan.simulate.report import print_outcomes
     from kvmanager.config_files.problems import FileError
     from scheduler.replay.driver import replay
 
@@ -112,7 +118,10 @@ def run_command(
     except ValueError as error:
         fail(f"{file}: {error}", 2)
     documents = {
-        name: document_of(outcome, warm_up * outcome.span_s) for name, outcome in outcomes.items()
+        name: _document(
+            outcome, warm_up * outcome.span_s, series=with_series, requests=with_requests
+        )
+        for name, outcome in outcomes.items()
     }
     if plot is not None:
         from deploy.plan.simulate.plots import write_plots
@@ -120,9 +129,6 @@ def run_command(
         write_plots(plot, outcomes)
         typer.echo(f"wrote {plot}", err=True)
     if as_json:
-        if with_series:
-            for name, outcome in outcomes.items():
-                documents[name]["series"] = series_of(outcome)
         _print_json({"seed": seed, "policies": documents})
     else:
         print_outcomes(_console(), documents)
@@ -185,6 +191,8 @@ def study_command(
         Path | None, typer.Option(metavar="FILE", help="for overload: a trace, at double speed")
     ] = None,
     as_json: JsonOption = False,
+    with_series: SeriesOption = False,
+    with_requests: RequestsOption = False,
     plot: PlotOption = None,
 ) -> None:
     """Run a ready-made study and compare it with its goals.
@@ -212,11 +220,29 @@ def study_command(
             {"name": g.name, "wanted": g.wanted, "found": g.found, "met": g.met}
             for g in study.goals
         ]
-        _print_json({"study": name, "seed": seed, "rows": study.rows, "goals": goals})
+        runs = {
+            title: _document(outcome, series=with_series, requests=with_requests)
+            for title, outcome in study.outcomes.items()
+        }
+        whole = {"study": name, "seed": seed, "rows": study.rows, "goals": goals, "runs": runs}
+        _print_json(whole)
     else:
         _print_study(study)
     if not all(goal.met for goal in study.goals):
         raise typer.Exit(1)
+
+
+def _document(
+    outcome: Outcome, from_s: float = 0.0, *, series: bool, requests: bool
+) -> dict[str, Any]:
+    from deploy.plan.simulate.report import document_of, requests_of, series_of
+
+    document = document_of(outcome, from_s)
+    if series:
+        document["series"] = series_of(outcome)
+    if requests:
+        document["requests"] = requests_of(outcome)
+    return document
 
 
 def _overload(trace: Path, seed: int, scale: float) -> Study:

@@ -137,6 +137,21 @@ def _images(outcome: Outcome, from_s: float) -> dict[str, Any]:
     }
 
 
+def requests_of(outcome: Outcome) -> list[dict[str, Any]]:
+    """Each request in order of arrival, what was decided and what became of it, for JSON."""
+    return [
+        {
+            "arrival_s": job.arrival_s,
+            "prompt_tokens": job.num_tokens,
+            **job.decided._asdict(),
+            "fell_back": job.fell_back,
+            "fate": job.fate.name.lower(),
+            "ttft_s": _known(ttft_s),
+        }
+        for job, ttft_s in zip(outcome.jobs, outcome.ttft_s.tolist(), strict=True)
+    ]
+
+
 def series_of(outcome: Outcome) -> dict[str, list[float]]:
     """The state of the region over time, for JSON."""
     return {"at_s": list(outcome.series.at_s), **outcome.series.values}
