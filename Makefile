@@ -6,7 +6,7 @@
 # make test-long    all tests without engines, with many more examples for property tests
 # make system as root, with apt: the programs of the system that tests use, which leave out what lacks one
 # make golden  write what commands print into the golden files of tests/golden, whose difference a review reads
-# make lint   ruff, mypy (also of test doubles and benches), import rule
+# make lint   ruff, mypy (also of test doubles and benches), what may import what
 # make rehearse the paper's case study on real engines at the pace of GPUs, 15 minutes (docs/rehearsal.md)
 # make bench  measurements against peers (see tests/bench/README.md)
 # make bench BENCH_ARGS=--smoke   the same at their smallest size, to see that they run
@@ -21,11 +21,10 @@
 # make sites  a region on six hosts in network namespaces, and what happens to it (needs root)
 # make drill  five faults in a region of two hosts: which alert fires, and whether its page helps
 # make fuzz   random and mutated bytes against the wire format, guided by coverage
-# make mutants FILES="scheduler/routing/short_term.py"  which small faults in a file its unit tests miss
 # make pins   hashes of what the requirements pin, and docs/licences.md, after a pin was changed
 # make dist   the wheel and the source distribution, into dist/
 # make release-notes VERSION=0.2.0  print the section of the changelog; release-tag makes the tag of it
-# make stats STATS_ARGS="9e15150 HEAD"  how much code, and how divided, at some git revisions
+# make stats  lines of code by area, files, classes, keys of region.yaml, commands, options
 
 PYTHON ?= python3
 # An index or a folder with torch for CPUs, where neither that of pip nor that of PyTorch has it.
@@ -49,7 +48,7 @@ REHEARSE_ARGS ?= --rate 0.74 --requests 130 --compare homogeneous --compare naiv
 PREVIOUS := $(shell cat tests/upgrade/PREVIOUS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo test test-fast test-engine test-kinds test-upgrade test-long golden messages lint format docs rehearse bench report soak soak-region sites drill fuzz mutants pins dist release-notes release-tag stats clean
+.PHONY: help setup system demo test test-fast test-engine test-kinds test-upgrade test-long golden messages lint format docs rehearse bench report soak soak-region sites drill fuzz pins dist release-notes release-tag stats clean
 
 help:
 	@sed -n 's/^# make/  make/p' Makefile
@@ -115,6 +114,7 @@ lint: setup
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python tests/lint_imports.py
 
 format: setup
 	@$(BIN)/ruff check --fix .
@@ -157,10 +157,6 @@ fuzz: setup
 	@$(PINNED) -r requirements/fuzz.txt
 	@$(BIN)/python tests/fuzz/run.py $(FUZZ_ARGS)
 
-# What survives is printed as a difference; tests/mutation/README.md says how to read it.
-mutants: setup
-	@$(BIN)/python tests/mutation/run.py $(FILES) $(MUTANTS_ARGS)
-
 pins: setup
 	@$(PINNED) -r requirements/pins.txt
 	@$(BIN)/python requirements/write_pins.py
@@ -175,8 +171,8 @@ release-notes:
 release-tag:
 	@$(PYTHON) docs/release_notes.py tag "$(VERSION)"
 
-stats:
-	@$(PYTHON) tests/stats/stats.py $(STATS_ARGS)
+stats: setup
+	@$(BIN)/python tests/stats.py $(STATS_ARGS)
 
 clean:
 	rm -rf $(VENV) .demo build site *.egg-info bench-results sites-results dist

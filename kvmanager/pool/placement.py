@@ -16,9 +16,9 @@ class StatePlacement(msgspec.Struct, frozen=True):
     """A placement policy. A boundary is kept when any rule asks for it.
 
     The defaults have the most hits in Mooncake's conversation trace where memory is short (the
-    paper's sizes, LRU, `make bench BENCH_ARGS="kv --trace FILE"`; the README of the benches has the
-    table): 142,000 to 144,000 hit tokens for each GB of 256 with ends or with both rules, 90,000
-    with branches, at most 137,000 with regular boundaries added, and 27,000 with every block.
+    paper's sizes, LRU; docs/results/index.md has the table): 142,000 to 144,000 hit tokens for each
+    GB of 256 with ends or with both rules, 90,000 with branches, at most 137,000 with regular
+    boundaries added, and 27,000 with every block.
     Regular boundaries take memory that KV would use better; with 1,000 GB they hit at best 0.6%
     more tokens. An engine has states only where its steps end, counted from the point where it
     resumed. So `every_tokens` needs an engine that ends its steps at its multiples.

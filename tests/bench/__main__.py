@@ -17,31 +17,19 @@ from typing import Any
 
 BENCHES = (
     "transport",
-    "lanes",
     "wan",
-    "sharing",
-    "codecs",
-    "crossover",
     "gateway",
-    "plan",
-    "decision",
-    "scale",
+    "handoff",
+    "copier",
+    "hostile",
     "prediction",
     "region",
-    "simulate",
-    "kv",
-    "copier",
-    "loops",
-    "handoff",
-    "embeddings",
-    "hostile",
     "e2e",
     "load",
     "capacity",
-    "images",
     "rehearsal",
 )
-NEED_ENGINES = ("prediction", "region", "e2e", "load", "capacity", "images", "rehearsal")
+NEED_ENGINES = ("prediction", "region", "e2e", "load", "capacity", "rehearsal")
 """Start regions of real engines. Their smoke runs ask one that the engine tests have running, but
 for the last, which starts a paced one."""
 SMOKE = "--smoke"

@@ -14,8 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sharing_report import Goal
-
 Condition = Literal["idle", "elsewhere", "attacked"]
 CONDITIONS: tuple[Condition, ...] = ("idle", "elsewhere", "attacked")
 PATHS = ("short", "offloaded")
@@ -29,6 +27,20 @@ REROUTED_BOUND = 0.01
 """Most of the prompts that may take another route because of attackers."""
 LEFT_BOUND = 8
 """Most descriptors that may be left over when the attackers have gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """`found` is asked to be at most `bound`."""
+
+    name: str
+    found: float
+    bound: float
+    is_met: bool
+
+    def __str__(self) -> str:
+        verdict = "met" if self.is_met else "MISSED"
+        return f"{self.name}: {self.found:.3g} (goal <= {self.bound:.3g}) {verdict}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,11 +177,6 @@ class Session:
         if digests["sender"] != digests["receiver"]:
             raise PeerFailure(f"{self.peer.name}: wrong bytes arrived")
 
-    def hello(self, side: Side) -> dict[str, Any]:
-        """What this end says of itself now."""
-        said: dict[str, Any] = self._ends[side].ask("hello")
-        return said
-
     def idle_cpu(self, seconds: float) -> tuple[float, float]:
         """(sender, receiver): cores used while nothing is transferred."""
         before_s = self._both("cpu")

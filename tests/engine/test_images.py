@@ -14,7 +14,6 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
-from bench_smoke import run_smoke
 from engine_region import (
     agent_status,
     everything_is_given_back,
@@ -354,11 +353,6 @@ async def test_names_of_clients_keep_a_prompt_on_one_engine(served: Served) -> N
     record = await served.record(answer)
     assert (record["route"], record["reason"].split(";")[0]) == ("direct", "multimodal")
     await everything_is_given_back(served.region)
-
-
-async def test_the_bench_of_images_runs_on_this_region(served: Served, tmp_path: Path) -> None:
-    """At its smallest size, and it keeps all of its rows."""
-    await asyncio.to_thread(run_smoke, "images", tmp_path, "--gateway", served.region.gateway_url)
 
 
 async def embeddings(region: RunningRegion, node: str) -> EmbeddingStatus:

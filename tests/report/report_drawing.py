@@ -1,44 +1,31 @@
-"""Draws a figure as SVG with matplotlib: the same text for the same figure, on every day.
+"""Figures: what they show, as data, and their drawing as SVG with matplotlib.
 
-Texts stay texts. Colours are those of Okabe and Ito, darkened or lightened to stand out on their
-background, and series differ in markers as well. A style sheet in the file turns light into dark
-where the reader's system asks for it, background included.
+The same figure gives the same text on every day. Texts stay texts. Colours are those of Okabe and
+Ito, darkened or lightened to stand out on their background, and series differ in markers as well. A
+style sheet in the file turns light into dark where the reader's system asks for it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
-from typing import Any, Final
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
 
-from report_figures import Axis, Figure, Look, Panel, Series
-
+Look = Literal["ours", "first", "second", "third", "fourth", "limit"]
+LOOKS: Final[dict[Look, tuple[str, str, str]]] = {
+    "ours": ("#0060a8", "#63b5f5", "o"),
+    "first": ("#b84a00", "#f59556", "s"),
+    "second": ("#00795a", "#3cc9a0", "^"),
+    "third": ("#9a3f7a", "#e8a3cf", "D"),
+    "fourth": ("#7a6400", "#e5cb52", "v"),
+    "limit": ("#5a5a5a", "#b8b8b8", "x"),
+}
+"""Colour by light and in the dark, and marker, so that a system looks the same in every figure."""
 INK, BACKGROUND, GRID = "#1b1b1b", "#fffffe", "#d5d5d5"
-COLORS: Final[dict[Look, str]] = {
-    "ours": "#0060a8",
-    "first": "#b84a00",
-    "second": "#00795a",
-    "third": "#9a3f7a",
-    "fourth": "#7a6400",
-    "limit": "#5a5a5a",
-}
-MARKERS: Final[dict[Look, str]] = {
-    "ours": "o",
-    "first": "s",
-    "second": "^",
-    "third": "D",
-    "fourth": "v",
-    "limit": "x",
-}
-DARK: Final = {
-    INK: "#e6e6e6",
-    BACKGROUND: "#1d1f25",
-    GRID: "#464a54",
-    "#0060a8": "#63b5f5",
-    "#b84a00": "#f59556",
-    "#00795a": "#3cc9a0",
-    "#9a3f7a": "#e8a3cf",
-    "#7a6400": "#e5cb52",
-    "#5a5a5a": "#b8b8b8",
+DARK: Final = {INK: "#e6e6e6", BACKGROUND: "#1d1f25", GRID: "#464a54"} | {
+    light: dark for light, dark, _ in LOOKS.values()
 }
 FONT: Final = "DejaVu Sans"
 """Comes with matplotlib, so that lengths are the same everywhere."""
@@ -53,115 +40,131 @@ _SETTINGS: Final[dict[Any, Any]] = {
     "font.family": FONT,
     "font.size": 9.0,
     "axes.titlesize": 9.0,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.facecolor": BACKGROUND,
-    "figure.facecolor": BACKGROUND,
-    "savefig.facecolor": BACKGROUND,
+    **dict.fromkeys(
+        ("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color"), INK
+    ),
+    **dict.fromkeys(("axes.facecolor", "figure.facecolor", "savefig.facecolor"), BACKGROUND),
     "legend.frameon": False,
     "grid.color": GRID,
     "grid.linewidth": 0.6,
 }
 
 
-def svg(figure: Figure, mark: str) -> str:
-    """The file's text; `mark` is kept in it as a comment. ImportError without matplotlib."""
+@dataclass(frozen=True, slots=True)
+class Series:
+    """`points` are (x, y). `bare`: a line without markers."""
+
+    name: str
+    look: Look
+    points: tuple[tuple[float, float], ...]
+    kind: Literal["line", "bare", "points"] = "line"
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Labels have units. `logs`: the axes that are logarithmic, such as "xy"."""
+
+    title: str
+    x: str
+    y: str
+    series: tuple[Series, ...]
+    logs: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Panels in rows of two; those of a figure that `shares_y` have one range. `alt`: what it
+    shows, for those who cannot see it.
+    """
+
+    name: str
+    alt: str
+    panels: tuple[Panel, ...]
+    shares_y: bool = False
+
+    def mark(self) -> str:
+        """What the drawn file says of itself: the same figure, drawn by the same code, has the
+        same.
+        """
+        content = repr(self).encode() + Path(__file__).read_bytes()
+        return f"figure {hashlib.sha256(content).hexdigest()}"
+
+
+def svg(figure: Figure) -> str:
+    """The file's text, with the figure's mark on its first line. ImportError without matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
-    num_rows = -(-len(figure.panels) // figure.columns)
+    columns = min(2, len(figure.panels))
+    num_rows = -(-len(figure.panels) // columns)
     names = dict.fromkeys(series.name for panel in figure.panels for series in panel.series)
     # Four long names fit into a line, and more of them into columns.
     num_columns = 4 if len(names) <= 4 else 3
     num_lines = -(-len(names) // num_columns)
     height = PANEL_HEIGHT_INCHES * num_rows + LEGEND_LINE_INCHES * num_lines
-    width = WIDTH_INCHES if figure.columns > 1 else LONE_WIDTH_INCHES
+    width = WIDTH_INCHES if columns > 1 else LONE_WIDTH_INCHES
     with matplotlib.rc_context(_SETTINGS):
         canvas = Canvas(figsize=(width, height), layout="constrained")
-        grid = canvas.subplots(num_rows, figure.columns, squeeze=False, sharey=figure.shares_y)
-        cells = list(grid.flat)
+        grid = canvas.subplots(num_rows, columns, squeeze=False, sharey=figure.shares_y)
         shown: dict[str, Any] = {}
-        for at, (axes, panel) in enumerate(zip(cells, figure.panels, strict=False)):
-            has_label = not figure.shares_y or at % figure.columns == 0
-            _draw(axes, panel, shown, has_y_label=has_label)
-        for axes in cells[len(figure.panels) :]:
-            axes.set_visible(False)
+        for at, axes in enumerate(grid.flat):
+            if at < len(figure.panels):
+                has_label = not figure.shares_y or at % columns == 0
+                _draw(axes, figure.panels[at], shown, has_label=has_label)
+            else:
+                axes.set_visible(False)
         canvas.legend(
             list(shown.values()), list(shown), loc="outside lower center", ncols=num_columns
         )
         kept = io.StringIO()
         canvas.savefig(kept, format="svg", metadata={"Date": None, "Creator": None})
     head, _, rest = kept.getvalue().partition("<metadata>")
-    text = f"<!-- {mark} -->\n{_without_declaration(head)}{_style()}<metadata>{rest}"
-    return text.replace(f"'{FONT}'", f"'{FONT}', {OTHER_FONTS}")
-
-
-def _without_declaration(head: str) -> str:
-    """A comment may not stand before an XML declaration; without one a file is UTF-8 as well."""
-    return head[head.index("<svg") :]
-
-
-def _style() -> str:
     rules = "".join(
         f'[style*="{part}: {light}"]{{{part}:{dark} !important}}'
         for light, dark in DARK.items()
         for part in ("fill", "stroke")
     )
-    return f"<style>@media (prefers-color-scheme: dark) {{{rules}}}</style>\n "
+    style = f"<style>@media (prefers-color-scheme: dark) {{{rules}}}</style>\n "
+    # A comment may not stand before an XML declaration; without one a file is UTF-8 as well.
+    text = f"<!-- {figure.mark()} -->\n{head[head.index('<svg') :]}{style}<metadata>{rest}"
+    return text.replace(f"'{FONT}'", f"'{FONT}', {OTHER_FONTS}")
 
 
-def _draw(axes: Any, panel: Panel, shown: dict[str, Any], *, has_y_label: bool) -> None:
+def _draw(axes: Any, panel: Panel, shown: dict[str, Any], *, has_label: bool) -> None:
     """One panel; adds to `shown` what the legend names."""
     for series in panel.series:
-        handle = _draw_series(axes, series)
-        shown.setdefault(series.name, handle)
+        color, _, marker = LOOKS[series.look]
+        # A limit stays visible where a system reaches it.
+        line, order = ("--", 3) if series.look == "limit" else ("-", 2)
+        how: dict[str, Any] = {
+            "line": {"marker": marker, "markersize": 5, "linewidth": 1.6, "linestyle": line},
+            "bare": {"linewidth": 1.4, "linestyle": line},
+            "points": {"marker": marker, "markersize": 4, "linestyle": "none"},
+        }[series.kind]
+        xs, ys = [x for x, _ in series.points], [y for _, y in series.points]
+        (drawn,) = axes.plot(xs, ys, color=color, zorder=order, **how)
+        shown.setdefault(series.name, drawn)
     axes.set_title(panel.title)
-    _set_axis(axes.xaxis, axes.set_xscale, panel.x)
-    _set_axis(axes.yaxis, axes.set_yscale, panel.y)
-    axes.set_xlabel(panel.x.label)
-    axes.set_ylabel(panel.y.label if has_y_label else "")
-    if not panel.y.is_log:
+    if "x" in panel.logs:
+        _set_log(axes.xaxis, axes.set_xscale)
+    if "y" in panel.logs:
+        _set_log(axes.yaxis, axes.set_yscale)
+    axes.set_xlabel(panel.x)
+    axes.set_ylabel(panel.y if has_label else "")
+    if "y" not in panel.logs:
         axes.set_ylim(bottom=0)
     axes.grid(visible=True)
     axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_series(axes: Any, series: Series) -> Any:
-    color, marker = COLORS[series.look], MARKERS[series.look]
-    if series.kind == "level":
-        ((_, level),) = series.points
-        return axes.axhline(level, color=color, linestyle="--", linewidth=1.2)
-    xs, ys = [x for x, _ in series.points], [y for _, y in series.points]
-    # A limit stays visible where a system reaches it.
-    dashes = "--" if series.look == "limit" else "-"
-    how: dict[str, Any] = {
-        "line": {"marker": marker, "markersize": 5, "linewidth": 1.6, "linestyle": dashes},
-        "bare": {"linewidth": 1.4, "linestyle": dashes},
-        "points": {"marker": marker, "markersize": 4, "linestyle": "none"},
-    }[series.kind]
-    (line,) = axes.plot(xs, ys, color=color, zorder=3 if series.look == "limit" else 2, **how)
-    return line
-
-
-def _set_axis(axis: Any, set_scale: Any, wanted: Axis) -> None:
+def _set_log(axis: Any, set_scale: Any) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    if wanted.is_log:
-        set_scale("log")
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if _is_short(axis) else (1.0,)))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.set_minor_formatter(NullFormatter())
-    if wanted.ticks:
-        axis.set_ticks([value for value, _ in wanted.ticks], [words for _, words in wanted.ticks])
-        axis.set_ticks([], minor=True)
-
-
-def _is_short(axis: Any) -> bool:
-    """Whether an axis spans so little that powers of ten alone would be too few."""
+    set_scale("log")
     least, most = axis.get_data_interval()
-    return bool(least > 0 and most / least < 300)
+    # Where an axis spans so little, powers of ten alone would be too few.
+    is_short = least > 0 and most / least < 300
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if is_short else (1.0,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())

@@ -1,13 +1,13 @@
 """Raw results of benches as they are kept in the repository, with the run that they come from.
 
 A file of docs/results/raw is one run: when it was, with which command, on which machine, and all
-that the bench kept. Several files may come from one bench, such as parts of a grid. Draws nothing.
+that the bench kept. Several files may come from one bench, such as parts of a grid.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +15,8 @@ from typing import Any, Final
 FIELDS: Final = ("bench", "command", "date", "commit", "machine", "results")
 MACHINE_FIELDS: Final = ("cpu", "cpus", "memory_gib", "kernel", "python")
 LINE_LENGTH: Final = 160
+# Of a request's record, which has kilobytes, what tells of its prediction.
+OF_A_PREDICTION: Final = "phase target num_prompt_tokens ttft_s predicted_ttft_s num_retries"
 
 
 class RawError(ValueError):
@@ -33,12 +35,14 @@ class Raw:
     machine: Mapping[str, Any]
     results: Any
 
-    def where(self) -> str:
-        """The machine, in words."""
+    def provenance(self) -> str:
+        """When, where and how it was measured, as a line of the page."""
         machine = self.machine
+        commit = f", commit {self.commit}" if self.commit else ""
         return (
-            f"{machine['cpus']} CPUs ({machine['cpu']}), {machine['memory_gib']} GiB, "
-            f"Linux {machine['kernel']}, Python {machine['python']}"
+            f"- {self.date}, {machine['cpus']} CPUs ({machine['cpu']}), {machine['memory_gib']} "
+            f"GiB, Linux {machine['kernel']}, Python {machine['python']}{commit}: "
+            f"`{self.command}` ([raw results](results/raw/{self.name}.json))"
         )
 
 
@@ -46,46 +50,32 @@ def read_all(folder: Path) -> dict[str, list[Raw]]:
     """All runs by bench, in the order of their file names; RawError."""
     found: dict[str, list[Raw]] = {}
     for file in sorted(folder.glob("*.json")):
-        raw = read(file)
+        kept = _json(file, FIELDS)
+        _require(file, kept["machine"], MACHINE_FIELDS)
+        raw = Raw(file.stem, **{field: kept[field] for field in FIELDS})
         found.setdefault(raw.bench, []).append(raw)
     return found
 
 
-def read(file: Path) -> Raw:
-    """One run; RawError."""
-    kept = _json(file)
-    _require(file, kept, FIELDS)
-    _require(file, kept["machine"], MACHINE_FIELDS)
-    if file.stem != kept["bench"] and not file.stem.startswith(f"{kept['bench']}-"):
-        raise RawError(f"{file}: results of {kept['bench']} are kept as {kept['bench']}[-PART]")
-    return Raw(file.stem, **{field: kept[field] for field in FIELDS})
-
-
-def take(
-    name: str,
-    results: Path,
-    kept_as: str,
-    folder: Path,
-    trims: Mapping[str, Callable[[Any], Any]],
-) -> Path:
+def take(name: str, results: Path, kept_as: str, folder: Path) -> Path:
     """Keep results/NAME.json, which `make bench` wrote, together with the record of its run; where
-    they are kept. `trims` leave out, by bench, what is large and tells nothing. RawError when a
-    file is missing.
+    they are kept. RawError when a file is missing or the name is that of another bench.
     """
-    record = _json(results / f"{name}.run.json")
-    _require(results / f"{name}.run.json", record, FIELDS[:-1])
-    trim = trims.get(record["bench"], _whole)
-    kept = {**record, "results": trim(_json(results / f"{name}.json"))}
-    file = folder / f"{kept_as}.json"
-    before = file.read_text(encoding="utf-8") if file.exists() else None
+    record = _json(results / f"{name}.run.json", FIELDS[:-1])
+    _require(results / f"{name}.run.json", record["machine"], MACHINE_FIELDS)
+    kept: Any = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+    bench = record["bench"]
+    if kept_as != bench and not kept_as.startswith(f"{bench}-"):
+        raise RawError(f"results of {bench} are kept as {bench}[-PART], not as {kept_as}")
+    if bench == "prediction":
+        for one in kept:
+            one["records"] = [
+                {key: record.get(key) for key in OF_A_PREDICTION.split()}
+                for record in one["records"]
+            ]
     folder.mkdir(parents=True, exist_ok=True)
-    file.write_text(text_of(kept) + "\n", encoding="utf-8")
-    try:
-        read(file)
-    except RawError:
-        # What cannot be read again must not stay in the way of everything else.
-        file.unlink() if before is None else file.write_text(before, encoding="utf-8")
-        raise
+    file = folder / f"{kept_as}.json"
+    file.write_text(text_of({**record, "results": kept}) + "\n", encoding="utf-8")
     return file
 
 
@@ -105,21 +95,18 @@ def text_of(value: Any, indent: int = 0) -> str:
     return f"{opening}\n{' ' * inner}{body}\n{' ' * indent}{closing}"
 
 
-def _whole(results: Any) -> Any:
-    return results
-
-
-def _json(file: Path) -> Any:
+def _json(file: Path, fields: Iterable[str]) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        kept = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RawError(f"{file} is missing: `make bench` writes it") from None
     except ValueError as error:
         raise RawError(f"{file} is no JSON: {error}") from error
+    _require(file, kept, fields)
+    return kept
 
 
 def _require(file: Path, kept: Any, fields: Iterable[str]) -> None:
-    if not isinstance(kept, dict):
-        raise RawError(f"{file}: an object with {', '.join(fields)} is expected")
-    if lacking := [field for field in fields if field not in kept]:
+    lacking = [field for field in fields if not isinstance(kept, dict) or field not in kept]
+    if lacking:
         raise RawError(f"{file} lacks {', '.join(lacking)}")

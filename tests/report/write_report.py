@@ -1,128 +1,110 @@
 """Writes docs/performance.md and its figures from the raw results of benches.
 
-Run: make report [REPORT_ARGS="--check | --take NAME [--as NAME-PART] [--results FOLDER]"]
+Run: make report [REPORT_ARGS="--check | --take NAME [--as NAME-PART]"]
 
 docs/results/raw has one file for each run that stands behind the page. One gets there in two steps:
 `make bench BENCH_ARGS="NAME ..."` writes bench-results/NAME.json and NAME.run.json, and
 `make report REPORT_ARGS="--take NAME"` keeps them there as one file and writes the page anew.
 --check says whether the page and its figures are what the raw results give, and draws nothing.
+
+Only what is between two markers is written, `<!-- report: load -->` and
+`<!-- end of report: load -->`. Everything else on the page is written by hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 
-import report_drawing
-import report_prediction
-from report_figures import Figure, digest
-from report_page import PageError, filled, sections
-from report_raw import RawError, read_all, take
+from report_drawing import Figure, svg
+from report_peers import peers
+from report_raw import Raw, RawError, read_all, take
+from report_sections import SECTIONS
 
 DOCS: Final = Path(__file__).resolve().parents[2] / "docs"
-TRIMS: Final = {"prediction": report_prediction.trimmed}
 BENCH_RESULTS: Final = DOCS.parent / "bench-results"
+_MARKED: Final = re.compile(
+    r"^<!-- report: (?P<name>\w+) -->\n.*?^<!-- end of report: (?P=name) -->$",
+    re.DOTALL | re.MULTILINE,
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The page and the figures that it should have, with what is missing on it."""
-
-    docs: Path
-    page: str
-    figures: dict[Path, Figure]
-    missing: list[str] = field(default_factory=list)
-
-    @property
-    def page_file(self) -> Path:
-        return self.docs / "performance.md"
-
-    def outdated(self) -> list[Path]:
-        """Files that are not what the raw results give, and figures that no section shows."""
-        found = [file for file, figure in self.figures.items() if not _is_current(file, figure)]
-        if self.page_file.read_text(encoding="utf-8") != self.page:
-            found.append(self.page_file)
-        return [*found, *self.unused()]
-
-    def unused(self) -> list[Path]:
-        return sorted(set(_curves(self.docs).glob("*.svg")) - self.figures.keys())
-
-    def write(self) -> None:
-        """What is outdated; ImportError where that is a figure and matplotlib is missing."""
-        _curves(self.docs).mkdir(parents=True, exist_ok=True)
-        for file, figure in self.figures.items():
-            if not _is_current(file, figure):
-                file.write_text(report_drawing.svg(figure, _mark(figure)), encoding="utf-8")
-        for file in self.unused():
-            file.unlink()
-        self.page_file.write_text(self.page, encoding="utf-8")
-
-
-def report(docs: Path = DOCS) -> Report:
-    """Of the raw results that lie under `docs`; RawError, PageError."""
-    found, missing = sections(read_all(docs / "results" / "raw"))
-    page = filled((docs / "performance.md").read_text(encoding="utf-8"), found)
-    figures = {
-        _curves(docs) / f"{figure.name}.svg": figure
-        for section in found
-        for figure in section.figures
+def wanted(docs: Path = DOCS) -> dict[Path, Figure | str]:
+    """The figures and the page that the raw results under `docs` give, by file; RawError."""
+    raws = read_all(docs / "results" / "raw")
+    found = {name: build(raws[name]) for name, build in SECTIONS.items() if name in raws}
+    texts = {name: f"{one.text}\n\n{_runs(raws[name])}" for name, one in found.items()}
+    # Runs that have a section of their own are named there.
+    others = [raw for bench in ("transport", "gateway") for raw in raws.get(bench, ())]
+    texts["peers"] = f"{peers(raws)}\n\n{_runs(others)}"
+    page, curves = docs / "performance.md", docs / "results" / "curves"
+    figures = [one.figure for one in found.values() if one.figure is not None]
+    return {page: filled(page.read_text(encoding="utf-8"), texts)} | {
+        curves / f"{figure.name}.svg": figure for figure in figures
     }
-    return Report(docs, page, figures, missing)
 
 
-def _curves(docs: Path) -> Path:
-    return docs / "results" / "curves"
+def outdated(files: Mapping[Path, Figure | str]) -> list[Path]:
+    """Those whose text is another one; a figure is not drawn to know."""
+    texts = {file: file.read_text(encoding="utf-8") if file.exists() else "" for file in files}
+    return [
+        file
+        for file, content in files.items()
+        if (isinstance(content, str) and texts[file] != content)
+        or (isinstance(content, Figure) and content.mark() not in texts[file].partition("\n")[0])
+    ]
 
 
-def _mark(figure: Figure) -> str:
-    """What a drawn file says of itself: the same figure, drawn by the same code, has the same."""
-    return f"figure {digest(figure, Path(report_drawing.__file__).read_text(encoding='utf-8'))}"
+def filled(page: str, texts: Mapping[str, str]) -> str:
+    """The page with these texts between their markers; RawError when one has no place there."""
+    names = [match["name"] for match in _MARKED.finditer(page)]
+    if sorted(names) != sorted(texts):
+        raise RawError(
+            "the page needs `<!-- report: NAME -->` and `<!-- end of report: NAME -->`, each on a "
+            f"line of its own, for {', '.join(sorted(texts))}; found {', '.join(names)}"
+        )
+    return _MARKED.sub(
+        lambda match: (
+            f"<!-- report: {match['name']} -->\n\n{texts[match['name']]}\n\n"
+            f"<!-- end of report: {match['name']} -->"
+        ),
+        page,
+    )
 
 
-def _is_current(file: Path, figure: Figure) -> bool:
-    return file.exists() and _mark(figure) in file.read_text(encoding="utf-8").partition("\n")[0]
+def _runs(raws: Sequence[Raw]) -> str:
+    return "\n".join(raw.provenance() for raw in raws)
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 if it is outdated")
-    parser.add_argument("--take", metavar="NAME", help="a result of `make bench` to keep")
+    does = parser.add_mutually_exclusive_group()
+    does.add_argument("--check", action="store_true", help="write nothing; 1 if it is outdated")
+    does.add_argument("--take", metavar="NAME", help="a result of `make bench` to keep")
     parser.add_argument("--as", dest="kept_as", metavar="NAME", help="BENCH-PART; default: as is")
-    parser.add_argument("--results", type=Path, default=BENCH_RESULTS, help="where --take looks")
-    parser.add_argument("--docs", type=Path, default=DOCS, help="where the page is")
     arguments = parser.parse_args(argv)
-    if arguments.check and arguments.take:
-        parser.error("--check writes nothing, so it cannot take a result")
-    if arguments.kept_as and not arguments.take:
-        parser.error("--as names what --take keeps")
     try:
         if name := arguments.take:
-            folder = arguments.docs / "results" / "raw"
-            print(
-                f"kept: {take(name, arguments.results, arguments.kept_as or name, folder, TRIMS)}"
-            )
-        made = report(arguments.docs)
-    except (RawError, PageError) as error:
+            kept_as = arguments.kept_as or name
+            print(f"kept: {take(name, BENCH_RESULTS, kept_as, DOCS / 'results' / 'raw')}")
+        files = wanted()
+    except RawError as error:
         print(error, file=sys.stderr)
         return 2
-    for line in made.missing:
-        print(line, file=sys.stderr)
-    if arguments.check:
-        outdated = made.outdated()
-        for file in outdated:
-            print(f"{file} is outdated: run `make report`", file=sys.stderr)
-        return 1 if outdated else 0
-    made.write()
-    print(f"written: {made.page_file}, {len(made.figures)} figures")
-    return 0
+    for file in (old := outdated(files)):
+        if not arguments.check:
+            content = files[file]
+            file.write_text(content if isinstance(content, str) else svg(content), encoding="utf-8")
+        print(f"{file} {'is outdated: run `make report`' if arguments.check else 'is written'}")
+    return 1 if old and arguments.check else 0
 
 
 if __name__ == "__main__":

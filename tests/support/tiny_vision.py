@@ -181,22 +181,6 @@ TINY_VISION = TinyVision(
     engine_args=_BASE.engine_args,
 )
 
-BENCH_VISION = replace(
-    TINY_VISION,
-    name="qwen3.5-vision-bench",
-    config={
-        **CONFIG,
-        "vision_config": {
-            **CONFIG["vision_config"],
-            "depth": 8,
-            "hidden_size": 384,
-            "intermediate_size": 384,
-            "num_heads": 6,
-        },
-    },
-)
-"""The same with a vision tower that takes longer than the language model, as images do on GPUs."""
-
 IMAGE_ARGS = ("--limit-mm-per-prompt", '{"image": 8, "video": 0}')
 """What an engine needs beside `TINY_VISION.engine_args`."""
 

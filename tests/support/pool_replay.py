@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from kvmanager.hashing import KEY_BYTES
-from kvmanager.pool.eviction import EvictionPolicy
 from kvmanager.pool.placement import StatePlacement
 from kvmanager.pool.pool import HybridPool
 from kvmanager.pool.records import PoolChange, PrefixMatch
@@ -54,7 +53,6 @@ class ReplayConfig:
     arena_block_bytes: int
     num_arena_blocks: int
     placement: StatePlacement = field(default_factory=StatePlacement)
-    policy: EvictionPolicy | None = None
     chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -76,7 +74,6 @@ class ReplayResult:
     num_blocks: int = 0
     hit_blocks: int = 0
     kv_hit_blocks: int = 0
-    input_tokens: int = 0
     request_hit_tokens: list[int] = field(default_factory=list)
     held_bytes: dict[PartKind, int] = field(default_factory=lambda: dict.fromkeys(PartKind, 0))
     """At the end."""
@@ -84,25 +81,10 @@ class ReplayResult:
     """Ever written."""
     evictions: dict[PartKind, int] = field(default_factory=lambda: dict.fromkeys(PartKind, 0))
     """Parts."""
-    mean_held_bytes: float = 0.0
-    """Over the moments at which requests arrive."""
 
     @property
     def hit_tokens(self) -> int:
         return sum(self.request_hit_tokens)
-
-    @property
-    def block_hit_ratio(self) -> float:
-        return self.hit_blocks / self.num_blocks if self.num_blocks else 0.0
-
-    @property
-    def token_hit_ratio(self) -> float:
-        return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
-
-    @property
-    def hit_tokens_per_gb(self) -> float:
-        """Of 10**9 bytes held on average."""
-        return self.hit_tokens / self.mean_held_bytes * 1e9 if self.mean_held_bytes else 0.0
 
 
 def replay(requests: Iterable[ReplayRequest], config: ReplayConfig) -> ReplayResult:
@@ -122,19 +104,13 @@ class _Replay:
         self._pool = HybridPool(
             BlockAllocator(config.num_arena_blocks),
             config.arena_block_bytes,
-            policy=config.policy,
             listener=self._on_change,
         )
 
     def run(self, requests: Iterable[ReplayRequest]) -> ReplayResult:
-        result = self._result
-        held_bytes = 0
         for request in requests:
-            held_bytes += sum(result.held_bytes.values())
             self._serve(request)
-        num_requests = len(result.request_hit_tokens)
-        result.mean_held_bytes = held_bytes / num_requests if num_requests else 0.0
-        return result
+        return self._result
 
     def _on_change(self, change: PoolChange) -> None:
         part = change.shape.parts[change.part]
@@ -167,7 +143,6 @@ class _Replay:
         result = self._result
         hit_tokens = min(match.num_blocks * self._shape.block_tokens, request.input_tokens - 1)
         result.request_hit_tokens.append(max(0, hit_tokens))
-        result.input_tokens += request.input_tokens
         result.num_blocks += len(request.block_ids)
         result.hit_blocks += match.num_blocks
         result.kv_hit_blocks += match.kv_blocks
