@@ -1,4 +1,4 @@
-"""Hostile peers: whatever bytes come, only PeerErrors, whole memory, and bounds.
+"""Hostile peers without sockets: whatever bytes come, only PeerErrors, whole memory, and bounds.
 
 The same attacks are driven by coverage in tests/fuzz.
 """
@@ -15,7 +15,6 @@ from attacks import (
     ReceiverUnderFire,
     attack_reader,
     attack_receiver,
-    attack_sender,
 )
 from hostile import SIZES_BYTES, GuardedSpace, forge, held_bytes, own_greeting
 from hypothesis import given, settings
@@ -47,12 +46,6 @@ def test_a_reader_gives_the_same_frames_however_hostile_bytes_are_cut(script: by
 @given(scripts)
 def test_a_receiver_keeps_its_promises_to_three_hostile_connections(script: bytes) -> None:
     attack_receiver(script)
-
-
-@few
-@given(scripts)
-def test_a_sender_keeps_its_promises_to_a_hostile_receiver(script: bytes) -> None:
-    attack_sender(script)
 
 
 def new_session() -> ReceiverSession:
