@@ -197,9 +197,9 @@ async def test_a_killed_receiving_agent_ends_in_local_prefill(faulty: Faulty) ->
     record = await faulty.ask_while("receiving agent killed", faulty.region.agent("b1").kill)
     record = await settled_record(faulty.region, record["request_id"])
     assert record["first_route"] == "prefill_cluster", record
-    # The decode engine may have answered by itself before the sender gave up: then the record has
-    # neither an error nor a transfer.
-    assert record["prefill_error"] or not record["transfer_bytes"], record
+    # Whether the sender gave up before the decode engine had answered by itself, and so whether
+    # there is an error, is a race.
+    assert not record["transfer_bytes"], record
 
 
 @pytest.mark.parametrize("answered", [False, True])

@@ -1,11 +1,14 @@
-"""Attacks on both ends of a connection without sockets, by scripts made from bytes.
+"""Attacks on both ends of a connection, by scripts made from bytes.
 
 `attack_reader`, `attack_receiver` and `attack_sender` raise AssertionError when a promise of the
-transport breaks, and let every exception through that is not a PeerError.
+transport breaks, and let every exception through that is not a PeerError. The first two need no
+socket; the sender is a whole one, with its threads and connections.
 """
 
 from __future__ import annotations
 
+import logging
+import socket
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,14 +23,15 @@ from hostile import (
     own_greeting,
     pieces,
 )
-from transport_doubles import MemoryNetwork, MemoryRegistry, MemorySpace, make_spec
+from transport_doubles import MemorySpace, RecordingListener, make_spec
+from transport_network import WELCOME, PlayedReceiver, is_readable
 
 from transport.config import TransportConfig
-from transport.errors import LocalError, PeerError, TransportError
+from transport.errors import PeerError, TransportError
 from transport.interfaces import TransferState
 from transport.receiving.incoming_transfer import IncomingTransfer
 from transport.receiving.reception import Reception
-from transport.sending.outgoing import OutgoingState
+from transport.sending.sender import OutgoingTransfer, Sender
 from transport.wire.frame_reader import FrameReader, Step
 from transport.wire.frames import (
     MAX_CONTROL_BYTES,
@@ -36,10 +40,12 @@ from transport.wire.frames import (
     decode_ranges,
     decode_reason,
 )
-from transport.wire.handshake import decode_hello, own_hello
+from transport.wire.handshake import decode_hello
 from transport.wire.ranges import IntervalSet
 from transport.wire.receiver_session import ReceiverSession
 from transport.wire.sender_session import SenderSession
+
+logger = logging.getLogger("prfaas.transport")
 
 CONFIG = TransportConfig(
     frame_bytes=300,
@@ -49,6 +55,9 @@ CONFIG = TransportConfig(
     handshake_timeout_s=5,
     max_transfers_per_connection=3,
     max_ranges_per_transfer=20,
+)
+SENDER_CONFIG = replace(
+    CONFIG, num_connections=2, autotune=False, reconnect_first_s=0.001, reconnect_max_s=0.001
 )
 MAX_SESSION_BYTES = 2 * MAX_CONTROL_BYTES + 64 * 1024 + CONFIG.ack_batch_bytes * 100
 """What one session may hold under CONFIG: a control body and its copy, a sink of 64 KiB or repeated
@@ -277,64 +286,84 @@ def attack_receiver(data: bytes) -> None:
     assert all(fire.reception.transfers.find(key) is None for key in fire.frozen)
 
 
-# SenderSession and LinkCore.
+# A sender and its links.
+
+
+class Unexpected(logging.Handler):
+    """Keeps what a sender logs as an error: no receiver may cause an exception of another kind."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(self.format(record))
 
 
 class SenderUnderFire:
-    """The sending end of a link whose receiver says what the test makes it say."""
+    """A sender, with its own threads, whose receiver says what the test makes it say."""
 
     def __init__(self) -> None:
-        self.network = MemoryNetwork(CONFIG, MemoryRegistry())
+        self.unexpected = Unexpected()
+        logger.addHandler(self.unexpected)
+        self.listener = RecordingListener()
         self.contents: list[tuple[bytearray, bytes]] = []
-        self.transfers: list[OutgoingState] = []
+        self.transfers: list[OutgoingTransfer] = []
+        self._receiver = PlayedReceiver()
+        self._sender = Sender(SENDER_CONFIG)
+        self.lines: dict[int, socket.socket] = {}
         for number, nbytes in enumerate(SIZES_BYTES):
             data = bytearray((number + index) % 256 for index in range(nbytes))
             self.contents.append((data, bytes(data)))
-            transfer = self.network.open(make_spec(number), MemorySpace(data, 256))
-            self.network.ready(transfer, 0, nbytes - nbytes // 3)
+            spec = make_spec(number, self._receiver.endpoint)
+            transfer = self._sender.open(spec, MemorySpace(data, 256), self.listener)
+            transfer.ready(0, nbytes - nbytes // 3)
             self.transfers.append(transfer)
 
-    def connect(self, *, welcomed: bool) -> int:
-        number = self.network.connect()
-        if welcomed:
-            hello = own_hello(b"R" * 16, CONFIG.max_frame_bytes)
-            self.hear(number, hello.encode(FrameType.WELCOME))
-        return number
+    @property
+    def is_over(self) -> bool:
+        """Whether all transfers have ended, after which nobody connects any more."""
+        return len(self.listener.completed) + len(self.listener.failed) >= len(self.transfers)
 
-    def hear(self, number: int, data: bytes) -> None:
-        """The receiver says `data` on this connection."""
-        connection = self.network.connections.get(number)
-        if connection is None:
+    def connect(self, line: int, *, welcomed: bool = True) -> None:
+        try:
+            sock = self._receiver.accept(WELCOME if welcomed else b"", timeout_s=0.05)
+        except OSError:
             return
-        connection.to_sender += data
-        self.network.answer(number, len(data))
-        assert held_bytes(connection.sender) < MAX_CONTROL_BYTES + 8192
-        self.check()
+        self.lines[line] = sock
+        # What comes together with WELCOME only ends the connection.
+        is_readable(sock, 0.005)
 
-    def send(self, number: int) -> None:
-        """The next work of this connection goes where nobody reads it."""
-        if self.network.send(number):
-            self.network.connections[number].to_receiver.clear()
-        self.check()
+    def say(self, line: int, data: bytes) -> None:
+        """On one of two lines, if it stands. Nobody looks at what the sender sends."""
+        sock = self.lines.get(line)
+        if sock is None:
+            return
+        try:
+            sock.sendall(data)
+            is_ended = is_readable(sock, 0.0) and not sock.recv(1 << 16)
+        except OSError:
+            is_ended = True
+        if is_ended:
+            self.cut(line)
+
+    def cut(self, line: int) -> None:
+        if (sock := self.lines.pop(line, None)) is not None:
+            sock.close()
 
     def check(self) -> None:
-        self.network.core.check_invariants()
         for data, original in self.contents:
             assert data == original, "what is to be sent was written to"
 
     def end(self) -> None:
         """Whatever was said, every transfer ends, and its owner hears so once."""
-        network, listener = self.network, self.network.listener
-        for number in list(network.connections):
-            network.cut(number)
-        for transfer in self.transfers:
-            network.ready(transfer, 0, transfer.nbytes)
-        for _ in range(3):
-            network.now_s += CONFIG.idle_timeout_s
-            network.expire()
-            self.check()
-        ends = sorted([*listener.completed, *listener.failed])
+        self._sender.close()
+        self._receiver.close()
+        logger.removeHandler(self.unexpected)
+        self.check()
+        ends = sorted([*self.listener.completed, *self.listener.failed])
         assert ends == sorted(make_spec(number).transfer_id for number in range(len(SIZES_BYTES)))
+        assert not self.unexpected.messages, self.unexpected.messages[0]
 
 
 def attack_sender(data: bytes) -> None:
@@ -342,26 +371,24 @@ def attack_sender(data: bytes) -> None:
     choices = Choices(data)
     fire = SenderUnderFire()
     forger = Forger(choices, (FrameType.ACK, FrameType.OPENED))
-    numbers = [fire.connect(welcomed=bool(choices.below(8))) for _ in range(2)]
+    for line in range(2):
+        fire.connect(line, welcomed=bool(choices.below(8)))
     for _ in range(40):
-        if not choices:
+        if not choices or fire.is_over:
             break
-        slot, action = choices.below(2), choices.below(16)
+        line, action = choices.below(2), choices.below(16)
         if action == 15:
-            fire.network.now_s += choices.below(20)
-            fire.network.expire()
-        elif action == 14:
-            fire.network.cut(numbers[slot])
-        elif action == 13:
+            fire.cut(line)
+        elif action >= 12:
             transfer = fire.transfers[choices.below(len(fire.transfers))]
-            fire.network.core.cancel(transfer, LocalError("cancelled", "test"), fire.network.now_s)
-        elif action >= 9:
-            fire.send(numbers[slot])
+            if action == 14:
+                transfer.cancel("test")
+            transfer.ready(0, transfer.progress().nbytes)
         else:
             for piece in pieces(choices, forger.next()) if action & 1 else [forger.next()]:
-                fire.hear(numbers[slot], piece)
-        if numbers[slot] not in fire.network.connections:
-            numbers[slot] = fire.connect(welcomed=True)
+                fire.say(line, piece)
+        if line not in fire.lines:
+            fire.connect(line)
     fire.end()
 
 

@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing of ReceiverSession, Reception and Landing; see run.py.
+"""Coverage-guided fuzzing of ReceiverSession and Reception; see run.py.
 
 Run: python tests/fuzz/fuzz_receiver_session.py [libFuzzer options] [FILE ...]
 A FILE is an input to repeat.

@@ -64,7 +64,7 @@ def _run(command: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description="Fuzz the transport without sockets.")
+    parser = argparse.ArgumentParser(description="Fuzz both ends of the transport.")
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}")
     parser.add_argument("--seconds", type=int, default=60, help="for each target (60)")
     options = parser.parse_args(argv)

@@ -84,6 +84,7 @@ def test_a_small_piece_is_sent_by_the_caller(pair: LoopbackPair) -> None:
     handle.ready_ranges([(65 * KIB - 1, 1), (64 * KIB, KIB - 1)])
     assert pair.listener.wait(handle.transfer_id) is None
     assert landed == space.data
+    assert len(space.readers) == 2  # ranges that touch are read and sent as one
 
 
 def test_listeners_are_told_by_other_threads(pair: LoopbackPair) -> None:

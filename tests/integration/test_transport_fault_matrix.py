@@ -17,8 +17,7 @@ from dataclasses import replace
 import pytest
 from fault_settings import FAULT_CONFIG as CONFIG
 from fault_settings import matrix
-from transport_doubles import MemoryNetwork, MemoryRegistry, MemorySpace, make_spec
-from transport_loopback import FaultRig, Phase
+from transport_loopback import FaultRig, Phase, eventually
 
 from transport import LinkError, LocalError, TlsFiles
 
@@ -220,24 +219,21 @@ def test_an_open_that_arrives_after_the_sender_gave_up_holds_no_memory() -> None
 
 
 def test_a_cancel_that_is_lost_is_not_the_last_word() -> None:
-    """It was sent on one connection that died; the other still keeps the receiver waiting."""
-    registry = MemoryRegistry()
-    network = MemoryNetwork(CONFIG, registry)
-    spec, space = make_spec(1), MemorySpace(bytearray(4 * CONFIG.frame_bytes))
-    registry.expect(spec, MemorySpace(bytearray(space.nbytes)))
-    first, second = network.connect(), network.connect()
-    network.run()
-    transfer = network.open(spec, space)
-    network.ready(transfer, 0, 2 * CONFIG.frame_bytes)
-    network.send(first)
-    network.send(second)
-    network.run()
-    network.core.cancel(transfer, LocalError("cancelled", "no longer wanted"), network.now_s)
-    assert network.send(first)
-    network.now_s += CONFIG.ack_timeout_s
-    network.expire()
-    assert network.listener.failed[spec.transfer_id].code == "cancelled"
-    network.cut(first)
-    network.now_s += CONFIG.idle_timeout_s
-    network.expire()
-    assert spec.transfer_id in registry.failed
+    """The sender gives up waiting for an answer to it. Then it must not keep any connection open on
+    which the receiver would wait for the rest.
+    """
+    with closing(FaultRig(IMPATIENT)) as rig:
+        rig.bring_to(Phase.DURING)
+        assert rig.handle is not None
+        rig.handle.cancel("no longer wanted")
+        error = rig.outcome(CONFIG.ack_timeout_s + 2)
+        assert isinstance(error, LocalError)
+        assert error.code == "cancelled"
+        eventually(lambda: rig.pair.sender.num_connections(rig.proxy.endpoint) == 0)
+        rig.proxy.cut()
+        rig.proxy.resume()
+        told = rig.pair.registry.wait(rig.transfer_id, IMPATIENT.idle_timeout_s + 2)
+        assert isinstance(told, LinkError)
+        assert told.code == "idle"
+        rig.check_usable()
+        rig.check_left_nothing()

@@ -12,7 +12,10 @@ from dataclasses import replace
 
 import psutil
 import pytest
+from attacks import attack_sender
 from hostile import forge, own_greeting
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transport_doubles import MemorySpace, make_spec
 from transport_loopback import LoopbackPair
 
@@ -229,6 +232,13 @@ def test_a_stalled_frame_loses_its_connection_and_its_memory(arena: Arena) -> No
     assert arena.registry.wait(spec.transfer_id, 10) is not None
     arena.registry.expected.clear()
     space.release()  # BufferError while anybody holds a view
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.one_of(st.binary(max_size=60), st.binary(min_size=300, max_size=900)))
+def test_a_sender_keeps_its_promises_to_a_hostile_receiver(script: bytes) -> None:
+    """The same attack is driven by coverage in tests/fuzz."""
+    attack_sender(script)
 
 
 def test_more_transfers_than_allowed_are_refused_and_the_others_live(arena: Arena) -> None:

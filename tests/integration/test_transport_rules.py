@@ -1,73 +1,183 @@
 """What a sender owes its users whatever the receiver does: an end for each transfer, right counts,
-and connections that live as long as the settings say. The receivers are raw sockets.
+and connections that live as long as the settings say. The test plays most of the receivers.
 """
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import pytest
-from hostile import own_greeting
 from open_sockets import open_sockets
 from transport_doubles import MemorySpace, RecordingListener, make_spec
 from transport_loopback import LoopbackPair, eventually
+from transport_network import (
+    WELCOME,
+    Network,
+    PlayedReceiver,
+    answer,
+    is_ended,
+    opening,
+    played_sender,
+)
 
-from transport import Endpoint, Sender, TransportConfig
-from transport.testing.proxy import HurtfulProxy
-from transport.wire.frames import FrameType, encode_data_header, encode_frame, encode_open
-from transport.wire.handshake import own_hello
+from transport import PeerError, Sender, TransportConfig
+from transport.wire.frames import FrameType, encode_data_header, encode_frame, encode_ranges
+from transport.wire.handshake import Hello
 
-CONFIG = TransportConfig(num_connections=1, autotune=False)
+CONFIG = TransportConfig(num_connections=1, autotune=False, reconnect_first_s=0.001)
 MIB = 1 << 20
-WELCOME = own_hello(b"R" * 16, MIB).encode(FrameType.WELCOME)
+ID = make_spec(1).transfer_id
+OTHER_RELEASE = Hello(5, 6, MIB, 0, bytes(16)).encode(FrameType.WELCOME)
+LONG_S = 60.0
+"""Far more than a test takes: a wait that lasts so long was not woken."""
 
 
-def test_what_ended_before_the_receiver_broke_a_rule_is_reported() -> None:
+@pytest.fixture
+def played() -> Iterator[PlayedReceiver]:
+    with closing(PlayedReceiver()) as played:
+        yield played
+
+
+@pytest.fixture
+def sender() -> Iterator[Sender]:
+    with closing(Sender(CONFIG)) as sender:
+        yield sender
+
+
+@pytest.mark.parametrize(
+    "broken_rule",
+    [WELCOME, encode_ranges(FrameType.ACK, make_spec(2).transfer_id, [(0, 1)])],
+    ids=["a second WELCOME", "an ACK of what was never sent"],
+)
+def test_what_ended_before_the_receiver_broke_a_rule_is_reported(
+    broken_rule: bytes, sender: Sender, played: PlayedReceiver
+) -> None:
     """The end and the broken rule arrive in one piece."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as server:
-        port = server.getsockname()[1]
-        spec, listener = make_spec(1, Endpoint("127.0.0.1", port)), RecordingListener()
+    listener = RecordingListener()
+    transfer = sender.open(make_spec(1, played.endpoint), MemorySpace(bytearray(1000)), listener)
+    sender.open(make_spec(2, played.endpoint), MemorySpace(bytearray(1)), listener)
+    transfer.ready(0, 1000)
+    receiver = played.accept()
+    answer(receiver, bytes(1000))
+    receiver.sendall(encode_frame(FrameType.COMPLETE, ID) + broken_rule)
+    assert listener.wait(ID) is None
+    assert is_ended(receiver)
 
-        def receive() -> None:
-            with suppress(OSError), server.accept()[0] as peer:
-                peer.sendall(WELCOME)
-                peer.recv(1 << 16, socket.MSG_WAITALL)
-                peer.sendall(encode_frame(FrameType.COMPLETE, spec.transfer_id) + WELCOME)
-                while peer.recv(1 << 16):
-                    pass
 
-        receiving = threading.Thread(target=receive, daemon=True)
-        receiving.start()
-        with closing(Sender(CONFIG)) as sender:
-            transfer = sender.open(spec, MemorySpace(bytearray(MIB)), listener)
-            transfer.ready(0, MIB)
-            assert listener.wait(spec.transfer_id) is None
-        receiving.join(10)
+@pytest.mark.parametrize(
+    ("lie", "words"),
+    [
+        (encode_ranges(FrameType.ACK, ID, [(50, 150)]), "never sent"),
+        (encode_ranges(FrameType.OPENED, ID, [(0, 1001)]), "beyond the transfer"),
+        (encode_frame(FrameType.HELLO), "unexpected HELLO from a receiver"),
+    ],
+    ids=["ACK", "OPENED", "HELLO"],
+)
+def test_a_receiver_that_lies_loses_its_connection_and_the_transfer_goes_on(
+    lie: bytes, words: str, sender: Sender, played: PlayedReceiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = RecordingListener()
+    transfer = sender.open(make_spec(1, played.endpoint), MemorySpace(bytearray(1000)), listener)
+    transfer.ready(0, 100)
+    with caplog.at_level(logging.INFO, "prfaas.transport"):
+        liar = played.accept()
+        answer(liar, bytes(100))
+        liar.sendall(lie)
+        assert is_ended(liar)
+        honest = played.accept()
+        answer(honest, bytes(100))
+    assert words in caplog.text
+    assert transfer.progress().acked_bytes == 0
+    honest.sendall(encode_frame(FrameType.COMPLETE, ID))
+    assert listener.wait(ID) is None
+
+
+def test_a_receiver_cannot_scatter_acknowledgements_without_end(played: PlayedReceiver) -> None:
+    """Each range costs the sender memory, as it does a receiver, and has the same limit."""
+    listener = RecordingListener()
+    with closing(Sender(replace(CONFIG, max_ranges_per_transfer=20))) as sender:
+        spec = make_spec(1, played.endpoint)
+        sender.open(spec, MemorySpace(bytearray(1000)), listener).ready(0, 1000)
+        receiver = played.accept()
+        answer(receiver, bytes(1000))
+        scattered = [(start, start + 1) for start in range(0, 1000, 2)]
+        receiver.sendall(encode_ranges(FrameType.ACK, ID, scattered))
+        error = listener.wait(ID)
+        assert isinstance(error, PeerError)
+        assert error.code == "fragmented"
+
+
+@pytest.mark.parametrize("code", ["unreachable", "cancelled", "version", "closed"])
+def test_waiting_for_acknowledgements_ends_with_the_transfer(
+    code: str, played: PlayedReceiver
+) -> None:
+    config = replace(CONFIG, handshake_timeout_s=0.2, ack_timeout_s=0.2, idle_timeout_s=0.5)
+    listener, answers = RecordingListener(), list[bool]()
+    with closing(Sender(config if code == "unreachable" else CONFIG)) as sender:
+        spec = make_spec(1, played.endpoint)
+        transfer = sender.open(spec, MemorySpace(bytearray(100)), listener)
+        waiting = threading.Thread(
+            target=lambda: answers.append(transfer.wait_acked(1, LONG_S)), daemon=True
+        )
+        waiting.start()
+        time.sleep(0.05)  # mostly until it waits
+        if code == "cancelled":
+            transfer.cancel("not wanted any more")
+        elif code == "version":
+            played.accept(OTHER_RELEASE)
+        elif code == "closed":
+            sender.close()
+        error = listener.wait(spec.transfer_id)
+        waiting.join(5)
+    assert answers == [False]
+    assert error is not None
+    assert error.code == code
+
+
+def test_a_refusal_ends_what_was_open_when_its_connection_was_begun(
+    sender: Sender, played: PlayedReceiver
+) -> None:
+    """What is opened later may meet a receiver that was replaced meanwhile."""
+    early, late = make_spec(1, played.endpoint), make_spec(2, played.endpoint)
+    listener = RecordingListener()
+    sender.open(early, MemorySpace(bytearray(1)), listener)
+    first = played.accept(b"")
+    sender.open(late, MemorySpace(bytearray(1)), listener)
+    first.sendall(OTHER_RELEASE)
+    for spec in (early, late):
+        error = listener.wait(spec.transfer_id)
+        assert isinstance(error, PeerError)
+        assert error.code == "version"
+        if spec is early:
+            played.accept(OTHER_RELEASE)  # without `late` nobody would come
 
 
 def test_bytes_that_only_opened_acknowledges_count_as_acknowledged() -> None:
     """The acknowledgements of a connection that breaks are lost, and the next one's OPENED lists
     what arrived.
     """
-    with closing(LoopbackPair(CONFIG)) as pair, closing(HurtfulProxy(pair.endpoint)) as proxy:
-        transfer, _ = pair.begin(1, bytearray(MIB), via=proxy.endpoint)
-        eventually(lambda: transfer.progress().num_connections == 1)
-        proxy.swallow("backward")
-        transfer.ready(0, MIB - 1)
+    with closing(Network(CONFIG)) as network:
+        transfer = network.open(1, bytes(MIB))
+        eventually(network.is_connected)
+        network.proxy.swallow("backward")
+        transfer.handle.ready(0, MIB - 1)
 
         def landed_bytes() -> int:
-            progress = pair.receiver.progress(transfer.transfer_id)
+            progress = network.receiver.progress(transfer.id)
             return progress.acked_bytes if progress else 0
 
         eventually(lambda: landed_bytes() == MIB - 1)
-        assert transfer.progress().acked_bytes == 0
-        proxy.heal()
-        transfer.ready(MIB - 1, 1)
-        assert pair.listener.wait(transfer.transfer_id) is None
-        link = pair.sender.link_state(proxy.endpoint)
+        assert transfer.handle.progress().acked_bytes == 0
+        network.proxy.heal()
+        transfer.ready()
+        assert network.listener.wait(transfer.id) is None
+        link = network.sender.link_state(network.proxy.endpoint)
         assert link is not None
         assert link.acked_bytes == MIB
 
@@ -105,13 +215,10 @@ def test_a_receiver_closes_in_time_whatever_its_connections_do() -> None:
         for number in range(12):
             spec = make_spec(number, pair.endpoint)
             pair.registry.expect(spec, MemorySpace(bytearray(MIB)))
-            sock = socket.create_connection((pair.endpoint.host, pair.endpoint.port), 10)
-            stack.enter_context(sock)
-            fields = {"token": spec.token, "fingerprint": spec.fingerprint}
-            opening = encode_open(spec.transfer_id, nbytes=MIB, **fields)  # type: ignore[arg-type]
+            sock = stack.enter_context(played_sender(pair.endpoint))
             body = bytes(MIB)
             header = encode_data_header(spec.transfer_id, 0, [body])
-            sock.sendall(own_greeting() + opening + header + body[:-1])
+            sock.sendall(opening(spec, MIB) + header + body[:-1])
         eventually(lambda: pair.registry.num_asked == 12)
         time.sleep(0.2)  # until the frames have been begun
         began_s = time.monotonic()

@@ -53,6 +53,15 @@ async def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> 
             await asyncio.sleep(0.01)
 
 
+async def looked_at(engine: "FakeEngine") -> None:
+    """Wait until a front that drains the engine has seen twice in a row that it does nothing, which
+    is what the front waits for.
+    """
+    # It also looks by itself, at less than half of the rate.
+    wanted = engine.num_looks + 8
+    await eventually(lambda: engine.num_looks >= wanted)
+
+
 def prefill_job(
     number: int, *, num_tokens: int = 8, priority: int = 0, model: str = ""
 ) -> PrefillJob:
@@ -345,7 +354,7 @@ class FakeEngine:
     other than 200 refuses them;
     `before_answer` sees each body first. `requests` are the bodies seen, with `headers`, `running`
     what has not been answered, `num_aborted` connections closed early. Its metrics tell of
-    `waiting` requests, `deferred` ones among them, and of KV blocks.
+    `waiting` requests, `deferred` ones among them, and of KV blocks; `num_looks` counts who asked.
     """
 
     def __init__(self, agent: FakeAgent | None = None) -> None:
@@ -354,6 +363,7 @@ class FakeEngine:
         self.headers: list[Mapping[str, str]] = []
         self.running = 0
         self.num_aborted = 0
+        self.num_looks = 0
         self.status = 200
         self.healthy = True
         self.waiting = 0
@@ -409,6 +419,7 @@ class FakeEngine:
         return web.Response(status=200 if self.healthy else 503)
 
     async def _metrics(self, _request: web.Request) -> web.Response:
+        self.num_looks += 1
         return web.Response(
             text=f'vllm:num_requests_running{{engine="0"}} {float(self.running)}\n'
             f'vllm:num_requests_waiting{{engine="0"}} {float(self.waiting)}\n'

@@ -16,12 +16,14 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from transport.endpoint import Endpoint
 
 Direction = Literal["forward", "backward"]
 """forward: from whoever connected to the proxy towards its target; backward: the answers."""
+Fault = Literal["cut", "flip", "hold", "reset"]
+"""cut, reset: the connection ends at both sides; hold: nothing passes until `resume`."""
 
 BOTH: Final[tuple[Direction, ...]] = ("forward", "backward")
 MAX_HELD_BYTES: Final = 256 * 1024
@@ -39,11 +41,27 @@ class _Pipe:
     held: deque[tuple[float, memoryview]] = field(default_factory=deque)
     """What was read and not yet passed on, each with the instant before which it must not leave."""
     held_bytes: int = 0
+    num_read: int = 0
+    """Bytes that the source has sent so far."""
+    faults: list[tuple[int, Fault]] = field(default_factory=list)
+    """Each with the number of bytes before it; sorted."""
     is_swallowing: bool = False
     is_read_out: bool = False
     """The source said its end."""
     is_ended: bool = False
     """And the sink was told."""
+
+    @property
+    def fault(self) -> Fault | None:
+        """What strikes before the next byte moves."""
+        return self.faults[0][1] if self.faults and self.faults[0][0] <= self.num_read else None
+
+    @property
+    def room(self) -> int:
+        """Bytes that may be read before something else strikes."""
+        if self.fault is None:
+            return self.faults[0][0] - self.num_read if self.faults else MAX_HELD_BYTES
+        return 1 if self.fault == "flip" else 0
 
 
 @dataclass(slots=True)
@@ -62,7 +80,8 @@ class HurtfulProxy:
     `damage(data, is_forward)` may change bytes on their way. While `flows` is clear nothing moves.
     `bytes_per_read` slows things down, so that a test can act in the middle of a transfer.
     `delay_s(connection, is_forward)` keeps what a connection (numbered from 1) carries that long,
-    so that connections overtake each other. A reset or an end passes through like bytes do.
+    so that connections overtake each other. `strike` hurts one connection at one byte. A reset or
+    an end passes through like bytes do.
     """
 
     def __init__(self, target: Endpoint) -> None:
@@ -79,6 +98,7 @@ class HurtfulProxy:
         self._connections: dict[int, _Connection] = {}
         self._stalled: set[Direction] = set()
         self._swallowed: set[Direction] = set()
+        self._planned: dict[int, list[tuple[Direction, int, Fault]]] = {}
         self._commands: deque[tuple[Callable[[], None], threading.Event]] = deque()
         self._bell, self._ringer = socket.socketpair()
         self._bell.setblocking(False)
@@ -89,8 +109,17 @@ class HurtfulProxy:
     # Commands; each has taken effect when it returns.
 
     @property
-    def num_open(self) -> int:
-        return len(self._connections)
+    def open_connections(self) -> list[int]:
+        """Numbers of the connections that are open now, the oldest first."""
+        return list(self._connections)
+
+    def strike(
+        self, fault: Fault, direction: Direction, *, after_bytes: int = 0, connection: int
+    ) -> None:
+        """Hurt a connection once so many more bytes have come in this direction; those arrive.
+        `connection` may be the number of one that is still to be accepted.
+        """
+        self._command(lambda: self._plan(connection, direction, after_bytes, fault))
 
     def cut(self) -> None:
         """End every connection that is open now, at both ends, as a peer that closes would."""
@@ -106,12 +135,8 @@ class HurtfulProxy:
 
     def swallow(self, *directions: Direction) -> None:
         """From now on bytes of all connections, new ones too, vanish: a black hole."""
-
-        def act() -> None:
-            self._swallowed.update(directions or BOTH)
-            self._lose(directions or BOTH)
-
-        self._command(act)
+        self._command(lambda: self._swallowed.update(directions or BOTH))
+        self.vanish(*directions)
 
     def vanish(self, *directions: Direction) -> None:
         """The connections of now lose what is sent on them, ends and resets included, and nobody is
@@ -120,8 +145,8 @@ class HurtfulProxy:
         self._command(lambda: self._lose(directions or BOTH))
 
     def resume(self) -> None:
-        """End a stall."""
-        self._command(self._stalled.clear)
+        """End a stall, and let go of what `strike` holds."""
+        self._command(lambda: self._resume("hold"))
 
     def heal(self) -> None:
         """End every fault; connections that lost bytes are reset."""
@@ -204,7 +229,7 @@ class HurtfulProxy:
             for pipe in connection.pipes:
                 if pipe.direction in self._stalled:
                     continue
-                if not pipe.is_read_out and pipe.held_bytes < MAX_HELD_BYTES:
+                if not pipe.is_read_out and pipe.room and pipe.held_bytes < MAX_HELD_BYTES:
                     waiting = actions.setdefault(pipe.source.fileno(), [])
                     waiting.append((connection, pipe, select.POLLIN))
                 if not pipe.held or pipe.is_swallowing:
@@ -241,11 +266,37 @@ class HurtfulProxy:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         pipes = (_Pipe(near, far, "forward"), _Pipe(far, near, "backward"))
-        connection = _Connection(self.num_accepted, near, far, pipes)
+        connection = _Connection(self.num_accepted, near, far, pipes, bool(self._swallowed))
         for pipe in pipes:
             pipe.is_swallowing = pipe.direction in self._swallowed
-        connection.is_holed = bool(self._swallowed)
         self._connections[connection.number] = connection
+        for direction, after_bytes, fault in self._planned.pop(connection.number, []):
+            self._plan(connection.number, direction, after_bytes, fault)
+
+    def _plan(self, number: int, direction: Direction, after_bytes: int, fault: Fault) -> None:
+        connection = self._connections.get(number)
+        if connection is not None:
+            pipe = connection.pipes[BOTH.index(direction)]
+            pipe.faults.append((pipe.num_read + after_bytes, fault))
+            pipe.faults.sort()
+            self._cut(connection, pipe)
+        elif number > self.num_accepted:
+            self._planned.setdefault(number, []).append((direction, after_bytes, fault))
+
+    def _cut(self, connection: _Connection, pipe: _Pipe) -> bool:
+        """End the connection if that is what strikes now, and all before it has left."""
+        if pipe.fault not in ("cut", "reset") or (pipe.held and not pipe.is_swallowing):
+            return False
+        self._drop(connection, is_reset=pipe.fault == "reset")
+        return True
+
+    def _resume(self, *over: Fault) -> None:
+        self._stalled.clear()
+        for connection in list(self._connections.values()):
+            for pipe in connection.pipes:
+                pipe.faults = [one for one in pipe.faults if one[1] not in over]
+                if self._cut(connection, pipe):
+                    break
 
     def _move(self, connection: _Connection, pipe: _Pipe, event: int) -> None:
         if connection.number not in self._connections:
@@ -263,10 +314,14 @@ class HurtfulProxy:
         self._pass_on_end(connection, pipe)
 
     def _read(self, connection: _Connection, pipe: _Pipe) -> None:
-        data = pipe.source.recv(self.bytes_per_read)
+        data = pipe.source.recv(min(self.bytes_per_read, pipe.room))
         if not data:
             pipe.is_read_out = True
             return
+        if pipe.fault == "flip":
+            pipe.faults.pop(0)
+            data = bytes([data[0] ^ 0x10])
+        pipe.num_read += len(data)
         if pipe.is_swallowing:
             return
         is_forward = pipe.direction == "forward"
@@ -287,6 +342,8 @@ class HurtfulProxy:
         pipe.held_bytes -= count
 
     def _pass_on_end(self, connection: _Connection, pipe: _Pipe) -> None:
+        if self._cut(connection, pipe):
+            return
         if pipe.is_read_out and not pipe.is_ended and (pipe.is_swallowing or not pipe.held):
             pipe.is_ended = True
             if not pipe.is_swallowing:
@@ -317,8 +374,9 @@ class HurtfulProxy:
                     pipe.held_bytes = 0
 
     def _heal(self) -> None:
-        self._stalled.clear()
+        self._resume(*get_args(Fault))
         self._swallowed.clear()
+        self._planned.clear()
         for connection in list(self._connections.values()):
             if connection.is_holed:
                 self._drop(connection, is_reset=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from front_doubles import FakeAgent, FakeEngine
+from front_doubles import FakeAgent, FakeEngine, looked_at
 from prometheus_client import CollectorRegistry
 from untimed_gateway import NOT_TIMED
 
@@ -159,7 +159,7 @@ async def test_orders_need_an_operators_key_and_are_answered_at_once(rig: Rig) -
         "draining",
         False,
     )
-    await asyncio.sleep(0.1)
+    await looked_at(rig.engines["d1"])
     assert (await rig.roles())["d1"] == ("decode", 0)
     rig.engines["d1"].may_answer.set()
     assert await asyncio.gather(*hanging) == [200, 200]

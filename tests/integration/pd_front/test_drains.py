@@ -4,9 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from front_doubles import (
-    eventually,
-)
+from front_doubles import eventually, looked_at
 from pd_front_rig import CONFIG, PdRig, make_rig
 
 from local_pd.errors import NoInstance, RoleRefused
@@ -39,7 +37,8 @@ async def test_draining_waits_for_slots_that_are_held(rig: PdRig) -> None:
     load = rig.embedded._instances.by_name["d0"].load
     await eventually(lambda: load.num_requests == 0)  # nothing but the slot says that work comes
     draining = asyncio.create_task(rig.front.drain("d0"))
-    await asyncio.sleep(0.15)
+    await eventually(lambda: rig.embedded._instances.by_name["d0"].draining)
+    await looked_at(rig.engines["d0"])
     assert not draining.done()
     await rig.front.release(slot, "answered")
     async with asyncio.timeout(5):
@@ -120,7 +119,8 @@ async def test_draining_waits_for_local_prefills(rig: PdRig) -> None:
     job = asyncio.create_task(rig.front.prefill_locally(rig.job_for(slot)))
     await rig.engines["p0"].wait_requests(1)
     draining = asyncio.create_task(rig.front.drain("p0"))
-    await asyncio.sleep(0.1)
+    await eventually(lambda: rig.embedded._instances.by_name["p0"].draining)
+    await looked_at(rig.engines["p0"])
     assert not draining.done()
     rig.engines["p0"].may_answer.set()
     assert (await job).instance == "p0"

@@ -14,6 +14,7 @@ from front_doubles import (
     eventually,
     image_job,
     image_part,
+    looked_at,
 )
 from msgspec import json, structs
 from pd_front_rig import CONFIG
@@ -229,7 +230,8 @@ async def test_a_drain_waits_for_images(apart: Rig) -> None:
     task = asyncio.create_task(apart.front.encode(order_for("d", "a")))
     await engine.wait_requests(1)
     drain = asyncio.create_task(apart.front.drain("e"))
-    await asyncio.sleep(0.1)
+    await eventually(lambda: apart.embedded._instances.by_name["e"].draining)
+    await looked_at(engine)
     assert not drain.done()
     engine.may_answer.set()
     await asyncio.wait_for(drain, 5.0)

@@ -3,9 +3,7 @@
 import asyncio
 
 import msgspec
-from front_doubles import (
-    eventually,
-)
+from front_doubles import eventually, looked_at
 from pd_front_rig import PdRig
 
 
@@ -92,7 +90,8 @@ async def test_requests_whose_kvcache_is_on_its_way_count(rig: PdRig) -> None:
     await eventually(lambda: load.num_requests == 0)  # probes have seen idle engines meanwhile
     assert (await rig.front.report()).running >= 2
     draining = asyncio.create_task(rig.front.drain("d0"))
-    await asyncio.sleep(0.1)
+    await eventually(lambda: rig.embedded._instances.by_name["d0"].draining)
+    await looked_at(rig.engines["d0"])
     assert not draining.done()
     for node in rig.nodes:
         for transfer_id in node.landings:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from transport_doubles import MemoryRegistry, MemorySpace, greeting, make_spec
+from transport_doubles import (
+    MemoryRegistry,
+    MemorySpace,
+    NoConnections,
+    greeting,
+    make_spec,
+)
 
 from transport.codec.codecs import Codec, encode
 from transport.config import TransportConfig
@@ -29,14 +35,6 @@ DATA = bytes(range(200)) * 30
 LOSSLESS = [codec for codec in Codec if codec.is_lossless and codec is not Codec.RAW]
 
 
-class Nobody:
-    """Nobody else is connected."""
-
-    def abort(self, connections: object, error: object) -> None: ...
-
-    def tell(self, connections: object, frame: bytes) -> None: ...
-
-
 class Fixture:
     """A receiver with one open transfer on one raw connection."""
 
@@ -46,7 +44,7 @@ class Fixture:
         self.space = MemorySpace(self.landed, 256)
         self.registry.expect(SPEC, self.space)
         self.config = config
-        self.reception = Reception(config, self.registry, Nobody())
+        self.reception = Reception(config, self.registry, NoConnections())
         self.session = self.connect(1)
 
     def connect(self, number: int) -> ReceiverSession:
@@ -348,7 +346,7 @@ def test_features_of_both_ends_arrive() -> None:
     session = ReceiverSession(
         1,
         config=config,
-        reception=Reception(config, MemoryRegistry(), Nobody()),
+        reception=Reception(config, MemoryRegistry(), NoConnections()),
         instance=b"R" * 16,
         now_s=0.0,
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from attacks import (
@@ -14,25 +15,20 @@ from attacks import (
     ReceiverUnderFire,
     attack_reader,
     attack_receiver,
-    attack_sender,
 )
 from hostile import SIZES_BYTES, GuardedSpace, forge, held_bytes, own_greeting
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transport_doubles import (
-    MemoryNetwork,
-    MemoryRegistry,
-    MemorySpace,
-    make_spec,
-)
+from transport_doubles import MemoryRegistry, MemorySpace, NoConnections, make_spec
 
 from transport.config import TransportConfig
 from transport.errors import PeerError
 from transport.interfaces import TransferState
 from transport.receiving.incoming_transfer import Destination, IncomingTransfer
 from transport.receiving.reception import Reception
-from transport.wire.frames import FrameType, encode_open, encode_ranges
+from transport.wire.frames import FrameType, encode_frame, encode_open
 from transport.wire.receiver_session import ReceiverSession
+from transport.wire.sender_session import SenderSession
 
 KIB = 1024
 
@@ -52,10 +48,40 @@ def test_a_receiver_keeps_its_promises_to_three_hostile_connections(script: byte
     attack_receiver(script)
 
 
-@few
-@given(scripts)
-def test_a_sender_keeps_its_promises_to_a_hostile_receiver(script: bytes) -> None:
-    attack_sender(script)
+def new_session() -> ReceiverSession:
+    """A connection that has said nothing yet."""
+    reception = Reception(CONFIG, MemoryRegistry(), NoConnections())
+    return ReceiverSession(1, config=CONFIG, reception=reception, instance=b"R" * 16, now_s=0)
+
+
+@given(st.binary(max_size=2000), st.booleans(), st.integers(1, 500))
+def test_a_receiver_fed_anything_answers_and_stays_small(
+    garbage: bytes, greets: bool, piece: int
+) -> None:
+    session = new_session()
+    wire = (own_greeting() if greets else b"") + garbage
+    try:
+        for start in range(0, len(wire), piece):
+            session.feed(wire[start : start + piece], 0.0)
+            assert sum(view.nbytes for view in session.buffers()) <= 64 * KIB
+    except PeerError:
+        assert session.outgoing()
+    session.close(0.0)
+
+
+frames = st.tuples(
+    st.sampled_from(list(FrameType)), st.binary(min_size=16, max_size=16), st.binary(max_size=80)
+).map(lambda parts: encode_frame(*parts))
+
+
+@given(st.lists(frames, max_size=8))
+def test_wellformed_frames_out_of_place_end_in_a_peer_error_at_most(wire: list[bytes]) -> None:
+    session = new_session()
+    with suppress(PeerError):
+        session.feed(own_greeting() + b"".join(wire), 0.0)
+    with suppress(PeerError):
+        SenderSession(CONFIG, b"S" * 16).feed(b"".join(wire))
+    session.close(0.0)
 
 
 # A valid conversation, hurt on its way.
@@ -222,24 +248,6 @@ def test_the_end_of_a_scattered_transfer_is_remembered_without_its_ranges() -> N
     reception.cancel(landing, "test", 0.0)
     assert landing.verified_bytes == 2000
     assert held_bytes(vars(landing)) < 8 * KIB
-
-
-@pytest.mark.parametrize("kind", [FrameType.ACK, FrameType.OPENED])
-def test_a_receiver_cannot_scatter_acknowledgements_without_end(kind: FrameType) -> None:
-    """Every range costs the sender memory, as it does a receiver, and has the same limit."""
-    network = MemoryNetwork(CONFIG, MemoryRegistry())
-    number = network.connect()
-    network.run()
-    transfer = network.open(SPEC, MemorySpace(bytearray(NUM_BYTES)))
-    network.ready(transfer, 0, NUM_BYTES)
-    while network.send(number):
-        pass
-    scattered = [(start, start + 1) for start in range(0, NUM_BYTES, 2)]
-    connection = network.connections[number]
-    connection.to_sender += encode_ranges(kind, SPEC.transfer_id, scattered)
-    network.answer(number, len(connection.to_sender))
-    network.check_invariants()
-    assert len(transfer.acked) <= 2 * CONFIG.max_ranges_per_transfer
 
 
 def scattered_landing(num_ranges: int) -> IncomingTransfer:

@@ -9,6 +9,7 @@ from transport_doubles import (
     SENDER_INSTANCE,
     MemoryRegistry,
     MemorySpace,
+    NoConnections,
     greeting,
     make_spec,
 )
@@ -64,21 +65,13 @@ def plain(events: list[Event]) -> list[object]:
     ]
 
 
-class Nobody:
-    """Nobody else is connected."""
-
-    def abort(self, connections: object, error: object) -> None: ...
-
-    def tell(self, connections: object, frame: bytes) -> None: ...
-
-
 class Fixture:
     """A connection that has been greeted at 0 s; `said` is what it answered since."""
 
     def __init__(self, config: TransportConfig = CONFIG) -> None:
         self.registry = MemoryRegistry()
         self.spaces: list[MemorySpace] = []
-        self.reception = Reception(config, self.registry, Nobody())
+        self.reception = Reception(config, self.registry, NoConnections())
         self.session = ReceiverSession(
             7, config=config, reception=self.reception, instance=b"R" * 16, now_s=0.0
         )
@@ -121,7 +114,7 @@ def test_a_greeting_is_answered_with_our_own() -> None:
     session = ReceiverSession(
         7,
         config=config,
-        reception=Reception(config, registry, Nobody()),
+        reception=Reception(config, registry, NoConnections()),
         instance=b"R" * 16,
         now_s=0.0,
     )
@@ -135,7 +128,7 @@ def test_a_greeting_is_answered_with_our_own() -> None:
 
 
 def test_a_sender_of_another_version_is_refused() -> None:
-    reception = Reception(CONFIG, MemoryRegistry(), Nobody())
+    reception = Reception(CONFIG, MemoryRegistry(), NoConnections())
     session = ReceiverSession(7, config=CONFIG, reception=reception, instance=bytes(16), now_s=0.0)
     with pytest.raises(PeerError, match="the sender speaks version 3 to 4") as caught:
         session.feed(Hello(3, 4, 4000, 0, bytes(16)).encode(FrameType.HELLO), 0.0)
@@ -457,14 +450,25 @@ def test_an_error_of_the_sender_ends_the_connection_in_its_words() -> None:
     assert caught.value.code == "version"
 
 
-def test_a_broken_rule_is_told_before_the_connection_ends() -> None:
+@pytest.mark.parametrize(
+    "kind", [FrameType.HELLO, FrameType.WELCOME, FrameType.ACK, FrameType.COMPLETE]
+)
+def test_a_broken_rule_is_told_before_the_connection_ends(kind: FrameType) -> None:
     fixture = Fixture()
     with pytest.raises(PeerError) as caught:
-        fixture.session.feed(encode_frame(FrameType.COMPLETE), 5.0)
+        fixture.session.feed(encode_frame(kind), 5.0)
     error = caught.value
-    assert (error.code, error.message) == ("protocol", "unexpected COMPLETE from a sender")
+    assert (error.code, error.message) == ("protocol", f"unexpected {kind.name} from a sender")
     assert fixture.session.outgoing() == encode_reason(FrameType.ERROR, error.code, error.message)
     assert fixture.session.deadline_s == 100.0
+
+
+def test_data_beyond_the_transfer_ends_the_connection() -> None:
+    fixture = Fixture()
+    fixture.open(nbytes=1000)
+    with pytest.raises(PeerError, match="up to byte 1001 of a transfer that has 1000"):
+        fixture.data(900, 1001)
+    assert fixture.registry.failed == {}
 
 
 def test_a_connection_that_is_gone_serves_no_transfer_and_holds_no_memory() -> None:
