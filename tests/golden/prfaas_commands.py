@@ -5,6 +5,7 @@ Golden tests of commands share it: what stands in golden files went through `pla
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -60,11 +61,25 @@ def ran(words: Iterable[str]) -> tuple[int, str]:
 def said(words: Iterable[str], names: Mapping[str, str] | None = None) -> str:
     """The command line, what it prints, and its exit status if that is not 0."""
     words = list(words)
-    status, output = ran(words)
-    lines = [f"$ prfaas {shlex.join(words)}", *output.splitlines()]
+    return shown(words, *ran(words), names)
+
+
+def shown(
+    words: Iterable[str], status: int, output: str, names: Mapping[str, str] | None = None
+) -> str:
+    """`said` for a command that ran elsewhere."""
+    lines = [f"$ prfaas {shlex.join(words)}", *map(_readable, output.splitlines())]
     if status:
         lines.append(f"[{status}]")
     return plain("\n".join([*lines, ""]), names)
+
+
+def _readable(line: str) -> str:
+    """A line, or where it is JSON many short ones."""
+    try:
+        return json.dumps(json.loads(line), indent=1) if line.startswith("{") else line
+    except ValueError:
+        return line
 
 
 def refusals(cases: Path, folder: Path) -> str:

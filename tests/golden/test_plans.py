@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import yaml
 from golden import check
-from prfaas_commands import ENVIRONMENT, ROOT, plain, refusals, said
+from prfaas_commands import ENVIRONMENT, ROOT, plain, refusals, said, shown
 from stored_gateway import stored, stored_gateway
 
 from kvmanager.agent.messages import SERVICE, Status, StatusReply
@@ -129,7 +129,7 @@ ASKED: Final = {
     ),
 }
 NOT_OF_A_GATEWAY: Final = ("status", "down", "health")
-_MOMENT: Final = re.compile(r'(?<="started_s":)1\d{9}\.\d+')
+_MOMENT: Final = re.compile(r'(?<="started_s": )1\d{9}\.\d+')
 _DATE: Final = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:Z|\+00:00)")
 
 
@@ -229,16 +229,16 @@ async def status(folder: Path, *words: str) -> str:
     """What `prfaas status` prints of a run, as a process of its own: this one answers it."""
     given = {name: text for name, text in os.environ.items() if name not in ENVIRONMENT}
     given |= {name: text for name, text in ENVIRONMENT.items() if text is not None}
+    words = ("status", "--run-dir", str(folder), *words)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "deploy.cli", "status", "--run-dir", str(folder), *words),
+        *(sys.executable, "-P", "-m", "deploy.cli", *words),
         cwd=ROOT,
         env=given,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
     output, _ = await process.communicate()
-    line = " ".join(["$ prfaas status", *words])
-    return f"{line}\n{output.decode()}[{process.returncode}]\n"
+    return shown(words, process.returncode or 0, output.decode())
 
 
 async def test_the_status_of_a_run(tmp_path: Path) -> None:
