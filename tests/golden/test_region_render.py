@@ -1,0 +1,147 @@
+"""What a region becomes: units, charts, Prometheus' files, and what `prfaas up` would start.
+
+It is done for every shipped example and for the corner files in the folder `region_render`. Golden
+texts show a file that is much like another one by what differs; `folding` does that.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import pytest
+from folding import folded
+from golden import check
+from launched import launched
+from prfaas_commands import ROOT, plain, ran, said
+
+FOLDER: Final = Path(__file__).parent / "region_render"
+EXAMPLES: Final = ROOT / "deploy" / "region" / "examples"
+SHIPPED: Final = ROOT / "deploy" / "observability"
+NOT_REGIONS: Final = ("gateway_api", "values")
+FILES: Final = {
+    path.stem: path
+    for path in sorted([*EXAMPLES.glob("*.yaml"), *FOLDER.glob("*.yaml")])
+    if path.stem not in NOT_REGIONS
+}
+BASES: Final = {"systemd": "two_sites", "kubernetes": "kubernetes", "prometheus": "kubernetes"}
+"""The region of each target whose files the others are compared with."""
+OPTIONS: Final = {
+    "systemd": ("--python", "/usr/bin/python3"),
+    "kubernetes": (),
+    "prometheus": ("--gateway-key", "/etc/prfaas/operator.key", "--docs", "https://docs.example"),
+}
+RUNS_HERE: Final = ["demo", *(name for name, path in FILES.items() if path.parent == FOLDER)]
+"""Regions whose hosts this machine can be."""
+_CHECKSUM: Final = re.compile(r"(?<=checksum/config: )[0-9a-f]{64}")
+_OBJECT: Final = re.compile(r"^(?=\{\{- if )", re.MULTILINE)
+
+
+def variables(region: str) -> list[str]:
+    """The options that fill in what an example leaves to its user."""
+    given = {"MODEL": "/models/chat"} if FILES[region].parent == EXAMPLES else {}
+    if region == "two_hosts":
+        given |= {"HOST_A": "10.0.0.1", "HOST_B": "10.1.0.1"}
+    return [word for name, value in given.items() for word in ("--set", f"{name}={value}")]
+
+
+@cache
+def rendered(target: str, region: str, *more: str) -> tuple[str, dict[str, str]]:
+    """What `prfaas region render` says, and the files that it writes, by name."""
+    with TemporaryDirectory() as folder:
+        out, names = Path(folder) / "out", {folder: "$TMP"}
+        words = ["region", "render", str(FILES[region]), f"--{target}", str(out)]
+        text = said([*words, *OPTIONS[target], *variables(region), *more], names)
+        paths = sorted(path for path in out.rglob("*") if path.is_file())
+        # They may have passwords and tokens.
+        assert not [path for path in paths if path.stat().st_mode & 0o077]
+        files = {str(path.relative_to(out)): path.read_text(encoding="utf-8") for path in paths}
+    parts = (part for name, text in files.items() for part in divided(name, plain(text, names)))
+    return text, dict(parts)
+
+
+def divided(name: str, text: str) -> Iterator[tuple[str, str]]:
+    """A file's parts that are worth a comparison of their own, by name."""
+    text = _CHECKSUM.sub("<digest>", text)
+    if name.endswith(".service"):
+        # A word of a command a line.
+        yield name, text.replace('" "', '"\n  "')
+    elif name.startswith("chart/templates/") and name.endswith(".yaml"):
+        objects = filter(None, _OBJECT.split(text))
+        yield from ((f"{name} {number}.yaml", each) for number, each in enumerate(objects, 1))
+    else:
+        yield name, text
+
+
+def compared(target: str, region: str, *more: str) -> str:
+    """The golden text of a region."""
+    text, files = rendered(target, region, *more)
+    known: dict[str, str] = {}
+    if target == "prometheus":
+        paths = [SHIPPED / "alerts.yaml", *(SHIPPED / "dashboards").iterdir()]
+        known = {str(path.relative_to(ROOT)): plain(path.read_text()) for path in sorted(paths)}
+    base = BASES[target]
+    if region != base or more:
+        _, others = rendered(target, base)
+        known |= {f"{base}: {name}": text for name, text in others.items()}
+    return f"{text}\n{folded(files, known)}"
+
+
+@pytest.mark.parametrize("region", FILES)
+@pytest.mark.parametrize("target", BASES)
+def test_what_runs_and_watches_a_region(target: str, region: str) -> None:
+    check(FOLDER / f"{region}.{target}.txt", compared(target, region))
+
+
+def test_options_for_one_host_and_one_site() -> None:
+    host = ("--node", "b1", "--user", "vllm", "--config", "/opt/prfaas")
+    check(FOLDER / "two_sites.host.systemd.txt", compared("systemd", "two_sites", *host))
+    site = ("--site", "pd-b", "--values", str(FOLDER / "values.yaml"))
+    check(FOLDER / "kubernetes.site.kubernetes.txt", compared("kubernetes", "kubernetes", *site))
+
+
+@cache
+def started(region: str) -> dict[str, str]:
+    """How `prfaas up` starts each process, and the files that they read."""
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
+        here = Path(folder)
+        for name in ("model", "nixl"):
+            (here / name).mkdir()
+        (here / "nixl" / "__init__.py").touch()
+        patched.syspath_prepend(folder)
+        patched.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+        # A port that the file says may be taken here.
+        text = FILES[region].read_text(encoding="utf-8").replace("port: 8000", "port: 0")
+        file, keys = here / "region.yaml", here / "keys"
+        file.write_text(text)
+        given = dict.fromkeys(("HOST_A", "HOST_B", "HOST_C"), "127.0.0.1")
+        given |= {"ANY": "0.0.0.0", "PORT": "0", "ADMIN": "0", "MODEL": str(here / "model")}
+        words = [word for name, value in given.items() for word in ("--set", f"{name}={value}")]
+        status, output = ran(["certs", "init", str(keys), str(file), *words])
+        assert status == 0, output
+        # The host of the gateway has all keys.
+        owners = [*keys.glob("*/granting.key"), *keys.glob("*/engine.key")]
+        given["KEYS"] = str(owners[0].parent)
+        files = launched(file, given, here / "run")
+        names = {given["KEYS"]: "$KEYS", folder: "$TMP"}
+        return {name: plain(text, names) for name, text in files.items()}
+
+
+@pytest.mark.parametrize("region", RUNS_HERE)
+def test_commands_and_settings_of_every_process(region: str) -> None:
+    known: dict[str, str] = {}
+    if region != "demo":
+        known = {f"demo: {name}": text for name, text in started("demo").items()}
+    check(FOLDER / f"{region}.up.txt", folded(started(region), known))
+
+
+def test_no_text_is_left_over() -> None:
+    expected = {f"{region}.{target}.txt" for region in FILES for target in BASES}
+    expected |= {f"{region}.up.txt" for region in RUNS_HERE}
+    expected |= {"two_sites.host.systemd.txt", "kubernetes.site.kubernetes.txt"}
+    assert {path.name for path in FOLDER.glob("*.txt")} <= expected
