@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_process import CHILD_ENV, SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
+from agent_process import CHILD_ENV, SMALL_LAYOUT, AgentProcess, DrivenEngine
 from arena_bytes import get_bytes
 from caching_engine import KV, NAMESPACE, ROOT, SHAPE, STATE, B, CachingEngine, content, prompt
+from eventually import wait_until
 
 from kvmanager.agent.engines.protocol import CacheFound, Landed
 from kvmanager.agent.messages import ListCache, ListCacheReply, Reserve, ReserveReply

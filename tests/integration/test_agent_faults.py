@@ -10,13 +10,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from agent_process import (
-    SMALL_LAYOUT,
-    AgentProcess,
-    DrivenEngine,
-    Victim,
-    wait_until,
-)
+from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine, Victim
+from eventually import wait_until
 from typer.testing import CliRunner
 
 from deploy.cli import app

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine, Victim, wait_until
+from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine, Victim
+from eventually import wait_until
 
 from kvmanager.agent.messages import Cancel, CancelReply, OpenOutboxReply, ReserveReply
 from transport.rpc import RpcError

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_process import AgentProcess, wait_until
+from agent_process import AgentProcess
 from embedding_ends import ENCODER, embeddings_of, finding, found, put, saving
+from eventually import wait_until
 
 from kvmanager.agent.between_agents import EmbeddingOrder, EmbeddingsPulled, pull_embeddings
 from kvmanager.agent.client import AgentClient

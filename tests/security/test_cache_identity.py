@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine, wait_until
+from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine
 from caching_engine import SHAPE, B, CachingEngine
+from eventually import wait_until
 from simple_layouts import with_encoding
 
 from kvmanager.agent.between_agents import CacheMoveResult, move_cache

@@ -12,8 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any, Literal, Self, TypeVar
@@ -21,6 +19,7 @@ from typing import Any, Literal, Self, TypeVar
 import msgspec
 import yaml
 from arena_bytes import get_bytes, put_bytes
+from eventually import wait_until
 from simple_layouts import paged, state
 
 from kvmanager.agent.engines.client import EngineClient
@@ -75,14 +74,6 @@ SMALL_LAYOUT = KVLayout(
         KVGroup(KVKind.RECURRENT, 16, (state("layer.2", 10_000),)),
     ),
 )
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0, what: str = "") -> None:
-    """Poll until true; AssertionError naming `what` after `timeout_s`."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what or condition}"
-        time.sleep(0.02)
 
 
 class AgentProcess:
