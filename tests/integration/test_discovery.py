@@ -17,6 +17,7 @@ import dns.rcode
 import dns.rrset
 import pytest
 from aiohttp import web
+from eventually import eventually
 from front_doubles import FakeAgent, FakeEngine, prefill_job
 from prometheus_client import CollectorRegistry
 
@@ -163,16 +164,15 @@ class Cluster:
         self.stack.push_async_callback(stop)
 
     async def until(self, *names: str) -> None:
-        async with asyncio.timeout(60):
-            while True:
-                report = await self.front.report()
-                for item in report.instances:
-                    if item.leaving:
-                        self.left.add(item.name)
-                        await self.front.change_members(LetGo(name=item.name))
-                if sorted(i.name for i in report.instances if i.healthy) == sorted(names):
-                    return
-                await asyncio.sleep(0.05)
+        async def healthy() -> list[str]:
+            report = await self.front.report()
+            for item in report.instances:
+                if item.leaving:
+                    self.left.add(item.name)
+                    await self.front.change_members(LetGo(name=item.name))
+            return sorted(item.name for item in report.instances if item.healthy)
+
+        await eventually(healthy, lambda found: found == sorted(names))
 
 
 @pytest.fixture
@@ -276,9 +276,7 @@ async def test_endpoint_slices_are_followed(cluster: Cluster, tmp_path: Path) ->
         await cluster.until("p0")
         report = await cluster.front.report()
         assert report.instances[0].node_name == "k8s-node"
-        async with asyncio.timeout(60):
-            while not api.num_watches:
-                await asyncio.sleep(0.05)
+        await eventually(lambda: api.num_watches)
         # The service gets a slice of another family: nothing that runs leaves, nothing doubles.
         api.say(endpoint("p0"), port=first, also=[endpoint("p0", address="::1")])
         await asyncio.sleep(0.3)
@@ -311,6 +309,4 @@ async def test_without_the_extra_or_the_way_there_nobody_leaves(
     nowhere = tmp_path / "none"
     nowhere.write_text("{}")
     cluster.follow(kubernetes="ns/east", kubeconfig=nowhere, interval_s=0.05)
-    async with asyncio.timeout(60):
-        while "instances are not looked up now" not in caplog.text:
-            await asyncio.sleep(0.05)
+    await eventually(lambda: "instances are not looked up now" in caplog.text)

@@ -7,16 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from eventually import eventually
 from front_access import started_prefill
-from front_doubles import (
-    FakeAgent,
-    FakeEngine,
-    encoded_names,
-    eventually,
-    image_job,
-    image_part,
-    prefill_job,
-)
+from front_doubles import FakeAgent, FakeEngine, encoded_names, image_job, image_part, prefill_job
 from msgspec import structs
 from prometheus_client import CollectorRegistry
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from eventually import eventually
 from free_ports import free_port
-from front_doubles import FakeAgent, FakeEngine, eventually, prefill_job
+from front_doubles import FakeAgent, FakeEngine, prefill_job
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
@@ -156,9 +157,9 @@ async def test_instances_join_and_leave_by_the_file(tmp_path: Path, signals: boo
             os.kill(pid, signal.SIGHUP)
 
     async def until(front: RemotePrefillCluster, *names: str) -> None:
-        async with asyncio.timeout(60):
-            while tuple(i.name for i in (await front.report()).instances if i.healthy) != names:
-                await asyncio.sleep(0.05)
+        await eventually(
+            front.report, lambda found: tuple(i.name for i in found.instances if i.healthy) == names
+        )
 
     async with front_process("prefill", path) as (target, pid):
         front = RemotePrefillCluster("c", target)
@@ -169,8 +170,7 @@ async def test_instances_join_and_leave_by_the_file(tmp_path: Path, signals: boo
         path.write_text("instances: [")
         os.kill(pid, signal.SIGHUP)  # a half-written file changes nothing
         await change([first | {"name": "i1"}], pid)
-        while not any(item.leaving for item in (await front.report()).instances):
-            await asyncio.sleep(0.05)
+        await eventually(front.report, lambda found: any(i.leaving for i in found.instances))
         assert (await front.submit(prefill_job(1))).instance == "i1"
         await front.change_members(LetGo(name="i0"))
         await until(front, "i1")
@@ -239,9 +239,7 @@ async def test_what_a_killed_gateway_left_drained_is_given_work_again(
         gateway.kill()
         await gateway.wait()
         assert (await front.report()).instances[0].draining
-        async with asyncio.timeout(20):
-            while (await front.report()).instances[0].draining:
-                await asyncio.sleep(0.1)
+        await eventually(front.report, lambda report: not report.instances[0].draining)
         await front.close()
     await engine.stop()
     await agent.stop()

@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine
-from front_doubles import FakeEngine, eventually, prefill_job
+from eventually import eventually
+from front_doubles import FakeEngine, prefill_job
 from granting import grant_files
 from prometheus_client import CollectorRegistry
 

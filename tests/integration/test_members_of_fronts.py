@@ -6,8 +6,9 @@ from contextlib import AsyncExitStack
 
 import pd_front_rig
 import pytest
+from eventually import eventually
 from front_access import started_prefill
-from front_doubles import FakeAgent, FakeEngine, eventually, prefill_job
+from front_doubles import FakeAgent, FakeEngine, prefill_job
 from prometheus_client import CollectorRegistry
 
 from prfaas.cluster import PrefillCluster
@@ -53,9 +54,7 @@ class Members:
         ]
 
     async def until_names(self, *names: str, usable: bool = True) -> None:
-        async with asyncio.timeout(30):
-            while await self.names(usable=usable) != list(names):
-                await asyncio.sleep(0.02)
+        await eventually(lambda: self.names(usable=usable), lambda found: found == list(names))
 
     async def reason(self, name: str) -> str:
         report = await self.front.report()
@@ -170,10 +169,8 @@ async def test_who_may_not_join(members: Members, monkeypatch: pytest.MonkeyPatc
     other = await members.engine("p1")
     members.agents["p1"].fingerprint, members.agents["p1"].weights = "cd" * 32, "weights-2"
     await members.front.change_members(other)
-    async with asyncio.timeout(30):
-        while "may not join" not in await members.reason("p1"):
-            await asyncio.sleep(0.02)
-    assert "the weights are weights-2 at p1, but weights-1 at p0" in await members.reason("p1")
+    reason = await eventually(lambda: members.reason("p1"), lambda text: "may not join" in text)
+    assert "the weights are weights-2 at p1, but weights-1 at p0" in reason
     assert await members.names(usable=True) == ["p0"]
     # Its engine loads the right ones.
     members.agents["p1"].fingerprint = members.agents["p0"].fingerprint
@@ -223,9 +220,9 @@ async def test_a_pd_instance_leaves_when_its_slots_and_requests_are_over(kind: s
         assert await rig.awaited(slot) == ("landed", "")
         await rig.front.release(slot, "done")
         rig.front.request_ended(left)
-        async with asyncio.timeout(30):
-            while left in {item.name for item in (await rig.front.report()).instances}:
-                await asyncio.sleep(0.02)
+        await eventually(
+            rig.front.report, lambda report: left not in {item.name for item in report.instances}
+        )
         assert left not in rig.embedded._landings.slots._num_awaited
         assert left not in rig.embedded._handoff._given
         await rig.front.release(other, "done")

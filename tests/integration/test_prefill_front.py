@@ -8,14 +8,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from eventually import eventually
 from front_access import started_prefill
-from front_doubles import (
-    BYTES_PER_TOKEN,
-    FakeAgent,
-    FakeEngine,
-    eventually,
-    prefill_job,
-)
+from front_doubles import BYTES_PER_TOKEN, FakeAgent, FakeEngine, prefill_job
 from prometheus_client import CollectorRegistry
 
 from kvmanager.hashing import token_digest
@@ -222,9 +217,7 @@ async def test_jobs_follow_the_layouts_of_engines_that_change(rig: Rig) -> None:
 
     async def change(index: int) -> None:
         rig.agents[index].fingerprint = new
-        async with asyncio.timeout(20):
-            while (await fingerprints())[index] != new:
-                await asyncio.sleep(0.01)
+        await eventually(fingerprints, lambda found: found[index] == new)
 
     assert await fingerprints() == [old, old]
     await change(0)

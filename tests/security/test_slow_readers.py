@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from eventually import eventually
 from raw_client import RawClient
 
 EVENT = b"data: " + b"x" * 60_000 + b"\n\n"
@@ -47,9 +48,7 @@ async def test_a_trickling_reader_is_cut_off(open_region: Any, stream: bool) -> 
         await client.post("/v1/completions", JSON, announced=len(body), body=body)
         assert await client.status() == 200
         reading = asyncio.create_task(read_slowly(client))
-        async with asyncio.timeout(60):
-            while region.gateway.num_in_flight:
-                await asyncio.sleep(0.05)
+        await eventually(lambda: not region.gateway.num_in_flight)
         await region.until(lambda: region.engine.num_serving == 0)
         reading.cancel()
         region.engine.reply = None

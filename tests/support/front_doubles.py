@@ -46,13 +46,6 @@ FINGERPRINT = "ab" * 32
 BYTES_PER_TOKEN = 512
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Wait until `condition` holds; TimeoutError when it does not come to."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 def prefill_job(
     number: int, *, num_tokens: int = 8, priority: int = 0, model: str = ""
 ) -> PrefillJob:

@@ -5,11 +5,12 @@ a landing waits for it and prefills by itself once the landing is given back.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+from eventually import eventually
 from msgspec import structs
 from openai_engine import OpenAiEngine
 
@@ -344,6 +345,7 @@ class Region:
         self.engines = [engine for pd in pds for engine in pd.engines.values()]
         self.prefill: dict[str, FakePrefill] = {}
         self.session: aiohttp.ClientSession = session
+        self.until = eventually
 
     @property
     def engine(self) -> OpenAiEngine:
@@ -367,16 +369,9 @@ class Region:
 
     async def record(self) -> Any:
         """The latest record, once nothing about it changes any more."""
-        async with asyncio.timeout(20):
-            while not (latest := self.gateway.records) or not latest[-1].is_settled:
-                await asyncio.sleep(0.005)
-        return latest[-1]
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait for what happens in the background."""
-        async with asyncio.timeout(20):
-            while not holds():
-                await asyncio.sleep(0.005)
+        records = self.gateway.records
+        await eventually(lambda: records and records[-1].is_settled)
+        return records[-1]
 
     async def heard(self) -> None:
         """Wait until the gateway knows of every cluster what it is now."""

@@ -7,11 +7,7 @@ from typing import Any
 
 import msgspec
 from front_access import started_pd
-from front_doubles import (
-    FakeAgent,
-    FakeEngine,
-    prefill_job,
-)
+from front_doubles import FakeAgent, FakeEngine, prefill_job
 from prometheus_client import CollectorRegistry
 
 from kvmanager.agent.messages import Reserve

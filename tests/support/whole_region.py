@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine
+from eventually import eventually
 from front_doubles import FakeEngine as PrefillEngine
 from live_region_cases import snapshot
 from prometheus_client import CollectorRegistry
@@ -97,23 +98,19 @@ class Whole:
         return SMALL_LAYOUT.transfer_bytes(len(BODY["prompt"]) - 1)
 
     async def memory_is_back(self) -> None:
-        async with asyncio.timeout(15):
-            while (await self.agent_status()).landing_bytes:
-                await asyncio.sleep(0.05)
+        await eventually(self.agent_status, lambda status: not status.landing_bytes)
 
     async def routing_sees(self, is_enough: Callable[[float], bool]) -> None:
         """Wait until a request would find so much room for its landing."""
-        async with asyncio.timeout(10):
-            while (room := snapshot(self.gateway.scheduler, "tiny").landing_room_bytes) is None or (
-                not is_enough(room)
-            ):
-                await asyncio.sleep(0.05)
+        await eventually(
+            lambda: snapshot(self.gateway.scheduler, "tiny").landing_room_bytes,
+            lambda room: room is not None and is_enough(room),
+        )
 
     async def record(self) -> Any:
-        async with asyncio.timeout(10):
-            while not (latest := self.gateway.records) or not latest[-1].is_settled:
-                await asyncio.sleep(0.01)
-        return latest[-1]
+        records = self.gateway.records
+        await eventually(lambda: records and records[-1].is_settled)
+        return records[-1]
 
 
 def spec(name: str, url: str, agent: AgentProcess, role: str) -> InstanceSpec:

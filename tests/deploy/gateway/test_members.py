@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 import pytest
 from cache_doubles import FakeDirectory, MovingAgents, coverage
+from eventually import eventually
 from gateway_region import FakePd, FakePrefill, report
 from msgspec import structs
 from prometheus_client import CollectorRegistry
@@ -69,9 +70,7 @@ class Leaving:
         self.placement.looked_up(CachedPrompt(keys, places, (coverage(NODES[0], 8),)))
 
     async def let_go(self) -> None:
-        async with asyncio.timeout(30):
-            while not self.far.orders:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: self.far.orders)
         assert self.far.orders == [LetGo(name="a")]
 
 

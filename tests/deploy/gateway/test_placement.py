@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from cache_doubles import FakeDirectory, MovingAgents, coverage
+from eventually import eventually
 from prometheus_client import CollectorRegistry
 
 from deploy.gateway.cache.cached_prompt import CachedPrompt, CachePlaces, PromptKeys
@@ -85,9 +86,7 @@ def count(moves: CacheMoves, kind: str, outcome: str) -> float:
 
 
 async def settled(moves: CacheMoves) -> None:
-    async with asyncio.timeout(5):
-        while moves.moving:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: not moves.moving)
 
 
 def route(target: str, source: str, reason: MoveReason = MoveReason.PAYS) -> RouteDecision:
@@ -271,9 +270,7 @@ class TestPlacement:
     ) -> None:
         placement.start()
         self.routed(placement, directory, 30)
-        async with asyncio.timeout(5):
-            while not world.sent:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: world.sent)
 
     async def test_prompts_of_which_nothing_is_cached_count_for_nothing(
         self, placement: PrefixPlacement

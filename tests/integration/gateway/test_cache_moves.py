@@ -1,7 +1,6 @@
 """The PD cluster computes a prompt with the prefill cluster's cache: real fronts and agents."""
 
 import asyncio
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import aiohttp
 from agent_process import AgentProcess
 from caching_engine import ROOT, B, CachingEngine
+from eventually import eventually
 from prometheus_client import CollectorRegistry
 from untimed_gateway import UNTIMED
 
@@ -48,12 +48,6 @@ def teach(gateway: Gateway) -> None:
         known.reserved(num_tokens, 0, num_tokens * 512)
     key = gateway.scheduler.tell(CacheMoveBegun("far", "home"))
     gateway.scheduler.tell(CacheMoveOver(key, False, 10**8, 0.1, 0.001))
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not holds():
-            await asyncio.sleep(0.02)
 
 
 async def test_the_pd_cluster_computes_with_the_prefill_clusters_cache(
@@ -100,7 +94,7 @@ async def test_the_pd_cluster_computes_with_the_prefill_clusters_cache(
         stack.push_async_callback(runner.cleanup)
         host, port = runner.addresses[0][:2]
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        await until(lambda: len(directory.core.holders(KEYS[-1])) == 1)
+        await eventually(lambda: len(directory.core.holders(KEYS[-1])) == 1)
         teach(gateway)
 
         async def ask() -> Any:
@@ -108,7 +102,7 @@ async def test_the_pd_cluster_computes_with_the_prefill_clusters_cache(
             async with session.post(url, json=body) as response:
                 assert response.status == 200
                 await response.read()
-            await until(lambda: gateway.records[-1].is_settled)
+            await eventually(lambda: gateway.records[-1].is_settled)
             return gateway.records[-1]
 
         record = await ask()
@@ -121,7 +115,7 @@ async def test_the_pd_cluster_computes_with_the_prefill_clusters_cache(
         assert lone_engine.sources == ["prompt"]
         await asyncio.to_thread(receiver.check, KEYS, NUM_BLOCKS)
         # What came is cached here: the next prompt needs no move.
-        await until(lambda: len(directory.core.holders(KEYS[-1])) == 2)
+        await eventually(lambda: len(directory.core.holders(KEYS[-1])) == 2)
         again = await ask()
         assert (again.target, again.cache_move) == (ONE_ENGINE, "")
         assert again.local_cached_tokens == NUM_BLOCKS * B

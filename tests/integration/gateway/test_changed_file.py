@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 import yaml
+from eventually import eventually
 
 RUN = "import typer; from deploy.gateway.cli import gateway_command as c; typer.run(c)"
 BODY = {"model": "tiny", "prompt": "x"}
@@ -51,9 +52,9 @@ class RunningGateway:
 
     async def said(self, text: str, times: int = 1) -> None:
         """Wait until the log has it so often."""
-        async with asyncio.timeout(60):
-            while (await asyncio.to_thread(self.log.read_text)).count(text) < times:
-                await asyncio.sleep(0.05)
+        await eventually(
+            lambda: asyncio.to_thread(self.log.read_text), lambda log: log.count(text) >= times
+        )
 
     async def ask(self, key: str, path: str = "/v1/completions", **fields: Any) -> tuple[int, str]:
         """Status and text of the answer; of a stream that began, its first bytes."""
@@ -105,15 +106,14 @@ async def test_requests_in_flight_count_towards_limits_that_change(
     status, text = await gateway.ask("one", stream=True)
     assert (status, "2 of at most 2 requests" in text) == (429, True)
     gateway.limit(max_requests=1, max_tokens=10**9)
-    async with asyncio.timeout(60):
-        while "2 of at most 1 requests" not in (await gateway.ask("one", stream=True))[1]:
-            await asyncio.sleep(0.05)
+    await eventually(
+        lambda: gateway.ask("one", stream=True),
+        lambda answer: "2 of at most 1 requests" in answer[1],
+    )
     assert (await gateway.ask("two", stream=True))[0] == 200
     region.engine.next_token.set()
     await region.until(lambda: region.engine.num_serving == 0)
-    async with asyncio.timeout(60):
-        while (await gateway.ask("one"))[0] != 200:
-            await asyncio.sleep(0.05)
+    await eventually(lambda: gateway.ask("one"), lambda answer: answer[0] == 200)
 
 
 async def test_a_file_that_cannot_be_used_changes_nothing(gateway: RunningGateway) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from front_doubles import eventually
+from eventually import eventually
 from pd_front_rig import CONFIG, PdRig, make_rig
 from rich.console import Console
 from untimed_gateway import NOT_TIMED

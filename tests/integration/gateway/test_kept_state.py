@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from eventually import eventually
 
 from deploy.gateway.config import ModelConfig
 from deploy.gateway.sharing.state_file import about, decoded
@@ -97,9 +98,8 @@ async def test_a_restarted_process_goes_on(region: Any, tmp_path: Path, number: 
     async with running(path, number) as url:
         await ask(region, url)
         before = learnt(await scheduling(region, url))
-        async with asyncio.timeout(60):
-            while number == signal.SIGKILL and num_written(tmp_path) < len(LENGTHS):
-                await asyncio.sleep(0.05)
+        if number == signal.SIGKILL:
+            await eventually(lambda: num_written(tmp_path) >= len(LENGTHS))
     async with running(path, signal.SIGTERM) as url:
         after = learnt(await scheduling(region, url))
     assert after == {name: pytest.approx(value, rel=0.05) for name, value in before.items()}

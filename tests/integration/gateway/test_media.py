@@ -1,6 +1,5 @@
 """A prefill leg gets names and places of media, or one engine serves their prompt whole."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -9,6 +8,7 @@ import msgspec
 import pytest
 from aiohttp import web
 from cache_doubles import FakeDirectory, MovingAgents
+from eventually import eventually
 from msgspec import structs
 
 from deploy.gateway.cache.region_caches import RegionCaches
@@ -148,9 +148,9 @@ async def test_a_job_names_the_nodes_that_have_embeddings_of_its_pictures(
             instances=(structs.replace(instance, encoder=encoder),),
             encode=EncodeReport(),
         )
-        async with asyncio.timeout(10.0):
-            while region.gateway._watcher.prefill_reports()["far"].encode is None:
-                await asyncio.sleep(0.01)
+        await eventually(
+            lambda: region.gateway._watcher.prefill_reports()["far"].encode is not None
+        )
         assert (await region.post(chat(), "/v1/chat/completions"))[0] == 200
         (job,) = region.far.jobs
         assert job.embedding_nodes == ()
@@ -336,9 +336,7 @@ async def test_media_that_no_engine_takes_are_answered_at_once(region: Any) -> N
     told = await region.pd.report()
     instances = tuple(structs.replace(item, text_only=True) for item in told.instances)
     region.pd.set_report = structs.replace(told, instances=instances)
-    async with asyncio.timeout(5):
-        while not takes_text_only(region.gateway._watcher.pd_reports().values(), "tiny"):
-            await asyncio.sleep(0.01)
+    await eventually(lambda: takes_text_only(region.gateway._watcher.pd_reports().values(), "tiny"))
     status, _, answer = await region.post(chat(), "/v1/chat/completions")
     error = json.loads(answer)["error"]
     assert (status, error["code"], error["param"]) == (400, "text_only", "messages")

@@ -1,12 +1,13 @@
 """Instances join and leave a region that serves: real fronts in a real gateway, fake engines."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
 import aiohttp
 import pytest
+from eventually import eventually
 from front_doubles import FakeAgent, FakeEngine
 from openai_engine import OpenAiEngine
 from prometheus_client import CollectorRegistry
@@ -98,14 +99,7 @@ class Served:
         return {item["instance"]: item["phase"] for item in listed}
 
     async def until_phases(self, **wanted: str) -> None:
-        async with asyncio.timeout(60):
-            while await self.phases() != wanted:
-                await asyncio.sleep(0.05)
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
-            while not holds():
-                await asyncio.sleep(0.02)
+        await eventually(self.phases, lambda found: found == wanted)
 
 
 @pytest.fixture
@@ -156,8 +150,8 @@ async def test_instances_join_and_leave_under_load_and_no_request_fails(served: 
     for cluster, fields in (("far", new_prefiller), ("home", new_decoder)):
         status, answer = await served.order(cluster=cluster, **fields)
         assert (status, answer["phase"]) == (202, "joining")
-    await served.until(lambda: bool(served.prefillers["p1"].requests))
-    await served.until(lambda: bool(served.decoders["d1"].requests))
+    await eventually(lambda: bool(served.prefillers["p1"].requests))
+    await eventually(lambda: bool(served.decoders["d1"].requests))
     await served.until_phases(p0="serving", p1="serving", d0="serving", d1="serving")
 
     for name in ("p0", "d0"):
@@ -166,7 +160,7 @@ async def test_instances_join_and_leave_under_load_and_no_request_fails(served: 
     await served.until_phases(p1="serving", d1="serving")
     num_before = len(served.statuses)
     asked = len(served.prefillers["p0"].requests), len(served.decoders["d0"].requests)
-    await served.until(lambda: len(served.statuses) > num_before + 40)
+    await eventually(lambda: len(served.statuses) > num_before + 40)
     for client in clients:
         client.cancel()
     await asyncio.gather(*clients, return_exceptions=True)
@@ -197,7 +191,7 @@ async def test_the_plan_is_solved_again_when_an_instance_has_joined(
     assert known.num_changes == 0
     num_steps = len(served.gateway.long_term._decisions)
     await served.order(cluster="far", **await served.prefiller("p1"))
-    await served.until(lambda: len(served.gateway.long_term._decisions) > num_steps)
+    await eventually(lambda: len(served.gateway.long_term._decisions) > num_steps)
     assert known.num_changes == 1
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from eventually import eventually
 from front_doubles import FakeAgent, FakeEngine
 from prometheus_client import CollectorRegistry
 from untimed_gateway import NOT_TIMED
@@ -163,9 +164,7 @@ async def test_orders_need_an_operators_key_and_are_answered_at_once(rig: Rig) -
     assert (await rig.roles())["d1"] == ("decode", 0)
     rig.engines["d1"].may_answer.set()
     assert await asyncio.gather(*hanging) == [200, 200]
-    async with asyncio.timeout(10):
-        while (await rig.roles())["d1"] != ("prefill", 1):
-            await asyncio.sleep(0.02)
+    await eventually(rig.roles, lambda roles: roles["d1"] == ("prefill", 1))
 
 
 async def test_a_front_that_follows_another_gateway_says_so(rig: Rig) -> None:

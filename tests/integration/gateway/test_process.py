@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from eventually import eventually
 from typer.testing import CliRunner
 
 from deploy.cli import app
@@ -49,12 +50,11 @@ def write(folder: Path, engine_url: str) -> Path:
 
 
 async def until_draining(region: Any, url: str) -> None:
-    async with asyncio.timeout(20):
-        while True:
-            async with region.session.get(f"{url}/readyz") as response:
-                if await response.text() == "draining\n":
-                    return
-            await asyncio.sleep(0.02)
+    async def readiness() -> Any:
+        async with region.session.get(f"{url}/readyz") as response:
+            return await response.text()
+
+    await eventually(readiness, lambda text: text == "draining\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

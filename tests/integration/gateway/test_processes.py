@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import aiohttp
 import psutil
 import pytest
 import yaml
+from eventually import eventually
 from openai_engine import OpenAiEngine
 from prometheus_client.parser import text_string_to_metric_families
 from redis_server import RedisServer
@@ -77,12 +78,6 @@ class Gateway:
         _, page = await self.get("/prfaas/gateways")
         found: list[dict[str, Any]] = page["processes"]
         return found
-
-
-async def until(holds: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not await holds():
-            await asyncio.sleep(0.05)
 
 
 @asynccontextmanager
@@ -174,7 +169,7 @@ async def orders_find_the_leader(gateway: Gateway) -> None:
         pages = [(await gateway.get("/prfaas/gateways"))[1] for _ in range(4)]
         return all(page["state"] == "joined" and page["leader"] for page in pages)
 
-    await until(is_led)
+    await eventually(is_led)
     # The only instance that decodes keeps its role, and the leader alone can say so.
     order = {"instance": "d0", "role": "prefill"}
     for _ in range(12):
@@ -194,7 +189,7 @@ async def a_changed_file_reaches_both(gateway: Gateway) -> None:
     async def both_refuse() -> bool:
         return {(await gateway.post())[0] for _ in range(12)} == {429}
 
-    await until(both_refuse)
+    await eventually(both_refuse)
     del content["gateway"]["scheduling"]["admission"]
     gateway.file.write_text(yaml.safe_dump(content))
     gateway.parent.send_signal(signal.SIGHUP)
@@ -202,7 +197,7 @@ async def a_changed_file_reaches_both(gateway: Gateway) -> None:
     async def both_serve() -> bool:
         return {(await gateway.post())[0] for _ in range(12)} == {200}
 
-    await until(both_serve)
+    await eventually(both_serve)
     assert [item["pid"] for item in await gateway.processes()] == gateway.pids
 
 
@@ -213,14 +208,14 @@ async def ctrl_c_drains_both(gateway: Gateway) -> None:
     async def all_wait() -> bool:
         return gateway.engine.num_serving == 8
 
-    await until(all_wait)
+    await eventually(all_wait)
     # A terminal sends it to its whole process group.
     os.killpg(gateway.parent.pid, signal.SIGINT)
 
     async def both_drain() -> bool:
         return {(await gateway.get_text("/readyz")) for _ in range(12)} == {"draining\n"}
 
-    await until(both_drain)
+    await eventually(both_drain)
     assert [(await gateway.post())[0] for _ in range(12)] == [503] * 12
     gateway.engine.first_token.set()
     answers = await asyncio.gather(*asking)
@@ -264,7 +259,7 @@ async def test_one_process_is_killed_and_started_again(tmp_path: Path) -> None:
             async def has() -> bool:
                 return num_whole >= wanted
 
-            await until(has)
+            await eventually(has)
 
         tasks = [asyncio.create_task(ask_on()) for _ in range(4)]
         tasks.append(asyncio.create_task(scrape_on()))
@@ -276,7 +271,7 @@ async def test_one_process_is_killed_and_started_again(tmp_path: Path) -> None:
             async def is_gone() -> bool:
                 return not psutil.pid_exists(gateway.pids[0])
 
-            await until(is_gone)
+            await eventually(is_gone)
             await served_more(50)  # by the other one
             broken_by_kill = list(broken)
 
@@ -284,7 +279,7 @@ async def test_one_process_is_killed_and_started_again(tmp_path: Path) -> None:
                 first, _ = await gateway.processes()
                 return bool(first["state"] == "serving" and first["restarts"] == 1)
 
-            await until(is_back)
+            await eventually(is_back)
             await served_more(50)
         finally:
             is_over = True
@@ -307,7 +302,7 @@ async def they_end_with_their_parent(gateway: Gateway, pids: list[int]) -> None:
     async def are_gone() -> bool:
         return not [pid for pid in pids if psutil.pid_exists(pid)]
 
-    await until(are_gone)
+    await eventually(are_gone)
 
 
 async def test_a_file_that_needs_another_port_or_setting_says_so(tmp_path: Path) -> None:

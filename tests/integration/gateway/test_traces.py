@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eventually import eventually
 from otlp_receiver import OtlpReceiver, ReceivedSpan, check_tree
 from whole_region import BODY, Whole, ask, whole_region
 
@@ -48,9 +49,8 @@ async def ask_patiently(whole: Whole, **fields: Any) -> None:
     num_before = len(whole.gateway.records)
     whole.decoder.first_token.clear()
     asking = asyncio.create_task(ask(whole, **fields))
-    async with asyncio.timeout(20):
-        while len(whole.gateway.records) == num_before or whole.gateway.records[-1].leg is None:
-            await asyncio.sleep(0.01)
+    records = whole.gateway.records
+    await eventually(lambda: len(records) > num_before and records[-1].leg is not None)
     whole.decoder.first_token.set()
     await asking
 

@@ -4,9 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from front_doubles import (
-    eventually,
-)
+from eventually import eventually
 from pd_front_rig import CONFIG, PdRig, make_rig
 
 from local_pd.errors import NoInstance, RoleRefused

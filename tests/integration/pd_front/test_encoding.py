@@ -6,15 +6,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from eventually import eventually
 from front_access import started_pd
-from front_doubles import (
-    FakeAgent,
-    FakeEngine,
-    encoded_names,
-    eventually,
-    image_job,
-    image_part,
-)
+from front_doubles import FakeAgent, FakeEngine, encoded_names, image_job, image_part
 from msgspec import json, structs
 from pd_front_rig import CONFIG
 from prometheus_client import CollectorRegistry

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from front_doubles import eventually
+from eventually import eventually
 from pd_front_rig import CONFIG, PdRig, make_rig
 
 from kvmanager.token_ids import TokenIds

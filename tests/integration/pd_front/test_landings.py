@@ -3,9 +3,7 @@
 import asyncio
 
 import msgspec
-from front_doubles import (
-    eventually,
-)
+from eventually import eventually
 from pd_front_rig import PdRig
 
 

@@ -4,10 +4,8 @@ import asyncio
 
 import msgspec
 import pytest
-from front_doubles import (
-    BYTES_PER_TOKEN,
-    eventually,
-)
+from eventually import eventually
+from front_doubles import BYTES_PER_TOKEN
 from pd_front_rig import PdRig, make_rig
 
 from local_pd.errors import NoInstance
@@ -41,9 +39,7 @@ async def test_an_instance_prefills_for_those_that_lay_kvcache_out_as_it_does(ri
     async def fingerprints() -> dict[str, str]:
         return {i.name: i.layout_fingerprint for i in (await rig.front.report()).instances}
 
-    async with asyncio.timeout(20):
-        while (await fingerprints())["p0"] != other:
-            await asyncio.sleep(0.01)
+    await eventually(fingerprints, lambda found: found["p0"] == other)
     slot = await rig.reserve()
     with pytest.raises(PrefillFailed, match="otherwise than the landing: fake") as caught:
         await rig.front.prefill_locally(rig.job_for(slot))
@@ -51,9 +47,7 @@ async def test_an_instance_prefills_for_those_that_lay_kvcache_out_as_it_does(ri
     with pytest.raises(NoInstance, match=r"d0 .* otherwise than what is prefilled: fake, d1"):
         await rig.reserve(hands_off=True)
     rig.nodes[1].fingerprint = other
-    async with asyncio.timeout(20):
-        while (await fingerprints())["d1"] != other:
-            await asyncio.sleep(0.01)
+    await eventually(fingerprints, lambda found: found["d1"] == other)
     assert (await rig.reserve(hands_off=True)).instance == "d1"
     slot = await rig.reserve(layouts=(other,))
     assert (slot.instance, slot.landing.layout_fingerprint) == ("d1", other)

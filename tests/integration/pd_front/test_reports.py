@@ -4,7 +4,8 @@ import asyncio
 
 import msgspec
 import pytest
-from front_doubles import BYTES_PER_TOKEN, eventually
+from eventually import eventually
+from front_doubles import BYTES_PER_TOKEN
 from live_region_cases import MODEL, Region, teach
 from pd_front_rig import ROLES, PdRig
 
