@@ -12,7 +12,6 @@ from deploy.gateway.sharing.overview import SharingOverview
 from deploy.gateway.sharing.redis_region import region_at
 
 MODEL = "tiny"
-LIMIT_S = 60
 
 
 @asynccontextmanager
