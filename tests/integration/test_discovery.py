@@ -298,7 +298,7 @@ async def test_endpoint_slices_are_followed(cluster: Cluster, tmp_path: Path) ->
         # It was at another address before: that one leaves, and the new one joins.
         moved = list(cluster.engines.values())[1]
         async with asyncio.timeout(60):
-            while not moved.requests:
+            while not moved.posted:
                 await cluster.until("p1")
                 await asyncio.gather(cluster.front.submit(prefill_job(2)), return_exceptions=True)
 

@@ -93,7 +93,7 @@ async def test_the_prefill_front_as_a_process(tmp_path: Path) -> None:
     async with front_process("prefill", config) as (target, _):
         front = RemotePrefillCluster("c", target)
         assert (await front.submit(prefill_job(1))).instance == "i0"
-        engine.may_answer.clear()
+        engine.first_token.clear()
         task = asyncio.create_task(front.submit(prefill_job(2)))
         await engine.wait_requests(2)
         task.cancel()
@@ -117,7 +117,7 @@ async def test_a_front_that_stops_lets_its_jobs_end(tmp_path: Path, kind: str, h
             front = RemotePdCluster("c", target, has_prefill_instances=True)
         submit = front.submit if isinstance(front, RemotePrefillCluster) else front.prefill_locally
         await submit(prefill_job(1))
-        engine.may_answer.clear()
+        engine.first_token.clear()
         running = asyncio.create_task(submit(prefill_job(2)))
         await engine.wait_requests(2)
         os.kill(pid, signal.SIGTERM)
@@ -137,7 +137,7 @@ async def test_a_front_that_stops_lets_its_jobs_end(tmp_path: Path, kind: str, h
             with pytest.raises(PrefillFailed):
                 await running
         else:
-            engine.may_answer.set()
+            engine.first_token.set()
             assert (await running).instance == "i0"
         await front.close()
     await engine.stop()

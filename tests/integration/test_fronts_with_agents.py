@@ -162,7 +162,7 @@ async def region(tmp_path: Path) -> AsyncIterator[Region]:
         await made.prefill.wait_ready(20)
         await made.pd.wait_ready(20)
         yield made
-        http.may_answer.set()
+        http.first_token.set()
 
 
 def shown(path: Path, role: Role) -> RegionKey:
@@ -195,7 +195,7 @@ async def test_the_decode_engine_gets_the_bytes_of_the_prefill_engine(region: Re
 
 async def test_an_engine_that_dies_tells_the_decode_engine_at_once(region: Region) -> None:
     region.share = 0.5
-    region.prefill_http.may_answer.clear()
+    region.prefill_http.first_token.clear()
     slot, task = await region.begin()
     await region.bytes_arrived(slot)
     assert (await region.pd.await_landing(slot, 0.05)).state == "open"
@@ -213,7 +213,7 @@ async def test_an_engine_that_dies_tells_the_decode_engine_at_once(region: Regio
 
 async def test_a_sending_agent_that_is_killed_fails_the_job_quickly(region: Region) -> None:
     region.share = 0.5
-    region.prefill_http.may_answer.clear()
+    region.prefill_http.first_token.clear()
     slot, task = await region.begin()
     await region.bytes_arrived(slot)
     region.sending.end(signal.SIGKILL)
@@ -228,7 +228,7 @@ async def test_a_sending_agent_that_is_killed_fails_the_job_quickly(region: Regi
 
 async def test_a_receiving_agent_that_is_killed_fails_the_job(region: Region) -> None:
     region.share = 0.5
-    region.prefill_http.may_answer.clear()
+    region.prefill_http.first_token.clear()
     slot, task = await region.begin()
     await region.bytes_arrived(slot)
     landing = asyncio.create_task(region.pd.await_landing(slot, 20.0))
@@ -243,7 +243,7 @@ async def test_a_receiving_agent_that_is_killed_fails_the_job(region: Region) ->
 
 async def test_cancelling_gives_back_both_ends(region: Region) -> None:
     region.share = 0.5
-    region.prefill_http.may_answer.clear()
+    region.prefill_http.first_token.clear()
     slot, task = await region.begin()
     await region.bytes_arrived(slot)
     task.cancel()

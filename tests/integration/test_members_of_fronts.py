@@ -72,16 +72,16 @@ async def members(request: pytest.FixtureRequest) -> AsyncIterator[Members]:
         made.front = await started_prefill(stack, request.param, made.embedded)
         yield made
         for engine in made.engines.values():
-            engine.may_answer.set()
+            engine.first_token.set()
 
 
 async def test_an_instance_that_joins_takes_jobs_that_wait(members: Members) -> None:
-    members.engines["p0"].may_answer.clear()
+    members.engines["p0"].first_token.clear()
     jobs = [asyncio.create_task(members.front.submit(prefill_job(n))) for n in (1, 2)]
     await members.engines["p0"].wait_requests(1)
     await members.front.change_members(await members.engine("p1"))
     done, waiting = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
-    members.engines["p0"].may_answer.set()
+    members.engines["p0"].first_token.set()
     assert [job.result().instance for job in done] == ["p1"]
     assert [(await job).instance for job in waiting] == ["p0"]
 
@@ -92,20 +92,20 @@ async def test_an_instance_that_leaves_ends_its_job_and_the_queue_goes_to_others
     await members.front.change_members(await members.engine("p1"))
     await members.until_names("p0", "p1")
     for engine in members.engines.values():
-        engine.may_answer.clear()
+        engine.first_token.clear()
     jobs = [asyncio.create_task(members.front.submit(prefill_job(n))) for n in (1, 2, 3, 4)]
     for engine in members.engines.values():
         await engine.wait_requests(1)
     await members.front.change_members(Leave(name="p0"))
     await members.until_names("p1")
     assert await members.names() == ["p0", "p1"]
-    members.engines["p0"].may_answer.set()
+    members.engines["p0"].first_token.set()
     await members.front.change_members(LetGo(name="p0"))
     await members.until_names("p1", usable=False)
-    members.engines["p1"].may_answer.set()
+    members.engines["p1"].first_token.set()
     results = await asyncio.gather(*jobs)
     assert sorted(result.instance for result in results) == ["p0", "p1", "p1", "p1"]
-    assert len(members.engines["p0"].requests) == 1
+    assert len(members.engines["p0"].posted) == 1
 
 
 async def test_an_instance_stays_until_it_is_let_go_and_takes_no_job_meanwhile(
@@ -125,14 +125,14 @@ async def test_an_instance_stays_until_it_is_let_go_and_takes_no_job_meanwhile(
 async def test_what_runs_at_the_end_of_the_limit_fails_over(members: Members) -> None:
     await members.front.change_members(await members.engine("p1"))
     await members.until_names("p0", "p1")
-    members.engines["p0"].may_answer.clear()
-    members.engines["p1"].may_answer.clear()
+    members.engines["p0"].first_token.clear()
+    members.engines["p1"].first_token.clear()
     jobs = [asyncio.create_task(members.front.submit(prefill_job(n))) for n in (1, 2)]
     for engine in members.engines.values():
         await engine.wait_requests(1)
     await members.front.change_members(Leave(name="p0", limit_s=0.2))
     await members.engines["p0"].wait_aborts(1)
-    members.engines["p1"].may_answer.set()
+    members.engines["p1"].first_token.set()
     results = await asyncio.gather(*jobs)
     assert [result.instance for result in results] == ["p1", "p1"]
     await members.until_names("p1", usable=False)
@@ -140,19 +140,19 @@ async def test_what_runs_at_the_end_of_the_limit_fails_over(members: Members) ->
 
 async def test_another_of_the_name_joins_once_the_first_is_gone(members: Members) -> None:
     old = members.engines["p0"]
-    old.may_answer.clear()
+    old.first_token.clear()
     job = asyncio.create_task(members.front.submit(prefill_job(1)))
     await old.wait_requests(1)
     await members.front.change_members(Leave(name="p0"))
     await members.front.change_members(await members.engine("p0"))
     with pytest.raises(MemberRefused, match="another p0 waits"):
         await members.front.change_members(Join(name="p0", url="http://127.0.0.1:1", agent="a:1"))
-    old.may_answer.set()
+    old.first_token.set()
     await job
     await members.front.change_members(LetGo(name="p0"))
     await members.until_names("p0")
     assert (await members.front.submit(prefill_job(2))).instance == "p0"
-    assert len(members.engines["p0"].requests) == 1
+    assert len(members.engines["p0"].posted) == 1
 
 
 async def test_who_may_not_join(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,4 +93,4 @@ async def make_rig(kind: str, config: PdClusterConfig = CONFIG) -> AsyncIterator
         rig.front = await started_pd(stack, kind, rig.embedded)
         yield rig
         for engine in rig.engines.values():
-            engine.may_answer.set()
+            engine.first_token.set()

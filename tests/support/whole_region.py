@@ -138,7 +138,7 @@ async def whole_region(
         made.receiving = stack.enter_context(receiving)
         made.producer = stack.enter_context(DrivenEngine(made.sending, "p0"))
         made.consumer = stack.enter_context(DrivenEngine(made.receiving, "d0"))
-        stack.callback(made.prefiller.may_answer.set)
+        stack.callback(made.prefiller.first_token.set)
         await made.prefiller.start()
         stack.push_async_callback(made.prefiller.stop)
         made.prefiller.before_answer = made.fill

@@ -119,10 +119,10 @@ async def test_roles_change_there_and_back_while_requests_run(rig: Rig) -> None:
     status, role = await rig.order("?wait=1", instance="d1", role="prefill", expected_epoch=0)
     assert (status, role["role"], role["epoch"], role["phase"]) == (200, "prefill", 1, "ready")
     assert (await rig.roles())["d1"] == ("prefill", 1)
-    num_given = len(rig.engines["d1"].requests)
+    num_given = len(rig.engines["d1"].posted)
     for _ in range(20):
         assert await rig.ask() == 200
-    assert len(rig.engines["d1"].requests) == num_given
+    assert len(rig.engines["d1"].posted) == num_given
     status, refusal = await rig.order(instance="d0", role="prefill")
     assert (status, refusal["error"]["code"]) == (409, "last_of_its_role")
     assert (await rig.order(instance="d1", role="decode", wait=True))[0] == 200
@@ -150,7 +150,7 @@ async def test_orders_need_an_operators_key_and_are_answered_at_once(rig: Rig) -
     ) as answer:
         assert answer.status == 403
         assert (await answer.json())["error"]["code"] == "not_an_operator"
-    rig.engines["d1"].may_answer.clear()
+    rig.engines["d1"].first_token.clear()
     hanging = [asyncio.create_task(rig.ask()) for _ in range(2)]
     await rig.engines["d1"].wait_requests(1)
     status, role = await rig.order(instance="d1", role="prefill")
@@ -162,7 +162,7 @@ async def test_orders_need_an_operators_key_and_are_answered_at_once(rig: Rig) -
     )
     await asyncio.sleep(0.1)
     assert (await rig.roles())["d1"] == ("decode", 0)
-    rig.engines["d1"].may_answer.set()
+    rig.engines["d1"].first_token.set()
     assert await asyncio.gather(*hanging) == [200, 200]
     await eventually(rig.roles, lambda roles: roles["d1"] == ("prefill", 1))
 

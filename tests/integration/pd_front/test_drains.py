@@ -114,13 +114,13 @@ async def test_an_engine_that_drains_serves_what_no_other_can(rig: PdRig) -> Non
 
 async def test_draining_waits_for_local_prefills(rig: PdRig) -> None:
     slot = await rig.reserve()
-    rig.engines["p0"].may_answer.clear()
+    rig.engines["p0"].first_token.clear()
     job = asyncio.create_task(rig.front.prefill_locally(rig.job_for(slot)))
     await rig.engines["p0"].wait_requests(1)
     draining = asyncio.create_task(rig.front.drain("p0"))
     await asyncio.sleep(0.1)
     assert not draining.done()
-    rig.engines["p0"].may_answer.set()
+    rig.engines["p0"].first_token.set()
     assert (await job).instance == "p0"
     async with asyncio.timeout(5):
         await draining

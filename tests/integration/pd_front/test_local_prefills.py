@@ -18,7 +18,7 @@ async def test_a_local_prefill_fills_the_landing(rig: PdRig) -> None:
     result = await rig.front.prefill_locally(rig.job_for(slot))
     assert (result.instance, result.nbytes) == ("p0", 8 * BYTES_PER_TOKEN)
     assert result.reason.startswith("least_loaded; cached_tokens=0; tokens_ahead=0")
-    assert rig.engines["p0"].requests[0]["kv_transfer_params"]["prfaas"]["role"] == "producer"
+    assert rig.engines["p0"].posted[0]["kv_transfer_params"]["prfaas"]["role"] == "producer"
     assert (await rig.front.report()).running_tokens == 0
 
 
@@ -68,7 +68,7 @@ async def test_an_engine_that_left_its_agent_leaves_the_landing_alone(rig: PdRig
 
 async def test_cancelling_a_local_prefill_aborts_it(rig: PdRig) -> None:
     slot = await rig.reserve()
-    rig.engines["p0"].may_answer.clear()
+    rig.engines["p0"].first_token.clear()
     task = asyncio.create_task(rig.front.prefill_locally(rig.job_for(slot)))
     await rig.engines["p0"].wait_requests(1)
     report = await rig.front.report()
@@ -86,7 +86,7 @@ async def test_cancelling_a_local_prefill_aborts_it(rig: PdRig) -> None:
 
 async def test_a_prefill_engine_that_dies_is_a_clear_failure(rig: PdRig) -> None:
     slot = await rig.reserve()
-    rig.engines["p0"].may_answer.clear()
+    rig.engines["p0"].first_token.clear()
     task = asyncio.create_task(rig.front.prefill_locally(rig.job_for(slot)))
     await rig.engines["p0"].wait_requests(1)
     await rig.engines["p0"].stop()
@@ -121,7 +121,7 @@ async def test_an_engine_that_is_back_can_be_given_work_while_its_agent_is_still
 
 async def test_closing_ends_local_prefills(rig: PdRig) -> None:
     slot = await rig.reserve()
-    rig.engines["p0"].may_answer.clear()
+    rig.engines["p0"].first_token.clear()
     task = asyncio.create_task(rig.front.prefill_locally(rig.job_for(slot)))
     await rig.engines["p0"].wait_requests(1)
     await rig.front.close()

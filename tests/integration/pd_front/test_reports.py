@@ -79,7 +79,7 @@ async def test_what_an_engines_metrics_say_of_its_kv_memory_refuses_requests(
 ) -> None:
     for name in ("d0", "d1"):
         engine = rig.engines[name]
-        engine.running, engine.kv_usage, engine.num_kv_blocks = 5, kv_usage, 101
+        engine.num_serving, engine.kv_usage, engine.num_kv_blocks = 5, kv_usage, 101
     for node in rig.nodes:
         node.kv_block_bytes = 1_000_000
 
