@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 from cache_doubles import FakeDirectory
+from openai_engine import fixed
 from typer.testing import CliRunner
 
 from deploy.cli import app
@@ -242,11 +242,8 @@ async def test_an_explanation_serves_nothing(
 async def test_what_cannot_be_rendered_cannot_be_explained(
     open_region: Any, caches: RegionCaches, engine_status: int, expected: int
 ) -> None:
-    async def refuse(_request: web.Request, _body: dict[str, Any]) -> web.Response:
-        return web.Response(status=engine_status)
-
     async with open_region(caches=caches, cache_model=MODEL) as region:
-        region.engine.render_reply = refuse
+        region.engine.render_reply = fixed("", engine_status)
         status, _, answer = await region.post(region.long_body(), "/prfaas/cache/explain")
         assert status == expected
         assert json.loads(answer)["error"]["code"] == "not_rendered"
