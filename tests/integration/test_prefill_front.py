@@ -282,8 +282,7 @@ async def test_cancelling_a_running_job_aborts_engine_and_outbox(rig: Rig) -> No
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    async with asyncio.timeout(20):
-        await rig.engines[0].wait_aborts(1)
+    await rig.engines[0].wait_aborts(1)
     await eventually(lambda: rig.num_outboxes == 0 and rig.embedded._queue.num_running == 0)
     assert rig.agents[0].cancelled == [f"{1:032x}"]
 
@@ -429,8 +428,7 @@ async def test_a_transfer_that_fails_aborts_the_prefill(rig: Rig) -> None:
     error = await failure(task)
     assert error.code == "transfer_failed"
     assert "refused: unknown transfer" in error.message
-    async with asyncio.timeout(20):
-        await rig.engines[0].wait_aborts(1)
+    await rig.engines[0].wait_aborts(1)
     assert len(rig.engines[1].posted) == 0
 
 
