@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engine_module import install
 from eventually import wait_until
 from region_hosts import PATIENCE_S, RegionHost, prfaas, told
-from standin_engine import install
 from two_hosts import two_hosts
 
 LIMIT = 3

@@ -36,6 +36,8 @@ class OpenAiEngine:
         self.landings: dict[str, asyncio.Future[str]] = {}
         self.sources: list[str] = []
         """Where the KVCache of each request came from: "prompt", "landing" or "recomputed"."""
+        self.remembers = True
+        """Whether it keeps what it was asked."""
         self.num_aborted = 0
         self.num_serving = 0
         self.before_answer: Callable[[dict[str, Any]], None] | None = None
@@ -140,6 +142,12 @@ class OpenAiEngine:
             has_landed = self.sources[-1] == "landing"
             num_tokens = len(token_ids(body)) - 1 if has_landed else self.local_hit
             payload["usage"]["prompt_tokens_details"] = {"cached_tokens": num_tokens}
+        return await self.send(request, body, payload)
+
+    async def send(
+        self, request: web.Request, body: dict[str, Any], payload: dict[str, Any]
+    ) -> web.StreamResponse:
+        """Answer with a completion, as a stream if the client wants one."""
         if not body.get("stream"):
             await self.first_token.wait()
             return web.json_response(payload)
@@ -147,8 +155,10 @@ class OpenAiEngine:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        self.shown.append(request.headers.get("Authorization", ""))
-        if self.key not in ("", self.shown[-1]):
+        shown = request.headers.get("Authorization", "")
+        if self.remembers:
+            self.shown.append(shown)
+        if self.key not in ("", shown):
             raise web.HTTPUnauthorized
         return await handler(request)
 
@@ -186,13 +196,13 @@ class OpenAiEngine:
             self.num_serving -= 1
 
     async def _load_landing(self, body: dict[str, Any]) -> None:
-        params = body.get("kv_transfer_params")
+        params = (body.get("kv_transfer_params") or {}).get("prfaas")
         if params is None:
             self.sources.append("prompt")
         elif self.load is not None:
-            self.sources.append(await self.load(params["prfaas"]))
+            self.sources.append(await self.load(params))
         else:
-            self.sources.append(await self._landing(params["prfaas"]["transfer_id"]))
+            self.sources.append(await self._landing(params["transfer_id"]))
 
     def _landing(self, transfer_id: str) -> asyncio.Future[str]:
         new = asyncio.get_running_loop().create_future()
@@ -201,7 +211,8 @@ class OpenAiEngine:
     async def _note(self, request: web.Request) -> dict[str, Any]:
         raw = await request.read()
         headers = {key.lower(): value for key, value in request.headers.items()}
-        self.requests.append((request.path, headers, raw))
+        if self.remembers:
+            self.requests.append((request.path, headers, raw))
         body: dict[str, Any] = json.loads(raw)
         return body
 
