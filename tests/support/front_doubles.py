@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 from openai_engine import OpenAiEngine
+from report_cases import agent_status
 
 from kvmanager.agent.embeddings.messages import HasEmbeddings, HasEmbeddingsReply
 from kvmanager.agent.messages import (
@@ -305,20 +306,12 @@ class FakeAgent:
             )
             for name in self.instances
         ]
-        return StatusReply(
+        return agent_status(
             arena_bytes=1 << 20,
-            block_bytes=1 << 16,
             free_bytes=1 << 20,
             landing_bytes=self.landing_bytes,
             landing_cap_bytes=1 << 20,
-            outbox_bytes=0,
-            num_landings={},
-            num_outboxes={},
             engines=engines,
-            links=[],
-            num_received_connections=0,
-            uptime_s=1.0,
-            pid=1,
             data_endpoint="127.0.0.1:9",
             landing_room_bytes=self.landing_room_bytes,
             embeddings=self.embeddings,

@@ -10,9 +10,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import report_cases
 from eventually import eventually
 from msgspec import structs
 from openai_engine import OpenAiEngine
+from report_cases import cluster
 
 from deploy.gateway.app import Gateway
 from deploy.gateway.cache.region_caches import RegionCaches
@@ -189,14 +191,8 @@ class FakePd:
         if self.prefill is not None:
             prefill = report("prefill", "p0", True)
             instances.append(structs.replace(prefill, adapters=self.prefill.adapters))
-        return ClusterReport(
-            name=self.name,
-            healthy=len(self.down) < len(self.engines),
-            queue_depth=0,
-            running=0,
-            instances=tuple(instances),
-            encode=self.stage,
-        )
+        healthy = len(self.down) < len(self.engines)
+        return cluster(self.name, *instances, healthy=healthy, encode=self.stage)
 
     async def drain(self, instance: str, *, leader: int = 0) -> None: ...
 
@@ -289,20 +285,13 @@ class FakePrefill:
         self.num_reports += 1
         if self.set_report is not None:
             return self.set_report
-        return ClusterReport(
-            name=self.name,
-            healthy=self.is_healthy,
-            queue_depth=0,
-            running=self.num_running,
-            instances=(
-                structs.replace(
-                    report("prefill", f"{self.name}-0", self.is_healthy),
-                    adapters=self.adapters,
-                    layout_fingerprint=self.layout,
-                ),
-            ),
-            max_queued=64,
+        instance = structs.replace(
+            report("prefill", f"{self.name}-0", self.is_healthy),
+            adapters=self.adapters,
+            layout_fingerprint=self.layout,
         )
+        changes = {"healthy": self.is_healthy, "running": self.num_running, "max_queued": 64}
+        return cluster(self.name, instance, **changes)
 
     async def drain(self, instance: str) -> None: ...
 
@@ -320,18 +309,8 @@ class FakePrefill:
 
 def report(role: Any, name: str, healthy: bool, cache: CacheModel | None = None) -> InstanceReport:
     """Every instance has a node of its own name, whose agent is at NAME:1."""
-    return InstanceReport(
-        name=name,
-        role=role,
-        model="tiny",
-        healthy=healthy,
-        draining=False,
-        running=0,
-        max_concurrent=4,
-        node=f"{name}:1",
-        node_name=name,
-        cache=cache,
-    )
+    where = {"node": f"{name}:1", "node_name": name}
+    return report_cases.instance(name, role, model="tiny", healthy=healthy, cache=cache, **where)
 
 
 class Region:

@@ -9,12 +9,12 @@ import pytest
 from eventually import eventually
 from link_cases import path_report
 from msgspec import structs
+from report_cases import on_nodes
 
 from deploy.gateway.links.region_links import SAME_S, RegionLinks
 from kvmanager.agent.links.messages import LinkFeed, SendLinkProbeReply, WatchLinks
 from kvmanager.agent.probe_messages import ProbeLandingReply
 from netmon.estimate import PathReport
-from scheduler.reports import ClusterReport, InstanceReport
 from transport.rpc import RpcError
 
 
@@ -67,30 +67,11 @@ class Region:
         )
 
     async def start(self) -> None:
-        await self.links.watch(report("far", a1="a:1"))
-        await self.links.watch(report("home", b1="b:1"))
+        await self.links.watch(on_nodes("far", a1="a:1"))
+        await self.links.watch(on_nodes("home", b1="b:1"))
 
     def say(self, target: str, *reports: PathReport) -> None:
         self.agents[target].answers.put_nowait(list(reports))
-
-
-def report(name: str, **nodes: str) -> ClusterReport:
-    """By node name, the address of its agent."""
-    instances = tuple(
-        InstanceReport(
-            name=f"i-{node}",
-            role="both",
-            model="m",
-            healthy=True,
-            draining=False,
-            running=0,
-            max_concurrent=1,
-            node=target,
-            node_name=node,
-        )
-        for node, target in nodes.items()
-    )
-    return ClusterReport(name=name, healthy=True, queue_depth=0, running=0, instances=instances)
 
 
 @pytest.fixture
@@ -145,14 +126,14 @@ async def test_nodes_that_are_reported_no_more_are_forgotten(region: Region) -> 
     region.say("b:1")
     region.say("a:1", path_report("tunnel:9"))
     await eventually(lambda: links.now("far", "home").num_paths == 1)
-    await links.watch(structs.replace(report("far"), heard=False))  # says nothing
+    await links.watch(structs.replace(on_nodes("far"), heard=False))  # says nothing
     assert len(links.overview().paths) == 1
     region.agents["a:2"] = LinkSpeaker("a2:7100")
-    await links.watch(report("far", a2="a:2"))
+    await links.watch(on_nodes("far", a2="a:2"))
     assert links.overview().paths == []
     assert region.agents["a:1"].num_closed == 1
     await eventually(lambda: len(region.agents["a:2"].asked) > 0)
-    await links.watch(report("far"))
+    await links.watch(on_nodes("far"))
     assert region.agents["a:2"].num_closed == 1
 
 
@@ -173,7 +154,7 @@ async def test_a_node_that_says_it_receives_where_another_one_does_is_not_believ
     await region.start()
     region.say("b:1")
     await region.links.wait_heard(0.2)
-    await region.links.watch(report("evil", x1="x:1"))
+    await region.links.watch(on_nodes("evil", x1="x:1"))
     region.say("x:1", path_report("b1:7100"))
     await eventually(lambda: bool(region.links.overview().errors))
     assert region.links.overview().errors == {

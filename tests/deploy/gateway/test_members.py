@@ -10,6 +10,7 @@ from eventually import eventually
 from gateway_region import FakePd, FakePrefill, report
 from msgspec import structs
 from prometheus_client import CollectorRegistry
+from report_cases import cluster
 
 from deploy.gateway.cache.cached_prompt import CachedPrompt, CachePlaces, PromptKeys
 from deploy.gateway.cache.moves import CacheMoves, MoveMetrics
@@ -19,7 +20,7 @@ from deploy.gateway.serving.background import Background
 from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeName
 from prfaas.engines.members import LetGo
-from scheduler.reports import ClusterReport
+from scheduler.reports import ClusterReport, InstanceReport
 
 MODEL = CacheModel("ab" * 16, 512, [(0, 1_000_000, 0)])
 KEYS = tuple(bytes([index]) * 16 for index in range(10))
@@ -51,17 +52,11 @@ class Leaving:
         )
 
     def report(self, *leaving: str, names: str = "abc") -> ClusterReport:
-        instances = (report("prefill", name, True) for name in names)
-        return ClusterReport(
-            name="far",
-            healthy=True,
-            queue_depth=0,
-            running=0,
-            instances=tuple(
-                structs.replace(item, leaving=True, draining=True) if item.name in leaving else item
-                for item in instances
-            ),
-        )
+        def one(name: str) -> InstanceReport:
+            leaves = name in leaving
+            return structs.replace(report("prefill", name, True), leaving=leaves, draining=leaves)
+
+        return cluster("far", *map(one, names))
 
     def wanted(self) -> None:
         """A request for the prefix."""

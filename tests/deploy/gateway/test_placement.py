@@ -7,6 +7,7 @@ import pytest
 from cache_doubles import FakeDirectory, MovingAgents, coverage
 from eventually import eventually
 from prometheus_client import CollectorRegistry
+from report_cases import cluster, instance
 
 from deploy.gateway.cache.cached_prompt import CachedPrompt, CachePlaces, PromptKeys
 from deploy.gateway.cache.moves import CacheMoves, MoveMetrics
@@ -16,7 +17,6 @@ from kvmanager.agent.messages import CacheModel
 from kvmanager.directory.messages import NodeCoverage, NodeName
 from scheduler.live.core import Event
 from scheduler.live.feedback import CacheMoveBegun, CacheMoveOver
-from scheduler.reports import ClusterReport, InstanceReport
 from scheduler.routing.decision import HAND_OFF, ONE_ENGINE, CacheMove, MoveReason, Reason
 from scheduler.routing.replication import NodeLoad
 from scheduler.routing.short_term import RouteDecision
@@ -281,29 +281,12 @@ class TestPlacement:
 
 
 def test_loads_are_those_of_a_nodes_instances_together() -> None:
-    def instance(name: str, node: str, running: int, *, healthy: bool = True) -> InstanceReport:
-        return InstanceReport(
-            name=name,
-            role="both",
-            model="m",
-            healthy=healthy,
-            draining=False,
-            running=running,
-            max_concurrent=8,
-            node=node,
-        )
-
-    report = ClusterReport(
-        name="pd",
-        healthy=True,
-        queue_depth=0,
-        running=0,
-        instances=(
-            instance("1", "a:1", 2),
-            instance("2", "a:1", 3, healthy=False),
-            instance("3", "b:1", 1, healthy=False),
-            instance("4", "", 9),
-        ),
+    report = cluster(
+        "pd",
+        instance("1", node="a:1", running=2),
+        instance("2", node="a:1", running=3, healthy=False),
+        instance("3", node="b:1", running=1, healthy=False),
+        instance("4", running=9),
     )
     assert node_loads([None, report]) == [
         NodeLoad(cluster="pd", node="a:1", load=5, is_healthy=True),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from cache_doubles import FakeDirectory
 from openai_engine import fixed
+from report_cases import agent_status
 from typer.testing import CliRunner
 
 from deploy.cli import app
@@ -41,23 +42,7 @@ class FakeCacheAgent:
         cache = CacheStatus(
             {"arena/kv": 3 << 20, "ssd/kv": 1 << 20}, 12, 0, 4, 1000, {"arena": 250}, {}
         )
-        return StatusReply(
-            arena_bytes=1 << 30,
-            block_bytes=65536,
-            free_bytes=0,
-            landing_bytes=0,
-            landing_cap_bytes=1 << 30,
-            outbox_bytes=0,
-            num_landings={},
-            num_outboxes={},
-            engines=[],
-            links=[],
-            num_received_connections=0,
-            uptime_s=1.0,
-            pid=2,
-            data_endpoint="127.0.0.1:7100",
-            cache=cache,
-        )
+        return agent_status(free_bytes=0, cache=cache)
 
     async def list_cache(self, limit: int, order: str, timeout_s: float) -> ListCacheReply:
         self._check()
