@@ -5,11 +5,12 @@ can show is tested with those.
 """
 
 import asyncio
+import inspect
 import math
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 from aiohttp import web
@@ -106,6 +107,18 @@ def encoded_names(engine: "FakeEngine") -> list[str]:
     return found
 
 
+def methods_of(double: object) -> dict[str, Method[Any, Any]]:
+    """What a double of an agent answers: its methods from one message to another. A method's name
+    at an agent is that of its request.
+    """
+    found = {}
+    for _, handler in inspect.getmembers(double, inspect.iscoroutinefunction):
+        *asked, reply = get_type_hints(handler).values()
+        if len(asked) == 1 and isinstance(asked[0], type) and issubclass(asked[0], msgspec.Struct):
+            found[asked[0].__name__] = Method(asked[0], reply, handler)
+    return found
+
+
 @dataclass(slots=True)
 class _End:
     """One end of a transfer."""
@@ -170,16 +183,7 @@ class FakeAgent:
 
     async def start(self, bind: str = "127.0.0.1:0") -> "FakeAgent":
         """Serve; `target` is the address afterwards."""
-        methods: dict[str, Method[Any, Any]] = {
-            "Reserve": Method(Reserve, ReserveReply, self._reserve),
-            "Renew": Method(Renew, RenewReply, self._renew),
-            "Cancel": Method(Cancel, CancelReply, self._cancel),
-            "OpenOutbox": Method(OpenOutbox, OpenOutboxReply, self._open_outbox),
-            "Await": Method(Await, TransferReport, self._await),
-            "Status": Method(Status, StatusReply, self._status),
-            "HasEmbeddings": Method(HasEmbeddings, HasEmbeddingsReply, self._has_embeddings),
-        }
-        self._server = RpcServer(bind, {SERVICE: methods})
+        self._server = RpcServer(bind, {SERVICE: methods_of(self)})
         self.target = f"127.0.0.1:{await self._server.start()}"
         return self
 
