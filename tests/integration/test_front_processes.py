@@ -1,7 +1,6 @@
 """`prfaas prefill` and `prfaas pd` as processes, and a front that supervises its own engine."""
 
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from eventually import eventually
 from free_ports import free_port
 from front_doubles import FakeAgent, FakeEngine, prefill_job
 from prometheus_client import CollectorRegistry
+from serving_process import serving
 from typer.testing import CliRunner
 
 from deploy.cli import app
@@ -32,7 +32,6 @@ from prfaas.remote import RemotePrefillCluster
 pytestmark = pytest.mark.slow
 
 ROOT = str(Path(__file__).resolve().parents[2])
-MODULES = {"prefill": ("prfaas.cli", "prefill_command"), "pd": ("local_pd.cli", "pd_command")}
 
 # Stands in for the Python interpreter: it finds the port in vLLM's command line and serves there.
 ENGINE = f"""#!{sys.executable}
@@ -52,29 +51,18 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ['PYTHONPATH']}"}
+
+
 @asynccontextmanager
 async def front_process(kind: str, config: Path) -> AsyncIterator[tuple[str, int]]:
     """The front's gRPC address and pid; on leaving it must end well on SIGTERM."""
-    module, function = MODULES[kind]
-    code = f"import typer; from {module} import {function}; typer.run({function})"
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, "--config", str(config),
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ['PYTHONPATH']}"},
-    )  # fmt: skip
-    assert process.stdout is not None
-    try:
-        async with asyncio.timeout(30):
-            ready = json.loads(await process.stdout.readline())
+    async with serving(kind, config, env=environment()) as (process, ready):
         assert ready["event"] == "ready"
         yield ready["control"], ready["pid"]
         process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(30):
-            assert await process.wait() == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
 def write_config(
@@ -231,7 +219,7 @@ async def test_what_a_killed_gateway_left_drained_is_given_work_again(
         gateway = await asyncio.create_subprocess_exec(
             sys.executable, "-c", DRAINER, kind, target,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ['PYTHONPATH']}"},
+            env=environment(),
         )  # fmt: skip
         assert gateway.stdout is not None
         async with asyncio.timeout(30):

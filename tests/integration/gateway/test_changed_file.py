@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-import yaml
 from eventually import eventually
+from serving_process import gateway_file, only_engine, serving
 
-RUN = "import typer; from deploy.gateway.cli import gateway_command as c; typer.run(c)"
 BODY = {"model": "tiny", "prompt": "x"}
 
 
@@ -33,14 +30,9 @@ class RunningGateway:
 
     def write(self, **gateway: Any) -> None:
         """Replace the file in one step; `gateway` is what its section has besides a model."""
-        instance = {"name": "d0", "url": self._region.engine.url, "agent": "127.0.0.1:1"}
-        content = {
-            "gateway": {"models": [{"name": "tiny"}]} | gateway,
-            "api_keys_file": str(self.keys),
-            "pd": {"name": "home", "instances": [instance | {"model": "tiny"}]},
-            "log_dir": str(self.file.parent),
-        }
-        self.replace(yaml.safe_dump(content))
+        pd, keys = only_engine(self._region.engine.url), str(self.keys)
+        new = self.file.with_name("new")
+        gateway_file(new, pd, gateway=gateway, api_keys_file=keys).replace(self.file)
 
     def replace(self, text: str) -> None:
         new = self.file.with_name("new")
@@ -75,22 +67,11 @@ async def gateway(region: Any, tmp_path: Path) -> AsyncIterator[RunningGateway]:
     running = RunningGateway(region, tmp_path)
     running.limit(max_requests=1)
     with running.log.open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", RUN, "--config", str(running.file), "--port", "0"),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=log,
-        )
-    try:
-        assert process.stdout is not None
-        line = await asyncio.wait_for(process.stdout.readline(), 60)
-        running.url = json.loads(line)["url"]
-        yield running
-    finally:
-        for stream in running.streams:
-            stream.close()
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
+        async with serving("gateway", running.file, "--port", "0", stderr=log) as (_, ready):
+            running.url = ready["url"]
+            yield running
+            for stream in running.streams:
+                stream.close()
 
 
 async def test_requests_in_flight_count_towards_limits_that_change(

@@ -1,10 +1,8 @@
 """A gateway of two processes on one port, as real processes: with a front, Redis and an engine."""
 
 import asyncio
-import json
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -18,13 +16,12 @@ from eventually import eventually
 from openai_engine import OpenAiEngine
 from prometheus_client.parser import text_string_to_metric_families
 from redis_server import RedisServer
+from serving_process import gateway_file, only_engine, serving, started
 
 pytestmark = pytest.mark.slow
 
 LIMIT_S = 120
 LITTLE = {"tokens_per_s": 0.001, "burst_tokens": 1}
-FRONT = "import typer; from local_pd.cli import pd_command as c; typer.run(c)"
-GATEWAY = "import typer; from deploy.gateway.cli import gateway_command as c; typer.run(c)"
 
 
 class Gateway:
@@ -81,50 +78,26 @@ class Gateway:
 
 
 @asynccontextmanager
-async def process(code: str, file: Path, *options: str) -> AsyncIterator[Any]:
-    """A process that is ready, and what it said then."""
-    started = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", code, "--config", str(file), *options),
-        stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        assert started.stdout is not None
-        async with asyncio.timeout(LIMIT_S):
-            yield started, json.loads(await started.stdout.readline())
-    finally:
-        if started.returncode is None:
-            started.kill()
-        await started.communicate()
-
-
-@asynccontextmanager
 async def opened(folder: Path) -> AsyncIterator[Gateway]:
     async with AsyncExitStack() as stack:
         server = stack.enter_context(RedisServer(folder))
-        engine = OpenAiEngine("d0")
-        await engine.start()
+        engine = await OpenAiEngine("d0").start()
         stack.push_async_callback(engine.stop)
-        instance = {"name": "d0", "url": engine.url, "agent": "127.0.0.1:1", "model": "tiny"}
-        front = folder / "front.yaml"
-        settings = {"name": "home", "listen": "127.0.0.1:0", "instances": [instance]}
-        front.write_text(yaml.safe_dump(settings))
-        _, said = await stack.enter_async_context(process(FRONT, front))
-        file = folder / "gateway.yaml"
-        content = {
-            "gateway": {
-                "models": [{"name": "tiny"}],
-                "port": 0,
-                "processes": 2,
-                "shared": {"redis": server.url, "region": "r"},
-                "scheduling": {"calibration": {"mode": "off"}},
-                "state": str(folder / "learned"),
-            },
-            "pd": {"name": "home", "front": said["control"]},
-            "log_dir": str(folder),
+        front = {"name": "home", "listen": "127.0.0.1:0", **only_engine(engine.url)}
+        (folder / "front.yaml").write_text(yaml.safe_dump(front))
+        how = {"start_new_session": True}
+        process = serving("pd", folder / "front.yaml", **how)
+        _, said = await stack.enter_async_context(process)
+        settings = {
+            "port": 0,
+            "processes": 2,
+            "shared": {"redis": server.url, "region": "r"},
+            "scheduling": {"calibration": {"mode": "off"}},
+            "state": str(folder / "learned"),
         }
-        file.write_text(yaml.safe_dump(content))
-        parent, ready = await stack.enter_async_context(process(GATEWAY, file))
+        pd = {"front": said["control"]}
+        file = gateway_file(folder / "gateway.yaml", pd, gateway=settings)
+        parent, ready = await stack.enter_async_context(serving("gateway", file, **how))
         gateway = Gateway(parent, ready, file, engine)
         stack.push_async_callback(gateway.session.close)
         yield gateway
@@ -255,11 +228,7 @@ async def test_one_process_is_killed_and_started_again(tmp_path: Path) -> None:
 
         async def served_more(num: int) -> None:
             wanted = num_whole + num
-
-            async def has() -> bool:
-                return num_whole >= wanted
-
-            await eventually(has)
+            await eventually(lambda: num_whole >= wanted)
 
         tasks = [asyncio.create_task(ask_on()) for _ in range(4)]
         tasks.append(asyncio.create_task(scrape_on()))
@@ -267,11 +236,7 @@ async def test_one_process_is_killed_and_started_again(tmp_path: Path) -> None:
             await served_more(50)
             assert broken == []
             os.kill(gateway.pids[0], signal.SIGKILL)
-
-            async def is_gone() -> bool:
-                return not psutil.pid_exists(gateway.pids[0])
-
-            await eventually(is_gone)
+            await eventually(lambda: not psutil.pid_exists(gateway.pids[0]))
             await served_more(50)  # by the other one
             broken_by_kill = list(broken)
 
@@ -298,11 +263,7 @@ async def test_one_process_is_killed_and_started_again(tmp_path: Path) -> None:
 
 async def they_end_with_their_parent(gateway: Gateway, pids: list[int]) -> None:
     gateway.parent.kill()
-
-    async def are_gone() -> bool:
-        return not [pid for pid in pids if psutil.pid_exists(pid)]
-
-    await eventually(are_gone)
+    await eventually(lambda: not any(map(psutil.pid_exists, pids)))
 
 
 async def test_a_file_that_needs_another_port_or_setting_says_so(tmp_path: Path) -> None:
@@ -319,10 +280,7 @@ async def test_a_file_that_needs_another_port_or_setting_says_so(tmp_path: Path)
 
     async def failed(content: dict[str, Any]) -> tuple[int | None, str]:
         file.write_text(yaml.safe_dump(content))
-        ended = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", GATEWAY, "--config", str(file)),
-            stderr=asyncio.subprocess.PIPE,
-        )
+        ended = await started("gateway", file, stderr=asyncio.subprocess.PIPE)
         async with asyncio.timeout(LIMIT_S):
             _, errors = await ended.communicate()
         return ended.returncode, errors.decode()
