@@ -7,7 +7,6 @@ The agents ask for grants, which the tests sign as a gateway does.
 import asyncio
 import os
 import signal
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -21,6 +20,7 @@ from eventually import eventually
 from front_doubles import FakeEngine, prefill_job
 from granting import grant_files
 from prometheus_client import CollectorRegistry
+from whole_region import spec
 
 from deploy.gateway.grants import granted_job, reservation_grant
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
@@ -30,7 +30,6 @@ from local_pd.metrics import PdMetrics
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.health import ProbeTiming
-from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.prefill_run import RunnerConfig
 from prfaas.jobs import PrefillJob, PrefillResult
@@ -61,14 +60,7 @@ class Region:
 
     def fill(self, body: dict[str, Any]) -> None:
         """What the connector does during a prefill; `share` of the bytes become ready."""
-        params = body["kv_transfer_params"]["prfaas"]
-        opening = bytes.fromhex(params["transfer_id"]), params["attempt"]
-        self.producer.client.attach(*opening)
-        self.producer.write(params["attempt"], self.data)
-        ready_bytes = int(len(self.data) * self.share)
-        self.producer.client.ready(*opening, [(0, ready_bytes)])
-        if self.share == 1.0:
-            self.producer.client.prefill_end(*opening)
+        self.producer.fill(body["kv_transfer_params"]["prfaas"], self.data, self.share)
 
     async def begin(self) -> tuple[DecodeSlot, asyncio.Task[PrefillResult]]:
         """Reserve, let the decode engine watch, submit."""
@@ -103,18 +95,14 @@ class Region:
         """Wait until the transfer is under way."""
         await self.prefill_http.wait_requests(1)
         agent = self.prefill._instances.by_name["p0"].agent
-        acked_bytes = 0
-        while not acked_bytes:
-            report = await agent.wait(
-                slot.landing.transfer_id, "outbox", wait_s=0.02, timeout_s=5.0
-            )
-            acked_bytes = report.acked_bytes
+        transfer_id = slot.landing.transfer_id
+        await eventually(
+            lambda: agent.wait(transfer_id, "outbox", wait_s=0.02, timeout_s=5.0),
+            lambda report: report.acked_bytes,
+        )
 
-    async def memory_is_back(self, timeout_s: float = 15.0) -> None:
-        deadline_s = time.monotonic() + timeout_s
-        while await self.landing_bytes():
-            assert time.monotonic() < deadline_s
-            await asyncio.sleep(0.05)
+    async def memory_is_back(self) -> None:
+        await eventually(self.landing_bytes, lambda nbytes: not nbytes, timeout_s=15)
 
 
 @pytest.fixture
@@ -144,7 +132,7 @@ async def region(tmp_path: Path) -> AsyncIterator[Region]:
         http.before_answer = made.fill
         made.prefill = EmbeddedPrefillCluster(
             "east",
-            [instance("p0", http.url, made.sending, "prefill")],
+            [spec("p0", http.url, made.sending, "prefill")],
             PrefillClusterConfig(instances=probing(path, "prefill-front"), runner=RUNNER),
             metrics=PrefillMetrics(CollectorRegistry()),
         )
@@ -152,7 +140,7 @@ async def region(tmp_path: Path) -> AsyncIterator[Region]:
         stack.push_async_callback(decoder.stop)
         made.pd = EmbeddedPdCluster(
             "west",
-            [instance("d0", decoder.url, made.receiving, "both")],
+            [spec("d0", decoder.url, made.receiving, "both")],
             PdClusterConfig(instances=probing(path, "pd-front"), runner=RUNNER, lease_s=60.0),
             metrics=PdMetrics(CollectorRegistry()),
         )
@@ -171,12 +159,6 @@ def shown(path: Path, role: Role) -> RegionKey:
 
 def probing(path: Path, role: Role) -> InstancesConfig:
     return replace(PROBING, credentials=shown(path, role))
-
-
-def instance(name: str, url: str, agent: AgentProcess, role: str) -> InstanceSpec:
-    return InstanceSpec.model_validate(
-        {"name": name, "url": url, "agent": agent.ready["control"], "role": role}
-    )
 
 
 async def test_the_decode_engine_gets_the_bytes_of_the_prefill_engine(region: Region) -> None:
@@ -252,10 +234,7 @@ async def test_cancelling_gives_back_both_ends(region: Region) -> None:
     await region.pd.release(slot, "client gone")
     await region.memory_is_back()
     outboxes = region.prefill._instances.by_name["p0"].agent
-    deadline_s = time.monotonic() + 15
-    while (await outboxes.status(2.0)).outbox_bytes:
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.05)
+    await eventually(lambda: outboxes.status(2.0), lambda status: not status.outbox_bytes)
 
 
 async def test_a_full_landing_is_no_room_and_release_makes_room(region: Region) -> None:

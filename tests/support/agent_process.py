@@ -315,6 +315,15 @@ class EngineConnection:
         assert arena is not None
         put_bytes(arena, self.place(outbox), data, offset)
 
+    def fill(self, params: dict[str, Any], data: bytes, share: float = 1.0) -> None:
+        """Do what the connector does while a prefill runs; `share` of the bytes become ready."""
+        opening = bytes.fromhex(params["transfer_id"]), params["attempt"]
+        self.client.attach(*opening)
+        self.write(params["attempt"], data)
+        self.client.ready(*opening, [(0, int(len(data) * share))])
+        if share == 1.0:
+            self.client.prefill_end(*opening)
+
     def read(self, landing: Place | list[tuple[int, int]], nbytes: int) -> bytes:
         """The bytes of a landing, which the engine takes if it has not watched it, or of runs."""
         arena = self.client.arena

@@ -68,14 +68,8 @@ class Whole:
 
     def fill(self, body: dict[str, Any]) -> None:
         """What the connector does while the prefill runs."""
-        params = body["kv_transfer_params"]["prfaas"]
-        opening = bytes.fromhex(params["transfer_id"]), params["attempt"]
-        self.producer.client.attach(*opening)
         self.sent = os.urandom(self.nbytes)
-        self.producer.write(params["attempt"], self.sent)
-        self.producer.client.ready(*opening, [(0, int(self.nbytes * self.share))])
-        if self.share == 1.0:
-            self.producer.client.prefill_end(*opening)
+        self.producer.fill(body["kv_transfer_params"]["prfaas"], self.sent, self.share)
 
     async def load(self, params: dict[str, Any]) -> str:
         """What the connector does before a decode."""

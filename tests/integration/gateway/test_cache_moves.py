@@ -11,6 +11,7 @@ from caching_engine import ROOT, B, CachingEngine
 from eventually import eventually
 from prometheus_client import CollectorRegistry
 from untimed_gateway import UNTIMED
+from whole_region import spec
 
 from deploy.gateway.app import Gateway
 from deploy.gateway.cache.region_caches import RegionCaches
@@ -23,7 +24,6 @@ from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.metrics import PdMetrics
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.health import ProbeTiming
-from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 from prfaas.metrics import PrefillMetrics
 from scheduler.live.feedback import CacheMoveBegun, CacheMoveOver
@@ -33,11 +33,6 @@ PROBING = InstancesConfig(probes=ProbeTiming(interval_s=0.2, start_interval_s=0.
 PROMPT = "x" * 300
 NUM_BLOCKS = 299 // B
 KEYS = block_keys(list(PROMPT.encode())[: NUM_BLOCKS * B], B, ROOT)
-
-
-def spec(name: str, url: str, agent: AgentProcess, role: str) -> InstanceSpec:
-    fields = {"name": name, "url": url, "agent": agent.ready["control"], "role": role}
-    return InstanceSpec.model_validate(fields)
 
 
 def teach(gateway: Gateway) -> None:
