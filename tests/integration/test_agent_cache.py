@@ -211,10 +211,7 @@ class Transfers:
         """Send what an engine has for the tokens of these blocks, as it lies in a landing."""
         num_tokens = len(keys) * B
         outbox = self.sender.open_outbox(landing, num_tokens)
-        transfer_id = bytes.fromhex(landing.transfer_id)
-        assert producer.client.attach(transfer_id, outbox.attempt)
-        producer.write(outbox, self.bytes(keys, landing.cached_tokens))
-        assert producer.client.ready(transfer_id, outbox.attempt, [(0, landing.nbytes)])
+        producer.send(landing, outbox, self.bytes(keys, landing.cached_tokens))
         assert self.sender.wait(landing.transfer_id).state == "complete"
 
     @staticmethod

@@ -90,10 +90,7 @@ class Attack:
         """Let the attacker's agent fill a landing with bytes of its choice."""
         worker = self.attackers.worker
         opened = self.attacker.open_outbox(landing, NUM_TOKENS)
-        transfer_id = bytes.fromhex(landing.transfer_id)
-        assert worker.client.attach(transfer_id, opened.attempt)
-        worker.write(opened, PLANTED * (landing.nbytes // len(PLANTED)))
-        assert worker.client.ready(transfer_id, opened.attempt, [(0, landing.nbytes)])
+        worker.send(landing, opened, PLANTED * (landing.nbytes // len(PLANTED)))
         assert self.attacker.wait(landing.transfer_id, kind="outbox").state == "complete"
 
 

@@ -61,11 +61,8 @@ class Agents:
     def assert_transfer_works(self, seed: int) -> None:
         content = random.Random(seed).randbytes(NBYTES)
         landing = self.receiver.reserve(NUM_TOKENS, lease_s=200.0)
-        transfer_id = bytes.fromhex(landing.transfer_id)
         outbox = self.sender.open_outbox(landing, NUM_TOKENS, lease_s=200.0)
-        self._producer.client.attach(transfer_id, outbox.attempt)
-        self._producer.write(outbox, content)
-        self._producer.client.ready(transfer_id, outbox.attempt, [(0, NBYTES)])
+        self._producer.send(landing, outbox, content)
         report = self.sender.call("Await", Await(landing.transfer_id, 100.0), TransferReport, 110)
         assert report.state == "complete", report
         assert self._consumer.read(landing, NBYTES) == content

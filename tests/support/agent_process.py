@@ -324,6 +324,13 @@ class EngineConnection:
         if share == 1.0:
             self.client.prefill_end(*opening)
 
+    def send(self, landing: ReserveReply, outbox: OpenOutboxReply, data: bytes) -> None:
+        """Put `data` at the begin of the outbox and say that it is ready."""
+        opening = bytes.fromhex(landing.transfer_id), outbox.attempt
+        assert self.client.attach(*opening)
+        self.write(outbox, data)
+        assert self.client.ready(*opening, [(0, len(data))])
+
     def read(self, landing: Place | list[tuple[int, int]], nbytes: int) -> bytes:
         """The bytes of a landing, which the engine takes if it has not watched it, or of runs."""
         arena = self.client.arena
