@@ -18,8 +18,8 @@ import dns.rrset
 import pytest
 from aiohttp import web
 from eventually import eventually
+from front_access import prefill_cluster, running
 from front_doubles import FakeAgent, FakeEngine, prefill_job
-from prometheus_client import CollectorRegistry
 
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.discovery.dns import DnsRecords
@@ -28,7 +28,6 @@ from prfaas.engines.discovery.found import DiscoverySection, Found
 from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.members import LetGo
-from prfaas.metrics import PrefillMetrics
 from transport.errors import LocalError
 
 NAME = "_engine._tcp.east.test."
@@ -179,23 +178,15 @@ class Cluster:
 async def cluster() -> AsyncIterator[Cluster]:
     async with AsyncExitStack() as stack:
         made = Cluster(stack)
-        made.front = EmbeddedPrefillCluster(
-            "east",
-            [],
-            PrefillClusterConfig(
-                instances=InstancesConfig(probes=ProbeTiming(interval_s=0.1, start_interval_s=0.05))
-            ),
-            metrics=PrefillMetrics(CollectorRegistry()),
-        )
+        probing = InstancesConfig(probes=ProbeTiming(interval_s=0.1, start_interval_s=0.05))
+        made.front = prefill_cluster("east", [], PrefillClusterConfig(instances=probing))
         await made.front.start()
         stack.push_async_callback(made.front.close)
         # Engines of one host share its node agent.
-        agent = await FakeAgent().start()
-        stack.push_async_callback(agent.stop)
+        agent = await running(stack, FakeAgent())
         made.agent_port = int(agent.target.rpartition(":")[2])
         for _ in range(2):
-            engine = await FakeEngine(agent).start()
-            stack.push_async_callback(engine.stop)
+            engine = await running(stack, FakeEngine(agent))
             port = int(engine.url.rpartition(":")[2])
             name = f"localhost-{port}"
             made.engines[name], made.ports[name] = engine, port

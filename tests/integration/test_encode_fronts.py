@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from eventually import eventually
-from front_access import started_prefill
+from front_access import prefill_cluster, running, started_prefill
 from front_doubles import FakeAgent, FakeEngine, encoded_names, image_job, image_part, prefill_job
 from msgspec import structs
 from openai_engine import refusing
@@ -25,13 +25,10 @@ from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.encoding.metrics import EncodeMetrics
 from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.health import ProbeTiming
-from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.prefill_run import RunnerConfig
 from prfaas.engines.timing import TimingOrder
-from prfaas.metrics import PrefillMetrics
 from scheduler.encoding.values import EncodeConfig
-from scheduler.reports import Role
 
 ENCODER = "weights-1 bfloat16"
 CONFIG = PrefillClusterConfig(
@@ -67,12 +64,6 @@ class Rig:
         return self.registry.get_sample_value("prfaas_encode_media_total", labels) or 0.0
 
 
-def spec(rig: Rig, name: str, node: FakeAgent, role: str) -> InstanceSpec:
-    return InstanceSpec.model_validate(
-        {"name": name, "url": rig.engines[name].url, "agent": node.target, "role": role}
-    )
-
-
 @asynccontextmanager
 async def made(
     kind: str = "embedded", encoders: tuple[str, ...] = ("e0",), **encode: Any
@@ -80,25 +71,18 @@ async def made(
     rig = Rig()
     async with AsyncExitStack() as stack:
         for names in ((*encoders, "p0"), ("p1",)):
-            node = await FakeAgent(*names).start()
+            node = await running(stack, FakeAgent(*names))
             node.encoder, node.embeddings = ENCODER, EmbeddingStatus()
-            stack.push_async_callback(node.stop)
             rig.nodes.append(node)
             for name in names:
-                rig.engines[name] = await FakeEngine(node).start()
-                stack.push_async_callback(rig.engines[name].stop)
-        specs = [spec(rig, name, rig.nodes[0], "encode") for name in encoders]
-        specs += [
-            spec(rig, "p0", rig.nodes[0], "prefill"),
-            spec(rig, "p1", rig.nodes[1], "prefill"),
+                rig.engines[name] = await running(stack, FakeEngine(node))
+        specs = [
+            engine.spec(name, "encode" if name in encoders else "prefill")
+            for name, engine in rig.engines.items()
         ]
-        rig.embedded = EmbeddedPrefillCluster(
-            "east",
-            specs,
-            replace(CONFIG, encode=EncodeConfig(**encode)),
-            metrics=PrefillMetrics(CollectorRegistry()),
-            encode_metrics=EncodeMetrics(rig.registry),
-        )
+        config = replace(CONFIG, encode=EncodeConfig(**encode))
+        metrics = EncodeMetrics(rig.registry)
+        rig.embedded = prefill_cluster("east", specs, config, encode_metrics=metrics)
         rig.front = await started_prefill(stack, kind, rig.embedded)
         yield rig
         for engine in rig.engines.values():
@@ -344,13 +328,8 @@ async def test_embeddings_of_the_same_node_stay_there(
 async def test_an_instance_that_encodes_is_watched_and_gets_no_jobs() -> None:
     agent = await FakeAgent("p0", "e0").start()
     engines = [await FakeEngine(agent).start() for _ in range(2)]
-    roles: tuple[Role, Role] = ("prefill", "encode")
-    specs = [
-        InstanceSpec(name=name, url=engine.url, agent=agent.target, role=role)
-        for name, role, engine in zip(("p0", "e0"), roles, engines, strict=True)
-    ]
-    metrics = PrefillMetrics(CollectorRegistry())
-    front = EmbeddedPrefillCluster("east", specs, CONFIG, metrics=metrics)
+    specs = [engines[0].spec("p0", "prefill"), engines[1].spec("e0", "encode")]
+    front = prefill_cluster("east", specs, CONFIG)
     try:
         agent.embeddings, agent.encoder = EmbeddingStatus(), "weights-1"
         await front.start()

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from eventually import eventually
 from free_ports import free_port
+from front_access import prefill_cluster
 from front_doubles import FakeAgent, FakeEngine, prefill_job
-from prometheus_client import CollectorRegistry
 from serving_process import serving
 from typer.testing import CliRunner
 
@@ -26,7 +26,6 @@ from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.members import LetGo
-from prfaas.metrics import PrefillMetrics
 from prfaas.remote import RemotePrefillCluster
 
 pytestmark = pytest.mark.slow
@@ -266,8 +265,7 @@ def supervised(tmp_path: Path, agent: FakeAgent, port: int, *args: str) -> Embed
             log_dir=tmp_path / "logs",
         )
     )
-    metrics = PrefillMetrics(CollectorRegistry())
-    return EmbeddedPrefillCluster("c", [spec], config, metrics=metrics)
+    return prefill_cluster("c", [spec], config)
 
 
 async def test_a_front_starts_restarts_and_stops_its_engine(tmp_path: Path) -> None:

@@ -17,23 +17,21 @@ import msgspec
 import pytest
 from agent_process import SMALL_LAYOUT, AgentProcess, DrivenEngine
 from eventually import eventually
+from front_access import pd_cluster, prefill_cluster, ready, running
 from front_doubles import FakeEngine, prefill_job
 from granting import grant_files
-from prometheus_client import CollectorRegistry
 from whole_region import spec
 
 from deploy.gateway.grants import granted_job, reservation_grant
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
 from local_pd.errors import NoLandingRoom
 from local_pd.messages import DecodeSlot, ReserveRequest
-from local_pd.metrics import PdMetrics
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.errors import PrefillFailed
 from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.prefill_run import RunnerConfig
 from prfaas.jobs import PrefillJob, PrefillResult
-from prfaas.metrics import PrefillMetrics
 from transport import Identity, RegionKey, Role
 from transport.grants import Granter
 from transport.region_key import new_key
@@ -126,29 +124,20 @@ async def region(tmp_path: Path) -> AsyncIterator[Region]:
         made.sending.caller = made.receiving.caller = shown(path, "gateway")
         made.producer = stack.enter_context(DrivenEngine(made.sending, "p0"))
         made.consumer = stack.enter_context(DrivenEngine(made.receiving, "d0"))
-        http = made.prefill_http
-        await http.start()
-        stack.push_async_callback(http.stop)
+        http = await running(stack, made.prefill_http)
         http.before_answer = made.fill
-        made.prefill = EmbeddedPrefillCluster(
+        made.prefill = prefill_cluster(
             "east",
             [spec("p0", http.url, made.sending, "prefill")],
             PrefillClusterConfig(instances=probing(path, "prefill-front"), runner=RUNNER),
-            metrics=PrefillMetrics(CollectorRegistry()),
         )
-        decoder = await FakeEngine().start()
-        stack.push_async_callback(decoder.stop)
-        made.pd = EmbeddedPdCluster(
+        decoder = await running(stack, FakeEngine())
+        made.pd = pd_cluster(
             "west",
             [spec("d0", decoder.url, made.receiving, "both")],
             PdClusterConfig(instances=probing(path, "pd-front"), runner=RUNNER, lease_s=60.0),
-            metrics=PdMetrics(CollectorRegistry()),
         )
-        for front in (made.prefill, made.pd):
-            await front.start()
-            stack.push_async_callback(front.close)
-        await made.prefill.wait_ready(20)
-        await made.pd.wait_ready(20)
+        await ready(stack, made.prefill, made.pd)
         yield made
         http.first_token.set()
 

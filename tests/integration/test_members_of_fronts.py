@@ -7,9 +7,8 @@ from contextlib import AsyncExitStack
 import pd_front_rig
 import pytest
 from eventually import eventually
-from front_access import started_prefill
+from front_access import prefill_cluster, running, started_prefill
 from front_doubles import FakeAgent, FakeEngine, prefill_job
-from prometheus_client import CollectorRegistry
 
 from prfaas.cluster import PrefillCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
@@ -19,7 +18,6 @@ from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.members import Join, Leave, LetGo, MemberRefused
 from prfaas.engines.prefill_run import RunnerConfig
-from prfaas.metrics import PrefillMetrics
 
 CONFIG = PrefillClusterConfig(
     instances=InstancesConfig(probes=ProbeTiming(interval_s=0.05, start_interval_s=0.05)),
@@ -39,10 +37,8 @@ class Members:
 
     async def engine(self, name: str) -> Join:
         """A running engine with an agent, and the order to add it."""
-        agent = self.agents[name] = await FakeAgent(name).start()
-        self._stack.push_async_callback(agent.stop)
-        engine = self.engines[name] = await FakeEngine(agent).start()
-        self._stack.push_async_callback(engine.stop)
+        agent = self.agents[name] = await running(self._stack, FakeAgent(name))
+        engine = self.engines[name] = await running(self._stack, FakeEngine(agent))
         return Join(name=name, url=engine.url, agent=agent.target, max_concurrent=1)
 
     async def names(self, *, usable: bool = False) -> list[str]:
@@ -66,9 +62,7 @@ async def members(request: pytest.FixtureRequest) -> AsyncIterator[Members]:
     async with AsyncExitStack() as stack:
         made = Members(stack)
         spec: InstanceSpec = (await made.engine("p0")).spec()
-        made.embedded = EmbeddedPrefillCluster(
-            "east", [spec], CONFIG, metrics=PrefillMetrics(CollectorRegistry())
-        )
+        made.embedded = prefill_cluster("east", [spec], CONFIG)
         made.front = await started_prefill(stack, request.param, made.embedded)
         yield made
         for engine in made.engines.values():

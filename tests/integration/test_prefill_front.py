@@ -9,10 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 from eventually import eventually
-from front_access import started_prefill
+from front_access import prefill_cluster, running, started_prefill
 from front_doubles import BYTES_PER_TOKEN, FakeAgent, FakeEngine, prefill_job
 from openai_engine import refusing
-from prometheus_client import CollectorRegistry
 
 from kvmanager.hashing import token_digest
 from kvmanager.media_items import MediaItem
@@ -21,12 +20,10 @@ from prfaas.cluster import PrefillCluster
 from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
 from prfaas.engines.errors import PrefillFailed, UnknownInstance
 from prfaas.engines.health import ProbeTiming
-from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.prefill_run import RunnerConfig
 from prfaas.engines.timing import TimingOrder
 from prfaas.jobs import PrefillJob, PrefillResult
-from prfaas.metrics import PrefillMetrics
 from prfaas.queue_values import QueueConfig
 from prfaas.remote import RemotePrefillCluster
 
@@ -67,24 +64,12 @@ async def make_rig(
     async with AsyncExitStack() as stack:
         specs = []
         for index in range(num_instances):
-            agent = await FakeAgent(f"p{index}").start()
-            stack.push_async_callback(agent.stop)
-            engine = await FakeEngine(agent).start()
-            stack.push_async_callback(engine.stop)
+            agent = await running(stack, FakeAgent(f"p{index}"))
+            engine = await running(stack, FakeEngine(agent))
             rig.agents.append(agent)
             rig.engines.append(engine)
-            specs.append(
-                InstanceSpec(
-                    name=f"p{index}",
-                    url=engine.url,
-                    agent=agent.target,
-                    role="prefill",
-                    max_concurrent=max_concurrent,
-                )
-            )
-        rig.embedded = EmbeddedPrefillCluster(
-            "east", specs, CONFIG, metrics=PrefillMetrics(CollectorRegistry())
-        )
+            specs.append(engine.spec(f"p{index}", "prefill", max_concurrent=max_concurrent))
+        rig.embedded = prefill_cluster("east", specs, CONFIG)
         rig.front = await started_prefill(stack, kind, rig.embedded)
         yield rig
         rig.release()

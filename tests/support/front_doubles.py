@@ -42,6 +42,7 @@ from kvmanager.landing import ReservedLanding
 from kvmanager.load_times import LoadTimes
 from kvmanager.media_items import MediaItem
 from kvmanager.token_ids import TokenIds
+from prfaas.engines.instance import InstanceSpec
 from prfaas.jobs import PrefillJob
 from transport.rpc import Method, RpcError, RpcServer
 
@@ -340,6 +341,12 @@ class FakeEngine(OpenAiEngine):
         self.agent = agent
         self.completes_transfer = True
         self.keeps_kvcache = True
+
+    def spec(self, name: str, role: str, **fields: Any) -> InstanceSpec:
+        """What a front knows of it."""
+        assert self.agent is not None
+        known = {"name": name, "url": self.url, "agent": self.agent.target, "role": role}
+        return InstanceSpec.model_validate(known | fields)
 
     async def answer(self, request: web.Request, body: dict[str, Any]) -> web.Response:
         await self.first_token.wait()

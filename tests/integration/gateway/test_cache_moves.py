@@ -9,23 +9,20 @@ import aiohttp
 from agent_process import AgentProcess
 from caching_engine import ROOT, B, CachingEngine
 from eventually import eventually
-from prometheus_client import CollectorRegistry
+from front_access import gateway_url, pd_cluster, prefill_cluster, ready
 from untimed_gateway import UNTIMED
 from whole_region import spec
 
 from deploy.gateway.app import Gateway
 from deploy.gateway.cache.region_caches import RegionCaches
 from deploy.gateway.config import GatewayConfig, ModelConfig
-from deploy.gateway.server import start_server
 from kvmanager.agent.client import AgentClient
 from kvmanager.directory.embedded import EmbeddedDirectory
 from kvmanager.hashing import block_keys
-from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
-from local_pd.metrics import PdMetrics
-from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
+from local_pd.embedded import PdClusterConfig
+from prfaas.embedded import PrefillClusterConfig
 from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instances import InstancesConfig
-from prfaas.metrics import PrefillMetrics
 from scheduler.live.feedback import CacheMoveBegun, CacheMoveOver
 from scheduler.routing.decision import ONE_ENGINE
 
@@ -56,22 +53,11 @@ async def test_the_pd_cluster_computes_with_the_prefill_clusters_cache(
         receiver = stack.enter_context(CachingEngine(here, "d0"))
         await asyncio.to_thread(sender.store, KEYS)
         # No prefill is to reach the engine at far, so any that answers its probes will do.
-        prefill = EmbeddedPrefillCluster(
-            "far",
-            [spec("p0", lone_engine.url, there, "prefill")],
-            PrefillClusterConfig(instances=PROBING),
-            metrics=PrefillMetrics(CollectorRegistry()),
-        )
-        pd = EmbeddedPdCluster(
-            "home",
-            [spec("d0", lone_engine.url, here, "both")],
-            PdClusterConfig(instances=PROBING),
-            metrics=PdMetrics(CollectorRegistry()),
-        )
-        for front in (prefill, pd):
-            await front.start()
-            stack.push_async_callback(front.close)
-            await front.wait_ready(20)
+        specs = [spec("p0", lone_engine.url, there, "prefill")]
+        prefill = prefill_cluster("far", specs, PrefillClusterConfig(instances=PROBING))
+        specs = [spec("d0", lone_engine.url, here, "both")]
+        pd = pd_cluster("home", specs, PdClusterConfig(instances=PROBING))
+        await ready(stack, prefill, pd)
         directory = EmbeddedDirectory(AgentClient)
         gateway = Gateway(
             GatewayConfig(
@@ -85,15 +71,13 @@ async def test_the_pd_cluster_computes_with_the_prefill_clusters_cache(
             {"far": prefill},
             caches=RegionCaches(directory, AgentClient, directory.follow),
         )
-        runner = await start_server(gateway)
-        stack.push_async_callback(runner.cleanup)
-        host, port = runner.addresses[0][:2]
+        url = await gateway_url(stack, gateway) + "/v1/completions"
         session = await stack.enter_async_context(aiohttp.ClientSession())
         await eventually(lambda: len(directory.core.holders(KEYS[-1])) == 1)
         teach(gateway)
 
         async def ask() -> Any:
-            url, body = f"http://{host}:{port}/v1/completions", {"model": "tiny", "prompt": PROMPT}
+            body = {"model": "tiny", "prompt": PROMPT}
             async with session.post(url, json=body) as response:
                 assert response.status == 200
                 await response.read()

@@ -8,25 +8,22 @@ from typing import Any
 import aiohttp
 import pytest
 from eventually import eventually
+from front_access import gateway_url, pd_cluster, prefill_cluster, ready
 from front_doubles import FakeAgent, FakeEngine
 from openai_engine import OpenAiEngine
-from prometheus_client import CollectorRegistry
 from untimed_gateway import UNTIMED
 
 from deploy.gateway.app import Gateway
 from deploy.gateway.cache.region_caches import RegionCaches
 from deploy.gateway.config import GatewayConfig, ModelConfig
-from deploy.gateway.server import start_server
 from kvmanager.agent.shared_clients import AgentClients
 from kvmanager.directory.embedded import EmbeddedDirectory
-from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
-from local_pd.metrics import PdMetrics
-from prfaas.embedded import EmbeddedPrefillCluster, PrefillClusterConfig
+from local_pd.embedded import PdClusterConfig
+from prfaas.embedded import PrefillClusterConfig
 from prfaas.engines.health import ProbeTiming
 from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 from prfaas.engines.prefill_run import RunnerConfig
-from prfaas.metrics import PrefillMetrics
 
 PROBING = InstancesConfig(probes=ProbeTiming(interval_s=0.1, start_interval_s=0.05), poll_load=True)
 PATH = "/prfaas/instances"
@@ -106,24 +103,18 @@ class Served:
 async def served() -> AsyncIterator[Served]:
     async with AsyncExitStack() as stack:
         made = Served(stack)
-        prefill = EmbeddedPrefillCluster(
+        runner = RunnerConfig(await_slice_s=0.5, cleanup_timeout_s=1.0)
+        prefill = prefill_cluster(
             "far",
             [InstanceSpec.model_validate(await made.prefiller("p0"))],
-            PrefillClusterConfig(
-                instances=PROBING, runner=RunnerConfig(await_slice_s=0.5, cleanup_timeout_s=1.0)
-            ),
-            metrics=PrefillMetrics(CollectorRegistry()),
+            PrefillClusterConfig(instances=PROBING, runner=runner),
         )
-        pd = EmbeddedPdCluster(
+        pd = pd_cluster(
             "home",
             [InstanceSpec.model_validate(await made.decoder("d0"))],
             PdClusterConfig(instances=PROBING, drain_poll_interval_s=0.05),
-            metrics=PdMetrics(CollectorRegistry()),
         )
-        for front in (prefill, pd):
-            await front.start()
-            stack.push_async_callback(front.close)
-            await front.wait_ready(60)
+        await ready(stack, prefill, pd)
         config = GatewayConfig(
             port=0,
             models=(ModelConfig(name="tiny"),),
@@ -136,10 +127,7 @@ async def served() -> AsyncIterator[Served]:
         directory = EmbeddedDirectory(agents.open)
         caches = RegionCaches(directory, agents.open, directory.follow)
         made.gateway = Gateway(config, [pd], {"far": prefill}, caches=caches)
-        runner = await start_server(made.gateway)
-        stack.push_async_callback(runner.cleanup)
-        host, port = runner.addresses[0][:2]
-        made.url = f"http://{host}:{port}"
+        made.url = await gateway_url(stack, made.gateway)
         made.session = await stack.enter_async_context(aiohttp.ClientSession())
         yield made
 

@@ -11,19 +11,16 @@ from typing import Any
 import aiohttp
 import pytest
 from eventually import eventually
+from front_access import gateway_url, pd_cluster, running
 from front_doubles import FakeAgent, FakeEngine
-from prometheus_client import CollectorRegistry
 from untimed_gateway import NOT_TIMED
 
 from deploy.gateway.api_keys import ApiKey
 from deploy.gateway.app import Gateway
 from deploy.gateway.config import GatewayConfig, ModelConfig
 from deploy.gateway.scheduling.config import LongTermSection, SchedulingConfig
-from deploy.gateway.server import start_server
 from local_pd.embedded import EmbeddedPdCluster, PdClusterConfig
-from local_pd.metrics import PdMetrics
 from prfaas.engines.health import ProbeTiming
-from prfaas.engines.instance import InstanceSpec
 from prfaas.engines.instances import InstancesConfig
 
 ROLES = {"d0": "decode", "d1": "decode", "p0": "prefill"}
@@ -62,27 +59,15 @@ class Rig:
 async def rig() -> AsyncIterator[Rig]:
     made = Rig()
     async with AsyncExitStack() as stack:
-        node = await FakeAgent(*ROLES).start()
-        stack.push_async_callback(node.stop)
+        node = await running(stack, FakeAgent(*ROLES))
         for name in ROLES:
-            engine = made.engines[name] = await FakeEngine(node).start()
-            stack.push_async_callback(engine.stop)
-        specs = [
-            InstanceSpec(
-                name=name, url=made.engines[name].url, agent=node.target, role=role, model="tiny"
-            )
-            for name, role in ROLES.items()
-        ]
+            made.engines[name] = await running(stack, FakeEngine(node))
+        specs = [made.engines[name].spec(name, ROLES[name], model="tiny") for name in ROLES]
         probing = InstancesConfig(
             probes=ProbeTiming(interval_s=0.05, start_interval_s=0.05), poll_load=True
         )
-        pd = EmbeddedPdCluster(
-            "home",
-            specs,
-            PdClusterConfig(drain_poll_interval_s=0.02, instances=probing),
-            metrics=PdMetrics(CollectorRegistry()),
-        )
-        made.pd = pd
+        settings = PdClusterConfig(drain_poll_interval_s=0.02, instances=probing)
+        pd = made.pd = pd_cluster("home", specs, settings)
         await pd.start()
         # Several gateways shared the region before, and one of them led.
         await pd.resume("d0", leader=int(time.time() * 1000) - 60_000)
@@ -97,10 +82,7 @@ async def rig() -> AsyncIterator[Rig]:
                 long_term=LongTermSection(dwell_s=0, mode="off"), calibration=NOT_TIMED
             ),
         )
-        runner = await start_server(Gateway(config, [pd], {}))
-        stack.push_async_callback(runner.cleanup)
-        host, port = runner.addresses[0][:2]
-        made.url = f"http://{host}:{port}"
+        made.url = await gateway_url(stack, Gateway(config, [pd], {}))
         made.session = await stack.enter_async_context(aiohttp.ClientSession())
         yield made
 

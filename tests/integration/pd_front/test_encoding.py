@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from eventually import eventually
-from front_access import started_pd
+from front_access import pd_cluster, running, started_pd
 from front_doubles import FakeAgent, FakeEngine, encoded_names, image_job, image_part
 from msgspec import json, structs
 from pd_front_rig import CONFIG
@@ -20,12 +20,10 @@ from local_pd.cluster import PdCluster
 from local_pd.embedded import EmbeddedPdCluster
 from local_pd.errors import FrontUnreachable
 from local_pd.messages import ReserveRequest
-from local_pd.metrics import PdMetrics
 from local_pd.remote import RemotePdCluster
 from prfaas.encoding.metrics import EncodeMetrics
 from prfaas.encoding.values import EncodeDone, EncodeOrder
 from prfaas.engines.errors import PrefillFailed
-from prfaas.engines.instance import InstanceSpec
 from prfaas.jobs import PrefillJob
 from scheduler.encoding.values import EncodeConfig
 
@@ -60,23 +58,16 @@ async def made(kind: str, instances: dict[str, str]) -> AsyncIterator[Rig]:
     """`instances`: roles by name; those of names with "ed" encode as well."""
     rig = Rig()
     async with AsyncExitStack() as stack:
-        rig.node = await FakeAgent(*instances).start()
+        rig.node = await running(stack, FakeAgent(*instances))
         rig.node.encoder, rig.node.embeddings = ENCODER, EmbeddingStatus()
-        stack.push_async_callback(rig.node.stop)
         specs = []
         for name, role in instances.items():
-            engine = rig.engines[name] = await FakeEngine(rig.node).start()
-            stack.push_async_callback(engine.stop)
-            fields = {"name": name, "url": engine.url, "agent": rig.node.target, "role": role}
-            specs.append(InstanceSpec.model_validate(fields | {"encodes": "ed" in name}))
-        config = replace(CONFIG, encode=EncodeConfig(timeout_s=5.0))
-        rig.embedded = EmbeddedPdCluster(
-            "west",
-            specs,
-            replace(config, keep_leases=kind == "embedded"),
-            metrics=PdMetrics(CollectorRegistry()),
-            encode_metrics=EncodeMetrics(CollectorRegistry()),
-        )
+            engine = rig.engines[name] = await running(stack, FakeEngine(rig.node))
+            specs.append(engine.spec(name, role, encodes="ed" in name))
+        encode, keep_leases = EncodeConfig(timeout_s=5.0), kind == "embedded"
+        config = replace(CONFIG, encode=encode, keep_leases=keep_leases)
+        metrics = EncodeMetrics(CollectorRegistry())
+        rig.embedded = pd_cluster("west", specs, config, encode_metrics=metrics)
         rig.front = await started_pd(stack, kind, rig.embedded)
         yield rig
         for engine in rig.engines.values():
