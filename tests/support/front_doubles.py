@@ -112,7 +112,7 @@ def methods_of(double: object) -> dict[str, Method[Any, Any]]:
     """What a double of an agent answers: its methods from one message to another. A method's name
     at an agent is that of its request.
     """
-    found = {}
+    found: dict[str, Method[Any, Any]] = {}
     for _, handler in inspect.getmembers(double, inspect.iscoroutinefunction):
         *asked, reply = get_type_hints(handler).values()
         if len(asked) == 1 and isinstance(asked[0], type) and issubclass(asked[0], msgspec.Struct):

@@ -48,10 +48,7 @@ class _Front:
     whose methods do nothing: those that no test is about need no line here.
     """
 
-    name = ""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self) -> None:
         self.orders: list[MemberOrder] = []
         self.num_reports = 0
         self.set_report: ClusterReport | None = None
@@ -74,8 +71,11 @@ class _Front:
 class FakePd(_Front, PdCluster):
     """A local PD cluster front over fake engines. `index` makes its transfers its own."""
 
+    name = ""
+
     def __init__(self, engines: list[OpenAiEngine], name: str = "home", index: int = 0) -> None:
-        super().__init__(name)
+        super().__init__()
+        self.name = name
         self.index = index
         self.engines = {engine.name: engine for engine in engines}
         self.held: dict[str, str] = {}
@@ -231,8 +231,11 @@ class FakePd(_Front, PdCluster):
 class FakePrefill(_Front, PrefillCluster):
     """A prefill cluster front whose KVCache lands at once when `gate` is open."""
 
+    name = ""
+
     def __init__(self, name: str, *pds: FakePd) -> None:
-        super().__init__(name)
+        super().__init__()
+        self.name = name
         self.pds = pds
         self.jobs: list[PrefillJob] = []
         self.num_cancelled = 0
